@@ -1,0 +1,16 @@
+"""Tensor-parallel communication that hides behind the matrix product, for JAX on NVIDIA GPUs.
+
+Importing this touches no device.
+"""
+
+from overlap import emulation
+from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
+from overlap.collectives.explain import explain
+from overlap.distributed import initialize
+from overlap.kernels.config import Config
+from overlap.kernels.dispatch import Explanation
+from overlap.kernels.matmul import matmul
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["Config", "Explanation", "all_gather_lhs_matmul", "emulation", "explain", "initialize", "matmul"]

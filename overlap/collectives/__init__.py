@@ -1,0 +1,1 @@
+"""Fused collective matmuls, their XLA references, and how one is chosen."""

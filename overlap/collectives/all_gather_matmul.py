@@ -1,0 +1,240 @@
+"""All-gather of the left operand and matmul as one kernel.
+
+Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lhs) @ rhs:
+
+    producer       for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
+                       a peer's tile: wait for the flag of its row block; then load from scratch
+                       an own tile:   load from lhs
+    communicator   for each of this CTA's chunks, in the order in which tiles need them:
+                       peer's lhs → shared memory → scratch; when it has landed, raise the flag of its row block
+                   at the end: the exit handshake
+    compute        the mainloop of `overlap.kernels.hopper`
+
+The shards are pulled (read by who needs them), so a flag never crosses NVLink: the only remote signals are the handshake.
+Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
+
+Constraints: f16 or bf16; m_shard, n_shard and k multiples of the tile; one axis of a mesh whose device ids are row-major
+and whose devices can all address each other. Source: the collective matmul of Wang et al., "Overlap Communication with
+Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
+
+Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes; chunk: `PullPlan`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.collectives import reference
+from overlap.collectives.axis import require_all_manual, ring_of
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.kernels import dispatch, hopper
+from overlap.kernels.config import Config
+from overlap.kernels.matmul import check_operands
+from overlap.kernels.target import Target
+from overlap.kernels.tile_order import TileOrder
+from overlap.primitives import (
+    PullPlan,
+    Ring,
+    exit_handshake,
+    fence_async_proxy,
+    handshake_flags,
+    pull_chunks,
+    shared_flags,
+    signal,
+    wait_at_least,
+)
+
+NAME = "all_gather_lhs_matmul"
+
+
+def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, config: Config, target: Target) -> None:
+    """Whether the fused kernel can serve a call. Raises as `Config.check` does."""
+    (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
+    config.check(
+        m=m_shard, n=n_shard, k=k, dtype=lhs.dtype, out_dtype=out_dtype, target=target, pulls=ring.size > 1,
+        m_name="m_shard",
+    )  # fmt: skip
+    require_all_manual()
+
+
+def make_schedule(devices: int, m_shard: int, n_shard: int, k: int, itemsize: int, config: Config) -> AllGatherSchedule:
+    """The schedule of a problem of the given per-shard sizes."""
+    order = TileOrder(m_shard // config.tile_m, n_shard // config.tile_n, config.order_minor, config.order_width)
+    plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
+    return AllGatherSchedule(devices, order, config.tile_m, plan)
+
+
+def _pull(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
+          ring: Ring, schedule: AllGatherSchedule) -> None:  # fmt: skip
+    """The communicator's transfers: this CTA's share of the chunks."""
+    plan = schedule.plan
+
+    def at(ordinal: Any) -> tuple[Any, Any, Any]:
+        return schedule.chunk(cta + ordinal * num_ctas)
+
+    def piece(row: Any, column: Any) -> tuple[Any, Any]:
+        return pl.ds(row, plan.rows), pl.ds(column, plan.cols)
+
+    def source(ordinal: Any) -> Any:
+        step, row, column = at(ordinal)
+        return ring.remote(lhs_gmem, ring.peer(step)).at[piece(row, column)]
+
+    def destination(ordinal: Any) -> Any:
+        step, row, column = at(ordinal)
+        return scratch_gmem.at[(step - 1, *piece(row, column))]
+
+    def landed(ordinal: Any) -> None:
+        step, row, _ = at(ordinal)
+        signal(flags.at[schedule.flag(step, row)])
+
+    mine = lax.div(jnp.int32(schedule.pulls + num_ctas - 1) - cta, jnp.int32(num_ctas))
+    pull_chunks(mine, source=source, destination=destination, landed=landed, slots_smem=slots_smem, loaded=loaded)
+
+
+def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, ring: Ring, schedule: AllGatherSchedule,
+            config: Config, num_ctas: int) -> None:  # fmt: skip
+    """The kernel's body: hooks and buffers for the mainloop."""
+    plan = schedule.plan
+    m_shard = plan.shard_rows
+    me = ring.me()
+    flags = shared_flags(*schedule.flags)
+    exit_flags = handshake_flags()
+    cta = lax.axis_index(hopper.GRID_AXIS)
+
+    def tile_at(index: Any) -> hopper.Tile:
+        step, m, n = schedule.tile(index)
+        return hopper.Tile(step, m, n, out_row=schedule.shard(me, step) * m_shard + m * config.tile_m)
+
+    def wait_for_rows(tile: hopper.Tile) -> None:
+        @pl.when(tile.step > 0)
+        def _wait() -> None:
+            wait_at_least(flags.at[schedule.flag(tile.step, tile.m * config.tile_m)], schedule.flag_target)
+            fence_async_proxy()
+
+    def load_rows(tile: hopper.Tile, load: Any) -> None:
+        pl.when(tile.step == 0)(lambda: load(lhs_gmem))
+        pl.when(tile.step > 0)(lambda: load(scratch_gmem.at[tile.step - 1]))
+
+    def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
+        def communicate() -> None:
+            _pull(cta, num_ctas, lhs_gmem, scratch_gmem, flags, slots_smem, loaded, ring, schedule)
+            exit_handshake(exit_flags, ring, cta, num_ctas)
+
+        hopper.mainloop(
+            rhs_gmem, out_gmem, tiles=schedule.tiles, tile_at=tile_at, k=plan.shard_cols, num_ctas=num_ctas,
+            config=config, buffers=buffers,
+            hooks=hopper.Hooks(load_lhs=load_rows, before_load=wait_for_rows, communicate=communicate),
+        )  # fmt: skip
+
+    pl.run_scoped(
+        run,
+        hopper.buffer_types(config, lhs_gmem.dtype, out_gmem.dtype),
+        plgpu.SMEM((config.chunk_slots, plan.rows, plan.cols), lhs_gmem.dtype),
+        plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
+        collective_axes=hopper.THREAD_AXIS,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, num_ctas: int) -> jax.Array:
+    (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
+    schedule = make_schedule(ring.size, m_shard, n_shard, k, lhs.dtype.itemsize, config)
+    body = functools.partial(_kernel, ring=ring, schedule=schedule, config=config, num_ctas=num_ctas)
+    out, _ = hopper.launch(
+        lambda *refs: body(*refs),
+        out_type=(
+            jax.ShapeDtypeStruct((ring.size * m_shard, n_shard), out_dtype),
+            jax.ShapeDtypeStruct((ring.size - 1, m_shard, k), lhs.dtype),
+        ),
+        num_ctas=num_ctas,
+        name=f"overlap_{NAME}",
+    )(lhs, rhs)
+    return out
+
+
+def _fused_forward(lhs: jax.Array, rhs: jax.Array, *static: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _fused(lhs, rhs, *static), (lhs, rhs)
+
+
+def _fused_backward(ring: Ring, out_dtype: Any, config: Config, num_ctas: int, saved: Any, cotangent: jax.Array) -> Any:
+    del out_dtype, config, num_ctas  # The transpose, matmul + reduce-scatter, runs by XLA.
+    return reference.all_gather_lhs_matmul_backward(*saved, ring.axis_name, cotangent)
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def decide(
+    lhs: Any, rhs: Any, axis_name: Any, *, preferred_element_type: Any = None, config: Config | None = None,
+    implementation: str | None = None, mesh: Any = None,
+) -> dispatch.Explanation:  # fmt: skip
+    """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
+    ring = ring_of(NAME, axis_name, mesh)
+    out_dtype = check_operands(lhs, rhs, preferred_element_type)
+    problem = (ring, tuple(lhs.shape), tuple(rhs.shape), str(lhs.dtype), str(out_dtype))
+
+    def check_call(config: Config, target: Target) -> None:
+        check(lhs, rhs, out_dtype, ring, config, target)
+
+    return dispatch.decide(NAME, implementation, dispatch.target(), config or Config(), check_call, problem)
+
+
+def all_gather_lhs_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str,
+    *,
+    preferred_element_type: Any = None,
+    config: Config | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Gathers `lhs` along a mesh axis and multiplies it by `rhs`, communication hidden behind computation.
+
+    To be called inside `jax.shard_map`; equals `lax.all_gather(lhs, axis_name, tiled=True) @ rhs`.
+
+    Args:
+      lhs: [m_shard, k] per shard; globally [D · m_shard, k], rows sharded over the D devices of `axis_name`. float16 or
+        bfloat16 in the fused kernel.
+      rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype.
+      axis_name: the mesh axis to gather along; may be one axis of a larger mesh.
+      preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
+      config: tile sizes of the fused kernel; a default that suits large problems.
+      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
+        choose: fused where it can serve the call on a GPU. The choice is logged once at INFO level, logger "overlap".
+
+    Returns:
+      [D · m_shard, n_shard] per shard; globally [D · m_shard, D · n_shard], columns sharded. Deterministic:
+      repeated calls give the same bits.
+
+    Raises:
+      ValueError: not inside `shard_map`, an unknown axis, wrong ranks, dtypes, sizes or config.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
+        to do).
+
+    Differentiable: the backward pass runs by XLA. Under `vmap`, use implementation="xla".
+
+    Example:
+      >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> layer = jax.shard_map(
+      ...     lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x"),
+      ...     mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False,
+      ... )
+      >>> y = jax.jit(layer)(x, w)
+
+    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+    """
+    choice = decide(
+        lhs, rhs, axis_name, preferred_element_type=preferred_element_type, config=config, implementation=implementation
+    )
+    out_dtype = check_operands(lhs, rhs, preferred_element_type)
+    ring = ring_of(NAME, axis_name)
+    if choice.config is None:
+        return reference.all_gather_lhs_matmul(lhs, rhs, ring.axis_name, out_dtype)
+    return _fused(lhs, rhs, ring, out_dtype, choice.config, choice.target.num_cores)

@@ -1,0 +1,38 @@
+"""`explain`: which implementation a call would run, and why, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overlap.collectives import all_gather_matmul
+from overlap.kernels import matmul
+from overlap.kernels.dispatch import Explanation
+
+_DECIDE = {
+    matmul.matmul: matmul.decide,
+    all_gather_matmul.all_gather_lhs_matmul: all_gather_matmul.decide,
+}
+
+
+def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Says which implementation `op(*args, **kwargs)` would run, with what configuration, and why.
+
+    Args:
+      op: a public operation, e.g. `overlap.all_gather_lhs_matmul`.
+      *args: its arguments, per shard; arrays or `jax.ShapeDtypeStruct`s.
+      **kwargs: its keywords. Outside `jax.shard_map`, a collective also needs `mesh=`, and the decision is then for the
+        devices of that mesh.
+
+    Returns:
+      An `Explanation`; print it for one line.
+
+    Raises:
+      ValueError: `op` is no operation of this library, or whatever the call itself would raise.
+
+    Example:
+      >>> x, w = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+      >>> print(overlap.explain(overlap.all_gather_lhs_matmul, x, w, "x", mesh=mesh))
+    """
+    if op not in _DECIDE:
+        raise ValueError(f"`op` must be one of {[f.__name__ for f in _DECIDE]}, got {op!r}")
+    return _DECIDE[op](*args, **kwargs)

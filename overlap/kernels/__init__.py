@@ -1,0 +1,1 @@
+"""Single-GPU matmuls: the mainloop of each architecture, its configuration, and `matmul`."""

@@ -1,0 +1,90 @@
+"""Which implementation runs, and why: the one place that chooses (and the only one here that knows of the emulator)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+from overlap import emulation
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target, current_target
+
+Implementation = Literal["fused", "xla"]
+IMPLEMENTATIONS = ("fused", "xla")
+logger = logging.getLogger("overlap")
+_said: set[tuple[Any, ...]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns: which implementation a call would run, and why.
+
+    Attributes:
+      op: the operation's name.
+      implementation: "fused" or "xla".
+      config: the fused kernel's configuration, None for "xla".
+      reason: one sentence.
+      target: the device that the decision is for.
+    """
+
+    op: str
+    implementation: Implementation
+    config: Config | None
+    reason: str
+    target: Target
+
+    def __str__(self) -> str:
+        config = f" with {self.config}" if self.config else ""
+        return f"{self.op}: {self.implementation}{config}: {self.reason}"
+
+
+def target() -> Target:
+    """The device that the code being traced is for. A CPU has as many cores as the emulator says."""
+    return current_target(emulation.core_count())
+
+
+def decide(
+    op: str,
+    implementation: str | None,
+    device: Target,
+    config: Config,
+    check: Callable[[Config, Target], None],
+    problem: tuple[Any, ...],
+) -> Explanation:
+    """Chooses between the fused kernel and XLA, by the op's own predicate.
+
+    Args:
+      op: the operation's name, for messages.
+      implementation: what the caller asked for; None leaves it open.
+      device: the device that the call is for.
+      config: the fused kernel's configuration.
+      check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
+      problem: what identifies the problem; each decision is logged once per problem.
+
+    Raises:
+      ValueError: an unknown implementation, or whatever `check` raises.
+      NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if implementation == "xla":
+        return Explanation(op, "xla", None, "asked for", device)
+    if implementation == "fused":
+        check(config, device)
+        if device.platform == "cpu":
+            emulation.enable()
+        return Explanation(op, "fused", config, "asked for", device)
+    if device.platform == "cpu":
+        choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
+    else:
+        try:
+            check(config, device)
+            choice = Explanation(op, "fused", config, "the fused kernel serves this problem", device)
+        except NotImplementedError as cannot:
+            choice = Explanation(op, "xla", None, str(cannot), device)
+    if (op, problem, choice) not in _said:
+        _said.add((op, problem, choice))
+        logger.info("%s", choice)
+    return choice

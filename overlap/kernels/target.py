@@ -1,0 +1,74 @@
+"""What a kernel is compiled for: the kind of device, its number of cores (SMs) and its shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+HOPPER_SMEM_BYTES = 232448
+HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
+BLACKWELL_NAMES = ("B100", "B200", "B300", "GB200", "GB300")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kind of device.
+
+    Attributes:
+      platform: "gpu", "cpu" (the kernels run emulated there) or another one.
+      kind: the device's name, as the framework gives it.
+      num_cores: streaming multiprocessors; emulated ones on a CPU.
+      smem_limit_bytes: the most shared memory that one CTA can have.
+    """
+
+    platform: str
+    kind: str
+    num_cores: int
+    smem_limit_bytes: int = HOPPER_SMEM_BYTES
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.platform == "cpu" or any(name in self.kind for name in HOPPER_NAMES)
+
+    @property
+    def is_blackwell(self) -> bool:
+        return any(name in self.kind for name in BLACKWELL_NAMES)
+
+    def require_hopper(self) -> None:
+        """Raises NotImplementedError unless the Hopper kernels run on this device."""
+        if self.platform not in ("gpu", "cpu"):
+            raise NotImplementedError(
+                f"the fused kernels need an NVIDIA GPU or, emulated, a CPU, got platform {self.platform!r}: use "
+                'implementation="xla"'
+            )
+        if self.is_blackwell:
+            raise NotImplementedError(
+                f'there is no Blackwell mainloop yet, and the device is {self.kind!r}: use implementation="xla"'
+            )
+        if not self.is_hopper:
+            raise NotImplementedError(
+                f"the fused kernels need a Hopper GPU (compute capability 9.0), got {self.kind!r}: use "
+                'implementation="xla"'
+            )
+
+
+def current_target(emulated_cores: int) -> Target:
+    """The device that the code being traced is for: that of the enclosing mesh, else the default device.
+
+    Args:
+      emulated_cores: the number of cores that a CPU device is to have.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        platform, kind, cores = device.platform, device.device_kind, device.num_cores
+    else:
+        default = jax.config.jax_default_device or jax.devices()[0]
+        if isinstance(default, str):
+            default = jax.devices(default)[0]
+        platform, kind, cores = default.platform, default.device_kind, getattr(default, "core_count", None)
+    if platform == "cpu":
+        return Target(platform, kind, emulated_cores)
+    if platform == "gpu" and not cores:
+        raise RuntimeError(f"the device {kind!r} does not say how many cores it has: is the CUDA plugin of jax current?")
+    return Target(platform, kind, cores or 1)

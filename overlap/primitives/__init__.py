@@ -1,0 +1,51 @@
+"""The device-side words of `overlap`: peers, flags, copies and the exit handshake.
+
+These run *inside* a `plgpu.kernel` body. They are thin; what they add to Mosaic GPU's own words is a name for each
+completion rule, so that a kernel reads as its argument for being correct. That argument is written down here, once.
+
+Memory ordering
+---------------
+Three agents touch memory: threads (the *generic proxy*), the copy engine (the *async proxy*: TMA loads and stores) and
+the tensor cores (which read shared memory through the async proxy). Two accesses to the same bytes are ordered only by
+a chain of the links below; anything else is a race, however improbable.
+
+1. *A load has landed* when a wait on its mbarrier returns. The waiting threads, and what they issue later in either
+   proxy, see its bytes.
+2. *A store has been read* when `wait_stores_read` returns: its shared-memory source may be overwritten. Nothing is
+   known about its destination.
+3. *A store has landed* when `wait_stores_landed` returns: its bytes are visible to the thread that issued and awaited
+   it. Only now may a flag be raised for them.
+4. *A flag* is a semaphore that only grows. `signal` is a release: whatever its thread has seen or done is visible to
+   the one whose `wait_at_least` (an acquire) returns because of it. A flag within one GPU has GPU scope; one that
+   crosses NVLink (`signal_peer`) has system scope and costs accordingly.
+5. *Crossing the proxies*: after a generic-proxy acquire, a TMA load of the data that the flag stands for needs
+   `fence_async_proxy` between the two, since the acquire orders generic accesses only. Shared memory written by
+   threads needs `plgpu.commit_smem` before a TMA store or a wgmma reads it.
+6. *A flag counts one kind of event.* Each (source shard, row block) has a flag of its own, with an exact final count. A
+   counter shared by several rounds lets one fast CTA's second signal stand in for a slow CTA's first.
+7. *The start*: the framework runs a barrier over all devices before each collective kernel, and zeroes its semaphores
+   before that barrier. So a kernel may read a peer's inputs and signal its flags at once.
+8. *The end*: a device may not leave the kernel while a peer can still read its inputs or signal its flags, because
+   XLA then reuses the memory. `exit_handshake` is that rule.
+"""
+
+from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, wait_stores_landed, wait_stores_read
+from overlap.primitives.flags import fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
+from overlap.primitives.handshake import exit_handshake, handshake_flags
+from overlap.primitives.peers import Ring
+
+__all__ = [
+    "PullPlan",
+    "Ring",
+    "exit_handshake",
+    "fence_async_proxy",
+    "handshake_flags",
+    "pull_chunks",
+    "send_tile",
+    "shared_flags",
+    "signal",
+    "signal_peer",
+    "wait_at_least",
+    "wait_stores_landed",
+    "wait_stores_read",
+]

@@ -1,0 +1,53 @@
+"""Flags: semaphores in global memory that only grow, and the fence that goes with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.primitives.peers import Ring
+
+
+def shared_flags(*shape: int) -> Any:
+    """Flags shared by all CTAs of a device, zero at launch. Call at the top of the kernel body.
+
+    (Semaphores among a kernel's `scratch_types` are private to each CTA: waited on from another one, they hang.)
+    """
+    return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+
+
+def signal(flag: Any, increment: Any = 1) -> None:
+    """Raises a flag of this device. A release at GPU scope: for waiters on this device only."""
+    plgpu.semaphore_signal(flag, increment, memory_scope="gpu")
+
+
+def signal_peer(flag: Any, ring: Ring, position: Any, increment: Any = 1) -> None:
+    """Raises the flag of the device at `position` of the ring. A release at system scope."""
+    pl.semaphore_signal(flag, increment, device_id=ring.device_id(position), device_id_type=pl.DeviceIdType.LOGICAL)
+
+
+def wait_at_least(flag: Any, value: Any, *, from_peer: bool = False) -> None:
+    """Waits until a flag of this device has reached `value`, and leaves it as it is. An acquire.
+
+    Args:
+      flag: the flag; a remote one cannot be waited on.
+      value: the least value that ends the wait.
+      from_peer: whether other devices raise it (system scope), not only this one's CTAs (GPU scope).
+    """
+    plgpu.semaphore_wait(flag, value, decrement=False, memory_scope="sys" if from_peer else "gpu")
+
+
+def _fence_proxy_async(_: Any) -> None:
+    mgpu_utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+
+
+# A declaration for whoever runs a kernel without reading PTX: what this inline code amounts to.
+_fence_proxy_async.emulated_as = "fence_proxy_async"  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def fence_async_proxy() -> None:
+    """Lets the copy engine's later loads see what a wait on a flag has made visible to this thread."""
+    plgpu.inline_mgpu()(_fence_proxy_async)()
