@@ -10,12 +10,12 @@ Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lh
                    at the end: the exit handshake
     compute        the mainloop of `overlap.kernels.hopper`
 
-The shards are pulled (read by who needs them), so a flag never crosses NVLink: the only remote signals are the handshake.
-Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
+The shards are pulled (read by who needs them), so a flag never crosses NVLink: the only remote signals are the
+handshake's. Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
 
-Constraints: f16 or bf16; m_shard, n_shard and k multiples of the tile; one axis of a mesh whose device ids are row-major
-and whose devices can all address each other. Source: the collective matmul of Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
+Constraints: f16 or bf16; m_shard, n_shard and k multiples of the tile; one axis of a mesh whose device ids are
+row-major and whose devices can all address each other. Source: the collective matmul of Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 
 Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes; chunk: `PullPlan`.
 """
@@ -34,9 +34,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.collectives import reference
 from overlap.collectives.axis import require_all_manual, ring_of
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels import dispatch, hopper
+from overlap.kernels import dispatch, hopper, matmul
 from overlap.kernels.config import Config
-from overlap.kernels.matmul import check_operands
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import (
@@ -61,7 +60,6 @@ def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, config: Config, target
         m=m_shard, n=n_shard, k=k, dtype=lhs.dtype, out_dtype=out_dtype, target=target, pulls=ring.size > 1,
         m_name="m_shard",
     )  # fmt: skip
-    require_all_manual()
 
 
 def make_schedule(devices: int, m_shard: int, n_shard: int, k: int, itemsize: int, config: Config) -> AllGatherSchedule:
@@ -144,6 +142,8 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, r
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, num_ctas: int) -> jax.Array:
+    if ring.size == 1:
+        return matmul.fused(lhs, rhs, out_dtype, config, num_ctas)
     (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
     schedule = make_schedule(ring.size, m_shard, n_shard, k, lhs.dtype.itemsize, config)
     body = functools.partial(_kernel, ring=ring, schedule=schedule, config=config, num_ctas=num_ctas)
@@ -159,13 +159,14 @@ def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: C
     return out
 
 
-def _fused_forward(lhs: jax.Array, rhs: jax.Array, *static: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _fused(lhs, rhs, *static), (lhs, rhs)
+def _fused_forward(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, num_ctas: int) -> Any:
+    return _fused(lhs, rhs, ring, out_dtype, config, num_ctas), (lhs, rhs)
 
 
 def _fused_backward(ring: Ring, out_dtype: Any, config: Config, num_ctas: int, saved: Any, cotangent: jax.Array) -> Any:
     del out_dtype, config, num_ctas  # The transpose, matmul + reduce-scatter, runs by XLA.
-    return reference.all_gather_lhs_matmul_backward(*saved, ring.axis_name, cotangent)
+    lhs, rhs = saved
+    return reference.all_gather_lhs_matmul_backward(lhs, rhs, ring.axis_name, cotangent)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -177,13 +178,15 @@ def decide(
 ) -> dispatch.Explanation:  # fmt: skip
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
     ring = ring_of(NAME, axis_name, mesh)
-    out_dtype = check_operands(lhs, rhs, preferred_element_type)
+    out_dtype = matmul.check_operands(lhs, rhs, preferred_element_type)
     problem = (ring, tuple(lhs.shape), tuple(rhs.shape), str(lhs.dtype), str(out_dtype))
 
     def check_call(config: Config, target: Target) -> None:
         check(lhs, rhs, out_dtype, ring, config, target)
+        if mesh is None:
+            require_all_manual()
 
-    return dispatch.decide(NAME, implementation, dispatch.target(), config or Config(), check_call, problem)
+    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config or Config(), check_call, problem)
 
 
 def all_gather_lhs_matmul(
@@ -233,7 +236,7 @@ def all_gather_lhs_matmul(
     choice = decide(
         lhs, rhs, axis_name, preferred_element_type=preferred_element_type, config=config, implementation=implementation
     )
-    out_dtype = check_operands(lhs, rhs, preferred_element_type)
+    out_dtype = matmul.check_operands(lhs, rhs, preferred_element_type)
     ring = ring_of(NAME, axis_name)
     if choice.config is None:
         return reference.all_gather_lhs_matmul(lhs, rhs, ring.axis_name, out_dtype)

@@ -72,7 +72,9 @@ class Config:
         """The one predicate that says whether the Hopper mainloop can run this (calls, chooser and tuner share it).
 
         Args:
-          m, n, k: rows of the left operand in one shard, columns of the right one, their common dimension.
+          m: rows of the left operand (of one shard, in a collective).
+          n: columns of the right operand.
+          k: the contraction dimension.
           dtype: of both operands.
           out_dtype: of the result.
           target: the device.
@@ -104,7 +106,7 @@ class Config:
             if size == 0 or size % tile:
                 raise NotImplementedError(
                     f"the fused kernel needs {name} to be a positive multiple of `{tile_name}`, got {name}={size} and "
-                    f'{tile_name}={tile}: pad, pass a `config` with a {tile_name} that divides it, or use '
+                    f"{tile_name}={tile}: pad, pass a `config` with a {tile_name} that divides it, or use "
                     'implementation="xla"'
                 )
 

@@ -40,9 +40,9 @@ class Explanation:
         return f"{self.op}: {self.implementation}{config}: {self.reason}"
 
 
-def target() -> Target:
-    """The device that the code being traced is for. A CPU has as many cores as the emulator says."""
-    return current_target(emulation.core_count())
+def target(mesh: Any = None) -> Target:
+    """The device that the code being traced is for, or that of `mesh`. A CPU has as many cores as the emulator says."""
+    return current_target(emulation.core_count(), mesh)
 
 
 def decide(

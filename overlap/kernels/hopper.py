@@ -68,8 +68,8 @@ class Hooks:
 
     Attributes:
       before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
-      load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the [m, k] reference that holds
-        the tile's rows (under `pl.when` if there are several such).
+      load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the [m, k] reference that
+        holds the tile's rows (under `pl.when` if there are several such).
       communicate: the communicator warp's whole work; called once.
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles are in
         shared memory. It must not return before its copies have read them (`wait_stores_read`).
@@ -98,8 +98,8 @@ class Buffers:
 def swizzled(dtype: Any) -> tuple[Any, ...]:
     """The layout that wgmma and TMA share: 128-byte rows in blocks of eight, swizzled."""
     return (
-        plgpu.TilingTransform((8, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(SWIZZLE_BYTES),
+        plgpu.TilingTransform((8, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
     )
 
 
@@ -128,7 +128,9 @@ def _for_each_tile(cta: Any, num_ctas: int, tiles: int, visit: Callable[[Any, An
         visit(cta + ordinal * num_ctas, ordinal)
 
 
-def _produce(tile: Tile, ordinal: Any, *, rhs_gmem: Any, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config) -> None:
+def _produce(
+    tile: Tile, ordinal: Any, *, rhs_gmem: Any, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config
+) -> None:
     """The producer's part of one tile."""
     if hooks.before_load is not None:
         hooks.before_load(tile)
@@ -166,7 +168,15 @@ def _forward(tile: Tile, ordinal: Any, *, k_steps: int, buffers: Buffers, hooks:
 
 
 def _compute(
-    tile: Tile, ordinal: Any, *, warpgroup: Any, out_gmem: Any, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config
+    tile: Tile,
+    ordinal: Any,
+    *,
+    warpgroup: Any,
+    out_gmem: Any,
+    k_steps: int,
+    buffers: Buffers,
+    hooks: Hooks,
+    config: Config,
 ) -> None:
     """A compute warpgroup's part of one tile: the products, then the stores."""
     wg_tile_m = config.tile_m // COMPUTE_WARPGROUPS
@@ -190,7 +200,7 @@ def _compute(
 
         return acc[...]  # Waits for the last wgmma.
 
-    values = pl.run_scoped(accumulate, plgpu.ACC((wg_tile_m, config.tile_n), jnp.float32))
+    values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((wg_tile_m, config.tile_n), jnp.float32))
     plgpu.barrier_arrive(buffers.consumed.at[remainder(first + k_steps - 1, config.stages)])
     if hooks.epilogue is not None:
         values = hooks.epilogue(values)
@@ -262,12 +272,13 @@ def mainloop(
                 pl.when(warp == FORWARDER_WARP)(functools.partial(for_each_tile, _forward))
 
 
-def launch(
-    body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str
-) -> Callable[..., Any]:
-    """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references."""
+def launch(body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str) -> Callable[..., Any]:
+    """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references.
+
+    It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
+    """
     body.__name__ = name
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out_type,
         grid=(num_ctas,),
@@ -276,3 +287,16 @@ def launch(
         thread_name=THREAD_AXIS,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
+
+    @jax.custom_batching.custom_vmap
+    def run(*operands: jax.Array) -> Any:
+        return kernel(*operands)
+
+    @run.def_vmap
+    def _refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} does not support `jax.vmap` yet: fold the batch into the rows of `lhs`, or use "
+            'implementation="xla"'
+        )
+
+    return run

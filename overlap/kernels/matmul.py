@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -39,7 +40,12 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> jnp.dtype
 
 
 def decide(
-    lhs: Any, rhs: Any, *, preferred_element_type: Any = None, config: Config | None = None, implementation: str | None = None
+    lhs: Any,
+    rhs: Any,
+    *,
+    preferred_element_type: Any = None,
+    config: Config | None = None,
+    implementation: str | None = None,
 ) -> Explanation:
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
     out_dtype = check_operands(lhs, rhs, preferred_element_type)
@@ -52,7 +58,9 @@ def decide(
     return dispatch.decide("matmul", implementation, dispatch.target(), config or Config(), check, problem)
 
 
-def _fused(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, config: Config, num_ctas: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def fused(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, config: Config, num_ctas: int) -> jax.Array:
+    """The kernel itself: [m, k] times [k, n] on `num_ctas` cores; everything has been checked."""
     (m, k), n = lhs.shape, rhs.shape[1]
     order = TileOrder(m // config.tile_m, n // config.tile_n, config.order_minor, config.order_width)
 
@@ -69,13 +77,26 @@ def _fused(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, config: Config, num_c
                 buffers=buffers, hooks=hooks,
             )  # fmt: skip
 
-        pl.run_scoped(
-            run, hopper.buffer_types(config, lhs.dtype, out_dtype), collective_axes=hopper.THREAD_AXIS
-        )
+        pl.run_scoped(run, hopper.buffer_types(config, lhs.dtype, out_dtype), collective_axes=hopper.THREAD_AXIS)
 
     return hopper.launch(
         body, out_type=jax.ShapeDtypeStruct((m, n), out_dtype), num_ctas=num_ctas, name="overlap_matmul"
     )(lhs, rhs)
+
+
+def _forward(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, config: Config, num_ctas: int) -> Any:
+    return fused(lhs, rhs, out_dtype, config, num_ctas), (lhs, rhs)
+
+
+def _backward(out_dtype: Any, config: Config, num_ctas: int, saved: Any, cotangent: jax.Array) -> Any:
+    del out_dtype, config, num_ctas  # The transposed products run by XLA.
+    lhs, rhs = saved
+    d_lhs = lax.dot_general(cotangent, rhs, (((1,), (1,)), ((), ())), preferred_element_type=lhs.dtype)
+    d_rhs = lax.dot_general(lhs, cotangent, (((0,), (0,)), ((), ())), preferred_element_type=rhs.dtype)
+    return d_lhs, d_rhs
+
+
+fused.defvjp(_forward, _backward)
 
 
 def reference(lhs: jax.Array, rhs: jax.Array, out_dtype: Any) -> jax.Array:
@@ -119,4 +140,4 @@ def matmul(
     out_dtype = check_operands(lhs, rhs, preferred_element_type)
     if choice.config is None:
         return reference(lhs, rhs, out_dtype)
-    return _fused(lhs, rhs, out_dtype, choice.config, choice.target.num_cores)
+    return fused(lhs, rhs, out_dtype, choice.config, choice.target.num_cores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -29,10 +30,12 @@ class Target:
 
     @property
     def is_hopper(self) -> bool:
+        """Whether the Hopper kernels run here: on a Hopper GPU, or emulated on a CPU."""
         return self.platform == "cpu" or any(name in self.kind for name in HOPPER_NAMES)
 
     @property
     def is_blackwell(self) -> bool:
+        """Whether this is a Blackwell GPU of the data-centre kind."""
         return any(name in self.kind for name in BLACKWELL_NAMES)
 
     def require_hopper(self) -> None:
@@ -53,13 +56,16 @@ class Target:
             )
 
 
-def current_target(emulated_cores: int) -> Target:
+def current_target(emulated_cores: int, mesh: Any = None) -> Target:
     """The device that the code being traced is for: that of the enclosing mesh, else the default device.
 
     Args:
       emulated_cores: the number of cores that a CPU device is to have.
+      mesh: the mesh whose devices are meant, instead of the enclosing one.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    if isinstance(mesh, jax.sharding.Mesh):
+        mesh = mesh.abstract_mesh
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device
     if device is not None:
         platform, kind, cores = device.platform, device.device_kind, device.num_cores
     else:
@@ -70,5 +76,7 @@ def current_target(emulated_cores: int) -> Target:
     if platform == "cpu":
         return Target(platform, kind, emulated_cores)
     if platform == "gpu" and not cores:
-        raise RuntimeError(f"the device {kind!r} does not say how many cores it has: is the CUDA plugin of jax current?")
+        raise RuntimeError(
+            f"the device {kind!r} does not say how many cores it has: is the CUDA plugin of jax current?"
+        )
     return Target(platform, kind, cores or 1)

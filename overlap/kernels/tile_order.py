@@ -30,13 +30,12 @@ class TileOrder:
 
     @property
     def tiles(self) -> int:
+        """Tiles of the grid."""
         return self.m_tiles * self.n_tiles
 
     def __call__(self, index: Any) -> tuple[Any, Any]:
         """Tile row and column of step `index` (an int or an int32 scalar, 0 ≤ index < tiles)."""
-        minor_tiles, major_tiles = (
-            (self.m_tiles, self.n_tiles) if self.minor == "m" else (self.n_tiles, self.m_tiles)
-        )
+        minor_tiles, major_tiles = (self.m_tiles, self.n_tiles) if self.minor == "m" else (self.n_tiles, self.m_tiles)
         width = min(self.width, minor_tiles)
         full_bands, rest = divmod(minor_tiles, width)
         band = quotient(index, width * major_tiles)

@@ -57,6 +57,7 @@ class PullPlan:
 
     @property
     def chunks_per_row_group(self) -> int:
+        """Chunks side by side in `rows` rows."""
         return self.shard_cols // self.cols
 
     @property

@@ -26,7 +26,7 @@ def signal(flag: Any, increment: Any = 1) -> None:
 
 def signal_peer(flag: Any, ring: Ring, position: Any, increment: Any = 1) -> None:
     """Raises the flag of the device at `position` of the ring. A release at system scope."""
-    pl.semaphore_signal(flag, increment, device_id=ring.device_id(position), device_id_type=pl.DeviceIdType.LOGICAL)
+    plgpu.semaphore_signal(flag, increment, device_id=ring.device_id(position))
 
 
 def wait_at_least(flag: Any, value: Any, *, from_peer: bool = False) -> None:

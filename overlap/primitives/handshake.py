@@ -21,8 +21,8 @@ def exit_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
     Every CTA calls it once, from the one warp whose remote reads have all completed (each awaited on its mbarrier).
     CTA 0 gathers the others' word and speaks for the device: devices − 1 signals cross NVLink, not CTAs times that.
 
-    Why it suffices: a CTA's signal releases its completed reads; CTA 0 acquires them all, and its system-scope release to
-    the peer passes them on; the peer's CTA 0 acquires that before it leaves, and a kernel ends with its last CTA.
+    Why it suffices: a CTA's signal releases its completed reads; CTA 0 acquires them all, and its system-scope release
+    to the peer passes them on; the peer's CTA 0 acquires that before it leaves, and a kernel ends with its last CTA.
     """
     own_ctas, peers = flags.at[0], flags.at[1]
     signal(own_ctas)

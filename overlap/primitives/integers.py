@@ -17,13 +17,15 @@ def quotient(a: Any, b: int) -> Any:
 
 
 def remainder(a: Any, b: int) -> Any:
-    """a mod b for a ≥ 0, b > 0."""
+    """The rest of a / b for a ≥ 0, b > 0."""
     return a % b if isinstance(a, int) else lax.rem(a, jnp.int32(b))
 
 
 def choose(condition: Any, if_true: Any, if_false: Any) -> Any:
     """`if_true` where the condition holds, else `if_false`."""
-    return (if_true if condition else if_false) if isinstance(condition, bool) else jnp.where(condition, if_true, if_false)
+    return (
+        (if_true if condition else if_false) if isinstance(condition, bool) else jnp.where(condition, if_true, if_false)
+    )
 
 
 def ceil_div(a: int, b: int) -> int:

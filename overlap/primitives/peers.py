@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -41,17 +39,12 @@ class Ring:
         return lax.rem(self.me() + distance, self.size)
 
     def device_id(self, position: Any) -> Any:
-        """The framework's logical device id of a position: row-major over the whole mesh, other coordinates mine."""
-        sizes = [size for _, size in self.mesh_shape]
-        device_id = 0
-        for i, (name, _) in enumerate(self.mesh_shape):
-            coordinate = position if name == self.axis_name else lax.axis_index(name)
-            device_id = device_id + coordinate * math.prod(sizes[i + 1 :])
-        return device_id
+        """The framework's name for the device at a position: its coordinate on this axis; the others are mine."""
+        return {self.axis_name: position}
 
     def remote(self, ref: Any, position: Any) -> Any:
         """A reference to the peer's copy of a global-memory `ref` (an operand, an output or a flag).
 
         Only asynchronous copies may use it (rows of an untiled buffer if `position` is known on the device alone).
         """
-        return plgpu.remote_ref(ref, self.device_id(position), pl.DeviceIdType.LOGICAL)
+        return plgpu.remote_ref(ref, self.device_id(position))

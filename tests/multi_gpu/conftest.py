@@ -1,0 +1,33 @@
+"""Tests on real GPUs, in either process layout: `pytest tests/multi_gpu`, or the same behind `launch/mpirun.sh`."""
+
+import jax
+import pytest
+
+import overlap
+
+MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpus(n): needs n Hopper GPUs in the job")
+    overlap.initialize()
+
+
+def hopper_gpus() -> int:
+    if jax.default_backend() != "gpu":
+        return 0
+    return sum(getattr(d, "compute_capability", "") == "9.0" for d in jax.devices())
+
+
+def pytest_collection_modifyitems(items):
+    available = hopper_gpus()
+    for item in items:
+        if (mark := item.get_closest_marker("gpus")) and available < mark.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} Hopper GPUs, found {available}"))
+
+
+def pytest_generate_tests(metafunc):
+    # A job of one process per GPU can only use a mesh of all its GPUs: a rank without a shard would have nothing to do.
+    if "devices" in metafunc.fixturenames:
+        counts = [2, 4, 8] if jax.process_count() == 1 else [jax.device_count()]
+        metafunc.parametrize("devices", [pytest.param(n, marks=pytest.mark.gpus(n), id=f"{n}gpus") for n in counts])

@@ -1,0 +1,184 @@
+"""`all_gather_lhs_matmul` on 2, 4 and 8 GPUs: exact to rounding, repeatable, and so whoever is late."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives import all_gather_matmul
+from tests import oracle
+from tests.oracle import make_mesh, on_mesh, operands
+
+SHAPES = [
+    (1024, 4096, 4096),
+    (128, 256, 64),
+    (384, 768, 192),
+    (1024, 3584, 8192),
+    (256, 512, 12288),
+    (2048, 2048, 8192),
+]
+STALL_NS = 200_000
+
+
+def stall(_):
+    for _ in range(2):
+        mgpu_utils.inline_ptx(f"nanosleep.u32 {STALL_NS // 2};", has_side_effects=True)
+
+
+stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def late_pulls(monkeypatch, victim):
+    """The communicators of device `victim` stall before each chunk."""
+    pull = all_gather_matmul.pull_chunks
+
+    def pull_late(count, *, landed, **kwargs):
+        def landed_late(ordinal):
+            pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())
+            landed(ordinal)
+
+        pull(count, landed=landed_late, **kwargs)
+
+    monkeypatch.setattr(all_gather_matmul, "pull_chunks", pull_late)
+
+
+def repeated(mesh, iterations, *, flip=True):
+    """The worst distance to the unfused product over iterations, with new operands and random skew each time.
+
+    The left operand is overwritten right after the kernel: whoever leaves while a peer still reads it is caught.
+    """
+
+    def body(lhs, rhs):
+        me = lax.axis_index("x")
+
+        def step(i, carry):
+            lhs, worst = carry
+            expected = oracle.unfused(lhs, rhs).astype(jnp.float32)
+            turns = jax.random.randint(jax.random.fold_in(jax.random.key(i), me), (), 0, 40)
+            # Work that only this device has, which its operand depends on: it enters the kernel's barrier late.
+            zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
+            late_lhs = lhs + zero.astype(lhs.dtype)
+            actual = oracle.fused(late_lhs, rhs)
+            worst = jnp.maximum(worst, oracle.distance(actual, expected))
+            lhs = jnp.roll(-late_lhs, 1, axis=1) if flip else late_lhs
+            return lhs, worst
+
+        _, worst = lax.fori_loop(0, iterations, step, (lhs, jnp.float32(0)))
+        return oracle.worst(worst, mesh)
+
+    return on_mesh(mesh, body, out_specs=P())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_error_within_twice_the_unfused_product(devices, shape, dtype):
+    mesh = make_mesh(x=devices)
+    measure = oracle.errors(mesh)
+    for seed in range(3):  # Three launches in a row, each with operands of its own.
+        oracle.assert_close(measure(*operands(mesh, shape, dtype, seed)))
+
+
+def test_repeated_launches_agree_bit_for_bit(devices):
+    mesh = make_mesh(x=devices)
+    lhs, rhs = operands(mesh, (1024, 4096, 4096), jnp.float16, seed=7)
+    launch = on_mesh(mesh, oracle.fused)
+    first = launch(lhs, rhs)
+    same = jax.jit(lambda a, b: (a == b).all())
+    for _ in range(5):
+        assert bool(same(first, launch(lhs, rhs)))
+
+
+def test_skewed_devices_and_inputs_overwritten_right_after(devices):
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 50)(*operands(mesh, (512, 1024, 1024), jnp.bfloat16, seed=3))) < 1e-2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_device_that_pulls_late(devices, victim, monkeypatch):
+    late_pulls(monkeypatch, victim)
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
+
+
+def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
+    late_pulls(monkeypatch, 1)
+    monkeypatch.setattr(all_gather_matmul, "wait_at_least", lambda *_, **__: None)
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
+
+
+def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
+    late_pulls(monkeypatch, 1)
+    monkeypatch.setattr(all_gather_matmul, "exit_handshake", lambda *_: None)
+    mesh = make_mesh(x=devices)
+    # Large enough that a late device has most of its chunks still to pull when the others have left.
+    assert float(repeated(mesh, 5)(*operands(mesh, (2048, 256, 4096), jnp.bfloat16, seed=4))) > 1e-2
+
+
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize("axes", [{"data": 2, "x": 2}, {"x": 2, "data": 2}], ids=["minor", "major"])
+def test_one_axis_of_a_larger_mesh(axes):
+    if jax.process_count() > 1 and jax.device_count() != 4:
+        pytest.skip("one process per GPU: this test is for a job of 4")
+    mesh = make_mesh(**axes)
+
+    def measure(lhs, rhs):
+        lhs = lhs * (1 + lax.axis_index("data")).astype(lhs.dtype)  # Different data along the other axis.
+        expected = oracle.exact(lhs, rhs)
+        actual = oracle.fused(lhs, rhs)
+        total = lax.psum(actual.astype(jnp.float32).sum(), ("data", "x"))  # A collective beside the kernel.
+        return oracle.worst(oracle.distance(actual, expected), mesh), total
+
+    error, total = on_mesh(mesh, measure, out_specs=(P(), P()))(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=5))
+    assert float(error) < 5e-3 and np.isfinite(float(total))
+
+
+def test_gradients(devices):
+    mesh = make_mesh(x=devices)
+
+    def loss(op):
+        return lambda lhs, rhs: jnp.sum(jnp.sin(op(lhs, rhs).astype(jnp.float32)))
+
+    def body(lhs, rhs):
+        ours = jax.grad(loss(oracle.fused), argnums=(0, 1))(lhs, rhs)
+        theirs = jax.grad(loss(oracle.unfused), argnums=(0, 1))(lhs, rhs)
+        return [
+            oracle.worst(oracle.distance(a, b.astype(jnp.float32)), mesh) for a, b in zip(ours, theirs, strict=True)
+        ]
+
+    lhs, rhs = operands(mesh, (128, 256, 64), jnp.bfloat16, seed=6)
+    for error in on_mesh(mesh, body, out_specs=[P(), P()])(lhs * 0.1, rhs * 0.1):
+        assert float(error) < 2e-2
+
+
+OTHER_CONFIGS = [
+    overlap.Config(chunk_bytes=4096, chunk_slots=4),
+    overlap.Config(tile_n=128, stages=6),
+    overlap.Config(order_minor="n", order_width=3),
+    overlap.Config(stages=3, epilogue_slots=2),
+]
+
+
+@pytest.mark.parametrize("config", OTHER_CONFIGS, ids=str)
+def test_other_configs(devices, config):
+    mesh = make_mesh(x=devices)
+    measure = oracle.errors(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, config=config))
+    oracle.assert_close(measure(*operands(mesh, (384, 768, 1024), jnp.float16, seed=8)))
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 256, 64), (1024, 4096, 4096), (4096, 1280, 320)], ids=str)
+def test_matmul_on_one_gpu(shape, dtype):
+    m, n, k = shape
+    lhs_key, rhs_key = jax.random.split(jax.random.key(m + n + k))
+    lhs, rhs = jax.random.normal(lhs_key, (m, k), dtype), jax.random.normal(rhs_key, (k, n), dtype)
+    expected = lax.dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    ours = oracle.distance(overlap.matmul(lhs, rhs, implementation="fused"), expected)
+    oracle.assert_close((ours, oracle.distance(lhs @ rhs, expected)))

@@ -1,0 +1,89 @@
+"""What a result is compared with: the fp32 product, and the error of the unfused product in the same dtype.
+
+Everything here runs on the devices, inside `shard_map`, so that it serves one process with all GPUs and one process per
+GPU alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+
+X, W, Y = P("x", None), P(None, "x"), P(None, "x")
+ALLOWED = 2.0  # Times the error of the unfused product.
+
+
+def make_mesh(**axes: int) -> Mesh:
+    """A mesh over the first devices, in their order."""
+    count = int(np.prod(list(axes.values())))
+    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Normal operands for per-shard sizes (m_shard, n_shard, k), sharded over axis "x"."""
+    (m_shard, n_shard, k), size = shape, mesh.shape["x"]
+
+    def make() -> tuple[jax.Array, jax.Array]:
+        lhs_key, rhs_key = jax.random.split(jax.random.key(seed))
+        return (
+            jax.random.normal(lhs_key, (size * m_shard, k), dtype),
+            jax.random.normal(rhs_key, (k, size * n_shard), dtype),
+        )
+
+    return jax.jit(make, out_shardings=(NamedSharding(mesh, X), NamedSharding(mesh, W)))()
+
+
+def on_mesh(mesh: Mesh, f: Any, in_specs: Any = (X, W), out_specs: Any = Y) -> Any:
+    """`f` under jit and `shard_map`."""
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The fp32 oracle, from per-shard operands."""
+    gathered = lax.all_gather(lhs, "x", axis=0, tiled=True).astype(jnp.float32)
+    return lax.dot(gathered, rhs.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def unfused(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """What a user would write instead."""
+    return lax.all_gather(lhs, "x", axis=0, tiled=True) @ rhs
+
+
+def fused(lhs: jax.Array, rhs: jax.Array, **kwargs: Any) -> jax.Array:
+    return overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused", **kwargs)
+
+
+def distance(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    """Relative distance in the Frobenius norm; NaN counts as infinite."""
+    difference = jnp.linalg.norm(actual.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
+    return jnp.where(jnp.isnan(difference), jnp.inf, difference)
+
+
+def worst(value: jax.Array, mesh: Mesh) -> jax.Array:
+    """The largest over all devices."""
+    return functools.reduce(lambda v, axis: lax.pmax(v, axis), mesh.axis_names, value)
+
+
+def errors(mesh: Mesh, op: Any = fused) -> Any:
+    """A jitted function from operands to (error of `op`, error of the unfused product), the worst over devices."""
+
+    def measure(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        expected = exact(lhs, rhs)
+        return worst(distance(op(lhs, rhs), expected), mesh), worst(distance(unfused(lhs, rhs), expected), mesh)
+
+    return on_mesh(mesh, measure, out_specs=(P(), P()))
+
+
+def assert_close(pair: tuple[jax.Array, jax.Array]) -> None:
+    ours, theirs = map(float, pair)
+    assert ours <= ALLOWED * theirs, f"error {ours:.2e} against {theirs:.2e} of the unfused product"

@@ -1,0 +1,315 @@
+"""The benchmark harness on CPU devices: what is checked and written, how ratios are formed, what a loop may copy."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+from benchmarks import command, methods, plot, report
+from benchmarks.harness import Method, Result, Session, Settings
+from benchmarks.programs import AXIS, Problem, copies_in_loops, gather, inputs, loop_program, reference
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+QUICK = Settings(rounds=3, iterations=2, launches=1, calls=1, warmup_s=0.0)
+PROBLEM = Problem("all_gather_lhs_matmul", 2, 128, 256, 64, "f16")
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices: the tests' conftest asks for several CPU devices")
+    return Mesh(np.array(jax.devices()[:2]), (AXIS,))
+
+
+def measure(mesh: Mesh, *candidates: Method) -> Session:
+    session = Session(PROBLEM, mesh, QUICK)
+    for method in candidates:
+        session.add(method)
+    for number in range(QUICK.rounds):
+        session.run_round(number)
+    session.finish()
+    return session
+
+
+# --- Which methods are timed ------------------------------------------------------------------------------------------
+
+
+def test_a_right_method_is_timed_in_every_round(mesh: Mesh) -> None:
+    (xla, roof) = measure(mesh, Method("xla", reference), Method("roof", jnp.dot, gathered=True)).results
+    for result in (xla, roof):
+        assert result.ok
+        assert len(result.loop_us) == len(result.wall_us) == QUICK.rounds
+        assert min(result.loop_us) > 0
+        assert result.error is not None and 0 < result.error < 1e-3
+
+
+def zeros(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return jnp.zeros_like(reference(lhs, rhs))
+
+
+def not_a_number(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return reference(lhs, rhs).at[0, 0].set(jnp.nan)
+
+
+def one_tile_missing(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return reference(lhs, rhs).at[:8, :8].set(0)
+
+
+def own_shard_only(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return jnp.tile(lhs @ rhs, (2, 1))
+
+
+def coarse(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return jnp.dot(gather(lhs).astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)).astype(lhs.dtype)
+
+
+@pytest.mark.parametrize("wrong", [zeros, not_a_number, one_tile_missing, own_shard_only, coarse])
+def test_a_wrong_method_is_shown_as_failed_and_not_timed(mesh: Mesh, wrong) -> None:
+    session = measure(mesh, Method("wrong", wrong), Method("xla", reference))
+    bad, good = session.results
+    assert bad.status.startswith("FAILED: error ")
+    assert bad.loop_us == bad.wall_us == []
+    assert good.ok and len(good.loop_us) == QUICK.rounds
+    row = report.Table(PROBLEM, session.results).rows()[0]
+    assert row["method"] == "wrong" and row["loop_us"] is None and row["xla_over_this"] is None
+    assert "| wrong | FAILED |" in report.markdown([report.Table(PROBLEM, session.results)], {})
+
+
+def test_a_method_that_raises_is_reported_and_the_others_go_on(mesh: Mesh) -> None:
+    def raises(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        raise NotImplementedError("no tile\nfits")
+
+    bad, good = measure(mesh, Method("bad", raises), Method("xla", reference)).results
+    assert bad.status == "ERROR NotImplementedError: no tile fits"
+    assert good.ok and len(good.loop_us) == QUICK.rounds
+
+
+def test_a_result_that_goes_wrong_inside_the_loop_is_noticed(mesh: Mesh) -> None:
+    session = Session(PROBLEM, mesh, QUICK)
+    session.add(Method("xla", reference))
+    session.run_round(0)
+    lhs, out = session.prepared[0].state
+    session.prepared[0].state = (lhs, out.at[:8].set(0))
+    session.finish()
+    (result,) = session.results
+    assert result.status.startswith("FAILED after the loop: error ")
+    assert report.Table(PROBLEM, session.results).rows()[0]["loop_us"] is None
+
+
+def test_of_several_candidates_the_fastest_right_one_is_kept(mesh: Mesh) -> None:
+    def slow(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        busy = lax.fori_loop(0, 100, lambda _, value: jnp.sin(value), rhs)
+        return reference(lhs, rhs) + jnp.isnan(busy[0, 0]).astype(lhs.dtype)
+
+    candidates = (("wrong", zeros), ("slow", slow), ("fast", reference))
+    (result,) = measure(mesh, Method("tuned", reference, candidates=candidates)).results
+    assert result.ok
+    assert result.note.startswith("fast (1 of 3 candidates failed: wrong: FAILED")
+    assert len(result.loop_us) == QUICK.rounds
+
+
+def test_every_round_starts_with_another_method(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(PROBLEM, mesh, QUICK)
+    for name in "abc":
+        session.add(Method(name, reference))
+    order: list[str] = []
+    monkeypatch.setattr(session, "_time_loop", lambda prepared: order.append(prepared.method.name) or 1e-6)
+    monkeypatch.setattr(session, "_time_calls", lambda prepared: 1e-6)
+    for number in range(4):
+        session.run_round(number)
+    assert "".join(order) == "abcbcacababc"
+
+
+# --- The programs -----------------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_normal_and_differ_between_devices_and_seeds(mesh: Mesh) -> None:
+    lhs, rhs = inputs(PROBLEM, mesh, 3)
+    assert lhs.shape == (256, 64) and rhs.shape == (64, 512)
+    values = np.asarray(lhs, np.float64)
+    assert abs(values.mean()) < 0.05 and abs(values.std() - 1) < 0.05
+    assert not np.array_equal(values[:128], values[128:])
+    assert not np.array_equal(np.asarray(rhs)[:, :256], np.asarray(rhs)[:, 256:])
+    assert not np.array_equal(values, np.asarray(inputs(PROBLEM, mesh, 4)[0], np.float64))
+
+
+def test_the_loop_feeds_each_output_into_the_next_iteration(mesh: Mesh) -> None:
+    lhs, rhs = inputs(PROBLEM, mesh, 5)
+    expected = np.array(lhs)
+    left, right = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
+    out = jnp.dot(lhs, rhs)
+    product = np.asarray(out, np.float32)
+    shards = [left[:128].copy(), left[128:].copy()]
+    for _ in range(3):
+        for device, shard in enumerate(shards):
+            shard[0, 0] = np.float16(np.clip(np.float16(product[0, 256 * device]) * 64**-0.5, -4, 4))
+        product = np.concatenate(shards) @ right
+    state = loop_program(reference, mesh, 3)((jnp.copy(lhs), out), rhs)
+    expected = np.concatenate(shards)
+    np.testing.assert_allclose(np.asarray(state[0], np.float32)[[0, 128], 0], expected[[0, 128], 0], atol=5e-3)
+    np.testing.assert_allclose(np.asarray(state[1], np.float32), product, atol=0.2)
+    # Without the dependency the element would have stayed.
+    assert np.asarray(state[0])[0, 0] != np.asarray(lhs)[0, 0]
+
+
+HLO = """
+%wrapped_copy_computation (param_0.1: f16[1024,4096]) -> f16[1024,4096] {
+  ROOT %copy.1 = f16[1024,4096]{1,0} copy(%param_0.1)
+}
+
+%body.7_spmd (param: (s32[], f16[1024,4096])) -> (s32[], f16[1024,4096]) {
+  %copy.9 = s32[] copy(%counter)
+  %update = f16[1024,4096]{1,0} fusion(%a, %b), kind=kLoop, calls=%fused_dynamic_update_slice
+BODY
+}
+
+ENTRY %main (param.5: f16[1024,4096]) -> f16[1024,4096] {
+  %copy.22 = f16[1024,4096]{1,0} copy(%param.5)
+  %while.11 = (s32[], f16[1024,4096]{1,0}) while(%tuple.12), condition=%cond, body=%body.7_spmd, backend_config={}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("  %x = f16[1024,4096]{1,0} custom-call(%update)", []),
+        ("  %copy.3 = f16[8,128]{1,0} copy(%update)", []),
+        ("  %copy.3 = f16[1024,4096]{1,0} copy(%update)", ["copy.3: f16[1024,4096]"]),
+        (
+            "  %copy-start.1 = (f16[1024,4096]{1,0}, f16[1024,4096]{1,0}, u32[]) copy-start(%update)",
+            ["copy-start.1: f16[1024,4096]"],
+        ),
+        (
+            "  %wrapped_copy = f16[1024,4096]{1,0} fusion(%update), calls=%wrapped_copy_computation",
+            ["wrapped_copy: f16[1024,4096]"],
+        ),
+    ],
+)
+def test_copies_of_operands_inside_the_loop_are_found(line: str, found: list[str]) -> None:
+    assert copies_in_loops(HLO.replace("BODY", line)) == found
+
+
+# --- Reports ----------------------------------------------------------------------------------------------------------
+
+
+def synthetic() -> report.Table:
+    results = [
+        Result("fused", loop_us=[100.0, 200.0, 110.0], wall_us=[120.0, 130.0, 110.0], error=1e-4, error_bound=4e-4),
+        Result("xla", loop_us=[150.0, 240.0, 143.0], wall_us=[180.0, 130.0, 220.0], error=2e-4, error_bound=4e-4),
+        Result("roof", loop_us=[90.0, 190.0, 121.0], wall_us=[60.0, 65.0, 110.0], error=2e-4, error_bound=4e-4),
+        Result("fused:stages=9", status="ERROR ValueError: too large", error_bound=4e-4),
+    ]
+    return report.Table(Problem("all_gather_lhs_matmul", 4, 1024, 4096, 4096, "bf16"), results, loop_overhead_us=2.5)
+
+
+def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
+    fused, xla, roof, failed = synthetic().rows()
+    # Per round 1.5, 1.2, 1.3; the ratio of the medians would be 150 / 110.
+    assert fused["xla_over_this"] == pytest.approx(1.3)
+    assert fused["roof_over_this"] == pytest.approx(0.95)
+    assert fused["xla_over_this_wall"] == pytest.approx(1.5)
+    assert fused["roof_over_this_wall"] == pytest.approx(0.5)
+    assert xla["xla_over_this"] == roof["roof_over_this"] == 1.0
+    assert fused["loop_us"] == 110.0
+    assert fused["tflops_per_device"] == pytest.approx(2 * 4096 * 4096 * 4096 / 110e-6 / 1e12)
+    assert fused["received_gb_per_s_per_device"] == pytest.approx(3 * 1024 * 4096 * 2 / 110e-6 / 1e9)
+    assert failed["loop_us"] is None and failed["xla_over_this"] is None
+
+
+def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap() -> None:
+    table = synthetic()
+    table.results[1].loop_us = [50.0, 100.0, 55.0]
+    table = report.Table(table.problem, [table.results[0], table.results[1]])
+    row = table.rows()[0]
+    assert row["xla_over_this"] == pytest.approx(0.5)
+    assert row["roof_over_this"] is None
+    assert "| 0.500 | – |" in report.markdown([table], {})
+
+
+def test_files_are_flushed_as_they_come_and_renamed_when_complete(tmp_path: pathlib.Path) -> None:
+    table = synthetic()
+    writer = report.Writer(tmp_path, "run.1", {"gpu": "NVIDIA H200", "commit": "abc"})
+    writer.add_round(table.problem, 0, table.results)
+    rounds = list(csv.DictReader((tmp_path / "run.1.rounds.csv.partial").open()))
+    assert [row["method"] for row in rounds] == ["fused", "xla", "roof"]
+    assert tuple(rounds[0]) == report.ROUND_COLUMNS
+    assert float(rounds[0]["loop_us"]) == 110.0
+    writer.add_table(table)
+    assert (tmp_path / "run.1.csv.partial").exists() and not (tmp_path / "run.1.csv").exists()
+    assert sorted(path.name for path in writer.finish()) == ["run.1.csv", "run.1.md", "run.1.rounds.csv"]
+    rows = list(csv.DictReader((tmp_path / "run.1.csv").open()))
+    assert tuple(rows[0]) == (*report.SUMMARY_COLUMNS, "env_gpu", "env_commit")
+    assert [row["method"] for row in rows] == ["fused", "xla", "roof", "fused:stages=9"]
+    assert rows[0]["env_gpu"] == "NVIDIA H200" and float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
+    assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""
+    assert "ValueError: too large" in (tmp_path / "run.1.md").read_text()
+
+
+def test_the_plot_draws_what_was_timed(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    for devices in (2, 4):
+        table = synthetic()
+        table.problem = dataclasses.replace(table.problem, devices=devices)
+        writer = report.Writer(tmp_path, f"run-{devices}", {})
+        writer.add_round(table.problem, 0, table.results)
+        writer.add_table(table)
+        writer.finish()
+    files = sorted(map(str, tmp_path.glob("*.csv")))
+    assert len(plot.read(files)) == 2 * 3
+    assert plot.main([*files, "--out", str(tmp_path / "plot.png")]) == 0
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+
+def test_variants_and_shapes_are_read() -> None:
+    assert methods.Variant.parse("fused").config == {}
+    assert methods.Variant.parse("fused:stages=3,order_minor=n").config == {"stages": 3, "order_minor": "n"}
+    with pytest.raises(ValueError, match="must begin with `fused`"):
+        methods.Variant.parse("xla:stages=3")
+    with pytest.raises(ValueError, match="FIELD=VALUE"):
+        methods.Variant.parse("fused:stages")
+    with pytest.raises(ValueError, match="`--methods`"):
+        methods.all_gather_methods(["nccl"], [], 1)
+    arguments = command.parser("", "1x2x3:bf16,4x5x6", "xla", devices=True).parse_args([])
+    first, second = command.problems(arguments, "op", 8)
+    assert (first.m, first.n, first.k, first.dtype) == (1, 2, 3, "bf16")
+    assert (second.shape, second.dtype, second.devices) == ("4x5x6", "f16", 8)
+
+
+def dry_run(table: str, folder: pathlib.Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
+    line = [sys.executable, "-m", f"benchmarks.{table}", "--dry-run", "--out", str(folder), "--name", "dry", *options]
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+    assert (folder / "dry.csv").exists(), done.stdout + done.stderr
+    with (folder / "dry.csv").open() as file:
+        return done, list(csv.DictReader(file))
+
+
+def test_a_dry_run_measures_the_emulated_operation_and_reports_a_variant_that_does_not_fit(tmp_path) -> None:
+    options = ["--devices", "2", "--methods", "fused,xla,roof", "--variants", "fused", "fused:stages=99"]
+    done, rows = dry_run("all_gather_matmul", tmp_path, *options)
+    assert [row["method"] for row in rows] == ["fused", "fused:stages=99", "xla", "roof"]
+    assert [row["status"].split()[0] for row in rows] == ["ok", "ERROR", "ok", "ok"], rows
+    assert float(rows[0]["error"]) <= float(rows[0]["error_bound"])
+    for row in (rows[0], rows[2], rows[3]):
+        assert math.isfinite(float(row["loop_us"])) and float(row["xla_over_this"]) > 0
+    assert done.returncode == 1, "a method that did not run shows in the exit status"
+    assert "roof/this" in done.stdout
+
+
+def test_a_dry_run_of_the_single_gpu_table(tmp_path) -> None:
+    _, rows = dry_run("matmul", tmp_path, "--methods", "xla")
+    assert rows[0]["devices"] == "1" and rows[0]["roof_over_this"] == "1"

@@ -1,0 +1,155 @@
+"""Bad input gets a clear error of the right type before anything is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives.axis import ring_of
+from overlap.kernels import dispatch
+from overlap.kernels.target import HOPPER_SMEM_BYTES, Target
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+H200 = Target("gpu", "NVIDIA H200", 132)
+
+
+def mesh(**axes):
+    devices = np.array(jax.devices()[: int(np.prod(list(axes.values())))]).reshape(tuple(axes.values()))
+    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def struct(shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def trace(lhs, rhs, axis_name="x", *, on=None, axis_names=None, **kwargs):
+    """Traces the call inside `shard_map` on per-shard operands; runs nothing."""
+    on = on or mesh(x=2)
+    extra = {} if axis_names is None else {"axis_names": axis_names}
+
+    def call():
+        return overlap.all_gather_lhs_matmul(
+            *(a if not hasattr(a, "shape") else jnp.zeros(a.shape, a.dtype) for a in (lhs, rhs)), axis_name, **kwargs
+        )
+
+    return jax.eval_shape(jax.shard_map(call, mesh=on, in_specs=(), out_specs=P(), check_vma=False, **extra))
+
+
+GOOD = struct((128, 64)), struct((64, 256))
+
+FUSED = {"implementation": "fused"}
+X_OF_XY = {"on": mesh(x=2, y=2), "axis_names": {"x"}}
+WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
+    ((struct((128, 64)), struct((128, 256))), {}, ValueError, ["`lhs`", "`rhs`", "k=64", "k=128"]),
+    ((struct((128,)), struct((64, 256))), {}, ValueError, ["`lhs`", "2 dimensions", "got 1"]),
+    ((struct((128, 64)), struct((1, 64, 256))), {}, ValueError, ["`rhs`", "2 dimensions", "got 3"]),
+    ((struct((128, 64), F16), struct((64, 256), BF16)), {}, ValueError, ["float16", "bfloat16", "cast"]),
+    ((struct((128, 64), jnp.int8), struct((64, 256), jnp.int8)), {}, ValueError, ["floating-point", "int8"]),
+    (([1, 2], struct((64, 256))), {}, ValueError, ["`lhs`", "array", "list"]),
+    (GOOD, {"axis_name": "y"}, ValueError, ["`axis_name`", "'y'", "('x',)"]),
+    (GOOD, {"axis_name": ("x", "y")}, NotImplementedError, ["`axis_name`", "one"]),
+    (GOOD, {"implementation": "nccl"}, ValueError, ["`implementation`", "'nccl'", "fused", "xla"]),
+    (GOOD, FUSED | X_OF_XY, NotImplementedError, ["'y'", "manual"]),
+    ((struct((100, 64)), struct((64, 256))), FUSED, NotImplementedError, ["m_shard=100", "tile_m=128", "xla"]),
+    ((struct((128, 64)), struct((64, 200))), FUSED, NotImplementedError, ["n=200", "tile_n=256", "xla"]),
+    ((struct((128, 96)), struct((96, 256))), FUSED, NotImplementedError, ["k=96", "tile_k=64"]),
+    ((struct((0, 64)), struct((64, 256))), FUSED, NotImplementedError, ["m_shard=0", "positive"]),
+    ((struct((128, 64), F32), struct((64, 256), F32)), FUSED, NotImplementedError, ["float32", "xla"]),
+    (GOOD, FUSED | {"preferred_element_type": F32}, NotImplementedError, ["float32", "preferred_element_type"]),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "error", "fragments"), WRONG_CALLS)
+def test_wrong_calls(args, kwargs, error, fragments):
+    with pytest.raises(error) as caught:
+        trace(*args, **kwargs)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+WRONG_CONFIGS = [
+    ({"tile_m": 64}, ["`tile_m`", "128", "64"]),
+    ({"tile_k": 32}, ["`tile_k`", "64", "32"]),
+    ({"tile_n": 96}, ["`tile_n`", "64", "96"]),
+    ({"tile_n": 512}, ["`tile_n`", "256", "512"]),
+    ({"epilogue_tile_n": 96}, ["`epilogue_tile_n`", "96", "256"]),
+    ({"stages": 1}, ["`stages`", "at least 2", "1"]),
+    ({"stages": 6}, ["shared memory", str(HOPPER_SMEM_BYTES), "`stages` (6)"]),
+    ({"chunk_bytes": 1000}, ["`chunk_bytes`", "16", "1000"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "fragments"), WRONG_CONFIGS)
+def test_configs_that_do_not_fit(fields, fragments):
+    with pytest.raises(ValueError) as caught:
+        trace(*GOOD, implementation="fused", config=overlap.Config(**fields))
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{"tile_n": 0}, {"stages": "4"}, {"order_minor": "k"}, {"chunk_slots": True}])
+def test_configs_that_make_no_sense(fields):
+    with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
+        overlap.Config(**fields)
+
+
+def test_outside_shard_map():
+    lhs, rhs = jnp.zeros((128, 64), BF16), jnp.zeros((64, 256), BF16)
+    with pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
+        overlap.all_gather_lhs_matmul(lhs, rhs, "x")
+    with jax.set_mesh(mesh(x=2)), pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
+        overlap.all_gather_lhs_matmul(lhs, rhs, "x")
+
+
+@pytest.mark.parametrize(
+    ("target", "fragment"),
+    [
+        (Target("gpu", "NVIDIA A100-SXM4-80GB", 108), "Hopper"),
+        (Target("gpu", "NVIDIA B200", 148), "Blackwell"),
+        (Target("tpu", "TPU v5", 1), "tpu"),
+    ],
+)
+def test_devices_without_a_kernel(monkeypatch, target, fragment):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: target)
+    with pytest.raises(NotImplementedError, match=fragment):
+        trace(*GOOD, implementation="fused")
+    choice = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=mesh(x=2))
+    assert choice.implementation == "xla" and fragment in choice.reason
+
+
+def test_explain_and_choice(monkeypatch, caplog):
+    on = mesh(x=2)
+    assert overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on).implementation == "xla"
+    asked = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused")
+    assert asked.implementation == "fused" and asked.config == overlap.Config()
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    chosen = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on)
+    assert chosen.implementation == "fused"
+    ragged = overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 64)), GOOD[1], "x", mesh=on)
+    assert ragged.implementation == "xla" and "m_shard=100" in ragged.reason and "m_shard=100" in str(ragged)
+    with pytest.raises(ValueError, match="`op`"):
+        overlap.explain(print)
+    with pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
+        overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x")
+
+
+def test_a_choice_is_said_once(caplog):
+    caplog.set_level("INFO", logger="overlap")
+    lhs, rhs = jnp.ones((64, 64), BF16), jnp.ones((64, 192), BF16)
+    overlap.matmul(lhs, rhs)
+    overlap.matmul(lhs, rhs)
+    assert len([r for r in caplog.records if r.name == "overlap"]) == 1
+
+
+def test_vmap_of_the_fused_kernel_is_refused():
+    batch = jnp.zeros((3, 128, 64), BF16), jnp.zeros((3, 64, 256), BF16)
+    with pytest.raises(NotImplementedError, match=r"vmap.*xla"):
+        jax.vmap(lambda a, b: overlap.matmul(a, b, implementation="fused"))(*batch)
+
+
+def test_an_axis_of_one_device_and_a_tuple_of_one_name():
+    assert ring_of("op", ("x",), mesh(x=2)).axis_name == "x"
+    assert trace(*GOOD, on=mesh(x=1)).shape == (128, 256)

@@ -1,0 +1,38 @@
+"""The kernels lower for CUDA with either supported jax (the assembled proof needs jax's CUDA plugin; this does not)."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import overlap
+from overlap.kernels import dispatch
+from overlap.kernels.target import Target
+from tests import oracle
+from tests.oracle import make_mesh
+
+MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 8}, {"data": 2, "x": 2}, {"x": 2, "data": 2}]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_all_gather_lhs_matmul(axes):
+    mesh = make_mesh(**axes)
+    devices = axes["x"]
+    shapes = (devices * 256, 512), (512, devices * 512)
+    call = oracle.on_mesh(mesh, lambda a, b: overlap.all_gather_lhs_matmul(a, b, "x"))  # The chooser takes the kernel.
+    lowered = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "mosaic_gpu" in text
+    if devices > 1:
+        peers = ",".join(str(d) for d in range(mesh.size))
+        assert f'xla_replica_ids = "{peers}"' in text
+
+
+def test_matmul():
+    lhs, rhs = jax.ShapeDtypeStruct((256, 512), jnp.float16), jax.ShapeDtypeStruct((512, 256), jnp.float16)
+    lowered = jax.jit(overlap.matmul).trace(lhs, rhs).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()

@@ -1,0 +1,95 @@
+"""`matmul` and the mainloop's hooks, emulated on one CPU device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import overlap
+from overlap.emulation import emulate
+from overlap.kernels import hopper
+from overlap.kernels.tile_order import TileOrder
+from overlap.primitives import send_tile, wait_stores_landed
+from tests import oracle
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("cores", "shape", "config"),
+    [
+        (1, (128, 256, 64), overlap.Config()),
+        (2, (384, 256, 448), overlap.Config(tile_n=128)),
+        (3, (256, 384, 128), overlap.Config(tile_n=64, stages=2, epilogue_slots=2, order_minor="n", order_width=1)),
+        (9, (256, 256, 64), overlap.Config(tile_n=128, epilogue_tile_n=128)),
+    ],
+)
+def test_error_within_twice_that_of_xla(cores, shape, config, dtype):
+    m, n, k = shape
+    lhs, rhs = normal(0, m, k, dtype=dtype), normal(1, k, n, dtype=dtype)
+    expected = lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
+    with emulate(cores=cores):
+        actual = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused"))(lhs, rhs)
+        ours = oracle.distance(actual, expected)
+    oracle.assert_close((ours, oracle.distance(lhs @ rhs, expected)))
+
+
+def test_gradients():
+    lhs, rhs = normal(2, 128, 64) * 0.1, normal(3, 64, 256) * 0.1
+
+    def loss(a, b, implementation):
+        return jnp.sum(jnp.sin(overlap.matmul(a, b, implementation=implementation).astype(jnp.float32)))
+
+    with emulate(cores=2):
+        ours = jax.grad(lambda a, b: loss(a, b, "fused"), argnums=(0, 1))(lhs, rhs)
+        jax.block_until_ready(ours)
+    for a, b in zip(ours, jax.grad(lambda a, b: loss(a, b, "xla"), argnums=(0, 1))(lhs, rhs), strict=True):
+        assert float(oracle.distance(a, b.astype(jnp.float32))) < 2e-2
+
+
+def test_hooks_see_each_operand_tile_and_the_accumulator():
+    """A matmul that also forwards its left operand from shared memory, and applies a function to its result."""
+    config, (m, n, k), cores = overlap.Config(tile_n=128), (256, 256, 192), 2
+    order = TileOrder(m // config.tile_m, n // config.tile_n)
+    lhs, rhs = normal(4, m, k), normal(5, k, n)
+
+    def body(lhs_gmem, rhs_gmem, out_gmem, copy_gmem):
+        def tile_at(index):
+            row, column = order(index)
+            return hopper.Tile(0, row, column, out_row=row * config.tile_m)
+
+        def forward(tile, step, lhs_smem, rhs_smem):
+            del rhs_smem
+
+            @pl.when(tile.n == 0)
+            def _send():
+                rows, columns = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(step * config.tile_k, config.tile_k)
+                send_tile(lhs_smem, copy_gmem.at[rows, columns])
+                wait_stores_landed()
+
+        hooks = hopper.Hooks(load_lhs=lambda tile, load: load(lhs_gmem), in_smem=forward, epilogue=lambda acc: acc * 2)
+        pl.run_scoped(
+            lambda buffers: hopper.mainloop(rhs_gmem, out_gmem, tiles=order.tiles, tile_at=tile_at, k=k, num_ctas=cores,
+                                            config=config, buffers=buffers, hooks=hooks),
+            hopper.buffer_types(config, lhs.dtype, lhs.dtype, forwards=True),
+            collective_axes=hopper.THREAD_AXIS,
+        )  # fmt: skip
+
+    types = (jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype))
+    with emulate(cores=cores) as run:
+        out, copy = jax.jit(hopper.launch(body, out_type=types, num_ctas=cores, name="forwarding"))(lhs, rhs)
+        run.check()
+    np.testing.assert_array_equal(np.asarray(copy), np.asarray(lhs))
+    expected = 2 * (np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32))
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2, atol=1e-1)
+
+
+def test_the_default_on_a_cpu_takes_any_shape():
+    lhs, rhs = normal(6, 3, 5, dtype=jnp.float32), normal(7, 5, 7, dtype=jnp.float32)
+    np.testing.assert_allclose(
+        np.asarray(overlap.matmul(lhs, rhs)), np.asarray(lhs) @ np.asarray(rhs), rtol=1e-5, atol=1e-5
+    )

@@ -1,0 +1,123 @@
+"""The library's kernels are clean under many schedules, and each seeded defect in their protocol is reported."""
+
+import jax.numpy as jnp
+import pytest
+
+import overlap
+from overlap.collectives import all_gather_matmul
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.emulation import EmulationError, emulate
+from overlap.kernels import hopper
+from overlap.primitives import Ring, copies
+from tests import oracle
+from tests.oracle import make_mesh, on_mesh, operands
+
+CONFIG = overlap.Config(tile_n=64, stages=2)
+SHAPE = (128, 128, 192)
+NOTHING = lambda *_, **__: None  # noqa: E731
+
+
+def launch(*, devices=2, cores=2, shape=SHAPE, config=CONFIG, **settings):
+    mesh = make_mesh(x=devices)
+    # Traced anew each time: what a test has replaced must be in the kernel.
+    with emulate(cores=cores, **settings):
+        on_mesh(mesh, lambda a, b: oracle.fused(a, b, config=config))(*operands(mesh, shape, jnp.bfloat16, seed=1))
+
+
+@pytest.mark.parametrize("completion", ["late", "eager", "random"])
+@pytest.mark.parametrize("seed", range(20))
+def test_clean(completion, seed):
+    launch(devices=2 + seed % 2, completion=completion, scheduler="pct", seed=seed)
+
+
+def drop_wait_for_flags(patch):
+    patch.setattr(all_gather_matmul, "wait_at_least", NOTHING)
+
+
+def drop_proxy_fence(patch):
+    patch.setattr(all_gather_matmul, "fence_async_proxy", NOTHING)
+
+
+def signal_when_only_read(patch):
+    patch.setattr(copies, "wait_stores_landed", copies.wait_stores_read)
+
+
+def signal_without_waiting(patch):
+    patch.setattr(copies, "wait_stores_landed", NOTHING)
+
+
+def pull_from_the_wrong_peer(patch):
+    peer = Ring.peer
+    patch.setattr(Ring, "peer", lambda self, distance: peer(self, distance + 1))
+
+
+def one_counter_for_all_rounds(patch):
+    flag = AllGatherSchedule.flag
+    patch.setattr(AllGatherSchedule, "flag", lambda self, step, row: flag(self, 1, 0 * row))
+
+
+def count_too_few(patch):
+    target = vars(AllGatherSchedule)["flag_target"].fget
+    patch.setattr(AllGatherSchedule, "flag_target", property(lambda self: target(self) - 1))
+
+
+def count_too_many(patch):
+    target = vars(AllGatherSchedule)["flag_target"].fget
+    patch.setattr(AllGatherSchedule, "flag_target", property(lambda self: target(self) + 1))
+
+
+def drop_handshake(patch):
+    patch.setattr(all_gather_matmul, "exit_handshake", NOTHING)
+
+
+def release_slots_at_once(patch):
+    patch.setattr(hopper.plgpu, "wgmma_wait", NOTHING)
+
+
+def drop_epilogue_wait(patch):
+    patch.setattr(hopper, "wait_stores_read", NOTHING)
+
+
+def drop_epilogue_commit(patch):
+    patch.setattr(hopper.plgpu, "commit_smem", NOTHING)
+
+
+DEFECTS = [
+    drop_wait_for_flags,
+    drop_proxy_fence,
+    signal_when_only_read,
+    signal_without_waiting,
+    pull_from_the_wrong_peer,
+    one_counter_for_all_rounds,
+    count_too_few,
+    count_too_many,
+    drop_handshake,
+    release_slots_at_once,
+    drop_epilogue_wait,
+    drop_epilogue_commit,
+]
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
+def test_each_defect_is_reported(defect, monkeypatch):
+    defect(monkeypatch)
+    for seed in range(10):
+        try:
+            launch(devices=3, shape=(256, 128, 192), completion="late", scheduler="pct", seed=seed)
+            if defect is pull_from_the_wrong_peer:
+                assert_wrong()
+        except EmulationError:
+            return
+        except AssertionError:
+            return
+    pytest.fail(f"{defect.__name__} was not reported in 10 runs")
+
+
+def assert_wrong():
+    """Another peer's shard is no race: the numbers show it."""
+    mesh = make_mesh(x=3)
+    with emulate(cores=2):
+        pair = oracle.errors(mesh, lambda a, b: oracle.fused(a, b, config=CONFIG))(
+            *operands(mesh, SHAPE, jnp.bfloat16, seed=1)
+        )
+        oracle.assert_close(pair)

@@ -1,0 +1,122 @@
+"""The schedules, walked exhaustively: pure integers, no kernel."""
+
+import collections
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.kernels.tile_order import TileOrder
+from overlap.primitives import PullPlan
+from overlap.primitives.copies import largest_divisor
+
+BLOCK_ROWS = 128
+SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and parts of rows
+    (128, 64, 2, 8192),
+    (384, 128, 2, 8192),
+    (256, 4096, 2, 8192),
+    (256, 3584, 2, 4096),
+    (128, 12288, 2, 8192),
+]
+
+
+def schedules(devices: int):
+    for m_shard, k, itemsize, chunk_bytes in SHAPES:
+        for minor, width, n_tiles in (("m", 2, 3), ("n", 2, 3), ("m", 8, 1)):
+            order = TileOrder(m_shard // BLOCK_ROWS, n_tiles, minor, width)
+            yield AllGatherSchedule(
+                devices, order, BLOCK_ROWS, PullPlan.cut(m_shard, k, itemsize, BLOCK_ROWS, chunk_bytes)
+            )
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_every_output_tile_once(devices):
+    for schedule in schedules(devices):
+        m_tiles, n_tiles = schedule.order.m_tiles, schedule.order.n_tiles
+        for me in range(devices):
+            tiles = [schedule.tile(i) for i in range(schedule.tiles)]
+            places = {(schedule.shard(me, step), m, n) for step, m, n in tiles}
+            expected = {(s, m, n) for s in range(devices) for m in range(m_tiles) for n in range(n_tiles)}
+            assert places == expected
+            assert len(tiles) == len(expected)
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_own_shard_first_and_no_peer_read_by_two_at_the_same_step(devices):
+    for schedule in schedules(devices):
+        assert [schedule.shard(me, 0) for me in range(devices)] == list(range(devices))
+        for step in range(devices):
+            assert sorted(schedule.shard(me, step) for me in range(devices)) == list(range(devices))
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+@pytest.mark.parametrize("num_ctas", [1, 3, 132])
+def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, num_ctas):
+    for schedule in schedules(devices):
+        plan = schedule.plan
+        written, raised = collections.Counter(), collections.Counter()
+        for cta in range(num_ctas):
+            for index in range(cta, schedule.pulls, num_ctas):
+                step, row, column = schedule.chunk(index)
+                assert 1 <= step < devices
+                assert row % plan.rows == 0 and column % plan.cols == 0
+                written[step, row, column] += 1
+                raised[schedule.flag(step, row)] += 1
+                # A chunk belongs to one flag: its first and last row share the block.
+                assert schedule.flag(step, row) == schedule.flag(step, row + plan.rows - 1)
+        # Written once each, so nothing is overwritten, before its use or after; and nothing is left out.
+        assert set(written.values()) <= {1}
+        assert len(written) * plan.rows * plan.cols == (devices - 1) * plan.shard_rows * plan.shard_cols
+        # Every flag that a tile waits for exists and is raised exactly as often as the tile expects.
+        rows, columns = schedule.flags
+        for index in range(schedule.tiles):
+            step, m, _ = schedule.tile(index)
+            if step > 0:
+                flag = schedule.flag(step, m * schedule.block_rows)
+                assert 0 <= flag[0] < rows and 0 <= flag[1] < columns
+                assert raised[flag] == schedule.flag_target
+        assert len(raised) == (devices - 1) * columns
+
+
+def test_chunks_arrive_in_the_order_in_which_shards_are_used():
+    for schedule in schedules(5):
+        steps = [schedule.chunk(i)[0] for i in range(schedule.pulls)]
+        assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("minor", ["m", "n"])
+@pytest.mark.parametrize("m_tiles", [1, 2, 5, 8])
+@pytest.mark.parametrize("n_tiles", [1, 3, 4, 16])
+@pytest.mark.parametrize("width", [1, 2, 3, 8])
+def test_tile_order_is_a_walk_over_the_grid(minor, m_tiles, n_tiles, width):
+    order = TileOrder(m_tiles, n_tiles, minor, width)
+    walk = [order(i) for i in range(order.tiles)]
+    assert sorted(walk) == [(m, n) for m in range(m_tiles) for n in range(n_tiles)]
+    # Inside a band the walk moves by one tile along the major dimension: the snake never jumps back.
+    majors = [(n if minor == "m" else m) for m, n in walk]
+    assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(majors))
+
+
+def test_traced_indices_agree_with_python_ones():
+    for schedule in schedules(3):
+        for index in range(0, schedule.tiles, 5):
+            assert tuple(map(int, schedule.tile(jnp.int32(index)))) == schedule.tile(index)
+        for index in range(0, schedule.pulls, 97):
+            assert tuple(map(int, schedule.chunk(jnp.int32(index)))) == schedule.chunk(index)
+
+
+def test_chunks_respect_their_limit_and_the_copy_engine():
+    for m_shard, k, itemsize, chunk_bytes in SHAPES:
+        plan = PullPlan.cut(m_shard, k, itemsize, BLOCK_ROWS, chunk_bytes)
+        assert plan.rows * plan.cols * itemsize <= chunk_bytes
+        assert plan.cols * itemsize % 16 == 0
+        assert plan.cols == k or plan.rows == 1
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        PullPlan.cut(128, 65, 2, 128, 8192)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        PullPlan.cut(128, 8191, 2, 128, 8192)
+
+
+def test_largest_divisor():
+    assert [largest_divisor(12, limit) for limit in (1, 2, 3, 4, 5, 6, 100)] == [1, 2, 3, 4, 4, 6, 12]
