@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import math
 import pathlib
 import subprocess
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 from benchmarks import command, methods, plot, report
 from benchmarks.harness import Method, Result, Session, Settings
 from benchmarks.programs import AXIS, Problem, copies_in_loops, gather, inputs, loop_program, reference
+from tests import assembly
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Settings(rounds=3, iterations=2, launches=1, calls=1, warmup_s=0.0)
@@ -201,6 +203,41 @@ def test_copies_of_operands_inside_the_loop_are_found(line: str, found: list[str
     assert copies_in_loops(HLO.replace("BODY", line)) == found
 
 
+LOOPS_FOR_H200 = """
+import json
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from benchmarks import methods, programs
+from tests import assembly
+
+mesh = Mesh(np.array(assembly.topology("h200", 4)), ("x",))
+found = {}
+for method in methods.all_gather_methods(["fused", "xla", "roof"], [], 1):
+    rows = 16384 if method.gathered else 4096
+    lhs = assembly.struct(mesh, (rows, 4096), "f16", P("x", None))
+    rhs = assembly.struct(mesh, (4096, 16384), "f16", P(None, "x"))
+    out = assembly.struct(mesh, (4096, 16384), "f16", P(None, "x"))
+    hlo = programs.loop_program(method.call, mesh, 20).lower((lhs, out), rhs).compile().as_text()
+    work = {"fused": "mosaic_gpu", "xla": "all-gather-start(", "roof": "dot("}[method.name]
+    body = hlo[: hlo.index("ENTRY ")]
+    found[method.name] = [programs.copies_in_loops(hlo), "dynamic-update-slice(" in body, work in body,
+                          "known_trip_count" in hlo]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+def test_loops_compiled_for_h200_do_the_work_in_every_iteration_and_copy_nothing() -> None:
+    environment = assembly.child_environment()
+    line = [sys.executable, "-c", LOOPS_FOR_H200]
+    done = subprocess.run(
+        line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [[], True, True, True]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"fused": expected, "xla": expected, "roof": expected}
+
+
 # --- Reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -313,3 +350,23 @@ def test_a_dry_run_measures_the_emulated_operation_and_reports_a_variant_that_do
 def test_a_dry_run_of_the_single_gpu_table(tmp_path) -> None:
     _, rows = dry_run("matmul", tmp_path, "--methods", "xla")
     assert rows[0]["devices"] == "1" and rows[0]["roof_over_this"] == "1"
+
+
+def test_a_run_that_hangs_ends_with_a_trace_and_keeps_its_rounds(tmp_path) -> None:
+    program = """
+import sys, time
+from benchmarks import all_gather_matmul, harness
+run_round = harness.Session.run_round
+def hang_in_the_second(self, number):
+    time.sleep(100 * number)
+    run_round(self, number)
+harness.Session.run_round = hang_in_the_second
+all_gather_matmul.main(sys.argv[1:])
+"""
+    options = ["--dry-run", "--methods", "xla", "--timeout-s", "5", "--out", str(tmp_path), "--name", "hang"]
+    line = [sys.executable, "-c", program, *options]
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "hang_in_the_second" in done.stderr and "round 2 of 2" in done.stderr
+    rounds = list(csv.DictReader((tmp_path / "hang.rounds.csv.partial").open()))
+    assert [row["method"] for row in rounds] == ["xla"]

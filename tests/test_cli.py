@@ -8,10 +8,14 @@ import re
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
+import overlap
 from overlap import _cuda
-from overlap.cli import doctor, main, picture
+from overlap.cli import demo, doctor, main, measure, picture, spans
+from overlap.emulation import Event
 
 pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `cli`)")
@@ -60,6 +64,71 @@ def test_demo_says_what_is_wrong_with_its_arguments(repository, tmp_path, argume
     assert process.returncode == 2
     assert said in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def _xla(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return overlap.all_gather_lhs_matmul(lhs, rhs, measure.AXIS, implementation="xla")
+
+
+def test_loop_program_runs_every_iteration():
+    """Three runs, each with an element of the one before in its operand, as NumPy does it."""
+    mesh = demo._mesh(2)
+    lhs, rhs = measure.make_inputs(mesh, 8, 16, 8)
+    out = measure.program(_xla, mesh)(lhs, rhs)
+    looped = np.asarray(measure.loop_program(_xla, mesh, 3)(lhs, rhs, out), np.float32)
+    shards = list(np.asarray(lhs, np.float32).reshape(2, 8, 16))
+    expected = np.asarray(out, np.float32)
+    for _ in range(3):
+        for device in range(2):
+            shards[device][0, 0] = np.clip(expected[0, device * 8], -1, 1)
+        expected = (np.concatenate(shards) @ np.asarray(rhs, np.float32)).astype(np.float16).astype(np.float32)
+    np.testing.assert_allclose(looped, expected, atol=2e-2)
+    assert np.abs(looped - np.asarray(out, np.float32)).max() > 0.1  # It does not return its first argument.
+
+
+def _on_gpus(monkeypatch, fused: measure.Call) -> list[str]:
+    """Runs what the demo does on GPUs, on four CPU devices; returns the pictures that it asked for."""
+    pictures: list[str] = []
+    monkeypatch.setattr(demo, "_ON_GPUS", demo._Problem(32, 16, 8, overlap.Config()))
+    monkeypatch.setattr(demo, "_methods", lambda problem: {"fused": fused, "xla": _xla})
+    monkeypatch.setattr(demo, "_why_not_gpus", lambda: None)
+    monkeypatch.setattr(measure, "_WARM_UP_S", 0.0)
+    monkeypatch.setattr(demo, "_picture_by_emulation", lambda devices, out, step: pictures.append(f"{devices}: {out}"))
+    return pictures
+
+
+def test_demo_as_on_gpus(monkeypatch, capsys):
+    pictures = _on_gpus(monkeypatch, _xla)
+    assert demo.run(pathlib.Path("x.png"), devices=4) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"xla .* 1\.00 ", said)
+    assert re.search(r"roof .* 1\.000 ", said)
+    assert pictures == ["4: x.png"]
+
+
+def test_demo_reports_a_wrong_result(monkeypatch, capsys):
+    pictures = _on_gpus(monkeypatch, lambda lhs, rhs: _xla(lhs, rhs) * 1.01)
+    assert demo.run(pathlib.Path("x.png"), devices=4) == 1
+    assert "FAILED" in capsys.readouterr().out
+    assert not pictures
+
+
+def test_spans_name_the_shards():
+    def event(kind: str, thread: str, start: int, end: int, target: str = "", peer: int | None = None) -> Event:
+        return Event(2, 1, thread, kind, "", target, peer, start, end, 0)
+
+    events = [
+        event("remote_copy", "wg2.warp1", 1, 5, "slots_smem[0]", peer=3),
+        event("wgmma", "wg0", 2, 3), event("wgmma", "wg0", 4, 6),
+        event("copy", "wg0", 7, 9, "output 0[640:704, 0:64] of device 2 (gmem)"),
+        event("copy", "wg0", 8, 9, "output 0[640:704, 64:128] of device 2 (gmem)"),
+        event("copy", "wg2.warp1", 6, 8, "output 1[0, 0:16, 0:256] of device 2 (gmem)"),
+    ]  # fmt: skip
+    assert sorted(spans.spans_of(events, m_shard=256), key=lambda span: span.lane) == [
+        spans.Span(2, 1, "multiplies", 2, 2, 7),
+        spans.Span(2, 1, "receives", 3, 1, 5),
+        spans.Span(3, 1, "sends", 2, 1, 5),
+    ]
 
 
 def test_demo_without_rich(monkeypatch, capsys):

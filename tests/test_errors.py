@@ -76,6 +76,7 @@ WRONG_CONFIGS = [
     ({"tile_n": 96}, ["`tile_n`", "64", "96"]),
     ({"tile_n": 512}, ["`tile_n`", "256", "512"]),
     ({"epilogue_tile_n": 96}, ["`epilogue_tile_n`", "96", "256"]),
+    ({"tile_n": 64, "epilogue_slots": 2}, ["`epilogue_slots`", "divide the 1 stores", "got 2"]),
     ({"stages": 1}, ["`stages`", "at least 2", "1"]),
     ({"stages": 6}, ["shared memory", str(HOPPER_SMEM_BYTES), "`stages` (6)"]),
     ({"chunk_bytes": 1000}, ["`chunk_bytes`", "16", "1000"]),
@@ -120,7 +121,14 @@ def test_devices_without_a_kernel(monkeypatch, target, fragment):
     assert choice.implementation == "xla" and fragment in choice.reason
 
 
-def test_explain_and_choice(monkeypatch, caplog):
+def test_a_fallback_on_the_right_gpu_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 64)), struct((64, 512)), "x", mesh=mesh(x=2))
+    (record,) = [r for r in caplog.records if r.name == "overlap"]
+    assert record.levelname == "WARNING" and "m_shard=100" in record.message
+
+
+def test_explain_and_choice(monkeypatch):
     on = mesh(x=2)
     assert overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on).implementation == "xla"
     asked = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused")

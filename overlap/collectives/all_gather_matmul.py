@@ -183,6 +183,7 @@ def decide(
 
     def check_call(config: Config, target: Target) -> None:
         check(lhs, rhs, out_dtype, ring, config, target)
+        matmul.require_unchecked_vma(lhs, rhs)
         if mesh is None:
             require_all_manual()
 

@@ -130,6 +130,12 @@ class Config:
                 f"`epilogue_tile_n` must be a multiple of {SWIZZLE_BYTES // out_dtype.itemsize} that divides `tile_n`, "
                 f"got {self.epilogue_tile_n} for tile_n={self.tile_n}"
             )
+        if (self.tile_n // self.epilogue_tile_n) % self.epilogue_slots:
+            # Else a slot would come round again before `epilogue_slots` stores, which is what the epilogue waits for.
+            raise ValueError(
+                f"`epilogue_slots` must divide the {self.tile_n // self.epilogue_tile_n} stores of a tile (tile_n="
+                f"{self.tile_n} / epilogue_tile_n={self.epilogue_tile_n}), got {self.epilogue_slots}"
+            )
         if self.stages < 2:
             raise ValueError(f"`stages` must be at least 2, since a slot is released one step late, got {self.stages}")
         if self.chunk_bytes % 16:

@@ -86,5 +86,7 @@ def decide(
             choice = Explanation(op, "xla", None, str(cannot), device)
     if (op, problem, choice) not in _said:
         _said.add((op, problem, choice))
-        logger.info("%s", choice)
+        # On a GPU that the kernels are for, XLA is not what the user came for: that must not pass unnoticed.
+        missed = choice.implementation == "xla" and device.platform == "gpu" and device.is_hopper
+        logger.log(logging.WARNING if missed else logging.INFO, "%s", choice)
     return choice

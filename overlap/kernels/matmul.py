@@ -39,6 +39,20 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> jnp.dtype
     return jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
 
 
+def require_unchecked_vma(*operands: Any) -> None:
+    """Raises NotImplementedError if an operand's type says along which mesh axes it varies (`check_vma=True`).
+
+    Mosaic GPU's split of a warpgroup into warps rejects such references.
+    """
+    for operand in operands:
+        manual = getattr(jax.typeof(operand), "manual_axis_type", None) if isinstance(operand, jax.Array) else None
+        if manual is not None and manual.varying:
+            raise NotImplementedError(
+                "the fused kernel needs `check_vma=False` in the enclosing jax.shard_map (the default is True): set it, or "
+                'use implementation="xla"'
+            )
+
+
 def decide(
     lhs: Any,
     rhs: Any,
@@ -53,6 +67,7 @@ def decide(
 
     def check(config: Config, target: Any) -> None:
         config.check(m=m, n=n, k=k, dtype=lhs.dtype, out_dtype=out_dtype, target=target, pulls=False)
+        require_unchecked_vma(lhs, rhs)
 
     problem = (m, n, k, str(lhs.dtype), str(out_dtype))
     return dispatch.decide("matmul", implementation, dispatch.target(), config or Config(), check, problem)
