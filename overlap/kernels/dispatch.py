@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+
 from overlap import emulation
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
@@ -74,6 +76,11 @@ def decide(
     if implementation == "fused":
         check(config, device)
         if device.platform == "cpu":
+            if jax.process_count() > 1:
+                raise NotImplementedError(
+                    f"the emulator runs all devices in one process, and there are {jax.process_count()}: start one "
+                    'process, or use implementation="xla"'
+                )
             emulation.enable()
         return Explanation(op, "fused", config, "asked for", device)
     if device.platform == "cpu":

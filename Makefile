@@ -1,0 +1,44 @@
+# Both `make demo` and `make test` do their own set-up: Python >= 3.12 is found, an environment made, packages installed.
+.DEFAULT_GOAL := help
+.PHONY: demo test test-jax-0.11 test-jax-0.12 test-gpu lint bench clean help
+SHELL := /bin/bash
+
+VENV := .venv
+VENV_NEWEST := .venv-jax-0.12
+# Two workers: most tests compile, and XLA uses further threads by itself.
+PYTEST := -m pytest -n 2
+ARGS ?=
+
+help:  ## this list
+	@grep -E '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo:  ## run the fused all-gather matmul, on the visible GPUs or emulated, and draw it (ARGS="--out x.png")
+	@setup/venv.sh $(VENV) constraints.txt cli
+	@$(VENV)/bin/python -m overlap demo $(ARGS)
+
+test: lint test-jax-0.11 test-gpu test-jax-0.12  ## lint, types, and all tests on both supported versions of jax
+
+lint:  ## ruff and pyright
+	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+test-jax-0.11:  ## tests/ on jax 0.11.2
+	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
+	$(VENV)/bin/python $(PYTEST) $(ARGS)
+
+test-jax-0.12:  ## tests/ on jax 0.12.0.1, without those marked slow
+	@setup/venv.sh $(VENV_NEWEST) constraints/jax-0.12.txt dev mpi
+	$(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" $(ARGS)
+
+test-gpu:  ## tests/multi_gpu on the visible GPUs; nothing where there are none
+	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
+	@if [ -e /dev/nvidia0 ]; then $(VENV)/bin/python -m pytest tests/multi_gpu $(ARGS); fi
+
+bench:  ## the benchmarks on the visible GPUs (ARGS are passed on)
+	@setup/venv.sh $(VENV) constraints.txt bench
+	@$(VENV)/bin/python -m benchmarks $(ARGS)
+
+clean:  ## remove the environments and caches
+	rm -rf $(VENV) $(VENV_NEWEST) .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Benchmarks: one harness, one file per table."""

@@ -1,0 +1,20 @@
+"""`python -m benchmarks [TABLE] [OPTIONS]`: runs one table, `all_gather_matmul` unless another is named."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+TABLES = ("all_gather_matmul", "matmul")
+
+
+def main(argv: list[str]) -> int:
+    """Hands the options to the table's module."""
+    table, options = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (TABLES[0], argv)
+    if table not in TABLES:
+        raise SystemExit(f"`python -m benchmarks` takes one of {', '.join(TABLES)} first, got {table!r}")
+    return importlib.import_module(f"benchmarks.{table}").main(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""Where and with what a benchmark ran: GPUs, driver, versions, commit, clocks. Everything here only reads."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pathlib
+import platform
+import subprocess
+
+import jax
+import jaxlib.version
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+_NVLINK_VARIABLES = ("XLA_FLAGS", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def describe(layout: str, devices: int) -> dict[str, str]:
+    """The environment block: one line of text per fact, in the order to print them."""
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "devices": f"{devices} of {jax.device_count()} x {', '.join(kinds)} ({layout})",
+        "jax": f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, python {platform.python_version()}",
+    }
+    if jax.default_backend() == "gpu":
+        facts["driver"] = ", ".join(sorted(set(_nvidia_smi("driver_version")))) or "unknown"
+        facts["cuda"] = _cuda_version()
+        facts["nccl"] = _nccl_version()
+        facts["power limit"] = ", ".join(sorted(set(_nvidia_smi("power.limit")))) or "unknown"
+        facts["clocks"] = clocks() or "unknown"
+    facts |= {name: value for name in _NVLINK_VARIABLES if (value := os.environ.get(name))}
+    return facts
+
+
+def commit() -> str:
+    """The commit that ran, with a plus sign if files differ from it. OVERLAP_COMMIT serves where there is no .git."""
+    if given := os.environ.get("OVERLAP_COMMIT"):
+        return given
+    head = _run("git", "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    return head + ("+" if _run("git", "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def clocks() -> str:
+    """SM clock, power and temperature of each GPU now, and what holds it back: `1665 MHz 690 W 61 C SwPowerCap`."""
+    fields = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
+    lines = []
+    for line in _nvidia_smi(*fields):
+        clock, power, temperature, reasons = (*(part.strip() for part in line.split(",")), "", "", "", "")[:4]
+        lines.append(f"{clock} {power} {temperature} C {_throttle_reasons(reasons)}".strip())
+    return "; ".join(lines)
+
+
+def _throttle_reasons(mask: str) -> str:
+    # Bits of nvmlClocksEventReasons that slow a busy GPU down.
+    names = {0x4: "SwPowerCap", 0x8: "HwSlowdown", 0x20: "SwThermal", 0x40: "HwThermal", 0x80: "HwPowerBrake"}
+    try:
+        bits = int(mask, 16)
+    except ValueError:
+        return ""
+    return "+".join(name for bit, name in names.items() if bits & bit)
+
+
+def _nvidia_smi(*fields: str) -> list[str]:
+    return _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader").splitlines()
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cuda_version() -> str:
+    with contextlib.suppress(Exception):
+        # The platform's own words, such as "PJRT C API\ncuda 13000".
+        return jax.devices()[0].client.platform_version.replace("\n", " ")
+    return "unknown"
+
+
+def _nccl_version() -> str:
+    with contextlib.suppress(Exception):
+        from overlap.distributed import nccl_version
+
+        if version := nccl_version():
+            return ".".join(map(str, version))
+    return "unknown"

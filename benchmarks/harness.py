@@ -1,0 +1,310 @@
+"""Measures competing methods of one problem side by side: checked first, interleaved, as a device loop and per call.
+
+What is measured, for each method:
+
+- *loop*: `iterations` calls in one program (`lax.fori_loop`), so neither dispatch nor Python is in it. Each iteration
+  writes one element of the previous output into the left operand, in place: a true dependency that XLA can neither
+  hoist nor fold into the matmul, at the price of one tiny kernel. The same loop around no work at all is measured too
+  (`loop_overhead_us`), and the compiled program is searched for copies of whole operands.
+- *wall*: `calls` ordinary calls dispatched one after another and waited for once, per call.
+
+Every method is compared with an f32 oracle before it is timed and once more on what its timed loop left behind. All
+methods take turns within each round, each round starts with another one, and times are maxima over processes (within a
+process a program ends when its slowest device does). Inputs are normal, drawn on the devices from a fresh seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.programs import (
+    LHS,
+    OUT,
+    RHS,
+    Problem,
+    call_program,
+    copies_in_loops,
+    gather,
+    inputs,
+    loop_program,
+    reference,
+    relative_error,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One competitor. `call(lhs, rhs)` runs inside `jax.shard_map`; with `gathered` its `lhs` is already complete."""
+
+    name: str
+    call: Callable[[jax.Array, jax.Array], jax.Array]
+    gathered: bool = False
+    # Alternatives of which the fastest is kept, for methods that are tuned: (label, call).
+    candidates: tuple[tuple[str, Callable[[jax.Array, jax.Array], jax.Array]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How much to measure."""
+
+    rounds: int = 7
+    iterations: int = 20
+    launches: int = 5
+    calls: int = 20
+    warmup_s: float = 1.0
+    seed: int = 0
+    kernel_time: bool = False
+
+
+@dataclasses.dataclass
+class Result:
+    """What came out for one method. `status` is "ok", or begins with "FAILED" (wrong result) or "ERROR" (exception)."""
+
+    method: str
+    status: str = "ok"
+    note: str = ""
+    error: float | None = None
+    error_bound: float | None = None
+    compile_s: float | None = None
+    loop_us: list[float] = dataclasses.field(default_factory=list)
+    wall_us: list[float] = dataclasses.field(default_factory=list)
+    kernel_us: float | None = None
+    loop_copies: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the method may be timed."""
+        return self.status == "ok"
+
+
+@dataclasses.dataclass
+class _Prepared:
+    method: Method
+    result: Result
+    call: Callable[..., jax.Array]
+    loop: Callable[..., tuple[jax.Array, jax.Array]]
+    lhs: jax.Array
+    rhs: jax.Array
+    state: tuple[jax.Array, jax.Array]
+
+
+# --- One problem ------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """The methods of one problem on one mesh, from the check to the last round."""
+
+    def __init__(self, problem: Problem, mesh: Mesh, settings: Settings) -> None:
+        self.problem, self.mesh, self.settings = problem, mesh, settings
+        map_ = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        self._gather = jax.jit(map_(gather, in_specs=LHS, out_specs=LHS))
+        self._reference = jax.jit(map_(reference, in_specs=(LHS, RHS), out_specs=OUT))
+        self._error = jax.jit(map_(relative_error, in_specs=(LHS, RHS, OUT), out_specs=P()))
+        # Twice, with different inputs: a result left in memory by an earlier run cannot pass for this one's.
+        self._checks = [inputs(problem, mesh, settings.seed + 1 + i) for i in range(2)]
+        errors = [self._measure_error(lhs, rhs, self._reference(lhs, rhs)) for lhs, rhs in self._checks]
+        self.error_bound = 2.0 * max(errors)
+        self.lhs, self.rhs = inputs(problem, mesh, settings.seed)
+        self.prepared: list[_Prepared] = []
+        self.results: list[Result] = []
+        self.loop_overhead_us: float | None = None
+
+    def _measure_error(self, lhs: jax.Array, rhs: jax.Array, out: jax.Array, gathered: bool = False) -> float:
+        return float(self._error(lhs if gathered else self._gather(lhs), rhs, out))
+
+    def add(self, method: Method, progress: Callable[[str], None] = lambda _: None) -> Result:
+        """Compiles and checks a method; what goes wrong is kept in its result and the session goes on."""
+        result = Result(method.name, error_bound=self.error_bound)
+        self.results.append(result)
+        try:
+            prepared = self._prepare(method, result, progress)
+        except Exception as error:  # Whatever a competitor raises belongs into the table, not into a traceback.
+            result.status = "ERROR " + _one_line(error)
+            prepared = None
+        if not _agreed(result.ok) and result.ok:
+            result.status = "ERROR in another process"
+        if result.ok and prepared is not None:
+            self.prepared.append(prepared)
+        return result
+
+    def _prepare(self, method: Method, result: Result, progress: Callable[[str], None]) -> _Prepared:
+        calls = method.candidates or (("", method.call),)
+        best: tuple[float, _Prepared] | None = None
+        failures = []
+        for label, call in calls:
+            progress(f"{method.name} {label}".strip())
+            candidate = Result(method.name, note=label, error_bound=self.error_bound)
+            try:
+                prepared = self._prepare_call(dataclasses.replace(method, call=call, candidates=()), candidate)
+            except Exception as error:
+                if len(calls) == 1:
+                    raise
+                failures.append(f"{label}: {_one_line(error)}")
+                continue
+            if not candidate.ok:
+                failures.append(f"{label}: {candidate.status}")
+                best = best or (float("inf"), prepared)
+                continue
+            seconds = self._time_loop(prepared) if len(calls) > 1 else 0.0
+            if best is None or seconds < best[0]:
+                best = seconds, prepared
+        if best is None:
+            raise RuntimeError("; ".join(failures))
+        prepared = best[1]
+        # The caller holds `result`: fill it in place.
+        for field in dataclasses.fields(Result):
+            setattr(result, field.name, getattr(prepared.result, field.name))
+        if failures:
+            result.note = f"{result.note} ({len(failures)} of {len(calls)} candidates failed: {failures[0]})"
+        return dataclasses.replace(prepared, result=result)
+
+    def _prepare_call(self, method: Method, result: Result) -> _Prepared:
+        start = time.perf_counter()
+        call = call_program(method.call, self.mesh)
+        errors = []
+        for lhs, rhs in self._checks:
+            operand = self._gather(lhs) if method.gathered else lhs
+            errors.append(self._measure_error(operand, rhs, call(operand, rhs), method.gathered))
+        result.error = float(np.max(errors))
+        self._judge(result)
+        lhs = self._gather(self.lhs) if method.gathered else self.lhs
+        # The loop gives its operands away, the calls do not: each has its own.
+        state = (_copy(lhs), call(lhs, self.rhs))
+        if not result.ok:
+            return _Prepared(method, result, call, call, lhs, self.rhs, state)
+        loop = loop_program(method.call, self.mesh, self.settings.iterations).lower(state, self.rhs).compile()
+        if jax.default_backend() == "gpu":
+            result.loop_copies = copies_in_loops(loop.as_text() or "")
+        result.compile_s = time.perf_counter() - start
+        return _Prepared(method, result, call, loop, lhs, self.rhs, state)
+
+    def _judge(self, result: Result, when: str = "") -> None:
+        # Written so that a NaN fails.
+        if result.error is None or not result.error <= self.error_bound:
+            result.status = f"FAILED{when}: error {result.error:.3g} > {self.error_bound:.3g}"
+
+    # --- Timing ---
+
+    def _time_loop(self, prepared: _Prepared) -> float:
+        def launch() -> None:
+            prepared.state = prepared.loop(prepared.state, prepared.rhs)
+
+        seconds = _time(launch, lambda: prepared.state, self.settings.launches)
+        return seconds / self.settings.iterations
+
+    def _time_calls(self, prepared: _Prepared) -> float:
+        last: list[jax.Array] = []
+
+        def launch() -> None:
+            last[:] = [prepared.call(prepared.lhs, prepared.rhs)]
+
+        return _time(launch, lambda: last, self.settings.calls)
+
+    def measure_overhead(self) -> None:
+        """Times the loop around no work: the element that is written, and what the launches cost."""
+        empty = Method("empty", lambda lhs, rhs: lhs[:1, :1] * 0.5)
+        out = call_program(empty.call, self.mesh)(self.lhs, self.rhs)
+        loop = loop_program(empty.call, self.mesh, self.settings.iterations)
+        prepared = _Prepared(empty, Result("empty"), loop, loop, self.lhs, self.rhs, (_copy(self.lhs), out))
+        self.loop_overhead_us = 1e6 * float(np.median([self._time_loop(prepared) for _ in range(3)]))
+
+    def warm_up(self) -> None:
+        """Runs the roof (or whatever there is) until clocks and temperatures have settled."""
+        self.during_load(self.settings.warmup_s, lambda: None)
+
+    def during_load[T](self, seconds: float, read: Callable[[], T]) -> T:
+        """Keeps the devices busy with the roof for about `seconds`, and calls `read` meanwhile."""
+        prepared = next((p for p in self.prepared if p.method.gathered), None) or next(iter(self.prepared), None)
+        if prepared is None:
+            return read()
+        program_s = self._time_loop(prepared) * self.settings.iterations
+        # A count, not a clock, so that all processes do the same.
+        for _ in range(int(seconds / max(program_s, 1e-6))):
+            prepared.state = prepared.loop(prepared.state, prepared.rhs)
+        answer = read()
+        jax.block_until_ready(prepared.state)
+        return answer
+
+    def run_round(self, number: int) -> None:
+        """Times every method once, starting with another one in every round."""
+        shift = number % max(len(self.prepared), 1)
+        for prepared in [*self.prepared[shift:], *self.prepared[:shift]]:
+            result = prepared.result
+            if not result.ok:
+                continue
+            try:
+                result.loop_us.append(1e6 * self._time_loop(prepared))
+                result.wall_us.append(1e6 * self._time_calls(prepared))
+            except Exception as error:
+                result.status = "ERROR " + _one_line(error)
+
+    def finish(self) -> None:
+        """Checks what the timed loops left behind, and reads kernel times if asked for."""
+        for prepared in self.prepared:
+            result, (lhs, out) = prepared.result, prepared.state
+            if not result.ok:
+                continue
+            left_behind = self._measure_error(lhs, prepared.rhs, out, prepared.method.gathered)
+            # Not max(): it may drop a NaN.
+            result.error = float(np.max([result.error or 0.0, left_behind]))
+            self._judge(result, " after the loop")
+            if self.settings.kernel_time:
+                result.kernel_us = _kernel_time_us(prepared.call, prepared.lhs, prepared.rhs)
+
+
+# A program and not an eager operation, so that it serves arrays that span processes.
+_copy = jax.jit(jnp.copy)
+
+
+def _time(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
+    # One launch ahead, so that what ran before (another method, an idle gap) is not in the measurement.
+    launch()
+    jax.block_until_ready(outputs())
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("benchmark")
+    start = time.perf_counter()
+    for _ in range(count):
+        launch()
+    jax.block_until_ready(outputs())
+    return _max_over_processes(time.perf_counter() - start) / count
+
+
+def _max_over_processes(value: float) -> float:
+    if jax.process_count() == 1:
+        return value
+    return float(np.max(multihost_utils.process_allgather(np.float32(value))))
+
+
+def _agreed(ok: bool) -> bool:
+    """Whether all processes say yes: one that gave up on a method must not leave the others waiting for it."""
+    if jax.process_count() == 1:
+        return ok
+    return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
+
+
+def _kernel_time_us(call: Callable[..., jax.Array], *operands: jax.Array) -> float | None:
+    """The longest single kernel of a call, by CUPTI: median of five calls. None where there is no CUPTI."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        measure = profiler.Cupti(finalize=False).measure(call, aggregate=False)
+        runs: list[Sequence[tuple[str, float]]] = [measure(*operands)[1] or () for _ in range(5)]
+        return 1e3 * float(np.median([max(duration for _, duration in run) for run in runs]))
+    except Exception:  # Optional by definition; the column stays empty.
+        return None
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

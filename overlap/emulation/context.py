@@ -1,0 +1,239 @@
+"""Settings, runs, and the context manager that a user sees."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+
+from .errors import EmulationError
+from .scheduler import SCHEDULERS
+
+logger = logging.getLogger("overlap.emulation")
+
+Completion = Literal["late", "random", "eager"]
+Scheduler = Literal["pct", "random", "round_robin"]
+
+_COMPLETIONS = ("late", "random", "eager")
+_DEFAULT_CORES = 4
+# Part of the cache key of `jax.jit`: a function traced for two cores is not reused for three.
+_cores = jax.make_user_context(_DEFAULT_CORES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How kernels run; see `emulate`."""
+
+    cores: int = _DEFAULT_CORES
+    completion: Completion = "late"
+    scheduler: Scheduler = "pct"
+    seed: int = 0
+    detect_races: bool = True
+    resident: int | None = None
+    step_limit: int | None = 20_000_000
+    record: bool = False
+
+    def __post_init__(self):
+        if self.cores < 1:
+            raise ValueError(f"`cores` must be at least 1, got {self.cores}")
+        if self.completion not in _COMPLETIONS:
+            raise ValueError(f"`completion` must be one of {_COMPLETIONS}, got {self.completion!r}")
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(f"`scheduler` must be one of {tuple(SCHEDULERS)}, got {self.scheduler!r}")
+        if self.resident is not None and self.resident < 1:
+            raise ValueError(f"`resident` must be at least 1 or None, got {self.resident}")
+
+
+@dataclasses.dataclass
+class Event:
+    """Something a thread did, for a timeline.
+
+    Attributes:
+        device, cta, thread: who; `thread` is ``"wg2"`` or ``"wg2.warp1"``.
+        kind: ``"copy"``, ``"remote_copy"``, ``"wgmma"``, ``"signal"`` or ``"wait"``.
+        source, target: what was read and written, with slices; for signals and waits the flag.
+        peer: the other device of a remote copy or signal, else None.
+        start, end: scheduler steps (logical time); a copy ends when it completes, a wait when it is over.
+        launch: the number of the launch in this run, from 0.
+    """
+
+    device: int
+    cta: int
+    thread: str
+    kind: str
+    source: str
+    target: str
+    peer: int | None
+    start: int
+    end: int
+    launch: int
+
+
+class Run:
+    """What happened inside one `emulate` context.
+
+    Attributes:
+        errors: all faults, in the order found.
+        warnings: what looks odd and is no fault.
+        counts: launches, copies, bytes (copied), wgmmas, signals.
+        steps: scheduler steps in all.
+        events: a list of `Event` if ``record=True``.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.errors: list[EmulationError] = []
+        self.warnings: list[str] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.events: list[Event] = []
+        self.steps = 0
+        self._now = lambda: 0
+        self._repetitions: collections.Counter[Any] = collections.Counter()
+
+    def check(self) -> None:
+        """Waits for all computations under way and raises the first error found so far, if any."""
+        drain()
+        if self.errors:
+            raise self.errors[0]
+
+    # ---- called by the machine ---------------------------------------------------------------------------------------
+
+    def repetition(self, launcher: Any) -> int:
+        """How often this kernel has run before in this run: each repetition gets a schedule of its own."""
+        self._repetitions[launcher] += 1
+        return self._repetitions[launcher] - 1
+
+    def begin(self, machine: Any) -> None:
+        self._now = lambda: machine.now
+        self.counts["launches"] += 1
+
+    def count(self, what: str, nbytes: int = 0) -> None:
+        self.counts[what] += 1
+        if nbytes:
+            self.counts["bytes"] += nbytes
+
+    def event(self, thread: Any, kind: str, source: Any, target: Any, peer: int | None) -> Event | None:
+        if not self.settings.record:
+            return None
+        now = self._now()
+        name = f"wg{thread.warpgroup}" + ("" if thread.warp is None else f".warp{thread.warp}")
+        peer = None if peer == thread.device else peer
+        event = Event(thread.device, thread.cta.index, name, kind, str(source), str(target), peer, now, now,
+                      self.counts["launches"] - 1)
+        self.events.append(event)
+        return event
+
+    def event_end(self, event: Event | None) -> None:
+        if event is not None:
+            event.end = self._now()
+
+    def signal_event(self, thread: Any, semaphore: Any) -> None:
+        if self.settings.record:
+            self.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
+
+    def wait_event(self, thread: Any, name: str) -> None:
+        if self.settings.record:
+            event = self.event(thread, "wait", name, name, None)
+            if event is not None and thread.blocked is not None:
+                event.start = thread.blocked_at
+
+
+_lock = threading.Lock()
+_active: list[Run] = []
+_background = Run(Settings())  # of kernels that run outside any context
+
+
+def core_count() -> int:
+    """How many cores (CTAs that fit) a CPU device pretends to have; 4 outside `emulate`.
+
+    The value is part of the cache key of `jax.jit`, so it may be asked for while a function is traced.
+    """
+    return _cores.value
+
+
+def drain() -> None:
+    """Waits for all computations under way."""
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        # A fault outside any context was raised inside a callback (see `lowering`). That leaves a token in the runtime which
+        # fails this barrier: once on jax 0.12, for ever on 0.11. Whatever still has an owner can be waited for all the same.
+        for array in jax.live_arrays():
+            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
+                array.block_until_ready()
+
+
+def current_run() -> tuple[Run, bool]:
+    """(the run that a launch belongs to, whether a context is active). Read when a kernel runs."""
+    with _lock:
+        if _active:
+            return _active[-1], True
+    return _background, False
+
+
+@contextlib.contextmanager
+def emulate(
+    cores: int = _DEFAULT_CORES,
+    completion: Completion = "late",
+    scheduler: Scheduler = "pct",
+    seed: int = 0,
+    *,
+    detect_races: bool = True,
+    resident: int | None = None,
+    step_limit: int | None = 20_000_000,
+    record: bool = False,
+) -> Iterator[Run]:
+    """Runs Mosaic GPU kernels on CPU devices, concurrently and with faults found, while the context is active.
+
+    Only `cores` takes part in tracing; all else is read when a kernel runs, so a jitted function is not traced again for
+    another seed.
+
+    Args:
+        cores: what `core_count()` returns.
+        completion: when asynchronous copies and wgmma complete: as ``"late"`` as the rules allow, at ``"random"`` moments
+            or at once (``"eager"``).
+        scheduler: ``"pct"`` (random priorities with rare changes), ``"random"`` or ``"round_robin"``.
+        seed: of all random choices; the same seed gives the same run.
+        detect_races: whether to keep vector clocks. Deadlocks and broken protocols are found without.
+        resident: how many CTAs fit on a device at a time; the others start when one leaves. None: all.
+        step_limit: an error after this many scheduler steps in one launch. None: no limit.
+        record: whether to keep a list of events in `run.events`.
+
+    Yields:
+        A `Run`. On exit all computations under way are waited for and the first error is raised; `run.check()` does the
+        same earlier.
+
+    Example:
+        >>> from overlap import emulation
+        >>> with emulation.emulate(cores=2, completion="random", seed=3) as run:
+        ...     y = f(x)  # any function that calls plgpu.kernel, usually under jax.shard_map
+        >>> run.counts["copies"]
+    """
+    from .lowering import enable
+
+    enable()
+    run = Run(Settings(cores, completion, scheduler, seed, detect_races, resident, step_limit, record))
+    with _lock:
+        _active.append(run)
+    try:
+        with _cores(cores):
+            yield run
+    except Exception as consequence:
+        drain()
+        # A wrong number is most likely the consequence of a fault that was found: that is what to report.
+        if run.errors:
+            raise run.errors[0] from consequence
+        raise
+    else:
+        drain()  # what was started inside the context has to end inside it
+    finally:
+        with _lock:
+            _active.remove(run)
+    if run.errors:
+        raise run.errors[0]

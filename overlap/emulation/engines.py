@@ -1,0 +1,238 @@
+"""Asynchronous engines: TMA loads, TMA stores and wgmma, which complete later than they are issued.
+
+When, within what the rules allow, is the completion mode: ``eager`` at once, ``random`` at any later step, ``late`` only when
+somebody has to have it: a store at the wait for it, a load when no thread can run without one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .clocks import Knowledge
+from .errors import ProtocolError
+from .races import Access
+
+if TYPE_CHECKING:
+    from .machine import Machine, Thread
+    from .memory import View
+
+_EARLY = 0.25  # the chance, per step, that some operation completes in random mode
+
+
+# OpenBLAS starts threads above this many multiplications. They spin while they wait, which on a machine with few, busy
+# cores makes a product of 20 us take milliseconds.
+_SINGLE_THREADED = 1 << 18
+
+
+def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b by blocks of rows, each small enough to be computed by one thread."""
+    rows, k = a.shape
+    block = max(_SINGLE_THREADED // max(k * b.shape[1], 1), 1)
+    while rows % block:
+        block -= 1
+    return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1])
+
+
+class Operation:
+    """One asynchronous operation in flight.
+
+    A store has two stages, each with a component of its own: shared memory has been read, global memory has been written.
+    """
+
+    __slots__ = ("barrier", "component", "dst", "event", "instruction", "issued", "kind", "knowledge", "nbytes", "reduction",
+                 "sources", "src", "stage", "thread", "time", "value", "write_component", "write_time")
+
+    def __init__(self, kind: str, thread: Thread):
+        self.kind, self.thread, self.instruction = kind, thread, thread.instruction
+        self.knowledge: Knowledge = thread.knowledge.copy()
+        self.component, self.time = thread.pool.take(self.knowledge.seen)
+        self.knowledge.note(self.component, self.time)
+        self.issued = thread.machine.now
+        self.stage = 0  # stages completed
+        self.event: Any = None
+        self.barrier: Any = None
+
+
+class Engine:
+    """All operations in flight in one launch."""
+
+    def __init__(self, machine: Machine):
+        self._machine = machine
+        self._mode = machine.settings.completion
+        self._flying: list[Operation] = []  # loads and stores
+
+    def _record(self, op: Operation, view: View, what: str, component: int, time: int, *, write: bool,
+                atomic: bool = False) -> None:
+        machine = self._machine
+        if write and view.buffer.read_only:
+            raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
+        if machine.detector is None:
+            return
+        access = Access(op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic)
+        machine.detector.access(access, op.knowledge)
+        machine.note_remote(op.thread, access)
+        if view.buffer.space == "smem":
+            view.buffer.async_uses[component] = access
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+
+    def load(self, thread: Thread, src: View, dst: View, barrier: Any, remote: bool) -> None:
+        """Issues a TMA load that counts on `barrier`."""
+        op = Operation("load", thread)
+        op.src, op.dst, op.barrier = src, dst, barrier
+        op.nbytes = dst.array.nbytes
+        self._record(op, src, "TMA load, read", op.component, op.time, write=False)
+        self._record(op, dst, "TMA load, write", op.component, op.time, write=True)
+        barrier.expect(op.nbytes)
+        barrier.arrive(thread.knowledge)
+        thread.tick()
+        self._machine.run.count("copies", op.nbytes)
+        op.event = self._machine.run.event(thread, "remote_copy" if remote else "copy", src, dst, src.buffer.device)
+        self._fly(op)
+
+    def _fly(self, op: Operation) -> None:
+        if self._mode == "eager":
+            while not self._advance(op):
+                pass
+        else:
+            self._flying.append(op)
+
+    def _advance(self, op: Operation) -> bool:
+        """Completes the next stage of `op`; returns whether it was the last."""
+        if op.kind == "load":
+            op.dst.write(op.src.read())
+            op.stage = 2
+            self._machine.run.event_end(op.event)
+            op.barrier.landed(op.nbytes, op.knowledge)
+            return True
+        if op.stage == 0:
+            op.value = op.src.read()
+            op.stage = 1
+            return False
+        if op.stage == 1:
+            self._store_value(op)
+            op.stage = 2
+            self._machine.run.event_end(op.event)
+        return True
+
+    def _store_value(self, op: Operation) -> None:
+        if op.reduction is None:
+            op.dst.write(op.value)
+            return
+        old = op.dst.read()
+        function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+                    "xor": np.bitwise_xor}.get(op.reduction)  # fmt: skip
+        if function is None:
+            raise NotImplementedError(f"the TMA reduction {op.reduction!r} is not emulated")
+        op.dst.write(function(old, np.asarray(op.value).reshape(old.shape)).astype(old.dtype))
+
+    # ---- stores ------------------------------------------------------------------------------------------------------
+
+    def store(self, thread: Thread, src: View, dst: View, reduction: str | None, commit: bool, remote: bool) -> None:
+        """Issues a TMA store, in the thread's open group."""
+        op = Operation("store", thread)
+        op.src, op.dst, op.reduction, op.value = src, dst, reduction, None
+        op.write_component, op.write_time = thread.pool.take(op.knowledge.seen)
+        op.knowledge.note(op.write_component, op.write_time)
+        self._record(op, src, "TMA store, read", op.component, op.time, write=False)
+        what = "TMA store, write" if reduction is None else f"TMA reduction ({reduction})"
+        self._record(op, dst, what, op.write_component, op.write_time, write=True, atomic=reduction is not None)
+        thread.tick()
+        thread.open_stores.append(op)
+        if commit:
+            self.commit(thread)
+        self._machine.run.count("copies", src.array.nbytes)
+        op.event = self._machine.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
+        self._fly(op)
+
+    def commit(self, thread: Thread) -> None:
+        if thread.open_stores:
+            thread.groups.append(thread.open_stores)
+            thread.open_stores = []
+
+    def wait_stores(self, thread: Thread, allowed: int, read_only: bool) -> None:
+        """Waits until at most `allowed` groups are pending: read from shared memory, or wholly written."""
+        done = max(len(thread.groups) - allowed, 0)
+        for group in thread.groups[:done]:
+            for op in group:
+                while op.stage < (1 if read_only else 2):
+                    self._advance(op)
+                thread.knowledge.note(op.component, op.time)
+                if not read_only:
+                    thread.knowledge.note(op.write_component, op.write_time)
+        if not read_only:
+            del thread.groups[:done]
+            self._flying = [op for op in self._flying if op.stage < 2]
+
+    # ---- wgmma -------------------------------------------------------------------------------------------------------
+
+    def wgmma(self, thread: Thread, accumulator: View, a: Any, b: View) -> None:
+        """Issues accumulator += a @ b; `a` is a view of shared memory or a value in registers."""
+        op = Operation("wgmma", thread)
+        op.dst = accumulator
+        op.sources = (a, b)
+        for name, operand in (("left operand", a), ("right operand", b)):
+            if not isinstance(operand, np.ndarray):
+                self._record(op, operand, f"wgmma, {name}", op.component, op.time, write=False)
+        thread.tick()
+        thread.wgmmas.append(op)
+        run = self._machine.run
+        run.count("wgmmas")
+        op.event = run.event(thread, "wgmma", a if not isinstance(a, np.ndarray) else b, b, None)
+        if self._mode == "eager" or (self._mode == "random" and self._machine.random.random() < 0.5):
+            self._multiply(thread, len(thread.wgmmas))
+
+    def _multiply(self, thread: Thread, count: int) -> None:
+        for op in thread.wgmmas[:count]:
+            if op.stage == 2:
+                continue
+            a, b = (x if isinstance(x, np.ndarray) else x.read() for x in op.sources)
+            target = op.dst.array
+            wide = np.int32 if target.dtype.kind == "i" else np.float32
+            with np.errstate(all="ignore"):
+                product = _matmul(a.astype(wide), b.astype(wide))
+                target[...] = (target + product.reshape(target.shape)).astype(target.dtype)
+            op.stage = 2
+            self._machine.run.event_end(op.event)
+
+    def wait_wgmma(self, thread: Thread, allowed: int) -> None:
+        done = len(thread.wgmmas) - allowed
+        if done <= 0:
+            return
+        self._multiply(thread, done)
+        for op in thread.wgmmas[:done]:
+            thread.knowledge.note(op.component, op.time)
+        del thread.wgmmas[:done]
+
+    # ---- completion --------------------------------------------------------------------------------------------------
+
+    def maybe_complete(self) -> None:
+        """In random mode, completes a stage of some operation now and then."""
+        if self._mode != "random" or not self._flying or self._machine.random.random() > _EARLY:
+            return
+        self._complete(int(self._machine.random.random() * len(self._flying)))
+
+    def _complete(self, position: int) -> None:
+        op = self._flying[position]
+        if self._advance(op):
+            self._flying[position] = self._flying[-1]
+            self._flying.pop()
+
+    def complete_awaited(self) -> bool:
+        """Nothing can run: completes one load, preferably one that somebody waits for. False if there is none."""
+        loads = [i for i, op in enumerate(self._flying) if op.kind == "load"]
+        awaited = [i for i in loads if self._flying[i].barrier.waiters]
+        choices = awaited or loads
+        if not choices:
+            return False
+        self._complete(self._machine.random.choice(choices))
+        return True
+
+    def finish(self) -> None:
+        """Completes all that is left when the last thread has gone."""
+        for op in self._flying:
+            while not self._advance(op):
+                pass
+        self._flying.clear()

@@ -1,0 +1,37 @@
+"""What the emulator can find wrong with a kernel."""
+
+from __future__ import annotations
+
+
+class EmulationError(RuntimeError):
+    """A fault of an emulated kernel. The message names device, CTA, thread, memory and source line."""
+
+
+class RaceError(EmulationError):
+    """Two accesses to the same memory, at least one a write, that nothing orders.
+
+    Attributes:
+        kind: ``"data"`` when no chain of signals and waits orders the two accesses, ``"proxy"`` when one does but the
+            later access goes through the asynchronous proxy (TMA, wgmma) and no proxy fence stands in between, and
+            ``"exit"`` when a device may end its kernel before a peer is done with its memory.
+    """
+
+    def __init__(self, message: str, kind: str = "data"):
+        super().__init__(message)
+        self.kind = kind
+
+
+class DeadlockError(EmulationError):
+    """No thread can run and nothing in flight can wake one. The message lists every waiter."""
+
+
+class ProtocolError(EmulationError):
+    """A rule of a synchronisation object or of memory was broken.
+
+    Examples: a missed barrier phase, an access out of bounds, shared memory left while a copy still uses it, a signal
+    that may arrive after its owner has left.
+    """
+
+
+class StepLimitError(EmulationError):
+    """The kernel ran for more scheduler steps than ``step_limit``: a livelock, or a limit that is too low."""

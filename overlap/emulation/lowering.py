@@ -1,0 +1,156 @@
+"""How kernels reach the emulator: a CPU lowering of the primitive that `plgpu.kernel` binds.
+
+Each device's program calls back to the host once per launch. The callbacks of all devices of the mesh meet; the last to
+arrive runs the emulation of all of them, and each takes its own outputs home.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters import mlir
+
+from . import context
+from .errors import EmulationError
+from .machine import Machine
+from .memory import poison
+from .program import Program, decode
+
+_MEETING_TIMEOUT_S = 600
+_enable_lock = threading.Lock()
+_enabled = False
+_one_at_a_time = threading.Lock()  # kernels without a dependency between them may be reached at the same time
+
+
+def _kernel_primitive() -> Any:
+    """The primitive behind `plgpu.kernel`, found by tracing a trivial kernel: it has no public name."""
+    kernel = plgpu.kernel(lambda out: None, out_type=jax.ShapeDtypeStruct((1,), np.float32))
+
+    def search(jaxpr: Any) -> Any:
+        for eqn in jaxpr.eqns:
+            if "meshes" in eqn.params and "jaxprs" in eqn.params:
+                return eqn.primitive
+            for value in eqn.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns") and (found := search(inner)) is not None:
+                    return found
+        return None
+
+    primitive = search(jax.make_jaxpr(kernel)().jaxpr)
+    if primitive is None:
+        raise NotImplementedError(f"plgpu.kernel of jax {jax.__version__} binds no primitive that the emulator knows")
+    return primitive
+
+
+def enable() -> None:
+    """Makes Mosaic GPU kernels lower for CPU devices, through the emulator. Idempotent; `emulate` calls it."""
+    global _enabled
+    with _enable_lock:
+        if not _enabled:
+            mlir.register_lowering(_kernel_primitive(), _lower, platform="cpu")
+            _enabled = True
+
+
+class _Meeting:
+    """One launch that some devices have reached and others not yet."""
+
+    def __init__(self, count: int):
+        self.inputs: list[list[np.ndarray] | None] = [None] * count
+        self.missing = count
+        self.done = threading.Event()
+        self.outputs: list[list[np.ndarray]] = []
+        self.error: BaseException | None = None
+
+
+class _Launcher:
+    """The launches of one kernel in one compiled program."""
+
+    def __init__(self, program: Program, mesh_shape: dict[str, int], name: str):
+        self._program, self._mesh_shape, self._name = program, mesh_shape, name
+        self._devices = int(np.prod(list(mesh_shape.values()), dtype=int))
+        self._lock = threading.Lock()
+        self._open: list[_Meeting] = []
+
+    def __call__(self, device: Any, *inputs: Any) -> list[np.ndarray]:
+        device = int(device)
+        values = [np.asarray(x) for x in inputs]
+        with self._lock:
+            # A device's launches come in order: it joins the first meeting that it has not reached yet.
+            meeting = next((m for m in self._open if m.inputs[device] is None), None)
+            if meeting is None:
+                meeting = _Meeting(self._devices)
+                self._open.append(meeting)
+            meeting.inputs[device] = values
+            meeting.missing -= 1
+            last = meeting.missing == 0
+            if last:
+                self._open.remove(meeting)
+        if last:
+            try:
+                self._run(meeting)
+            finally:
+                meeting.done.set()
+        elif not meeting.done.wait(_MEETING_TIMEOUT_S):
+            meeting.error = EmulationError(
+                f"kernel {self._name!r}: after {_MEETING_TIMEOUT_S} s only {self._devices - meeting.missing} of {self._devices} "
+                "devices have reached it"
+            )
+        if meeting.error is not None:
+            raise meeting.error
+        return meeting.outputs[device]
+
+    def _run(self, meeting: _Meeting) -> None:
+        with _one_at_a_time:
+            self._emulate(meeting)
+
+    def _emulate(self, meeting: _Meeting) -> None:
+        run, in_context = context.current_run()
+        try:
+            repetition = run.repetition(self)
+            machine = Machine(self._program, run.settings, self._mesh_shape, meeting.inputs, run, self._name, repetition)
+            run.begin(machine)
+            outcome = machine.execute()
+            run.steps += machine.now
+            errors, outputs = outcome.errors, outcome.outputs
+            if in_context:
+                run.warnings += outcome.warnings
+        except BaseException as bug:
+            error = EmulationError(f"the emulator cannot run kernel {self._name!r}: {type(bug).__name__}: {bug}")
+            error.__cause__ = bug
+            errors = [error]
+            outputs = [[poison(a.shape, a.dtype) for a in self._program.out_avals] for _ in range(self._devices)]
+        meeting.outputs = outputs
+        if in_context:
+            run.errors += errors
+        elif errors:
+            meeting.error = errors[0]
+
+
+_names = itertools.count()
+
+
+def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
+    """Lowers one kernel for CPU devices to a callback per device."""
+    name = params.get("name") or f"kernel {next(_names)}"
+    program = decode(params, ctx.avals_in)
+    axis_context = ctx.module_context.axis_context
+    mesh = getattr(axis_context, "mesh", None)
+    manual = getattr(axis_context, "manual_axes", frozenset())
+    axes = {axis: size for axis, size in mesh.shape.items() if axis in manual} if mesh is not None else {}
+    launcher = _Launcher(program, axes, name)
+    results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
+
+    def call(*operands: Any) -> Any:
+        device = 0
+        for axis, size in axes.items():
+            device = device * size + lax.axis_index(axis)
+        return io_callback(launcher, results, np.int32(0) + device, *operands)
+
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *args)

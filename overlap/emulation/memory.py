@@ -1,0 +1,116 @@
+"""Buffers, and views of them: what a reference with its transforms denotes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .races import Shadow, region_of
+
+_serials = itertools.count()
+
+
+def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that no kernel should ever be seen to read: NaN, or the most negative integer."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return np.ones(shape, dtype)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return np.full(shape, info.min if info.min else info.max, dtype)
+    try:
+        return np.full(shape, np.nan, dtype)
+    except (TypeError, ValueError):
+        return np.full(shape, int(ml_dtypes.iinfo(dtype).min), dtype)
+
+
+class Buffer:
+    """One allocation: an array in the memory of a device (``gmem``), a CTA (``smem``) or a thread (``regs``)."""
+
+    def __init__(self, name: str, space: str, data: np.ndarray, device: int, cta: Any = None, peers: list | None = None,
+                 read_only: bool = False, written: bool = False):
+        self.name, self.space, self.data, self.device, self.cta = name, space, data, device, cta
+        self.peers = peers
+        self.read_only = read_only
+        self.written = written  # it has contents from the start
+        self.serial = next(_serials)
+        self.shadow = Shadow(max(data.nbytes, 1))
+        # The last asynchronous access of each component, for "left while a copy is in flight".
+        self.async_uses: dict[int, Any] = {}
+
+    def on(self, device: int) -> Buffer:
+        if self.peers is None:
+            raise KeyError(self.name)
+        return self.peers[device]
+
+
+class Cells:
+    """An array of synchronisation objects (semaphores or mbarriers) that refs can index."""
+
+    def __init__(self, name: str, cells: np.ndarray, device: int, peers: Any = None):
+        self.name, self.cells, self.device, self.peers = name, cells, device, peers
+        self.serial = next(_serials)
+
+    def on(self, device: int) -> Cells:
+        if self.peers is None:
+            raise KeyError(self.name)
+        return self.peers[device]
+
+
+class View:
+    """A rectangular part of a buffer, as a NumPy view of it.
+
+    `array` has one axis for each entry of `groups`, flattened: a logical dimension that is tiled in memory has two
+    axes there. `shape` is the logical shape.
+    """
+
+    __slots__ = ("_cells", "array", "buffer", "groups", "region", "requested", "text", "window")
+
+    def __init__(self, buffer: Buffer, array: np.ndarray, groups: tuple[int, ...], text: str):
+        self.buffer, self.array, self.groups, self.text = buffer, array, groups, text
+        self.requested: tuple[int, ...] | None = None  # the shape asked for, where a slice goes out of bounds
+        self.window: tuple[slice, ...] | None = None  # the part of `requested` that is in bounds
+        self.region = None
+        self._cells = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        sizes = iter(self.array.shape)
+        return tuple(math.prod(itertools.islice(sizes, n)) for n in self.groups)
+
+    def read(self) -> np.ndarray:
+        """A copy of the contents, in the logical shape; what lies out of bounds reads as zero."""
+        inside = np.array(self.array).reshape(self.shape)
+        if self.requested is None:
+            return inside
+        whole = np.zeros(self.requested, inside.dtype)
+        whole[self.window] = inside
+        return whole
+
+    def write(self, value: np.ndarray) -> None:
+        """Stores `value`; what lies out of bounds is dropped."""
+        if self.requested is not None:
+            value = np.asarray(value).reshape(self.requested)[self.window]
+        self.array[...] = np.asarray(value, self.array.dtype).reshape(self.array.shape)
+
+    def bounds(self):
+        """The region of the buffer's bytes, for race detection."""
+        if self.region is None:
+            self.region = region_of(self.array, self.buffer.data)
+        return self.region
+
+    def cells(self):
+        """The shadow cells of this view, cached until the shadow is refined."""
+        shadow = self.buffer.shadow
+        cached = self._cells
+        if cached is None or cached[0] is not shadow.writes:
+            cached = self._cells = shadow.cells(self.bounds())
+        return cached[1], cached[2]
+
+    def __str__(self) -> str:
+        where = f" of device {self.buffer.device}" if self.buffer.space == "gmem" else ""
+        return f"{self.buffer.name}{self.text}{where} ({self.buffer.space})"

@@ -1,0 +1,259 @@
+"""The decoder: a kernel's jaxpr becomes a flat list of small functions with jumps.
+
+Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is then
+a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
+`control`, `data`, `transfers` and `signals`; they register themselves with `handles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+
+from . import arithmetic
+from .references import RefPath, Slot
+
+Function = Callable[[Any], Any]
+_HANDLERS: dict[str, Callable[..., Any]] = {}
+
+
+def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers `handler(decoder, eqn, ins) -> slots of the outputs` for primitives of these names."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            _HANDLERS[name] = handler
+        return handler
+
+    return register
+
+
+class Instruction:
+    """Where an instruction comes from, for messages."""
+
+    __slots__ = ("_source", "eqn", "index", "name")
+
+    def __init__(self, index: int, name: str, eqn: Any):
+        self.index, self.name, self.eqn = index, name, eqn
+        self._source: str | None = None
+
+    @property
+    def source(self) -> str:
+        if self._source is None:
+            text = source_info_util.summarize(self.eqn.source_info) if self.eqn is not None else ""
+            self._source = f"{text}: {self.name}" if text else self.name
+        return self._source
+
+
+class Program:
+    """A decoded kernel."""
+
+    def __init__(self):
+        self.functions: list[Function] = []
+        self.visible: list[bool] = []
+        self.instructions: list[Instruction] = []
+        self.template: list[Any] = []  # the initial environment: constants, and None
+        self.paths: list[RefPath] = []
+        self.parameters: list[int] = []
+        self.input_is_ref: list[bool] = []
+        self.out_avals: tuple[Any, ...] = ()
+        self.aliases: dict[int, int] = {}
+        self.grid: tuple[int, ...] = ()
+        self.axis_names: tuple[Any, ...] = ()
+        self.axis_sizes: tuple[int, ...] = ()
+        self.num_threads: int | None = None
+
+    def forget_views(self) -> None:
+        for path in self.paths:
+            path.forget()
+
+
+class Decoder:
+    """Emits the instructions of one program."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.scope: dict[Any, int] = {}
+        self._constants: dict[Any, int] = {}
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+
+    def new(self, value: Any = None) -> int:
+        self.program.template.append(value)
+        return len(self.program.template) - 1
+
+    def constant(self, value: Any, aval: Any) -> int:
+        if arithmetic.is_plain(aval):
+            value = np.asarray(value).item()
+            key = (type(value), value)
+            if key not in self._constants:
+                self._constants[key] = self.new(value)
+            return self._constants[key]
+        return self.new(np.asarray(value, aval.dtype) if hasattr(aval, "dtype") else value)
+
+    def read(self, atom: Any) -> int:
+        if isinstance(atom, jex_core.Literal):
+            return self.constant(atom.val, atom.aval)
+        return self.scope[atom]
+
+    # ---- code --------------------------------------------------------------------------------------------------------
+
+    @property
+    def here(self) -> int:
+        return len(self.program.functions)
+
+    def emit(self, function: Function, eqn: Any, name: str = "", *, visible: bool = False) -> int:
+        """Appends an instruction; one that others can observe is `visible`, and the scheduler may stop before it."""
+        self.program.functions.append(function)
+        self.program.visible.append(visible)
+        self.program.instructions.append(Instruction(self.here - 1, name or eqn.primitive.name.removesuffix("_p"), eqn))
+        return self.here - 1
+
+    def path(self, transforms: Any, *, clip: bool = False) -> RefPath:
+        path = RefPath(transforms, clip)
+        self.program.paths.append(path)
+        return path
+
+    def unflatten(self, tree: Any, slots: Sequence[int]) -> Any:
+        """Decoded parameters with slots (or constants) as leaves."""
+        return tree.unflatten([self.leaf(s) for s in slots])
+
+    def unflatten_slots(self, tree: Any, slots: Sequence[int]) -> Any:
+        """[reference, transforms, operands...]: the transforms decoded for `path`, all else as slots."""
+        parts = tree.unflatten(list(slots))
+        decoded = tree.unflatten([self.leaf(s) for s in slots])
+        return [parts[0], decoded[1], *parts[2:]]
+
+    def leaves(self, tree: Any) -> Any:
+        """A device id whose slots are decoded: None, a scalar, a tuple or a dict."""
+        if isinstance(tree, dict):
+            return {k: self.leaves(v) for k, v in tree.items()}
+        if isinstance(tree, (tuple, list)):
+            return tuple(self.leaves(v) for v in tree)
+        return None if tree is None else self.leaf(tree)
+
+    def leaf(self, slot: int) -> Any:
+        value = self.program.template[slot]
+        return value if type(value) in (int, bool) else Slot(slot)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], eqn: Any) -> None:
+        """Copies values at once, as the carry of a loop needs."""
+        pairs = [(s, t) for s, t in zip(sources, targets) if s != t]
+        if not pairs:
+            return
+        sources, targets = zip(*pairs)
+
+        def run(thread: Any) -> None:
+            env = thread.env
+            for target, value in zip(targets, [env[s] for s in sources]):
+                env[target] = value
+
+        self.emit(run, eqn, "move")
+
+    def jump(self, eqn: Any) -> Callable[[int], None]:
+        """Emits a jump whose target is set later by the returned function."""
+        target = [0]
+
+        def run(thread: Any) -> None:
+            thread.pc = target[0]
+
+        self.emit(run, eqn, "jump")
+        return lambda pc: target.__setitem__(0, pc)
+
+    def inline(self, jaxpr: Any, arguments: Sequence[int], constants: Sequence[int] | None = None) -> list[int]:
+        """Emits the equations of `jaxpr` on these slots; returns the slots of its results."""
+        closed_constants = getattr(jaxpr, "consts", ())
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        if constants is None:
+            constants = [self.constant(c, v.aval) for c, v in zip(closed_constants, jaxpr.constvars)]
+        outer, self.scope = self.scope, {}
+        self.scope.update(zip(jaxpr.constvars, constants))
+        self.scope.update(zip(jaxpr.invars, arguments))
+        for eqn in jaxpr.eqns:
+            self._equation(eqn)
+        results = [self.read(v) for v in jaxpr.outvars]
+        self.scope = outer
+        return results
+
+    def _equation(self, eqn: Any) -> None:
+        ins = [self.read(v) for v in eqn.invars]
+        name = eqn.primitive.name.removesuffix("_p") if eqn.primitive.name != "copy_p" else "copy"
+        handler = _HANDLERS.get(name)
+        outs = handler(self, eqn, ins) if handler is not None else self._compute(eqn, ins)
+        self.scope.update(zip(eqn.outvars, outs or ()))
+
+    def _compute(self, eqn: Any, ins: list[int]) -> list[int]:
+        """An equation without side effects."""
+        if any(type(e).__name__ not in ("NamedAxisEffect",) for e in eqn.effects):
+            raise NotImplementedError(f"the primitive {eqn.primitive.name} is not emulated ({eqn.effects})")
+        function, multiple = arithmetic.implementation(eqn)
+        outs = [self.new() for _ in eqn.outvars]
+        if multiple:
+
+            def run_multiple(thread: Any) -> None:
+                env = thread.env
+                for out, value in zip(outs, function(*[env[i] for i in ins])):
+                    env[out] = value
+
+            self.emit(run_multiple, eqn)
+            return outs
+        (out,) = outs
+        values = [self.leaf(i) for i in ins]
+        if all(type(v) is not Slot for v in values) and arithmetic.is_plain(eqn.outvars[0].aval):
+            return [self.constant(function(*values), eqn.outvars[0].aval)]
+        if len(ins) == 1:
+            (a,) = ins
+
+            def run(thread: Any) -> None:
+                env = thread.env
+                env[out] = function(env[a])
+        elif len(ins) == 2:
+            a, b = ins
+
+            def run(thread: Any) -> None:
+                env = thread.env
+                env[out] = function(env[a], env[b])
+        else:
+
+            def run(thread: Any) -> None:
+                env = thread.env
+                env[out] = function(*[env[i] for i in ins])
+
+        self.emit(run, eqn)
+        return outs
+
+
+def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
+    """Decodes the parameters of the primitive that `plgpu.kernel` binds."""
+    from . import control, data, signals, transfers
+
+    del control, data, signals, transfers  # imported for the handlers they register
+    (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
+    program = Program()
+    cluster = tuple(getattr(mesh, "cluster", ()))
+    if any(size != 1 for size in cluster):
+        raise NotImplementedError(f"clusters of more than one block are not emulated, got cluster={cluster}")
+    program.num_threads = mesh.num_threads
+    program.grid = (*mesh.grid, *cluster)
+    program.axis_names = (*mesh.grid_names, *mesh.cluster_names)
+    program.axis_sizes = program.grid
+    if mesh.num_threads is not None:
+        program.axis_names += (mesh.thread_name,)
+        program.axis_sizes += (mesh.num_threads,)
+    program.out_avals = tuple(eqn_params["out_avals"])
+    program.aliases = dict(eqn_params["input_output_aliases"])
+    decoder = Decoder(program)
+    program.parameters = [decoder.new() for _ in jaxpr.invars]
+    program.input_is_ref = [hasattr(v.aval, "inner_aval") for v in jaxpr.invars[: len(in_avals)]]
+    decoder.inline(jaxpr, program.parameters)
+    decoder.emit(_exit, None, "exit", visible=True)
+    return program
+
+
+def _exit(thread: Any) -> bool:
+    thread.machine.leave(thread)
+    return True

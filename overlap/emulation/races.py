@@ -1,0 +1,164 @@
+"""Race detection: a shadow of every buffer, checked against vector clocks.
+
+The shadow keeps, for each *granule* of memory, the last write (or the set of unordered atomic adds) and the reads since.
+A granule is as large as the accesses seen so far allow (a whole pipeline stage, a row of a tile) and is split when a
+finer access comes, so the result is exact to the byte while an access touches few granules. Sets are interned: the
+shadow holds their numbers, and NumPy does the work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .clocks import Knowledge, covers
+
+if TYPE_CHECKING:
+    from .memory import View
+
+# (byte offset, ((count, stride in bytes), ...) outer dimensions, bytes of the contiguous inner run)
+Region = tuple[int, tuple[tuple[int, int], ...], int]
+
+
+def region_of(array: np.ndarray, base: np.ndarray) -> Region:
+    """The bytes of `base` that `array`, a view of it, covers."""
+    offset = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    if not array.size:
+        return offset, (), 0
+    dims = sorted(((s, n) for n, s in zip(array.shape, array.strides) if n > 1), reverse=True)
+    run = array.itemsize
+    while dims and dims[-1][0] == run:
+        run *= dims.pop()[1]
+    merged: list[tuple[int, int]] = []
+    for stride, count in dims:  # an outer dimension whose stride spans the inner one whole merges with it
+        if merged and merged[-1][1] == count * stride:
+            merged[-1] = (merged[-1][0] * count, stride)
+        else:
+            merged.append((count, stride))
+    return offset, tuple(merged), run
+
+
+class Access:
+    """One access to memory, as the shadow remembers it."""
+
+    __slots__ = ("asynchronous", "atomic", "component", "instruction", "thread", "time", "view", "what", "write")
+
+    def __init__(self, thread: Any, view: View, what: str, instruction: Any, component: int, time: int, *, write: bool,
+                 asynchronous: bool = False, atomic: bool = False):
+        self.thread, self.view, self.what, self.instruction = thread, view, what, instruction
+        self.component, self.time = component, time
+        self.write, self.asynchronous, self.atomic = write, asynchronous, atomic
+
+    def __str__(self) -> str:
+        proxy = " (asynchronous proxy)" if self.asynchronous else ""
+        return f"{self.what}{proxy} of {self.view} by {self.thread} at {self.instruction.source}"
+
+
+def _distinct(cells: np.ndarray) -> list[int]:
+    if cells.size <= 32:
+        return list(dict.fromkeys(cells.ravel().tolist()))
+    first = cells.flat[0]
+    if (cells == first).all():
+        return [int(first)]
+    return np.unique(cells).tolist()
+
+
+class Shadow:
+    """The last writes and the reads since, for each granule of one buffer."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
+        self.granule = nbytes
+        self.writes = np.zeros(1, np.int32)
+        self.reads = np.zeros(1, np.int32)
+
+    def _refine(self, granule: int) -> None:
+        times = self.granule // granule
+        self.writes = np.repeat(self.writes, times)
+        self.reads = np.repeat(self.reads, times)
+        self.granule = granule
+
+    def cells(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(identity of the shadow, its writes, its reads) for `region`, split finer first if need be."""
+        offset, dims, run = region
+        granule = math.gcd(self.granule, offset, run, *(stride for _, stride in dims))
+        if granule != self.granule:
+            self._refine(granule)
+        shape = (*(count for count, _ in dims), run // granule)
+        strides = (*(stride // granule * 4 for _, stride in dims), 4)
+        start = offset // granule * 4
+        return (
+            self.writes,
+            np.ndarray(shape, np.int32, buffer=self.writes, offset=start, strides=strides),
+            np.ndarray(shape, np.int32, buffer=self.reads, offset=start, strides=strides),
+        )
+
+
+class RaceDetector:
+    """Checks each access of one launch against what the shadows hold, and reports through `report(kind, old, new)`."""
+
+    def __init__(self, report):
+        self._sets: list[dict[int, Access]] = [{}]
+        self._report = report
+        self.unwritten: dict[int, Access] = {}  # instruction -> a read of memory that nobody had written before
+
+    def access(self, access: Access, knowledge: Knowledge) -> None:
+        """Checks `access`, by someone with `knowledge`, and remembers it."""
+        view = access.view
+        if not view.array.size:
+            return
+        writes, reads = view.cells()
+        seen = knowledge.seen
+        sets = self._sets
+        old_writes = _distinct(writes)
+        for number in old_writes:
+            for prior in sets[number].values():
+                self._check(prior, access, knowledge)
+        if not access.write:
+            if old_writes == [0] and not view.buffer.written:
+                self.unwritten.setdefault(access.instruction.index, access)
+            for number in _distinct(reads):
+                old = sets[number]
+                new = {c: a for c, a in old.items() if not covers(seen, a.component, a.time)} if number else {}
+                new[access.component] = access
+                self._replace(reads, number, new)
+            return
+        for number in _distinct(reads):
+            for prior in sets[number].values():
+                self._check(prior, access, knowledge)
+        if access.atomic:
+            for number in old_writes:
+                new = {c: a for c, a in sets[number].items() if a.atomic and not covers(seen, a.component, a.time)}
+                new[access.component] = access
+                self._replace(writes, number, new)
+        else:
+            sets.append({access.component: access})
+            writes[...] = len(sets) - 1
+        reads[...] = 0
+
+    def _replace(self, cells: np.ndarray, old: int, new: dict[int, Access]) -> None:
+        self._sets.append(new)
+        number = len(self._sets) - 1
+        if cells.size == 1:
+            cells[...] = number
+        else:
+            cells[cells == old] = number
+
+    def _check(self, prior: Access, access: Access, knowledge: Knowledge) -> None:
+        if prior.component == access.component:  # one thread, or operations that were ordered when the second began
+            return
+        if prior.atomic and access.atomic:
+            return
+        if not covers(knowledge.seen, prior.component, prior.time):
+            self._report("data", prior, access)
+            return
+        if not (access.asynchronous and prior.write):
+            return
+        # Within one CTA the asynchronous proxy is ordered with itself; all else needs a proxy fence on the way.
+        if prior.asynchronous and prior.thread.cta is access.thread.cta:
+            return
+        fenced = knowledge.smem if access.view.buffer.space == "smem" else knowledge.gmem
+        if not covers(fenced, prior.component, prior.time):
+            self._report("proxy", prior, access)

@@ -1,0 +1,119 @@
+"""Who runs next. All choices come from one seeded generator, so a run repeats exactly."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import random
+from typing import Any
+
+
+class RandomScheduler:
+    """Each runnable thread is as likely as any other at each step."""
+
+    def __init__(self, rng: random.Random):
+        self._rng = rng
+        self._ready: list[Any] = []
+        self._member: set[int] = set()
+
+    def admit(self, thread: Any) -> None:
+        self.ready(thread)
+
+    def ready(self, thread: Any) -> None:
+        if id(thread) not in self._member:
+            self._member.add(id(thread))
+            self._ready.append(thread)
+
+    def pick(self) -> Any | None:
+        ready = self._ready
+        if not ready:
+            return None
+        position = int(self._rng.random() * len(ready))
+        thread = ready[position]
+        ready[position] = ready[-1]
+        ready.pop()
+        self._member.discard(id(thread))
+        return thread
+
+
+class RoundRobinScheduler:
+    """Threads take turns."""
+
+    def __init__(self, rng: random.Random):
+        del rng
+        self._ready: collections.deque[Any] = collections.deque()
+        self._member: set[int] = set()
+
+    def admit(self, thread: Any) -> None:
+        self.ready(thread)
+
+    def ready(self, thread: Any) -> None:
+        if id(thread) not in self._member:
+            self._member.add(id(thread))
+            self._ready.append(thread)
+
+    def pick(self) -> Any | None:
+        if not self._ready:
+            return None
+        thread = self._ready.popleft()
+        self._member.discard(id(thread))
+        return thread
+
+
+class PctScheduler:
+    """Probabilistic concurrency testing: random priorities, strictly obeyed, with rare change points.
+
+    At a change point the running thread drops below all others. This finds faults that need one thread to be very slow,
+    which even-handed random choice hardly ever produces. (Burckhardt et al., ASPLOS 2010.)
+    """
+
+    _MEAN_STEPS = 400  # between change points, on average
+
+    def __init__(self, rng: random.Random):
+        self._rng = rng
+        self._heap: list[tuple[float, int, Any]] = []
+        self._member: set[int] = set()
+        self._order = itertools.count()
+        self._lowest = 0.0
+        self._countdown = self._draw()
+
+    def _draw(self) -> int:
+        return 1 + int(self._rng.expovariate(1 / self._MEAN_STEPS))
+
+    def admit(self, thread: Any) -> None:
+        thread.priority = 1.0 + self._rng.random()
+        self.ready(thread)
+
+    def ready(self, thread: Any) -> None:
+        if id(thread) in self._member:
+            return
+        if thread.polled:  # it found nothing to do: let the others run
+            thread.polled = False
+            self._lower(thread)
+        self._member.add(id(thread))
+        heapq.heappush(self._heap, (-thread.priority, next(self._order), thread))
+
+    def _lower(self, thread: Any) -> None:
+        self._lowest -= 1.0
+        thread.priority = self._lowest
+
+    def pick(self) -> Any | None:
+        if not self._heap:
+            return None
+        self._countdown -= 1
+        if self._countdown <= 0 and len(self._heap) > 1:
+            self._countdown = self._draw()
+            _, _, thread = heapq.heappop(self._heap)
+            self._lower(thread)
+            heapq.heappush(self._heap, (-thread.priority, next(self._order), thread))
+        _, _, thread = heapq.heappop(self._heap)
+        self._member.discard(id(thread))
+        return thread
+
+
+SCHEDULERS = {"random": RandomScheduler, "pct": PctScheduler, "round_robin": RoundRobinScheduler}
+
+
+def make_scheduler(settings: Any, rng: random.Random) -> Any:
+    return SCHEDULERS[settings.scheduler](rng)

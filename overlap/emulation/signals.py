@@ -1,0 +1,190 @@
+"""mbarriers inside a CTA and semaphores within and between devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .data import predicate_of
+from .errors import ProtocolError
+from .program import Decoder, handles
+from .references import RefPath, value_of
+
+# ---- mbarriers -------------------------------------------------------------------------------------------------------
+
+
+def _barrier_path(d: Decoder, eqn: Any, leaves: list[int]) -> RefPath:
+    return d.path(d.unflatten(eqn.params["transforms_treedef"], leaves))
+
+
+@handles("barrier_arrive")
+def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    ins, predicate = predicate_of(d, ins, eqn.params.get("has_user_predicate", False))
+    barrier, *leaves = ins
+    path = _barrier_path(d, eqn, leaves)
+
+    def run(thread: Any) -> None:
+        if predicate(thread.env):
+            path.resolve(thread, thread.env[barrier]).arrive(thread.knowledge)
+            thread.tick()
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+def _try_wait(thread: Any, barrier: Any) -> bool:
+    waits = thread.waits.get(barrier, 0)
+    if waits < 0:
+        raise ProtocolError(f"{barrier.name} of {barrier.cta}: the warps of this warpgroup waited for it differently often")
+    if not barrier.passed(waits):
+        return False
+    thread.knowledge.join(barrier.phases[waits])
+    thread.waits[barrier] = waits + 1
+    return True
+
+
+def _blocked_on(thread: Any, barrier: Any) -> bool:
+    def why() -> str:
+        return (
+            f"waits for phase {thread.waits.get(barrier, 0)} of {barrier.name}, got {barrier.arrived} of {barrier.arrivals} "
+            f"arrivals and {barrier.bytes} bytes outstanding in phase {barrier.phase}"
+        )
+
+    return thread.block(barrier, why)
+
+
+@handles("barrier_wait")
+def _wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    barrier, *leaves = ins
+    path = _barrier_path(d, eqn, leaves)
+
+    def run(thread: Any) -> bool | None:
+        where = path.resolve(thread, thread.env[barrier])
+        if _try_wait(thread, where):
+            thread.machine.run.wait_event(thread, where.name)
+            return None
+        return _blocked_on(thread, where)
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("barrier_arrive_and_wait")
+def _arrive_and_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    barrier, *leaves = ins
+    path = _barrier_path(d, eqn, leaves)
+
+    def arrive(thread: Any) -> None:
+        path.resolve(thread, thread.env[barrier]).arrive(thread.knowledge)
+        thread.tick()
+
+    d.emit(arrive, eqn, "barrier_arrive", visible=True)
+    return _wait(d, eqn, ins)
+
+
+@handles("barrier_test")
+def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    barrier, *leaves = ins
+    path, out = _barrier_path(d, eqn, leaves), d.new()
+
+    def run(thread: Any) -> None:
+        where = path.resolve(thread, thread.env[barrier])
+        # A test does not count as a wait: a successful one leaves the phase as it is.
+        done = where.passed(max(thread.waits.get(where, 0), 0))
+        if done:
+            thread.knowledge.join(where.phases[thread.waits.get(where, 0)])
+        else:
+            thread.polled = True
+        thread.env[out] = done
+
+    d.emit(run, eqn, visible=True)
+    return [out]
+
+
+# ---- semaphores ------------------------------------------------------------------------------------------------------
+
+
+def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: Any, id_type: Any, scope: str) -> None:
+    machine = thread.machine
+    if device_id is not None:
+        if scope == "gpu":
+            raise ProtocolError("a signal at memory scope 'gpu' stays on its device: use 'sys' with a device_id")
+        target = machine.logical_device(thread, device_id, id_type, thread.env)
+        base = base.on(target)
+    semaphore = path.resolve(thread, base)
+    if count < 0:
+        raise NotImplementedError(f"a signal of {count}: negative counts are not emulated")
+    semaphore.signal(count, thread.knowledge.seen, thread.device)
+    if semaphore.device != thread.device:
+        semaphore.unseen.append((thread, thread.component, thread.time, thread.instruction))
+    machine.run.count("signals")
+    machine.run.signal_event(thread, semaphore)
+    thread.tick()
+
+
+@handles("semaphore_signal")
+def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    p = eqn.params
+    ref, transforms, count, device_id, core = d.unflatten_slots(p["args_tree"], ins)
+    if core is not None:
+        raise NotImplementedError("core_index has no meaning on a GPU")
+    path, amount = d.path(transforms), d.leaf(count)
+    device_id = d.leaves(device_id)
+    id_type, scope = p.get("device_id_type"), p.get("memory_scope", "sys")
+
+    def run(thread: Any) -> None:
+        _signal_one(thread, thread.env[ref], path, int(value_of(amount, thread.env)), device_id, id_type, scope)
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("semaphore_signal_parallel")
+def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    # As separate signals in the order given; other threads may run in between.
+    refs, transforms, counts, device_ids = d.unflatten_slots(eqn.params["args_tree"], ins)
+    for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
+        path, amount, target = d.path(steps), d.leaf(count), d.leaves(device_id)
+
+        def run(thread: Any, ref: int = ref, path: RefPath = path, amount: Any = amount, target: Any = target) -> None:
+            _signal_one(thread, thread.env[ref], path, int(value_of(amount, thread.env)), target, None, "sys")
+
+        d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("semaphore_wait")
+def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    ref, transforms, count, decrement = d.unflatten_slots(eqn.params["args_tree"], ins)
+    path, amount, take = d.path(transforms), d.leaf(count), d.leaf(decrement)
+    if path.is_remote:
+        raise NotImplementedError("a remote semaphore cannot be waited for")
+    scope = eqn.params.get("memory_scope", "sys")
+
+    def run(thread: Any) -> bool | None:
+        env = thread.env
+        semaphore = path.resolve(thread, env[ref])
+        wanted = int(value_of(amount, env))
+        if semaphore.acquire(wanted, thread.knowledge, decrement=bool(value_of(take, env)), scope=scope):
+            thread.machine.run.wait_event(thread, semaphore.name)
+            return None
+        return thread.block(
+            semaphore,
+            lambda: f"waits for {semaphore.name} of device {semaphore.device} to reach {wanted}, got {semaphore.value}",
+        )
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("semaphore_read")
+def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    ref, transforms = d.unflatten_slots(eqn.params["args_tree"], ins)
+    path, out = d.path(transforms), d.new()
+
+    def run(thread: Any) -> None:
+        # A relaxed read: it orders nothing.
+        thread.env[out] = path.resolve(thread, thread.env[ref]).value
+        thread.polled = True
+
+    d.emit(run, eqn, visible=True)
+    return [out]

@@ -1,0 +1,91 @@
+"""TMA copies between global and shared memory, and the waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .data import predicate_of
+from .errors import ProtocolError
+from .program import Decoder, handles
+
+
+def _check_shapes(src: Any, dst: Any) -> None:
+    a, b = src.requested or src.shape, dst.requested or dst.shape
+    if [n for n in a if n != 1] != [n for n in b if n != 1]:
+        raise ProtocolError(f"a copy from {src} of shape {a} to {dst} of shape {b}: the shapes must be equal")
+
+
+@handles("copy_gmem_to_smem")
+def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    p = eqn.params
+    if p.get("collective_axes"):
+        raise NotImplementedError("copies along collective axes (clusters, multicast) are not emulated")
+    if not p.get("has_barrier", True):
+        raise NotImplementedError("copies without a barrier (cp.async, before Hopper) are not emulated")
+    ins, predicate = predicate_of(d, ins, p["has_user_predicate"])
+    src, dst, barrier, *leaves = ins
+    trees = [p[f"{x}_transforms_treedef"] for x in ("src", "dst", "barrier")]
+    paths, at = [], 0
+    promised = getattr(p.get("oob_mode"), "name", "") == "PROMISE_IN_BOUNDS"
+    for i, tree in enumerate(trees):
+        paths.append(d.path(d.unflatten(tree, leaves[at : at + tree.num_leaves]), clip=i == 0 and not promised))
+        at += tree.num_leaves
+    src_path, dst_path, barrier_path = paths
+
+    def run(thread: Any) -> None:
+        env = thread.env
+        where = barrier_path.resolve(thread, env[barrier])
+        if not predicate(env):
+            where.arrive(thread.knowledge)
+            thread.tick()
+            return
+        source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
+        _check_shapes(source, target)
+        thread.machine.engine.load(thread, source, target, where, source.buffer.device != thread.device)
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("copy_smem_to_gmem")
+def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    p = eqn.params
+    ins, predicate = predicate_of(d, ins, p["has_user_predicate"])
+    src, dst, *leaves = ins
+    n = p["src_transforms_treedef"].num_leaves
+    src_path = d.path(d.unflatten(p["src_transforms_treedef"], leaves[:n]))
+    dst_path = d.path(d.unflatten(p["dst_transforms_treedef"], leaves[n:]), clip=True)
+    reduction, commit = p["reduction_op"], p["commit_group"]
+
+    def run(thread: Any) -> None:
+        env = thread.env
+        engine = thread.machine.engine
+        if not predicate(env):
+            if commit:
+                engine.commit(thread)
+            return
+        source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
+        _check_shapes(source, target)
+        engine.store(thread, source, target, reduction, commit, target.buffer.device != thread.device)
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("commit_group")
+def _commit_group(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    d.emit(lambda thread: thread.machine.engine.commit(thread), eqn)
+    return []
+
+
+@handles("wait_smem_to_gmem")
+def _wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    n, read_only = eqn.params["n"], eqn.params["wait_read_only"]
+    d.emit(lambda thread: thread.machine.engine.wait_stores(thread, n, read_only), eqn, visible=True)
+    return []
+
+
+@handles("commit_smem")
+def _commit_smem(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    d.emit(lambda thread: thread.knowledge.fence_smem(), eqn, visible=True)
+    return []

@@ -1,0 +1,382 @@
+"""Compiles a jitted function to machine code for H200 or B200 on a machine without a GPU, and reads the resources back.
+
+A compile-only topology takes the place of the GPUs: the function is lowered for it, and the CUDA plugin's own ptxas
+assembles every Mosaic kernel. What ptxas and the host code say about each kernel (registers, spills, shared memory,
+grid, warnings) comes back as a `KernelReport`.
+
+Two ways in. `assemble` works in this process; Mosaic prints its figures to file descriptor 1 and keeps a cache of
+compiled kernels, so a kernel is reported once per process. `assemble_case` therefore runs one `Case` in a child
+process with a clean environment, and is what tests use. From the command line (more by --help):
+
+    python -m tests.assembly --op all_gather_lhs_matmul --devices 4 --shape 1024,4096,4096 --dtype f16
+        [--target b200] [--config tile_n=128,stages=3] [--mesh data=2,x=8 --hosts 2] [--sass FILE] [--ptx FILE]
+
+Constraints: needs the wheels of the extra `aot` (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc and so on);
+`unavailable_reason` says what is missing. The numbers are ptxas's, so they change with its version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.assembly_report import KernelReport, dumped_code, parse_reports
+
+if TYPE_CHECKING:
+    import jax
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The data-sheet figures of one GPU that the compiler asks for."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    core_count: int
+    memory_bytes: int
+    memory_bytes_per_s: int
+    l2_bytes: int
+    clock_ghz: float
+    shared_memory_per_block_optin: int = 232448
+
+    def text(self) -> str:
+        """The text form of XLA's GpuTargetConfigProto."""
+        major, minor = self.compute_capability
+        return f"""
+            gpu_device_info {{
+              name: "{self.name}"  device_vendor: "NVIDIA Corporation"
+              cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
+              core_count: {self.core_count}  fpus_per_core: 128  clock_rate_ghz: {self.clock_ghz}
+              threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+              registers_per_block_limit: 65536  registers_per_core_limit: 65536
+              shared_memory_per_block: 49152  shared_memory_per_core: 233472
+              shared_memory_per_block_optin: {self.shared_memory_per_block_optin}
+              block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+              thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+              device_memory_size: {self.memory_bytes}  memory_bandwidth: {self.memory_bytes_per_s}
+              l2_cache_size: {self.l2_bytes}
+              driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"
+              dnn_version: "9.10.0"
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 }}
+            device_description_str: "{self.name}"
+        """
+
+
+TARGETS = {
+    "h200": Target("NVIDIA H200", (9, 0), 132, 141 * 2**30, 4_800_000_000_000, 50 * 2**20, 1.98),
+    "b200": Target("NVIDIA B200", (10, 0), 148, 178 * 2**30, 7_700_000_000_000, 126 * 2**20, 1.965),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation: an operation, the shape per shard as (m, n, k), and where it is to run.
+
+    `op` names an entry of `OPS`, or `module:function` with a function `(case, mesh) -> (fn, args)` where `fn` can be
+    jitted and `args` are ShapeDtypeStructs. `mesh` maps axis names to sizes; empty means one axis `x` of `devices`.
+    The fused axis is always `x`.
+    """
+
+    op: str
+    devices: int = 1
+    shape: tuple[int, ...] = (1024, 4096, 4096)
+    dtype: str = "f16"
+    target: str = "h200"
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    hosts: int = 1
+
+
+# --- The environment --------------------------------------------------------------------------------------------------
+
+
+def cuda_root() -> pathlib.Path | None:
+    """The folder of the CUDA wheels that holds bin/ptxas, or None."""
+    with contextlib.suppress(ImportError):
+        spec = importlib.util.find_spec("nvidia.cu13")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (pathlib.Path(folder) / "bin" / "ptxas").exists():
+                return pathlib.Path(folder)
+    return None
+
+
+def unavailable_reason() -> str | None:
+    """Why nothing can be assembled in this environment, or None if it can."""
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "jax-cuda13-pjrt is not installed: install the extra `aot`"
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "jax-cuda13-plugin is not installed: install the extra `aot`"
+    if cuda_root() is None:
+        return "nvidia-cuda-nvcc (ptxas) is not installed: install the extra `aot`"
+    return None
+
+
+def child_environment() -> dict[str, str]:
+    """Environment variables under which `assemble` works; they must be set before jax is imported."""
+    root = cuda_root()
+    if root is None:
+        raise RuntimeError(unavailable_reason())
+    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+    environment["PATH"] = os.pathsep.join([str(root / "bin"), environment.get("PATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(_REPOSITORY), environment.get("PYTHONPATH", "")])
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    # A persistent cache would hand back a finished executable, and nothing would be printed.
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    return environment
+
+
+# --- Compiling in this process ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def topology(target: str = "h200", devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
+    """Compile-only devices: `hosts` hosts of `devices` GPUs each, in id order."""
+    from jax.experimental import topologies
+
+    description = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGETS[target].text(), topology=f"1x{hosts}x{devices}"
+    )
+    return tuple(description.devices)
+
+
+def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str | None) -> list[KernelReport]:
+    """Assembles every Mosaic kernel of `fn(*args)`; the arguments' shardings (on a `topology` mesh) say for which GPU.
+
+    Args:
+        fn: What to compile.
+        *args: Global shapes with shardings.
+        **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code itself.
+    """
+    import jax
+
+    lowered = jax.jit(fn).lower(*args)
+    files = {kind: path for kind, path in dumps.items() if path}
+    flags = {f"MOSAIC_GPU_DUMP_{kind.upper()}": "1" for kind in ("ptxas", "host_llvm", *files)}
+    if "sass" in files:
+        disassembler = shutil.which("nvdisasm")
+        if disassembler is None:
+            raise RuntimeError("`sass` needs nvdisasm on PATH: it is in the wheel nvidia-cuda-nvdisasm")
+        # jax points this at the folder of the CUDA wheels when it is imported; the disassembler may live elsewhere.
+        flags["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(disassembler).parent.parent)
+    before = {flag: os.environ.get(flag) for flag in flags}
+    os.environ.update(flags)
+    try:
+        with _captured_stdout() as captured:
+            lowered.compile()
+    finally:
+        for flag, value in before.items():
+            if value is None:
+                del os.environ[flag]
+            else:
+                os.environ[flag] = value
+    text = captured()
+    for kind, path in files.items():
+        pathlib.Path(path).write_text(dumped_code(text, kind))
+    reports = parse_reports(text)
+    if not reports and "mosaic_gpu" in lowered.as_text():
+        raise RuntimeError("nothing was assembled: this process compiled the same kernel before; use `assemble_case`")
+    return reports
+
+
+@contextlib.contextmanager
+def _captured_stdout() -> Iterator[Callable[[], str]]:
+    """Collects what native code writes to file descriptor 1."""
+    flush = ctypes.CDLL(None).fflush
+    with tempfile.TemporaryFile() as sink:
+        sys.stdout.flush()
+        flush(None)
+        saved = os.dup(1)
+        os.dup2(sink.fileno(), 1)
+        text: list[str] = []
+        try:
+            yield lambda: "".join(text)
+        finally:
+            sys.stdout.flush()
+            flush(None)
+            os.dup2(saved, 1)
+            os.close(saved)
+            sink.seek(0)
+            text.append(sink.read().decode(errors="replace"))
+
+
+# --- The operations ---------------------------------------------------------------------------------------------------
+
+
+def _matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+
+    m, n, k = case.shape
+
+    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return overlap.matmul(lhs, rhs, config=_config(case), implementation="fused")
+
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    return mapped, (struct(mesh, (m, k), case.dtype), struct(mesh, (k, n), case.dtype))
+
+
+def _all_gather_lhs_matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+
+    m, n, k = case.shape
+    size = mesh.shape["x"]
+    # Other axes of the mesh hold independent problems, as data parallelism would.
+    data = tuple(name for name in mesh.axis_names if name != "x")
+    copies = math.prod(mesh.shape[name] for name in data)
+
+    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return overlap.all_gather_lhs_matmul(lhs, rhs, "x", config=_config(case), implementation="fused")
+
+    lhs_spec, rhs_spec, out_spec = P((*data, "x"), None), P(None, "x"), P(data or None, "x")
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=out_spec, check_vma=False)
+    return mapped, (
+        struct(mesh, (copies * size * m, k), case.dtype, lhs_spec),
+        struct(mesh, (k, size * n), case.dtype, rhs_spec),
+    )
+
+
+def _config(case: Case) -> Any:
+    import overlap
+
+    return overlap.Config(**case.config) if case.config else None
+
+
+def struct(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: str, spec: Any = None) -> jax.ShapeDtypeStruct:
+    """A ShapeDtypeStruct of the *global* shape, sharded by `spec` (None: replicated)."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype_of(dtype), sharding=sharding)
+
+
+def dtype_of(name: str) -> str:
+    """The full name of a dtype: f16 is float16."""
+    return _DTYPES.get(name, name)
+
+
+OPS = {"matmul": _matmul, "all_gather_lhs_matmul": _all_gather_lhs_matmul}
+
+
+def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function of a case and its arguments, ready for `assemble`."""
+    import jax
+    import numpy as np
+
+    axes = dict(case.mesh) or {"x": case.devices}
+    devices = topology(case.target, math.prod(axes.values()) // case.hosts, case.hosts)
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+    if ":" in case.op:
+        module, attribute = case.op.split(":")
+        return getattr(importlib.import_module(module), attribute)(case, mesh)
+    return OPS[case.op](case, mesh)
+
+
+# --- A child process --------------------------------------------------------------------------------------------------
+
+
+def assemble_case(case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
+    """Assembles `case` in a child process.
+
+    Args:
+        case: What to compile.
+        timeout_s: Limit for the child.
+        **dumps: `sass=FILE` or `ptx=FILE` to keep the machine code (needs nvdisasm) or the PTX.
+
+    Raises:
+        RuntimeError: if the child fails; the message ends with what it printed last.
+    """
+    command = [sys.executable, "-m", "tests.assembly", "--case", json.dumps(dataclasses.asdict(case)), "--json"]
+    for kind, path in dumps.items():
+        command += [f"--{kind}", path]
+    environment = child_environment()
+    done = subprocess.run(
+        command, cwd=_REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"assembling {case} failed (exit {done.returncode}):\n{done.stderr[-4000:]}")
+    return [KernelReport.from_json(report) for report in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _parse_pairs(text: str) -> dict[str, Any]:
+    pairs = (item.split("=") for item in text.split(",") if item)
+    return {key.strip(): int(value) if value.lstrip("-").isdigit() else _word(value) for key, value in pairs}
+
+
+def _word(value: str) -> Any:
+    return {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.assembly", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--op", default="all_gather_lhs_matmul", help=f"{', '.join(OPS)} or module:function")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--shape", default="1024,4096,4096", help="m,n,k per shard")
+    parser.add_argument("--dtype", default="f16", help=", ".join(_DTYPES))
+    parser.add_argument("--target", default="h200", choices=TARGETS)
+    parser.add_argument("--config", default="", help="fields of overlap.Config: tile_n=128,stages=3")
+    parser.add_argument("--mesh", default="", help="axes with sizes: data=2,x=8 (the fused axis is x)")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--sass", metavar="FILE", help="write the machine code here (needs nvdisasm)")
+    parser.add_argument("--ptx", metavar="FILE", help="write the PTX here")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print the reports as one line of JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """The command line: assembles one case and prints its reports."""
+    arguments = _arguments()
+    if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1" or os.environ.get("JAX_PLATFORMS") != "cpu":
+        os.execve(sys.executable, [sys.executable, "-m", "tests.assembly", *sys.argv[1:]], child_environment())
+    if arguments.case:
+        fields = json.loads(arguments.case)
+        case = Case(**{**fields, "shape": tuple(fields["shape"])})
+    else:
+        shape = tuple(int(size) for size in arguments.shape.split(","))
+        pairs = {"config": _parse_pairs(arguments.config), "mesh": _parse_pairs(arguments.mesh)}
+        names = ("op", "devices", "dtype", "target", "hosts")
+        case = Case(shape=shape, **pairs, **{name: getattr(arguments, name) for name in names})
+    fn, args = build(case)
+    reports = assemble(fn, *args, sass=arguments.sass, ptx=arguments.ptx)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(report) for report in reports]))
+        return
+    limit = TARGETS[case.target].shared_memory_per_block_optin
+    for report in reports:
+        print(f"{report.name} ({report.architecture}): {report.registers} registers, "
+              f"spills {report.spill_store_bytes} B stored / {report.spill_load_bytes} B loaded, "
+              f"shared memory {report.shared_memory_bytes} of {limit} B, "
+              f"grid {report.grid}, threads {report.threads}")  # fmt: skip
+        for warning in report.warnings:
+            print(f"  {warning}")
+
+
+if __name__ == "__main__":
+    main()

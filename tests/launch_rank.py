@@ -1,0 +1,47 @@
+"""One process of the job that tests/test_launch.py starts. Argument: what goes wrong ("", "raise", "exit", "late")."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+
+
+def main() -> None:
+    mode = sys.argv[1] if len(sys.argv) > 1 else ""
+    if mode == "late":
+        jax.devices()
+    overlap.initialize()
+    overlap.initialize()  # The second call does nothing.
+    if jax.process_index() == 1:
+        if mode == "raise":
+            raise ValueError("process 1 gives up")
+        if mode == "exit":
+            raise SystemExit(3)
+
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def random(seed: int, shape: tuple[int, int], spec: P) -> jax.Array:
+        values = np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+    lhs, rhs = random(0, (devices * 8, 16), P("x", None)), random(1, (16, devices * 8), P(None, "x"))
+    layer = jax.shard_map(
+        lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x", implementation="xla"),
+        mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False,
+    )  # fmt: skip
+    out = jax.jit(layer)(lhs, rhs)
+
+    lhs_all, rhs_all = (np.random.default_rng(seed).standard_normal(shape).astype(np.float16).astype(np.float32)
+                        for seed, shape in ((0, lhs.shape), (1, rhs.shape)))  # fmt: skip
+    columns = out.addressable_shards[0].index[1]
+    error = jnp.abs(out.addressable_shards[0].data - (lhs_all @ rhs_all)[:, columns]).max()
+    print(f"process {jax.process_index()} of {jax.process_count()}, {devices} devices, error {float(error):.4f}")
+
+
+main()
