@@ -9,7 +9,7 @@ What is measured, for each method:
 - *wall*: `calls` ordinary calls dispatched one after another and waited for once, per call.
 
 Every method is compared with an f32 oracle before it is timed and once more on what its timed loop left behind. All
-methods take turns within each round, each round starts with another one, and times are maxima over processes (within a
+methods take turns within each round, each round in another order, and times are maxima over processes (within a
 process a program ends when its slowest device does). Inputs are normal, drawn on the devices from a fresh seed.
 """
 
@@ -237,9 +237,12 @@ class Session:
         return answer
 
     def run_round(self, number: int) -> None:
-        """Times every method once, starting with another one in every round."""
-        shift = number % max(len(self.prepared), 1)
-        for prepared in [*self.prepared[shift:], *self.prepared[:shift]]:
+        """Times every method once, in another order in every round.
+
+        Shuffled, not rotated: under a power limit a method inherits the clocks that the one before it has left.
+        """
+        for index in np.random.default_rng([self.settings.seed, number]).permutation(len(self.prepared)):
+            prepared = self.prepared[index]
             result = prepared.result
             if not result.ok:
                 continue

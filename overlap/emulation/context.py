@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from .errors import EmulationError
 from .scheduler import SCHEDULERS
@@ -124,8 +126,18 @@ class Run:
         now = self._now()
         name = f"wg{thread.warpgroup}" + ("" if thread.warp is None else f".warp{thread.warp}")
         peer = None if peer == thread.device else peer
-        event = Event(thread.device, thread.cta.index, name, kind, str(source), str(target), peer, now, now,
-                      self.counts["launches"] - 1)
+        event = Event(
+            thread.device,
+            thread.cta.index,
+            name,
+            kind,
+            str(source),
+            str(target),
+            peer,
+            now,
+            now,
+            self.counts["launches"] - 1,
+        )
         self.events.append(event)
         return event
 
@@ -157,16 +169,25 @@ def core_count() -> int:
     return _cores.value
 
 
+@functools.cache
+def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A computation on all devices, and its argument."""
+    sharding = jax.NamedSharding(jax.make_mesh((len(devices),), ("all",), devices=devices), jax.P("all"))
+    return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices)), sharding)
+
+
 def drain() -> None:
-    """Waits for all computations under way."""
-    try:
+    """Waits for all computations under way on the CPU devices of this process."""
+    # The runtime runs computations that span devices one after the other, so the last one waits for all others.
+    # `jax.effects_barrier` alone does not: calls after the first one of a jitted function leave no token behind. It also
+    # fails after a fault outside any context (see `lowering`): once on jax 0.12, for ever on 0.11.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.effects_barrier()
-    except jax.errors.JaxRuntimeError:
-        # A fault outside any context was raised inside a callback (see `lowering`). That leaves a token in the runtime which
-        # fails this barrier: once on jax 0.12, for ever on 0.11. Whatever still has an owner can be waited for all the same.
-        for array in jax.live_arrays():
-            with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
-                array.block_until_ready()
+    function, argument = _fence(tuple(jax.local_devices(backend="cpu")))
+    jax.block_until_ready(function(argument))
+    for array in jax.live_arrays("cpu"):
+        with contextlib.suppress(RuntimeError):  # deleted (donated), or the result of a fault
+            array.block_until_ready()
 
 
 def current_run() -> tuple[Run, bool]:

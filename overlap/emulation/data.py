@@ -260,8 +260,15 @@ def _inline_call(d: Decoder, eqn: Any, ins: list[int], outs: list[int], meaning:
 # ---- without effect --------------------------------------------------------------------------------------------------
 
 
-@handles("set_max_registers", "print_layout", "async_prefetch", "griddepcontrol_wait", "griddepcontrol_launch_dependents",
-         "debug_print", "debug_callback")
+@handles(
+    "set_max_registers",
+    "print_layout",
+    "async_prefetch",
+    "griddepcontrol_wait",
+    "griddepcontrol_launch_dependents",
+    "debug_print",
+    "debug_callback",
+)
 def _nothing(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return [d.new() for _ in eqn.outvars]
 

@@ -41,8 +41,26 @@ class Operation:
     A store has two stages, each with a component of its own: shared memory has been read, global memory has been written.
     """
 
-    __slots__ = ("barrier", "component", "dst", "event", "instruction", "issued", "kind", "knowledge", "nbytes", "reduction",
-                 "sources", "src", "stage", "thread", "time", "value", "write_component", "write_time")
+    __slots__ = (
+        "barrier",
+        "component",
+        "dst",
+        "event",
+        "instruction",
+        "issued",
+        "kind",
+        "knowledge",
+        "nbytes",
+        "reduction",
+        "sources",
+        "src",
+        "stage",
+        "thread",
+        "time",
+        "value",
+        "write_component",
+        "write_time",
+    )
 
     def __init__(self, kind: str, thread: Thread):
         self.kind, self.thread, self.instruction = kind, thread, thread.instruction
@@ -63,14 +81,17 @@ class Engine:
         self._mode = machine.settings.completion
         self._flying: list[Operation] = []  # loads and stores
 
-    def _record(self, op: Operation, view: View, what: str, component: int, time: int, *, write: bool,
-                atomic: bool = False) -> None:
+    def _record(
+        self, op: Operation, view: View, what: str, component: int, time: int, *, write: bool, atomic: bool = False
+    ) -> None:
         machine = self._machine
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
         if machine.detector is None:
             return
-        access = Access(op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic)
+        access = Access(
+            op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic
+        )
         machine.detector.access(access, op.knowledge)
         machine.note_remote(op.thread, access)
         if view.buffer.space == "smem":

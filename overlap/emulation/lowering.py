@@ -62,7 +62,7 @@ class _Meeting:
     """One launch that some devices have reached and others not yet."""
 
     def __init__(self, count: int):
-        self.inputs: list[list[np.ndarray] | None] = [None] * count
+        self.inputs: dict[int, list[np.ndarray]] = {}
         self.missing = count
         self.done = threading.Event()
         self.outputs: list[list[np.ndarray]] = []
@@ -83,7 +83,7 @@ class _Launcher:
         values = [np.asarray(x) for x in inputs]
         with self._lock:
             # A device's launches come in order: it joins the first meeting that it has not reached yet.
-            meeting = next((m for m in self._open if m.inputs[device] is None), None)
+            meeting = next((m for m in self._open if device not in m.inputs), None)
             if meeting is None:
                 meeting = _Meeting(self._devices)
                 self._open.append(meeting)
@@ -114,7 +114,8 @@ class _Launcher:
         run, in_context = context.current_run()
         try:
             repetition = run.repetition(self)
-            machine = Machine(self._program, run.settings, self._mesh_shape, meeting.inputs, run, self._name, repetition)
+            inputs = [meeting.inputs[device] for device in range(self._devices)]
+            machine = Machine(self._program, run.settings, self._mesh_shape, inputs, run, self._name, repetition)
             run.begin(machine)
             outcome = machine.execute()
             run.steps += machine.now

@@ -88,6 +88,19 @@ class Cta:
         self.scopes: dict[Any, Any] = {}  # live collective allocations
         self.meeting = Meeting(machine.program.num_threads or 1)
         self.running = 0
+        self.final = Knowledge()  # of the threads that have ended
+        self.freed: list[Buffer] = []  # shared memory whose scope has ended and that nobody has got since
+
+    def reuse(self, knowledge: Knowledge, thread: Thread) -> None:
+        """The freed memory may be given out now: whoever does that must know that all copies are done with it."""
+        freed, self.freed = self.freed, []
+        if self.machine.detector is None:
+            return
+        for buffer in freed:
+            for access in buffer.async_uses.values():
+                if not covers(knowledge.seen, access.component, access.time):
+                    key = ("freed", access.instruction.index)
+                    self.machine.fault(key, ProtocolError(report.freed_early(self, access)), thread)
 
     def __str__(self) -> str:
         where = self.coordinates[0] if len(self.coordinates) == 1 else self.coordinates or 0
@@ -106,8 +119,16 @@ class Outcome:
 class Machine:
     """Runs one launch of one program on all devices."""
 
-    def __init__(self, program: Any, settings: Any, mesh_shape: dict[str, int], inputs: list[list[np.ndarray]], run: Any,
-                 name: str, repetition: int = 0):
+    def __init__(
+        self,
+        program: Any,
+        settings: Any,
+        mesh_shape: dict[str, int],
+        inputs: list[list[np.ndarray]],
+        run: Any,
+        name: str,
+        repetition: int = 0,
+    ):
         self.program, self.settings, self.run, self.name = program, settings, run, name
         self.mesh_shape = mesh_shape
         self.coordinates = list(itertools.product(*(range(n) for n in mesh_shape.values())))
@@ -176,7 +197,9 @@ class Machine:
                 index = value(x)
                 for axis in reversed(names if isinstance(names, tuple) else (names,)):
                     if axis not in sizes:
-                        raise ProtocolError(f"the device id {device_id} names {axis!r}, which is no axis of the mesh {sizes}")
+                        raise ProtocolError(
+                            f"the device id {device_id} names {axis!r}, which is no axis of the mesh {sizes}"
+                        )
                     index, own[axis] = divmod(index, sizes[axis]) if isinstance(names, tuple) else (0, index)
             parts = list(own.values())
         elif getattr(id_type, "name", "MESH") == "LOGICAL":
@@ -194,7 +217,9 @@ class Machine:
         logical = 0
         for part, (axis, size) in zip(parts, sizes.items()):
             if not 0 <= part < size:
-                raise ProtocolError(f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}")
+                raise ProtocolError(
+                    f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}"
+                )
             logical = logical * size + part
         return logical
 
@@ -229,8 +254,11 @@ class Machine:
         thread.done = True
         if thread.warp is None:
             self.exit_seen[thread.device].join(thread.knowledge)
-            thread.cta.running -= 1
-            if thread.cta.running == 0:
+            cta = thread.cta
+            cta.final.join(thread.knowledge)
+            cta.running -= 1
+            if cta.running == 0:
+                cta.reuse(cta.final, thread)
                 self._launch_ctas(thread.device)
 
     def execute(self) -> Outcome:
@@ -309,7 +337,9 @@ class Machine:
         """What must hold when the kernel ends: nobody touches a device's memory that may have left."""
         for semaphore in self.semaphores:
             if semaphore.total and not semaphore.waited:
-                self.warnings.append(f"{semaphore.name} of device {semaphore.device} was signalled but never waited for")
+                self.warnings.append(
+                    f"{semaphore.name} of device {semaphore.device} was signalled but never waited for"
+                )
         if self.detector is None:
             return
         for device, (uses, seen) in enumerate(zip(self.remote_uses, self.exit_seen)):

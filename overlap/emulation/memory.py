@@ -31,8 +31,17 @@ def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 class Buffer:
     """One allocation: an array in the memory of a device (``gmem``), a CTA (``smem``) or a thread (``regs``)."""
 
-    def __init__(self, name: str, space: str, data: np.ndarray, device: int, cta: Any = None, peers: list | None = None,
-                 read_only: bool = False, written: bool = False):
+    def __init__(
+        self,
+        name: str,
+        space: str,
+        data: np.ndarray,
+        device: int,
+        cta: Any = None,
+        peers: list | None = None,
+        read_only: bool = False,
+        written: bool = False,
+    ):
         self.name, self.space, self.data, self.device, self.cta = name, space, data, device, cta
         self.peers = peers
         self.read_only = read_only

@@ -45,8 +45,19 @@ class Access:
 
     __slots__ = ("asynchronous", "atomic", "component", "instruction", "thread", "time", "view", "what", "write")
 
-    def __init__(self, thread: Any, view: View, what: str, instruction: Any, component: int, time: int, *, write: bool,
-                 asynchronous: bool = False, atomic: bool = False):
+    def __init__(
+        self,
+        thread: Any,
+        view: View,
+        what: str,
+        instruction: Any,
+        component: int,
+        time: int,
+        *,
+        write: bool,
+        asynchronous: bool = False,
+        atomic: bool = False,
+    ):
         self.thread, self.view, self.what, self.instruction = thread, view, what, instruction
         self.component, self.time = component, time
         self.write, self.asynchronous, self.atomic = write, asynchronous, atomic

@@ -35,7 +35,8 @@ class _Builder:
     def __init__(self, array: np.ndarray, name: str):
         self.array, self.groups, self.name = array, [1] * array.ndim, name
         self.text = ""
-        self.requested = self.window = None
+        self.requested: tuple[int, ...] | None = None
+        self.window: tuple[slice, ...] | None = None
 
     def sizes(self) -> list[int]:
         out, axis = [], 0

@@ -20,8 +20,8 @@ def race(kind: str, prior: Any, access: Any) -> str:
     if kind == "proxy":
         fence = "commit_smem()" if access.view.buffer.space == "smem" else "a proxy fence (fence.proxy.async)"
         return (
-            f"race (missing proxy fence) on {name}: {access} comes after {prior}, and a signal orders them, but no {fence} "
-            f"stands between the wait that learned of the first and the second. Expected: {fence} by {access.thread} after "
+            f"race (missing proxy fence) on {name}: {access} comes after {prior}, and a signal orders them, but {fence} "
+            f"is missing between the wait that learned of the first and the second. Expected: {fence} by {access.thread} after "
             "its wait (in shared memory: by the writer before it arrives)"
         )
     verb = "write" if prior.write else "read"
@@ -36,6 +36,14 @@ def left_early(device: int, access: Any) -> str:
     return (
         f"device {device} may leave the kernel before {access} is complete (missing exit handshake): expected that "
         f"{access.thread} waits for its copy and then signals device {device}, which waits for that before its last CTA ends"
+    )
+
+
+def freed_early(cta: Any, access: Any) -> str:
+    """Shared memory that goes to somebody else while a copy uses it."""
+    return (
+        f"shared memory freed too early: {access} may still be in flight when the memory of {access.view.buffer.name} is given out "
+        f"again or {cta} ends; nothing in the CTA waits for it"
     )
 
 

@@ -34,7 +34,9 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 def _try_wait(thread: Any, barrier: Any) -> bool:
     waits = thread.waits.get(barrier, 0)
     if waits < 0:
-        raise ProtocolError(f"{barrier.name} of {barrier.cta}: the warps of this warpgroup waited for it differently often")
+        raise ProtocolError(
+            f"{barrier.name} of {barrier.cta}: the warps of this warpgroup waited for it differently often"
+        )
     if not barrier.passed(waits):
         return False
     thread.knowledge.join(barrier.phases[waits])

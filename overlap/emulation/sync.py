@@ -72,7 +72,8 @@ class Semaphore(Waitable):
                 else:
                     low = middle + 1
             if self.log:
-                knowledge.learn(self.log[low][2 if scope == "gpu" else 1])
+                _, everyone, local = self.log[low]
+                knowledge.learn(local if scope == "gpu" else everyone)
         if decrement:
             self.taken += value
         return True
@@ -81,7 +82,7 @@ class Semaphore(Waitable):
 class MBarrier(Waitable):
     """An mbarrier: a phase completes when all arrivals have come and no bytes are outstanding."""
 
-    __slots__ = ("arrivals", "arrived", "bytes", "cta", "name", "phase", "phases", "pending")
+    __slots__ = ("arrivals", "arrived", "bytes", "cta", "name", "pending", "phase", "phases")
 
     def __init__(self, name: str, arrivals: int, cta: Any):
         super().__init__()

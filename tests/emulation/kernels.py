@@ -20,7 +20,7 @@ def fence_proxy_async() -> None:
     def fence(ctx):
         del ctx
 
-    fence.emulated_as = "fence_proxy_async"
+    fence.emulated_as = "fence_proxy_async"  # what the emulator takes it for
     plgpu.inline_mgpu()(fence)()
 
 
@@ -40,10 +40,8 @@ def ring_push(axis_size: int, rows: int, columns: int, defects=NO_DEFECTS, axis:
             if step == 0:
                 plgpu.copy_gmem_to_smem(x_gmem, smem, barrier)
             else:
-                flag = 0 if "shared counter" in defects else step
-                count = 1 if "shared counter" not in defects else step
                 if "dropped wait" not in defects:
-                    plgpu.semaphore_wait(arrived.at[flag], count, decrement=False)
+                    plgpu.semaphore_wait(arrived.at[step], decrement=False)
                 if "missing fence" not in defects:
                     fence_proxy_async()
                 plgpu.copy_gmem_to_smem(shard_rows(out_gmem, shard), smem, barrier)
@@ -52,13 +50,12 @@ def ring_push(axis_size: int, rows: int, columns: int, defects=NO_DEFECTS, axis:
                 plgpu.copy_smem_to_gmem(smem, shard_rows(out_gmem, me))
             if step < axis_size - 1:
                 plgpu.copy_smem_to_gmem(smem, shard_rows(plgpu.remote_ref(out_gmem, {axis: right}), shard))
-                flag = 0 if "shared counter" in defects else step + 1
                 if "early signal" in defects:
-                    plgpu.semaphore_signal(arrived.at[flag], device_id={axis: right})
+                    plgpu.semaphore_signal(arrived.at[step + 1], device_id={axis: right})
                     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
                 else:
                     plgpu.wait_smem_to_gmem(0, wait_read_only="read-only wait" in defects)
-                    plgpu.semaphore_signal(arrived.at[flag], device_id={axis: right})
+                    plgpu.semaphore_signal(arrived.at[step + 1], device_id={axis: right})
             else:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
@@ -70,7 +67,7 @@ def ring_push(axis_size: int, rows: int, columns: int, defects=NO_DEFECTS, axis:
 
 
 def pull_exchange(axis_size: int, rows: int, columns: int, cores: int, defects=NO_DEFECTS, axis: str = "x"):
-    """All-gather by pulling, doubled by a consumer: [rows, columns] -> ([axis_size * rows, columns] gathered, the same times 2).
+    """All-gather by pulling: [rows, columns] -> ([axis_size * rows, columns], the same times 2 by a consumer).
 
     Each CTA pulls every `cores`-th row of every shard and consumes one block of all columns of every shard.
     """
@@ -78,7 +75,8 @@ def pull_exchange(axis_size: int, rows: int, columns: int, cores: int, defects=N
     assert rows % cores == 0
 
     def body(x_gmem, gathered, doubled, chunk_smem, tile_smem, pulled, loaded, *scoped):
-        ready = scoped[0] if "per-CTA semaphore" in defects else pl.get_global(plgpu.SemaphoreType.REGULAR((axis_size,)))
+        flags = plgpu.SemaphoreType.REGULAR((axis_size,))
+        ready = scoped[0] if "per-CTA semaphore" in defects else pl.get_global(flags)
         left = pl.get_global(plgpu.SemaphoreType.REGULAR)
         me, cta, wg = lax.axis_index(axis), lax.axis_index("cta"), lax.axis_index("wg")
 
