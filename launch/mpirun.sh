@@ -60,4 +60,7 @@ case "$version" in
     *HYDRA*|*MPICH*|*Intel*) flags=(-bind-to none) ;;
     *) flags=() ;;
 esac
-exec "$mpirun" -np "$np" "${flags[@]}" ${options[@]+"${options[@]}"} "$@"
+# Open MPI puts its own folder first on the ranks' PATH, where another python3 may be: name the program's file.
+program=$(command -v "$1") || { echo "launch/mpirun.sh: no such command: $1" >&2; exit 127; }
+shift
+exec "$mpirun" -np "$np" "${flags[@]}" ${options[@]+"${options[@]}"} "$program" "$@"

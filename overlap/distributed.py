@@ -57,6 +57,12 @@ class _Job:
     abort: Callable[[int], Any]
 
 
+# Address space per GPU for NCCL's windows. XLA registers its whole memory pool (three quarters of the GPU) anew for
+# each program with a fused kernel, and NCCL's default, the size of the GPU, is full after the first: the second fails
+# with "Allocation failed. No suitable space found". This has room for some forty; only address space is spent.
+_WINDOW_SPACE_BYTES = 1 << 42
+
+
 def initialize(
     *,
     coordinator_port: int | None = None,
@@ -67,7 +73,8 @@ def initialize(
     """Connects the processes of a job started by mpirun or srun; does nothing in a single process.
 
     Call it once at the start of the program, before anything touches devices (a second call does nothing). With GPUs,
-    the process with local rank r gets GPU r of its host. If a rank raises or exits with a non-zero status, the whole
+    the process with local rank r gets GPU r of its host, and NCCL_WIN_STRIDE is set unless it is set already (room for
+    the windows of more than one program). If a rank raises or exits with a non-zero status, the whole
     job is aborted, so that the others do not wait for it.
 
     Args:
@@ -113,6 +120,7 @@ def initialize(
             local_device_ids = _local_device_ids(job, gpu_count)
         if check_nccl:
             _require_nccl(_cuda.nccl())
+            os.environ.setdefault("NCCL_WIN_STRIDE", str(_WINDOW_SPACE_BYTES))
     else:
         local_device_ids = None
     _logger.info("process %d of %d, coordinator %s, GPUs %s", job.rank, job.size, job.coordinator, local_device_ids)

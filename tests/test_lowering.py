@@ -1,5 +1,7 @@
 """The kernels lower for CUDA with either supported jax (the assembled proof needs jax's CUDA plugin; this does not)."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,6 +32,9 @@ def test_all_gather_lhs_matmul(axes):
     if devices > 1:
         peers = ",".join(str(d) for d in range(mesh.size))
         assert f'xla_replica_ids = "{peers}"' in text
+        # All that XLA places beside the operands is a multiple of NCCL's window alignment (see primitives/flags.py).
+        (flags,) = set(re.findall(r"tensor<(\d+)xi32>", text))
+        assert int(flags) * 4 % 4096 == 0
 
 
 def test_matmul():

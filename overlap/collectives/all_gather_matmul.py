@@ -39,11 +39,11 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import (
+    HANDSHAKE_FLAGS,
     PullPlan,
     Ring,
     exit_handshake,
     fence_async_proxy,
-    handshake_flags,
     pull_chunks,
     shared_flags,
     signal,
@@ -102,8 +102,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, r
     plan = schedule.plan
     m_shard = plan.shard_rows
     me = ring.me()
-    flags = shared_flags(*schedule.flags)
-    exit_flags = handshake_flags()
+    flags, exit_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS)
     cta = lax.axis_index(hopper.GRID_AXIS)
 
     def tile_at(index: Any) -> hopper.Tile:

@@ -37,8 +37,9 @@ _SCALAR: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 _IDENTITY = {
-    "convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision", "broadcast_in_dim", "reshape", "squeeze",
-    "multiple_of", "optimization_barrier", "pbroadcast", "pvary", "reduce_sum", "reduce_max", "reduce_min", "transpose",
+    "convert_element_type", "copy", "copy_p", "stop_gradient", "broadcast_in_dim", "reshape",
+    "squeeze", "multiple_of", "optimization_barrier", "pbroadcast", "pvary", "reduce_sum", "reduce_max", "reduce_min",
+    "transpose",
 }  # fmt: skip
 
 
@@ -102,6 +103,16 @@ def _broadcast_in_dim(x: Any, shape: Any, broadcast_dimensions: Any) -> np.ndarr
     return np.broadcast_to(np.reshape(x, expanded), shape)
 
 
+def _iota(dtype: Any, shape: Any, dimension: int) -> np.ndarray:
+    return _broadcast_in_dim(np.arange(shape[dimension], dtype=dtype), shape, (dimension,))
+
+
+def _select(which: Any, *cases: Any) -> np.ndarray:
+    if len(cases) == 2:
+        return np.where(which, cases[1], cases[0])
+    return np.choose(np.broadcast_to(which, np.shape(cases[0])), cases)
+
+
 def _reduce(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, axes, **_: function(x, axis=tuple(axes))
 
@@ -114,29 +125,39 @@ def _dot_general(a: Any, b: Any, dimension_numbers: Any, preferred_element_type:
     return np.tensordot(a.astype(wide), b.astype(wide), axes=(ca, cb))
 
 
-def _logistic(x: Any, **_: Any) -> Any:
-    return 1 / (1 + np.exp(-x))
-
-
 def _no_params(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **_: function(*args)
 
 
+_SAME_NAME = [
+    "add",
+    "exp",
+    "exp2",
+    "log",
+    "log1p",
+    "expm1",
+    "tanh",
+    "sqrt",
+    "square",
+    "sin",
+    "cos",
+    "floor",
+    "ceil",
+    "sign",
+    "abs",
+]
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _SAME_NAME},
+    "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "max": np.maximum, "min": np.minimum, "pow": np.power,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "add_any": np.add, "is_finite": np.isfinite, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": lambda x: 1 / (1 + np.exp(-x)), "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "copy": lambda x: x, "copy_p": lambda x: x, "stop_gradient": lambda x: x, "multiple_of": lambda x: x,
+    "pvary": lambda x: x,
+}  # fmt: skip
 _ARRAY: dict[str, Callable[..., Any]] = {
-    **{
-        name: _no_params(function)
-        for name, function in {
-            "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
-            "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "neg": np.negative, "abs": np.abs, "eq": np.equal,
-            "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "exp": np.exp,
-            "exp2": np.exp2, "log": np.log, "tanh": np.tanh, "sqrt": np.sqrt, "square": np.square, "sin": np.sin,
-            "cos": np.cos, "pow": np.power, "floor": np.floor, "sign": np.sign, "add_any": np.add, "is_finite": np.isfinite,
-            "logistic": _logistic, "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x, "copy_p": lambda x: x,
-            "stop_gradient": lambda x: x, "multiple_of": lambda x: x, "layout_cast": lambda x: x, "log1p": np.log1p,
-            "expm1": np.expm1, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "pvary": lambda x: x,
-            "reduce_precision": lambda x: x,
-        }.items()
-    },
+    **{name: _no_params(function) for name, function in _ELEMENTWISE.items()},
     "convert_element_type": lambda x, new_dtype, **_: np.asarray(x).astype(new_dtype),
     "integer_pow": lambda x, y: np.asarray(x) ** y,
     "broadcast_in_dim": lambda x, shape, broadcast_dimensions, **_: _broadcast_in_dim(x, shape, broadcast_dimensions),
@@ -145,8 +166,8 @@ _ARRAY: dict[str, Callable[..., Any]] = {
     "expand_dims": lambda x, dimensions: np.expand_dims(x, tuple(dimensions)),
     "transpose": lambda x, permutation: np.transpose(x, permutation),
     "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
-    "iota": lambda dtype, shape, dimension, **_: _broadcast_in_dim(np.arange(shape[dimension], dtype=dtype), shape, (dimension,)),
-    "select_n": lambda which, *cases: np.choose(which, cases) if len(cases) > 2 else np.where(which, cases[1], cases[0]),
+    "iota": lambda dtype, shape, dimension, **_: _iota(dtype, shape, dimension),
+    "select_n": _select,
     "slice": lambda x, start_indices, limit_indices, strides: x[
         tuple(slice(a, b, s) for a, b, s in zip(start_indices, limit_indices, strides or [1] * x.ndim))
     ],

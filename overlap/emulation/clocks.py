@@ -1,8 +1,8 @@
 """Vector clocks: who knows that what has happened.
 
-A *component* is a sequence of events that are ordered among themselves: one per thread, and pooled ones for asynchronous
-operations. A clock maps components to times. All clock arrays are immutable by convention (a change makes a new array),
-so that a snapshot is a reference.
+A *component* is a sequence of events that are ordered among themselves: one per thread, and pooled ones for
+asynchronous operations. A clock maps components to times. All clock arrays are immutable by convention (a
+change makes a new array), so that a snapshot is a reference.
 """
 
 from __future__ import annotations

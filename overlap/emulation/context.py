@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,8 +15,6 @@ import numpy as np
 
 from .errors import EmulationError
 from .scheduler import SCHEDULERS
-
-logger = logging.getLogger("overlap.emulation")
 
 Completion = Literal["late", "random", "eager"]
 Scheduler = Literal["pct", "random", "round_robin"]
@@ -173,18 +170,25 @@ def core_count() -> int:
 def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
     """A computation on all devices, and its argument."""
     sharding = jax.NamedSharding(jax.make_mesh((len(devices),), ("all",), devices=devices), jax.P("all"))
-    return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices)), sharding)
+    return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices), np.int32), sharding)
+
+
+def _run_fence() -> None:
+    function, argument = _fence(tuple(jax.local_devices(backend="cpu")))
+    jax.block_until_ready(function(argument))
 
 
 def drain() -> None:
     """Waits for all computations under way on the CPU devices of this process."""
     # The runtime runs computations that span devices one after the other, so the last one waits for all others.
-    # `jax.effects_barrier` alone does not: calls after the first one of a jitted function leave no token behind. It also
-    # fails after a fault outside any context (see `lowering`): once on jax 0.12, for ever on 0.11.
+    # `jax.effects_barrier` alone does not: calls after the first one of a jitted function leave no token behind. It
+    # also fails after a fault outside any context (see `lowering`): once on jax 0.12, for ever on 0.11.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.effects_barrier()
-    function, argument = _fence(tuple(jax.local_devices(backend="cpu")))
-    jax.block_until_ready(function(argument))
+    # In a thread of its own, which has neither the caller's mesh nor its other contexts.
+    fence = threading.Thread(target=_run_fence)
+    fence.start()
+    fence.join()
     for array in jax.live_arrays("cpu"):
         with contextlib.suppress(RuntimeError):  # deleted (donated), or the result of a fault
             array.block_until_ready()
@@ -212,13 +216,13 @@ def emulate(
 ) -> Iterator[Run]:
     """Runs Mosaic GPU kernels on CPU devices, concurrently and with faults found, while the context is active.
 
-    Only `cores` takes part in tracing; all else is read when a kernel runs, so a jitted function is not traced again for
-    another seed.
+    Only `cores` takes part in tracing; all else is read when a kernel runs, so a jitted function is not traced again
+    for another seed.
 
     Args:
         cores: what `core_count()` returns.
-        completion: when asynchronous copies and wgmma complete: as ``"late"`` as the rules allow, at ``"random"`` moments
-            or at once (``"eager"``).
+        completion: when asynchronous copies and wgmma complete: as ``"late"`` as the rules allow, at ``"random"``
+            moments or at once (``"eager"``).
         scheduler: ``"pct"`` (random priorities with rare changes), ``"random"`` or ``"round_robin"``.
         seed: of all random choices; the same seed gives the same run.
         detect_races: whether to keep vector clocks. Deadlocks and broken protocols are found without.

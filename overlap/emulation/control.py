@@ -175,14 +175,17 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     def fork(thread: Any) -> None:
         meet = Meeting(warps)
         thread.env[meeting] = meet
-        for warp in range(warps):
-            child = type(thread)(thread.machine, thread.cta, thread.warpgroup, warp, list(thread.env), thread.pc)
+        earlier = thread.children or [None] * warps
+        thread.children = []
+        for warp, before in enumerate(earlier):
+            env = list(thread.env)
+            child = type(thread)(thread.machine, thread.cta, thread.warpgroup, warp, env, thread.pc, before)
             child.knowledge.join(thread.knowledge)
+            thread.children.append(child)
             child.axes = {**thread.axes, axis: warp}
-            child.waits = dict(thread.waits)
-            child.parent = thread
+            # Each CUDA thread counts its own waits, so a warp goes on where it was in an earlier map.
+            child.waits = {b: n[warp] if isinstance(n, tuple) else n for b, n in thread.waits.items()}
             thread.machine.start(child)
-        thread.children = thread.machine.threads[-warps:]
         thread.tick()
         thread.pc = after[0]
 
@@ -204,10 +207,9 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         if meet.generation == 0:
             return thread.block(meet, lambda: f"waits for its warps, {meet.arrived} of {warps} have ended")
         thread.knowledge.join(meet.latest)
-        for key in {k for c in thread.children for k in c.waits}:
-            counts = {c.waits.get(key, 0) for c in thread.children}
-            # Warps that waited differently often leave the warpgroup without a common phase: -1 marks that.
-            thread.waits[key] = counts.pop() if len(counts) == 1 else -1
+        for barrier in {b: None for child in thread.children for b in child.waits}:
+            counts = tuple(child.waits.get(barrier, 0) for child in thread.children)
+            thread.waits[barrier] = counts[0] if len(set(counts)) == 1 else counts
         for child in thread.children:
             thread.groups += child.groups + ([child.open_stores] if child.open_stores else [])
         return None

@@ -19,10 +19,6 @@ def _finish(value: np.ndarray, plain: bool) -> Any:
     return value.item() if plain else value
 
 
-def _dropped(variable: Any) -> bool:
-    return type(variable).__name__ == "DropVar"
-
-
 @handles("get", "load")
 def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     ref, *leaves = ins
@@ -67,12 +63,7 @@ def _store(d: Decoder, eqn: Any, ref: int, value: int, leaves: list[int], *, add
 @handles("swap")
 def _swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     # `ref[...] = x` is a swap whose result nobody uses: then nothing is read.
-    return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=not _dropped(eqn.outvars[0]) and _used(eqn))
-
-
-def _used(eqn: Any) -> bool:
-    del eqn
-    return False  # Mosaic GPU lowers a swap whose old value is needed only outside kernels
+    return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=d.is_used(eqn.outvars[0]))
 
 
 @handles("store")
@@ -185,8 +176,8 @@ def _accumulator_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         flying = [op for op in thread.wgmmas if op.dst.buffer is buffer]
         if flying:
             raise ProtocolError(
-                f"the accumulator {buffer.name} is read while {len(flying)} wgmma operations on it are in flight, the oldest from "
-                f"{flying[0].instruction.source}: expected wgmma_wait(0) before, or wait_n=0"
+                f"the accumulator {buffer.name} is read while {len(flying)} wgmma operations on it are in flight, "
+                f"the oldest from {flying[0].instruction.source}: expected wgmma_wait(0) before, or wait_n=0"
             )
         thread.env[out] = np.array(buffer.data)
 

@@ -1,7 +1,7 @@
 """Asynchronous engines: TMA loads, TMA stores and wgmma, which complete later than they are issued.
 
-When, within what the rules allow, is the completion mode: ``eager`` at once, ``random`` at any later step, ``late`` only when
-somebody has to have it: a store at the wait for it, a load when no thread can run without one.
+When, within what the rules allow, is the completion mode: ``eager`` at once, ``random`` at any later step, ``late``
+only when somebody has to have it: a store at the wait for it, a load when no thread can run without one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 class Operation:
     """One asynchronous operation in flight.
 
-    A store has two stages, each with a component of its own: shared memory has been read, global memory has been written.
+    A store has two stages, each with its own component: shared memory has been read, global memory has been written.
     """
 
     __slots__ = (

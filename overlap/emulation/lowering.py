@@ -99,8 +99,8 @@ class _Launcher:
                 meeting.done.set()
         elif not meeting.done.wait(_MEETING_TIMEOUT_S):
             meeting.error = EmulationError(
-                f"kernel {self._name!r}: after {_MEETING_TIMEOUT_S} s only {self._devices - meeting.missing} of {self._devices} "
-                "devices have reached it"
+                f"kernel {self._name!r}: after {_MEETING_TIMEOUT_S} s only {self._devices - meeting.missing} of "
+                f"{self._devices} devices have reached it"
             )
         if meeting.error is not None:
             raise meeting.error
@@ -145,6 +145,9 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
     axes = {axis: size for axis, size in mesh.shape.items() if axis in manual} if mesh is not None else {}
+    devices = getattr(mesh, "devices", None)
+    if devices is not None and any(d.process_index != jax.process_index() for d in np.ravel(devices)):
+        raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 

@@ -24,32 +24,44 @@ from .sync import Meeting, Semaphore, Waitable
 class Thread:
     """A warpgroup, or one warp of it inside `plgpu.warp_map`: an environment and a place in the program."""
 
-    def __init__(self, machine: Machine, cta: Cta, warpgroup: int, warp: int | None, env: list, pc: int):
+    def __init__(
+        self,
+        machine: Machine,
+        cta: Cta,
+        warpgroup: int,
+        warp: int | None,
+        env: list,
+        pc: int,
+        before: Thread | None = None,
+    ):
         self.machine, self.cta, self.device = machine, cta, cta.device
         self.warpgroup, self.warp = warpgroup, warp
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
-        self.component = machine.components.new()
-        self.time = 1
-        self.pool = ComponentPool(machine.components)
+        # A warp of a later map comes after the same warp of the one before, and so takes over its component.
+        self.component = machine.components.new() if before is None else before.component
+        self.time = 1 if before is None else before.time + 1
+        self.pool = ComponentPool(machine.components) if before is None else before.pool
         self.open_stores: list[Any] = []  # not yet committed
         self.groups: list[list[Any]] = []  # committed, oldest first
         self.wgmmas: list[Any] = []  # in flight, oldest first
-        self.waits: dict[Any, int] = {}  # mbarrier -> phases waited for
+        self.waits: dict[Any, Any] = {}  # mbarrier -> phases waited for; a tuple where the warps differ
         self.arrivals: dict[Any, int] = {}  # meeting -> generation to see the end of
         self.axes: dict[Any, int] = {}
         self.visits: dict[int, int] = {}  # instruction -> times, for allocations in loops
+        self.children: list[Thread] = []  # the warps of the last map
         self.done = False
         self.blocked: tuple[Waitable, Callable[[], str]] | None = None
         self.blocked_at = 0
         self.priority = 0.0
         self.polled = False
-        self.knowledge.note(self.component, 1)
+        self.knowledge.note(self.component, self.time)
 
     def tick(self) -> None:
         """Ends an interval: what comes after is not covered by snapshots taken before."""
-        self.time += 1
-        self.knowledge.note(self.component, self.time)
+        if self.machine.detector is not None:
+            self.time += 1
+            self.knowledge.note(self.component, self.time)
 
     def block(self, on: Waitable, why: Callable[[], str]) -> bool:
         """Suspends the thread at the current instruction until `on` changes; `why` describes the wait."""
@@ -152,7 +164,7 @@ class Machine:
                     buffer.peers = row
         grid = list(itertools.product(*(range(n) for n in program.grid)))
         self.ctas = [[Cta(self, d, i, c) for i, c in enumerate(grid)] for d in range(len(self.coordinates))]
-        self._queue = [list(ctas) for ctas in self.ctas]
+        self.queued = [list(ctas) for ctas in self.ctas]
         self.threads: list[Thread] = []
         self.exit_seen = [Knowledge() for _ in self.coordinates]
 
@@ -211,8 +223,8 @@ class Machine:
             parts = [value(x) for x in (device_id if isinstance(device_id, (tuple, list)) else (device_id,))]
             if len(parts) != len(sizes):
                 raise ProtocolError(
-                    f"{len(parts)} device coordinates for a mesh of {len(sizes)} axes {sizes}: give one per axis, a dict, or "
-                    "device_id_type=LOGICAL"
+                    f"{len(parts)} device coordinates for a mesh of {len(sizes)} axes {sizes}: give one per axis, a "
+                    "dict, or device_id_type=LOGICAL"
                 )
         logical = 0
         for part, (axis, size) in zip(parts, sizes.items()):
@@ -236,8 +248,8 @@ class Machine:
     def _launch_ctas(self, device: int) -> None:
         limit = self.settings.resident
         running = sum(cta.running > 0 for cta in self.ctas[device])
-        while self._queue[device] and (limit is None or running < limit):
-            cta = self._queue[device].pop(0)
+        while self.queued[device] and (limit is None or running < limit):
+            cta = self.queued[device].pop(0)
             running += 1
             for warpgroup in range(self.program.num_threads or 1):
                 env = list(self.program.template)
@@ -284,7 +296,7 @@ class Machine:
                     raise StepLimitError(f"no end after {limit} steps; a loop polls for ever, or step_limit is too low")
                 if turn(thread):
                     scheduler.ready(thread)
-            if any(not t.done for t in self.threads) or any(self._queue):
+            if any(not t.done for t in self.threads) or any(self.queued):
                 raise DeadlockError(report.deadlock(self))
             engine.finish()
             self._check_end()

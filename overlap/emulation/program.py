@@ -1,12 +1,13 @@
 """The decoder: a kernel's jaxpr becomes a flat list of small functions with jumps.
 
-Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is then
-a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
+Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is
+then a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
 `control`, `scopes`, `data`, `transfers` and `signals`; they register themselves with `handles`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Instruction:
     def source(self) -> str:
         if self._source is None:
             text = source_info_util.summarize(self.eqn.source_info) if self.eqn is not None else ""
+            text = re.sub(r"\((?:[^()]*\.)?([^().]+)\)$", r"(\1)", text)  # the innermost function is enough
             self._source = f"{text}: {self.name}" if text else self.name
         return self._source
 
@@ -79,6 +81,7 @@ class Decoder:
         self.program = program
         self.scope: dict[Any, int] = {}
         self._constants: dict[Any, int] = {}
+        self._used: set[Any] = set()
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
@@ -171,13 +174,23 @@ class Decoder:
         if constants is None:
             constants = [self.constant(c, v.aval) for c, v in zip(closed_constants, jaxpr.constvars)]
         outer, self.scope = self.scope, {}
+        outer_used, self._used = self._used, {v for e in jaxpr.eqns for v in e.invars if not self._is_literal(v)}
+        self._used |= {v for v in jaxpr.outvars if not self._is_literal(v)}
         self.scope.update(zip(jaxpr.constvars, constants))
         self.scope.update(zip(jaxpr.invars, arguments))
         for eqn in jaxpr.eqns:
             self._equation(eqn)
         results = [self.read(v) for v in jaxpr.outvars]
-        self.scope = outer
+        self.scope, self._used = outer, outer_used
         return results
+
+    @staticmethod
+    def _is_literal(atom: Any) -> bool:
+        return isinstance(atom, jex_core.Literal)
+
+    def is_used(self, variable: Any) -> bool:
+        """Whether anything in the jaxpr that is being decoded reads `variable`."""
+        return variable in self._used
 
     def _equation(self, eqn: Any) -> None:
         ins = [self.read(v) for v in eqn.invars]
@@ -233,6 +246,8 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
 
     del control, data, scopes, signals, transfers  # imported for the handlers they register
     (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
+    if not hasattr(mesh, "num_threads"):
+        raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")
     program = Program()
     cluster = tuple(getattr(mesh, "cluster", ()))
     if any(size != 1 for size in cluster):

@@ -1,9 +1,9 @@
 """Race detection: a shadow of every buffer, checked against vector clocks.
 
-The shadow keeps, for each *granule* of memory, the last write (or the set of unordered atomic adds) and the reads since.
-A granule is as large as the accesses seen so far allow (a whole pipeline stage, a row of a tile) and is split when a
-finer access comes, so the result is exact to the byte while an access touches few granules. Sets are interned: the
-shadow holds their numbers, and NumPy does the work.
+The shadow keeps, for each *granule* of memory, the last write (or the set of unordered atomic adds) and the reads
+since. A granule is as large as the accesses seen so far allow (a whole pipeline stage, a row of a tile) and is split
+when a finer access comes, so the result is exact to the byte while an access touches few granules. Sets are interned:
+the shadow holds their numbers, and NumPy does the work.
 """
 
 from __future__ import annotations
@@ -140,13 +140,14 @@ class RaceDetector:
             for prior in sets[number].values():
                 self._check(prior, access, knowledge)
         if access.atomic:
+            # Earlier reads stay: the next atomic, unordered with this one, has to be checked against them as well.
             for number in old_writes:
                 new = {c: a for c, a in sets[number].items() if a.atomic and not covers(seen, a.component, a.time)}
                 new[access.component] = access
                 self._replace(writes, number, new)
-        else:
-            sets.append({access.component: access})
-            writes[...] = len(sets) - 1
+            return
+        sets.append({access.component: access})
+        writes[...] = len(sets) - 1
         reads[...] = 0
 
     def _replace(self, cells: np.ndarray, old: int, new: dict[int, Access]) -> None:

@@ -190,10 +190,14 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.inline(jaxpr, slots)
     outs = [d.new() for _ in eqn.outvars]
 
+    accumulates = any("Accumulator" in type(a).__name__ for a in avals)
+
     def leave(thread: Any) -> None:
+        if accumulates:  # the framework waits before it takes the value out of an accumulator
+            thread.machine.engine.wait_wgmma(thread, 0)
         for slot, out in zip(slots, outs):
             value = thread.env[slot]
             thread.env[out] = np.array(value.data) if isinstance(value, Buffer) else value
 
-    d.emit(leave, eqn, "end of run_state")
+    d.emit(leave, eqn, "end of run_state", visible=accumulates)
     return outs

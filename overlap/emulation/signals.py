@@ -9,6 +9,8 @@ from .errors import ProtocolError
 from .program import Decoder, handles
 from .references import RefPath, value_of
 
+_SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives one to all)"
+
 # ---- mbarriers -------------------------------------------------------------------------------------------------------
 
 
@@ -33,9 +35,10 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 def _try_wait(thread: Any, barrier: Any) -> bool:
     waits = thread.waits.get(barrier, 0)
-    if waits < 0:
+    if isinstance(waits, tuple):
         raise ProtocolError(
-            f"{barrier.name} of {barrier.cta}: the warps of this warpgroup waited for it differently often"
+            f"{barrier.name} of {barrier.cta}: the warps of this warpgroup have waited for it differently often "
+            f"({waits}), so that they disagree about its phase: the warpgroup as a whole cannot wait for it"
         )
     if not barrier.passed(waits):
         return False
@@ -47,8 +50,8 @@ def _try_wait(thread: Any, barrier: Any) -> bool:
 def _blocked_on(thread: Any, barrier: Any) -> bool:
     def why() -> str:
         return (
-            f"waits for phase {thread.waits.get(barrier, 0)} of {barrier.name}, got {barrier.arrived} of {barrier.arrivals} "
-            f"arrivals and {barrier.bytes} bytes outstanding in phase {barrier.phase}"
+            f"waits for phase {thread.waits.get(barrier, 0)} of {barrier.name}, got {barrier.arrived} of "
+            f"{barrier.arrivals} arrivals and {barrier.bytes} bytes outstanding in phase {barrier.phase}"
         )
 
     return thread.block(barrier, why)
@@ -90,10 +93,10 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     def run(thread: Any) -> None:
         where = path.resolve(thread, thread.env[barrier])
-        # A test does not count as a wait: a successful one leaves the phase as it is.
-        done = where.passed(max(thread.waits.get(where, 0), 0))
+        waits = thread.waits.get(where, 0)  # a test does not count as a wait: the phase stays as it is
+        done = not isinstance(waits, tuple) and where.passed(waits)
         if done:
-            thread.knowledge.join(where.phases[thread.waits.get(where, 0)])
+            thread.knowledge.join(where.phases[waits])
         else:
             thread.polled = True
         thread.env[out] = done
@@ -171,7 +174,10 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             return None
         return thread.block(
             semaphore,
-            lambda: f"waits for {semaphore.name} of device {semaphore.device} to reach {wanted}, got {semaphore.value}",
+            lambda: (
+                f"waits for {semaphore.name} of device {semaphore.device} to reach {wanted}, got {semaphore.value}"
+                + (_SCOPED if " of CTA " in semaphore.name else "")
+            ),
         )
 
     d.emit(run, eqn, visible=True)

@@ -31,15 +31,15 @@ a chain of the links below; anything else is a race, however improbable.
 
 from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, wait_stores_landed, wait_stores_read
 from overlap.primitives.flags import fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
-from overlap.primitives.handshake import exit_handshake, handshake_flags
+from overlap.primitives.handshake import HANDSHAKE_FLAGS, exit_handshake
 from overlap.primitives.peers import Ring
 
 __all__ = [
+    "HANDSHAKE_FLAGS",
     "PullPlan",
     "Ring",
     "exit_handshake",
     "fence_async_proxy",
-    "handshake_flags",
     "pull_chunks",
     "send_tile",
     "shared_flags",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jax.experimental import pallas as pl
@@ -10,13 +11,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives.peers import Ring
 
+# XLA lays out what collective kernels use in one arena, and NCCL's windows (one process per GPU) must begin at
+# multiples of 4096 bytes there, which XLA does not see to (openxla/xla#47406). So whatever a kernel adds is padded.
+_WINDOW_BYTES = 4096
+_FLAG_BYTES = 4
 
-def shared_flags(*shape: int) -> Any:
-    """Flags shared by all CTAs of a device, zero at launch. Call at the top of the kernel body.
+
+def shared_flags(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
+    """Flags shared by all CTAs of a device, zero at launch: one array of them per shape. Call once, first in the body.
 
     (Semaphores among a kernel's `scratch_types` are private to each CTA: waited on from another one, they hang.)
     """
-    return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+    flags = tuple(pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in shapes)
+    filler = -sum(math.prod(shape) for shape in shapes) % (_WINDOW_BYTES // _FLAG_BYTES)
+    if filler:
+        pl.get_global(plgpu.SemaphoreType.REGULAR((filler,)))
+    return flags
 
 
 def signal(flag: Any, increment: Any = 1) -> None:

@@ -6,20 +6,19 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from overlap.primitives.flags import shared_flags, signal, signal_peer, wait_at_least
+from overlap.primitives.flags import signal, signal_peer, wait_at_least
 from overlap.primitives.peers import Ring
 
-
-def handshake_flags() -> Any:
-    """The flags of an exit handshake: [0] raised by this device's CTAs, [1] by its peers. For the top of the body."""
-    return shared_flags(2)
+# Shape of the flags of an exit handshake: [0] is raised by this device's CTAs, [1] by its peers.
+HANDSHAKE_FLAGS = (2,)
 
 
 def exit_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
     """Tells every peer that this device reads its memory no more, and waits until all peers have said the same.
 
-    Every CTA calls it once, from the one warp whose remote reads have all completed (each awaited on its mbarrier).
-    CTA 0 gathers the others' word and speaks for the device: devices − 1 signals cross NVLink, not CTAs times that.
+    `flags` are of shape `HANDSHAKE_FLAGS`. Every CTA calls it once, from the one warp whose remote reads have all
+    completed (each awaited on its mbarrier). CTA 0 gathers the others' word and speaks for the device: devices − 1
+    signals cross NVLink, not CTAs times that.
 
     Why it suffices: a CTA's signal releases its completed reads; CTA 0 acquires them all, and its system-scope release
     to the peer passes them on; the peer's CTA 0 acquires that before it leaves, and a kernel ends with its last CTA.

@@ -16,7 +16,7 @@ DEFECTS = [
     ("ring", "missing fence", RaceError, PROXY, "fence.proxy.async"),
     ("pull", "missing handshake", RaceError, EXIT, "missing exit handshake"),
     ("pull", "short handshake", RaceError, EXIT, "missing exit handshake"),
-    ("pull", "per-CTA semaphore", DeadlockError, None, "scoped[0]"),
+    ("pull", "per-CTA semaphore", DeadlockError, None, "scratch_types is one CTA's own"),
     ("pull", "missing fence", RaceError, PROXY, "fence.proxy.async"),
     ("pull", "no store wait", RaceError, DATA, "chunk_smem"),
     ("pull", "read-only wait", RaceError, DATA, "output 0"),

@@ -39,7 +39,9 @@ def test_loops_and_branches():
         c = lax.while_loop(lambda c: c < 100, lambda c: c * 3 - 1, a + 2)
         d = lax.switch(lax.clamp(0, b, 2), [lambda: 10, lambda: 20, lambda: 30])
         e, ys = lax.scan(lambda s, x: (s + x, s), jnp.int32(0), jnp.arange(4, dtype=jnp.int32))
-        for i, value in enumerate((a, b, c, d, e, ys[2], lax.div(jnp.int32(-7), a + 1), jnp.minimum(a, b) // 2, a % -3)):
+        for i, value in enumerate(
+            (a, b, c, d, e, ys[2], lax.div(jnp.int32(-7), a + 1), jnp.minimum(a, b) // 2, a % -3)
+        ):
             o[i] = value
 
     def reference():
@@ -75,7 +77,9 @@ def test_loop_helpers_visit_every_index_once():
     assert result[3, 2] == np.iinfo(np.int32).min  # nobody wrote it
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.float8_e4m3fn, jnp.float8_e5m2]
+)
 def test_dtypes_round_trip(dtype):
     def body(x, o, smem, barrier):
         plgpu.copy_gmem_to_smem(x, smem, barrier)
@@ -172,8 +176,8 @@ def test_slices_of_tiled_memory():
         plgpu.wait_smem_to_gmem(0)
 
     x = normal(64, 128, dtype=np.float16)
-    y = run(body, x, out_type=out((64, 64), jnp.float16),
-            scratch_types=[plgpu.SMEM((2, 64, 128), jnp.float16, transforms=TILED), plgpu.Barrier(num_arrivals=2)])  # fmt: skip
+    scratch = [plgpu.SMEM((2, 64, 128), jnp.float16, transforms=TILED), plgpu.Barrier(num_arrivals=2)]
+    y = run(body, x, out_type=out((64, 64), jnp.float16), scratch_types=scratch)
     np.testing.assert_array_equal(y[8:24], (x[:, 64:] + np.float16(1))[8:24])
     assert np.isnan(y[:8]).all()
     assert np.isnan(y[24:]).all()
@@ -199,9 +203,7 @@ def test_copies_out_of_bounds_read_zeros_and_are_clipped():
 def test_promise_in_bounds_is_checked():
     def body(x, o, smem, barrier):
         start = lax.axis_index("core") + 20
-        plgpu.copy_gmem_to_smem(
-            x.at[pl.ds(start, 16)], smem, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-        )
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(start, 16)], smem, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
         plgpu.barrier_wait(barrier)
 
     with pytest.raises(ProtocolError, match=r"20:36.*out of bounds for a dimension of size 32"):
@@ -349,6 +351,88 @@ def test_warps_have_loops_and_barriers_of_their_own():
     np.testing.assert_array_equal(y, x)
 
 
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_fence_carries_over_a_barrier(committed):
+    # One warpgroup writes and commits; a warp of the other issues the store.
+    def body(x, o, smem, full):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            smem[...] = x[...]
+            if committed:
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(full)
+
+        @pl.when(wg == 1)
+        def _():
+            @plgpu.warp_map
+            def _(warp):
+                @pl.when(warp == 3)
+                def _():
+                    plgpu.barrier_wait(full)
+                    plgpu.copy_smem_to_gmem(smem, o)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    x = normal(64)
+    call = functools.partial(run, body, x, out_type=out(x.shape), num_threads=2, thread_name="wg",
+                             scratch_types=[plgpu.SMEM(x.shape, jnp.float32), plgpu.Barrier()])  # fmt: skip
+    if committed:
+        np.testing.assert_array_equal(call(), x)
+    else:
+        with pytest.raises(RaceError, match=r"(?s)missing proxy fence.*warp 3") as caught:
+            call()
+        assert caught.value.kind == "proxy"
+
+
+def test_warps_keep_their_phases_between_maps():
+    def body(x, o, smem, full, rejoin):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            @pl.loop(0, 3)
+            def _(i):
+                @plgpu.warp_map
+                def _(warp):
+                    @pl.when(warp == 1)
+                    def _():
+                        plgpu.copy_gmem_to_smem(x.at[i], smem, full)
+                        plgpu.barrier_wait(full)
+
+                o[i] = smem[...] * 2
+
+        if rejoin is not None:
+
+            @pl.when(wg == 0)
+            def _():
+                plgpu.barrier_wait(full)
+
+    x = normal(3, 64)
+    for rejoin in (None, True):
+        call = functools.partial(run, lambda *refs, rejoin=rejoin: body(*refs, rejoin), x, out_type=out(x.shape),
+                                 num_threads=1, thread_name="wg",
+                                 scratch_types=[plgpu.SMEM((64,), jnp.float32), plgpu.Barrier()])  # fmt: skip
+        if rejoin is None:
+            np.testing.assert_array_equal(call(), x * 2)
+        else:
+            with pytest.raises(ProtocolError, match="waited for it differently often"):
+                call()
+
+
+def test_swap_and_addupdate():
+    def body(x, o, smem):
+        smem[...] = x[...]
+        o[0] = ref_swap(smem, (), x[...] * 3)
+        ref_addupdate(smem, (), x[...])
+        o[1] = smem[...]
+
+    ref_swap, ref_addupdate = jax.ref.swap, jax.ref.addupdate
+    x = normal(64)
+    y = run(body, x, out_type=out((2, 64)), scratch_types=[plgpu.SMEM((64,), jnp.float32)])
+    np.testing.assert_allclose(y, [x, x * 4], rtol=1e-6)
+
+
 def test_pallas_semaphores_and_signal_with_count():
     def body(x, o):
         ready = pl.get_global(plgpu.SemaphoreType.REGULAR)
@@ -425,7 +509,7 @@ def test_writing_an_input():
         x[0] = 1.0
         o[0] = 1.0
 
-    with pytest.raises(ProtocolError, match="input 0.*must not be written"):
+    with pytest.raises(ProtocolError, match=r"input 0.*must not be written"):
         run(body, np.ones(2, np.float32), out_type=out((1,)))
 
 
