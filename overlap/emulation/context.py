@@ -60,6 +60,7 @@ class Event:
         peer: the other device of a remote copy or signal, else None.
         start, end: scheduler steps (logical time); a copy ends when it completes, a wait when it is over.
         launch: the number of the launch in this run, from 0.
+        scope: the `jax.named_scope`s around it in the kernel, joined by ``/``.
     """
 
     device: int
@@ -72,6 +73,7 @@ class Event:
     start: int
     end: int
     launch: int
+    scope: str
 
 
 class Run:
@@ -123,18 +125,9 @@ class Run:
         now = self._now()
         name = f"wg{thread.warpgroup}" + ("" if thread.warp is None else f".warp{thread.warp}")
         peer = None if peer == thread.device else peer
-        event = Event(
-            thread.device,
-            thread.cta.index,
-            name,
-            kind,
-            str(source),
-            str(target),
-            peer,
-            now,
-            now,
-            self.counts["launches"] - 1,
-        )
+        launch, scope = self.counts["launches"] - 1, thread.instruction.scope
+        source, target = str(source), str(target)
+        event = Event(thread.device, thread.cta.index, name, kind, source, target, peer, now, now, launch, scope)
         self.events.append(event)
         return event
 

@@ -50,6 +50,11 @@ class Instruction:
             self._source = f"{text}: {self.name}" if text else self.name
         return self._source
 
+    @property
+    def scope(self) -> str:
+        """The named scopes around it."""
+        return str(self.eqn.source_info.name_stack) if self.eqn is not None else ""
+
 
 class Program:
     """A decoded kernel."""

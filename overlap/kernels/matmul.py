@@ -48,7 +48,7 @@ def require_unchecked_vma(*operands: Any) -> None:
         manual = getattr(jax.typeof(operand), "manual_axis_type", None) if isinstance(operand, jax.Array) else None
         if manual is not None and manual.varying:
             raise NotImplementedError(
-                "the fused kernel needs `check_vma=False` in the enclosing jax.shard_map (the default is True): set it, "
+                "the fused kernel needs `check_vma=False` in the enclosing jax.shard_map (default: True): set it, "
                 'or use implementation="xla"'
             )
 

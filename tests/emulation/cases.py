@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from overlap.emulation import emulate
 from tests.emulation import kernels
 
 DEVICES, ROWS, COLUMNS, CORES = 4, 8, 64, 2
@@ -72,6 +75,24 @@ def matmul(defects=kernels.NO_DEFECTS, dtype=np.float16):
         np.testing.assert_allclose(out, expected, rtol=2e-2, atol=6e-2)
 
     return run
+
+
+# ---- one device, one kernel -----------------------------------------------------------------------------------------
+
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def out_type(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def run_kernel(body, *args, settings=None, **kwargs):
+    with emulate(**(settings or {})):
+        return jax.tree.map(np.asarray, jax.jit(lambda *xs: plgpu.kernel(body, **kwargs)(*xs))(*args))
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 KERNELS = {"ring": ring, "pull": pull, "matmul": matmul}

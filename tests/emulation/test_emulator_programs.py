@@ -133,6 +133,26 @@ def test_eight_devices_and_many_calls_in_flight():
         np.testing.assert_array_equal(np.asarray(y), gathered(x + i, 8))
 
 
+def test_a_mesh_in_the_context_and_results_that_nobody_keeps():
+    mesh = cases.make_mesh(x=4)
+    x = cases.place(cases.shards(), mesh, P("x"))
+    ring = jax.shard_map(kernels.ring_push(4, ROWS, COLUMNS), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with jax.set_mesh(mesh):
+        kernel = jax.jit(ring)
+        with emulate() as run:
+            for _ in range(5):
+                kernel(x)
+    assert run.counts["launches"] == 5
+
+
+def test_vmap_and_no_jit():
+    x = np.random.default_rng(0).standard_normal((2, 128, 128)).astype(np.float16)
+    with emulate() as run:
+        y = np.asarray(jax.vmap(kernels.pipelined_matmul(128, 128, 128, 1))(x, x), np.float32)
+    np.testing.assert_allclose(y, x.astype(np.float32) @ x.astype(np.float32), rtol=2e-2, atol=6e-2)
+    assert run.counts["launches"] == 1
+
+
 def test_launches_do_not_see_each_other():
     # Semaphores start at zero and outputs as NaN, in every launch.
     def body(out):
