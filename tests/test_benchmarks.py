@@ -121,16 +121,20 @@ def test_of_several_candidates_the_fastest_right_one_is_kept(mesh: Mesh) -> None
     assert len(result.loop_us) == QUICK.rounds
 
 
-def test_every_round_starts_with_another_method(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_shuffled_and_repeatable(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(PROBLEM, mesh, QUICK)
     for name in "abc":
         session.add(Method(name, reference))
     order: list[str] = []
     monkeypatch.setattr(session, "_time_loop", lambda prepared: order.append(prepared.method.name) or 1e-6)
     monkeypatch.setattr(session, "_time_calls", lambda prepared: 1e-6)
-    for number in range(4):
+    for number in [*range(8), *range(8)]:
         session.run_round(number)
-    assert "".join(order) == "abcbcacababc"
+    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert rounds[:8] == rounds[8:] and len(set(rounds)) > 2
+    # A rotation would keep every method's predecessor, whose clocks it inherits.
+    assert {r[r.index("a") - 1] for r in rounds if r[0] != "a"} == {"b", "c"}
 
 
 # --- The programs -----------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_demo_reports_a_wrong_result(monkeypatch, capsys):
 
 def test_spans_name_the_shards():
     def event(kind: str, thread: str, start: int, end: int, target: str = "", peer: int | None = None) -> Event:
-        return Event(2, 1, thread, kind, "", target, peer, start, end, 0)
+        return Event(2, 1, thread, kind, "", target, peer, start, end, 0, "")
 
     events = [
         event("remote_copy", "wg2.warp1", 1, 5, "slots_smem[0]", peer=3),
