@@ -71,10 +71,16 @@ def test_hooks_see_each_operand_tile_and_the_accumulator():
                 send_tile(lhs_smem, copy_gmem.at[rows, columns])
                 wait_stores_landed()
 
-        hooks = hopper.Hooks(load_lhs=lambda tile, load: load(lhs_gmem), in_smem=forward, epilogue=lambda acc: acc * 2)
+        hooks = hopper.Hooks(
+            load_lhs=lambda tile, load: load(lhs_gmem),
+            rhs_at=lambda tile: rhs_gmem,
+            out_at=lambda tile: out_gmem,
+            in_smem=forward,
+            epilogue=lambda values, rows, columns, addend: values * 2,
+        )
         pl.run_scoped(
-            lambda buffers: hopper.mainloop(rhs_gmem, out_gmem, tiles=order.tiles, tile_at=tile_at, k=k, num_ctas=cores,
-                                            config=config, buffers=buffers, hooks=hooks),
+            lambda buffers: hopper.mainloop(tiles=order.tiles, tile_at=tile_at, k_steps=k // config.tile_k,
+                                            num_ctas=cores, config=config, buffers=buffers, hooks=hooks),
             hopper.buffer_types(config, lhs.dtype, lhs.dtype, forwards=True),
             collective_axes=hopper.THREAD_AXIS,
         )  # fmt: skip

@@ -34,8 +34,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.collectives import reference
 from overlap.collectives.axis import require_all_manual, ring_of
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels import dispatch, hopper, matmul
+from overlap.kernels import differentiable, dispatch, hopper, matmul
 from overlap.kernels.config import Config
+from overlap.kernels.product import Operands, Plan
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import (
@@ -125,10 +126,20 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, r
             exit_handshake(exit_flags, ring, cta, num_ctas)
 
         hopper.mainloop(
-            rhs_gmem, out_gmem, tiles=schedule.tiles, tile_at=tile_at, k=plan.shard_cols, num_ctas=num_ctas,
-            config=config, buffers=buffers,
-            hooks=hopper.Hooks(load_lhs=load_rows, before_load=wait_for_rows, communicate=communicate),
-        )  # fmt: skip
+            tiles=schedule.tiles,
+            tile_at=tile_at,
+            k_steps=plan.shard_cols // config.tile_k,
+            num_ctas=num_ctas,
+            config=config,
+            buffers=buffers,
+            hooks=hopper.Hooks(
+                load_lhs=load_rows,
+                rhs_at=lambda tile: rhs_gmem,
+                out_at=lambda tile: out_gmem,
+                before_load=wait_for_rows,
+                communicate=communicate,
+            ),
+        )
 
     pl.run_scoped(
         run,
@@ -140,35 +151,45 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, r
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, num_ctas: int) -> jax.Array:
+def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, target: Target) -> jax.Array:
     if ring.size == 1:
-        return matmul.fused(lhs, rhs, out_dtype, config, num_ctas)
+        return differentiable.fused(Operands(lhs, rhs), Plan(config, target, hopper.PLAIN, out_dtype))
     (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
     schedule = make_schedule(ring.size, m_shard, n_shard, k, lhs.dtype.itemsize, config)
-    body = functools.partial(_kernel, ring=ring, schedule=schedule, config=config, num_ctas=num_ctas)
+    body = functools.partial(_kernel, ring=ring, schedule=schedule, config=config, num_ctas=target.num_cores)
     out, _ = hopper.launch(
         lambda *refs: body(*refs),
         out_type=(
             jax.ShapeDtypeStruct((ring.size * m_shard, n_shard), out_dtype),
             jax.ShapeDtypeStruct((ring.size - 1, m_shard, k), lhs.dtype),
         ),
-        num_ctas=num_ctas,
+        num_ctas=target.num_cores,
         name=f"overlap_{NAME}",
     )(lhs, rhs)
     return out
 
 
-def _fused_forward(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, num_ctas: int) -> Any:
-    return _fused(lhs, rhs, ring, out_dtype, config, num_ctas), (lhs, rhs)
+def _fused_forward(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, target: Target) -> Any:
+    return _fused(lhs, rhs, ring, out_dtype, config, target), (lhs, rhs)
 
 
-def _fused_backward(ring: Ring, out_dtype: Any, config: Config, num_ctas: int, saved: Any, cotangent: jax.Array) -> Any:
-    del out_dtype, config, num_ctas  # The transpose, matmul + reduce-scatter, runs by XLA.
+def _fused_backward(
+    ring: Ring, out_dtype: Any, config: Config, target: Target, saved: Any, cotangent: jax.Array
+) -> Any:
+    del out_dtype, config, target  # The transpose, matmul + reduce-scatter, runs by XLA.
     lhs, rhs = saved
     return reference.all_gather_lhs_matmul_backward(lhs, rhs, ring.axis_name, cotangent)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _check_matrices(lhs: Any, rhs: Any, preferred_element_type: Any) -> Any:
+    out_dtype = matmul.check_operands(lhs, rhs, preferred_element_type)
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        if len(array.shape) != 2:
+            raise ValueError(f"`{name}` must have 2 dimensions, got {len(array.shape)} (shape {tuple(array.shape)})")
+    return out_dtype
 
 
 def decide(
@@ -177,7 +198,7 @@ def decide(
 ) -> dispatch.Explanation:  # fmt: skip
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
     ring = ring_of(NAME, axis_name, mesh)
-    out_dtype = matmul.check_operands(lhs, rhs, preferred_element_type)
+    out_dtype = _check_matrices(lhs, rhs, preferred_element_type)
     problem = (ring, tuple(lhs.shape), tuple(rhs.shape), str(lhs.dtype), str(out_dtype))
 
     def check_call(config: Config, target: Target) -> None:
@@ -236,8 +257,8 @@ def all_gather_lhs_matmul(
     choice = decide(
         lhs, rhs, axis_name, preferred_element_type=preferred_element_type, config=config, implementation=implementation
     )
-    out_dtype = matmul.check_operands(lhs, rhs, preferred_element_type)
+    out_dtype = _check_matrices(lhs, rhs, preferred_element_type)
     ring = ring_of(NAME, axis_name)
     if choice.config is None:
         return reference.all_gather_lhs_matmul(lhs, rhs, ring.axis_name, out_dtype)
-    return _fused(lhs, rhs, ring, out_dtype, choice.config, choice.target.num_cores)
+    return _fused(lhs, rhs, ring, out_dtype, choice.config, choice.target)

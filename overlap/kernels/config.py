@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from overlap.kernels.target import Target
 
 COMPUTE_WARPGROUPS = 2
-SUPPORTED_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+FLOAT16 = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 BARRIER_BYTES = 8
-# Registers hand out 255 per thread; what is not accumulator holds addresses, counters and the epilogue's temporaries.
-MAX_ACCUMULATOR_REGISTERS = 200
+# Of the 232 registers of a compute thread; the rest holds addresses, counters and the epilogue's temporaries.
+MAX_ACCUMULATOR_REGISTERS = 128
+WARPGROUP_THREADS = 128
+TILE_N_UNIT = 64
 TMA_BOX_LIMIT = 256
 SWIZZLE_BYTES = 128
 WGMMA_M = 64
@@ -26,7 +29,7 @@ class Config:
     """The tunable sizes of a (fused) matmul.
 
     Attributes:
-      tile_m: rows of the output tile of one CTA, shared by two warpgroups (so 128 is 2 × 64).
+      tile_m: rows of the output tile of one CTA: 64, 128 or 256 (see `halves`).
       tile_n: columns of the output tile of one CTA.
       tile_k: depth of one stage, in elements; its bytes must be 128, the widest swizzle.
       stages: operand tiles in flight.
@@ -34,6 +37,8 @@ class Config:
       epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles per band of the order (`TileOrder`).
+      split_k: into how many parts the contraction is cut, each a tile of its own, summed in f32 in a fixed order
+        afterwards: for results of few tiles (plain matmul only).
       chunk_bytes: the most that the communicator of one CTA pulls in one copy (fused operations only).
       chunk_slots: how many such copies are in flight per CTA (fused operations only).
     """
@@ -46,6 +51,7 @@ class Config:
     epilogue_slots: int = 1
     order_minor: Literal["m", "n"] = "m"
     order_width: int = 8
+    split_k: int = 1
     chunk_bytes: int = 8192
     chunk_slots: int = 2
 
@@ -58,16 +64,35 @@ class Config:
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{field.name}` must be an int of at least 1, got {value!r}")
 
+    @property
+    def halves(self) -> tuple[int, int]:
+        """Rows and columns of the half tile of one compute warpgroup: cut across the rows if both keep 64 of them."""
+        if self.tile_m >= COMPUTE_WARPGROUPS * WGMMA_M:
+            return self.tile_m // COMPUTE_WARPGROUPS, self.tile_n
+        return self.tile_m, self.tile_n // COMPUTE_WARPGROUPS
+
     def smem_bytes(self, dtype: Any, out_dtype: Any, *, pulls: bool) -> int:
         """Shared memory of one CTA in bytes, barriers included. `pulls`: with the communicator's chunk buffers."""
         operand_bytes = self.stages * (self.tile_m + self.tile_n) * self.tile_k * jnp.dtype(dtype).itemsize
-        epilogue_bytes = self.epilogue_slots * self.tile_m * self.epilogue_tile_n * jnp.dtype(out_dtype).itemsize
+        epilogue_rows = COMPUTE_WARPGROUPS * self.halves[0]
+        epilogue_bytes = self.epilogue_slots * epilogue_rows * self.epilogue_tile_n * jnp.dtype(out_dtype).itemsize
         chunk_bytes = self.chunk_slots * self.chunk_bytes if pulls else 0
         barriers = 2 * self.stages + (self.chunk_slots if pulls else 0)
         return operand_bytes + epilogue_bytes + chunk_bytes + barriers * BARRIER_BYTES
 
     def check(
-        self, *, m: int, n: int, k: int, dtype: Any, out_dtype: Any, target: Target, pulls: bool, m_name: str = "m"
+        self,
+        *,
+        m: int,
+        n: int,
+        k: int,
+        dtype: Any,
+        out_dtype: Any,
+        target: Target,
+        pulls: bool,
+        m_name: str = "m",
+        transpose_lhs: bool = False,
+        transpose_rhs: bool = False,
     ) -> None:
         """The one predicate that says whether the Hopper mainloop can run this (calls, chooser and tuner share it).
 
@@ -78,8 +103,10 @@ class Config:
           dtype: of both operands.
           out_dtype: of the result.
           target: the device.
-          pulls: whether a communicator needs its buffers as well.
+          pulls: whether this is a fused collective, whose communicator needs its buffers as well.
           m_name: what the caller calls `m`.
+          transpose_lhs: the left operand is [k, m] in memory.
+          transpose_rhs: the right operand is [n, k] in memory.
 
         Raises:
           ValueError: the configuration contradicts itself or exceeds the device.
@@ -87,15 +114,22 @@ class Config:
         """
         target.require_hopper()
         dtype, out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
-        if dtype not in SUPPORTED_DTYPES:
+        in_dtypes, out_dtypes = (FLOAT16, FLOAT16) if pulls else (FLOAT16 + FLOAT8, (*FLOAT16, jnp.dtype(jnp.float32)))
+        if dtype not in in_dtypes:
             raise NotImplementedError(
-                f"the fused kernel multiplies float16 or bfloat16, got {dtype.name} operands: cast them, or use "
+                f"the fused kernel multiplies {_names(in_dtypes)}, got {dtype.name} operands: cast them, or use "
                 'implementation="xla"'
             )
-        if out_dtype not in SUPPORTED_DTYPES:
+        if out_dtype not in out_dtypes:
             raise NotImplementedError(
-                f"the fused kernel writes float16 or bfloat16, got `preferred_element_type`={out_dtype.name}: leave it "
-                'out, or use implementation="xla"'
+                f"the fused kernel writes {_names(out_dtypes)}, got `preferred_element_type`={out_dtype.name}: leave "
+                'it out, or use implementation="xla"'
+            )
+        if dtype in FLOAT8 and (transpose_lhs or not transpose_rhs):
+            raise NotImplementedError(
+                "the tensor cores read 8-bit operands only with k along their rows, got transpose_lhs="
+                f"{transpose_lhs} and transpose_rhs={transpose_rhs}: keep lhs as [m, k] and rhs as [n, k] "
+                '(transpose_rhs=True), or use implementation="xla"'
             )
         self._check_itself(dtype, out_dtype, target, pulls)
         for name, size, tile_name, tile in (
@@ -109,40 +143,63 @@ class Config:
                     f"{tile_name}={tile}: pad, pass a `config` with a {tile_name} that divides it, or use "
                     'implementation="xla"'
                 )
+        if (k // self.tile_k) % self.split_k:
+            raise NotImplementedError(
+                f"`split_k` must divide the {k // self.tile_k} steps of k={k} (tile_k={self.tile_k}), got "
+                f"{self.split_k}"
+            )
 
     def _check_itself(self, dtype: Any, out_dtype: Any, target: Target, pulls: bool) -> None:
-        if self.tile_m != COMPUTE_WARPGROUPS * WGMMA_M:
-            raise ValueError(
-                f"`tile_m` must be {COMPUTE_WARPGROUPS * WGMMA_M} ({COMPUTE_WARPGROUPS} warpgroups of {WGMMA_M} rows), "
-                f"got {self.tile_m}"
-            )
+        if self.tile_m not in (64, 128, 256):
+            raise ValueError(f"`tile_m` must be 64, 128 or 256, got {self.tile_m}")
         swizzle_elements = SWIZZLE_BYTES // dtype.itemsize
         if self.tile_k != swizzle_elements:
             raise ValueError(
                 f"`tile_k` must be {swizzle_elements} for {dtype.name} ({SWIZZLE_BYTES} bytes), got {self.tile_k}"
             )
-        if self.tile_n % swizzle_elements or self.tile_n > TMA_BOX_LIMIT:
+        wg_m, wg_n = self.halves
+        if wg_n % TILE_N_UNIT or self.tile_n > TMA_BOX_LIMIT:
+            unit = TILE_N_UNIT * self.tile_n // wg_n if wg_n else 2 * TILE_N_UNIT
             raise ValueError(
-                f"`tile_n` must be a multiple of {swizzle_elements} and at most {TMA_BOX_LIMIT}, got {self.tile_n}"
+                f"`tile_n` must be a multiple of {unit} (for tile_m={self.tile_m}) and at most {TMA_BOX_LIMIT}, got "
+                f"{self.tile_n}"
             )
-        if self.epilogue_tile_n % (SWIZZLE_BYTES // out_dtype.itemsize) or self.tile_n % self.epilogue_tile_n:
+        if (registers := wg_m * wg_n // WARPGROUP_THREADS) > MAX_ACCUMULATOR_REGISTERS:
             raise ValueError(
-                f"`epilogue_tile_n` must be a multiple of {SWIZZLE_BYTES // out_dtype.itemsize} that divides `tile_n`, "
-                f"got {self.epilogue_tile_n} for tile_n={self.tile_n}"
+                f"a tile of {self.tile_m} × {self.tile_n} needs {registers} registers per thread for its accumulator, "
+                f"and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
             )
-        if (self.tile_n // self.epilogue_tile_n) % self.epilogue_slots:
+        out_swizzle_elements = SWIZZLE_BYTES // out_dtype.itemsize
+        if self.epilogue_tile_n % out_swizzle_elements or wg_n % self.epilogue_tile_n:
+            raise ValueError(
+                f"`epilogue_tile_n` must be a multiple of {out_swizzle_elements} that divides a warpgroup's {wg_n} "
+                f"columns, got {self.epilogue_tile_n} for tile_n={self.tile_n}"
+            )
+        if (wg_n // self.epilogue_tile_n) % self.epilogue_slots:
             # Else a slot would come round again before `epilogue_slots` stores, which is what the epilogue waits for.
             raise ValueError(
-                f"`epilogue_slots` must divide the {self.tile_n // self.epilogue_tile_n} stores of a tile (tile_n="
-                f"{self.tile_n} / epilogue_tile_n={self.epilogue_tile_n}), got {self.epilogue_slots}"
+                f"`epilogue_slots` must divide the {wg_n // self.epilogue_tile_n} stores of a tile ({wg_n} columns / "
+                f"epilogue_tile_n={self.epilogue_tile_n}), got {self.epilogue_slots}"
             )
         if self.stages < 2:
             raise ValueError(f"`stages` must be at least 2, since a slot is released one step late, got {self.stages}")
         if self.chunk_bytes % 16:
             raise ValueError(f"`chunk_bytes` must be a multiple of 16, got {self.chunk_bytes}")
+        if pulls and self.split_k != 1:
+            raise ValueError(f"`split_k` must be 1 in a fused collective, got {self.split_k}")
         if (needed := self.smem_bytes(dtype, out_dtype, pulls=pulls) + RESERVED_BYTES) > target.smem_limit_bytes:
             raise ValueError(
                 f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
                 f"CTA: reduce `stages` ({self.stages}), `tile_n` ({self.tile_n}) or `epilogue_slots` "
                 f"({self.epilogue_slots})"
             )
+
+
+def default_config(dtype: Any) -> Config:
+    """The configuration for large problems of a dtype."""
+    return Config(tile_k=SWIZZLE_BYTES // jnp.dtype(dtype).itemsize if jnp.dtype(dtype).itemsize <= 2 else 64)
+
+
+def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
+    *most, last = [dtype.name for dtype in dtypes]
+    return f"{', '.join(most)} or {last}"

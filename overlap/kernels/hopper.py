@@ -2,8 +2,8 @@
 
 Plain `matmul` is this loop without hooks; a fused collective is this loop with a tile order and hooks of its own.
 
-A CTA has three warpgroups. Two *compute* warpgroups hold the two 64-row halves of the accumulator. The third gives up
-its registers and is split into warps with roles, each with a long loop of its own:
+A CTA has three warpgroups. Two *compute* warpgroups hold the two halves of the accumulator (`Config.halves`). The third
+gives up its registers and is split into warps with roles, each with a long loop of its own:
 
     producer      for each output tile, for each k: wait until the slot is free, load the operand tiles by TMA
     communicator  a hook's own loop, e.g. pulling the peers' shards
@@ -15,9 +15,11 @@ compute warpgroup leaves one wgmma in flight, so it gives back slot k − 1 only
 Every role walks the same sequence of tiles, `cta, cta + num_ctas, …`, and counts slots on its own across tiles, so that
 the next tile's operands are on their way while this one's accumulator is stored.
 
+Either operand may lie in memory with k along its rows or down its columns (`Forms`); the tensor cores read both.
+
 Constraints: see `Config.check`. Source: the Mosaic GPU pipelining guide and CUTLASS's cooperative persistent kernel.
 
-Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` slots.
+Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` slots; wg_*: one compute warpgroup's half.
 """
 
 from __future__ import annotations
@@ -50,16 +52,34 @@ class Tile:
     """One output tile on its way through the mainloop; all indices are int32 scalars.
 
     Attributes:
-      step: which operand the rows come from, as the tile order numbers them (always 0 in a plain matmul).
-      m: tile row within that operand.
+      step: which operands the tile comes from, as the tile order numbers them (shard, batch element, or just 0).
+      m: tile row within the left operand.
       n: tile column.
       out_row: first row of the tile in the output.
+      k_first: the first k step of the tile, if the contraction is split.
     """
 
     step: Any
     m: Any
     n: Any
     out_row: Any
+    k_first: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """How the operands lie in global memory.
+
+    Attributes:
+      transpose_lhs: the left operand is [k, m] instead of [m, k].
+      transpose_rhs: the right operand is [n, k] instead of [k, n].
+    """
+
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+
+
+PLAIN = Forms()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +88,26 @@ class Hooks:
 
     Attributes:
       before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
-      load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the [m, k] reference that
-        holds the tile's rows (under `pl.when` if there are several such).
+      load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the reference that holds the
+        tile's rows (under `pl.when` if there are several such).
+      rhs_at: from a tile to the reference that holds its columns.
+      out_at: from a tile to the [rows, n] reference that it is stored to.
       communicate: the communicator warp's whole work; called once.
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles are in
         shared memory. It must not return before its copies have read them (`wait_stores_read`).
-      epilogue: maps the f32 accumulator to the values that are stored; elementwise.
+      addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
+      epilogue: called as `epilogue(values, rows, columns, addend)` with f32 values of the product, the (traced) slices
+        of the output that they are for, and the addend's values there (or None); returns what is stored.
     """
 
     load_lhs: Callable[[Tile, Callable[[Any], None]], None]
+    rhs_at: Callable[[Tile], Any]
+    out_at: Callable[[Tile], Any]
     before_load: Callable[[Tile], None] | None = None
     communicate: Callable[[], None] | None = None
     in_smem: Callable[[Tile, Any, Any, Any], None] | None = None
-    epilogue: Callable[[jax.Array], jax.Array] | None = None
+    addend_at: Callable[[Tile], Any] | None = None
+    epilogue: Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +120,7 @@ class Buffers:
     out_smem: Any
     full: Any
     consumed: Any
+    addend_loaded: Any = None
 
 
 def swizzled(dtype: Any) -> tuple[Any, ...]:
@@ -103,19 +131,33 @@ def swizzled(dtype: Any) -> tuple[Any, ...]:
     )
 
 
-def buffer_types(config: Config, dtype: Any, out_dtype: Any, *, forwards: bool = False) -> Buffers:
-    """Scratch types of `Buffers` for `pl.run_scoped`."""
-    wg_tile_m = config.tile_m // COMPUTE_WARPGROUPS
+def buffer_types(
+    config: Config,
+    dtype: Any,
+    out_dtype: Any,
+    *,
+    forms: Forms = PLAIN,
+    rhs_dtype: Any = None,
+    forwards: bool = False,
+    addend: bool = False,
+) -> Buffers:
+    """Scratch types of `Buffers` for `pl.run_scoped`. The operands keep the orientation that they have in memory."""
+    rhs_dtype = dtype if rhs_dtype is None else rhs_dtype
+    lhs_tile, rhs_tile = (config.tile_m, config.tile_k), (config.tile_k, config.tile_n)
+    lhs_tile = lhs_tile[::-1] if forms.transpose_lhs else lhs_tile
+    rhs_tile = rhs_tile[::-1] if forms.transpose_rhs else rhs_tile
+    wg_m, _ = config.halves
     return Buffers(
-        lhs_smem=plgpu.SMEM((config.stages, config.tile_m, config.tile_k), dtype, transforms=swizzled(dtype)),
-        rhs_smem=plgpu.SMEM((config.stages, config.tile_k, config.tile_n), dtype, transforms=swizzled(dtype)),
+        lhs_smem=plgpu.SMEM((config.stages, *lhs_tile), dtype, transforms=swizzled(dtype)),
+        rhs_smem=plgpu.SMEM((config.stages, *rhs_tile), rhs_dtype, transforms=swizzled(rhs_dtype)),
         out_smem=plgpu.SMEM(
-            (COMPUTE_WARPGROUPS, config.epilogue_slots, wg_tile_m, config.epilogue_tile_n),
+            (COMPUTE_WARPGROUPS, config.epilogue_slots, wg_m, config.epilogue_tile_n),
             out_dtype,
             transforms=swizzled(out_dtype),
         ),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
         consumed=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS + forwards, num_barriers=config.stages),
+        addend_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTE_WARPGROUPS) if addend else None,
     )
 
 
@@ -129,34 +171,39 @@ def _for_each_tile(cta: Any, num_ctas: int, tiles: int, visit: Callable[[Any, An
 
 
 def _produce(
-    tile: Tile, ordinal: Any, *, rhs_gmem: Any, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config
+    tile: Tile, ordinal: Any, *, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config, forms: Forms
 ) -> None:
     """The producer's part of one tile."""
     if hooks.before_load is not None:
         hooks.before_load(tile)
     first = ordinal * k_steps
+    m_slice = pl.ds(tile.m * config.tile_m, config.tile_m)
     n_slice = pl.ds(tile.n * config.tile_n, config.tile_n)
+    rhs_gmem = hooks.rhs_at(tile)
 
     def load(lhs_gmem: Any) -> None:
-        m_slice = pl.ds(tile.m * config.tile_m, config.tile_m)
-
         @pl.loop(0, k_steps)
         def _step(k: Any) -> None:
             slot = remainder(first + k, config.stages)
-            k_slice = pl.ds(k * config.tile_k, config.tile_k)
+            k_slice = pl.ds((tile.k_first + k) * config.tile_k, config.tile_k)
+            lhs_tile = (k_slice, m_slice) if forms.transpose_lhs else (m_slice, k_slice)
+            rhs_tile = (n_slice, k_slice) if forms.transpose_rhs else (k_slice, n_slice)
 
             @pl.when(first + k >= config.stages)
             def _wait_until_free() -> None:
                 plgpu.barrier_wait(buffers.consumed.at[slot])
 
-            plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], buffers.lhs_smem.at[slot], buffers.full.at[slot])
-            plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], buffers.rhs_smem.at[slot], buffers.full.at[slot])
+            plgpu.copy_gmem_to_smem(lhs_gmem.at[lhs_tile], buffers.lhs_smem.at[slot], buffers.full.at[slot])
+            plgpu.copy_gmem_to_smem(rhs_gmem.at[rhs_tile], buffers.rhs_smem.at[slot], buffers.full.at[slot])
 
     hooks.load_lhs(tile, load)
 
 
-def _forward(tile: Tile, ordinal: Any, *, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config) -> None:
+def _forward(
+    tile: Tile, ordinal: Any, *, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config, forms: Forms
+) -> None:
     """The forwarder's part of one tile."""
+    del forms  # It passes tiles on as they are.
     assert hooks.in_smem is not None
 
     @pl.loop(0, k_steps)
@@ -172,21 +219,27 @@ def _compute(
     ordinal: Any,
     *,
     warpgroup: Any,
-    out_gmem: Any,
     k_steps: int,
     buffers: Buffers,
     hooks: Hooks,
     config: Config,
+    forms: Forms,
 ) -> None:
     """A compute warpgroup's part of one tile: the products, then the stores."""
-    wg_tile_m = config.tile_m // COMPUTE_WARPGROUPS
-    wg_rows = pl.ds(warpgroup * wg_tile_m, wg_tile_m)
+    wg_m, wg_n = config.halves
+    half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
+    wg_rows, wg_columns = pl.ds(half_m * wg_m, wg_m), pl.ds(half_n * wg_n, wg_n)
     first = ordinal * k_steps
 
     def multiply(k: Any, acc: Any) -> None:
         slot = remainder(first + k, config.stages)
         plgpu.barrier_wait(buffers.full.at[slot])
-        plgpu.wgmma(acc, buffers.lhs_smem.at[slot, wg_rows], buffers.rhs_smem.at[slot])
+        lhs_smem, rhs_smem = buffers.lhs_smem.at[slot], buffers.rhs_smem.at[slot]
+        plgpu.wgmma(
+            acc,
+            lhs_smem.at[:, wg_rows].transpose((1, 0)) if forms.transpose_lhs else lhs_smem.at[wg_rows],
+            rhs_smem.at[wg_columns].transpose((1, 0)) if forms.transpose_rhs else rhs_smem.at[:, wg_columns],
+        )
 
     def accumulate(acc: Any) -> jax.Array:
         multiply(0, acc)
@@ -200,54 +253,71 @@ def _compute(
 
         return acc[...]  # Waits for the last wgmma.
 
-    values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((wg_tile_m, config.tile_n), jnp.float32))
+    values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((wg_m, wg_n), jnp.float32))
     plgpu.barrier_arrive(buffers.consumed.at[remainder(first + k_steps - 1, config.stages)])
-    if hooks.epilogue is not None:
-        values = hooks.epilogue(values)
-    _store(values.astype(out_gmem.dtype), tile, warpgroup=warpgroup, out_gmem=out_gmem, buffers=buffers, config=config)
+    _store(values, tile, half_m * wg_m, half_n * wg_n, warpgroup, buffers=buffers, hooks=hooks, config=config)
 
 
-def _store(values: jax.Array, tile: Tile, *, warpgroup: Any, out_gmem: Any, buffers: Buffers, config: Config) -> None:
-    """Registers → shared memory → output, `epilogue_tile_n` columns at a time."""
-    wg_tile_m = config.tile_m // COMPUTE_WARPGROUPS
-    rows = pl.ds(tile.out_row + warpgroup * wg_tile_m, wg_tile_m)
-    for i in range(config.tile_n // config.epilogue_tile_n):
-        out_smem = buffers.out_smem.at[warpgroup, i % config.epilogue_slots]
+def _store(
+    values: jax.Array,
+    tile: Tile,
+    row: Any,
+    column: Any,
+    warpgroup: Any,
+    *,
+    buffers: Buffers,
+    hooks: Hooks,
+    config: Config,
+) -> None:
+    """Registers → shared memory → output, `epilogue_tile_n` columns at a time. The half begins at (row, column)."""
+    wg_m, wg_n = config.halves
+    out_gmem, width = hooks.out_at(tile), config.epilogue_tile_n
+    rows = pl.ds(tile.out_row + row, wg_m)
+    for i in range(wg_n // width):
+        slot_smem = buffers.out_smem.at[warpgroup, i % config.epilogue_slots]
+        columns = pl.ds(tile.n * config.tile_n + column + i * width, width)
+        piece = values[:, i * width : (i + 1) * width]
         # The slot's last store was `epilogue_slots` stores ago, maybe in the tile before.
         wait_stores_read(config.epilogue_slots - 1)
-        out_smem[...] = values[:, i * config.epilogue_tile_n : (i + 1) * config.epilogue_tile_n]
+        addend = None
+        if hooks.addend_at is not None:
+            # It passes through the slot in which the result then takes its place.
+            loaded = buffers.addend_loaded.at[warpgroup]
+            plgpu.copy_gmem_to_smem(hooks.addend_at(tile).at[rows, columns], slot_smem, loaded)
+            plgpu.barrier_wait(loaded)
+            addend = slot_smem[...].astype(jnp.float32)
+        if hooks.epilogue is not None:
+            piece = hooks.epilogue(piece, rows, columns, addend)
+        slot_smem[...] = piece.astype(out_gmem.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(tile.n * config.tile_n + i * config.epilogue_tile_n, config.epilogue_tile_n)
-        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[rows, columns])
+        plgpu.copy_smem_to_gmem(slot_smem, out_gmem.at[rows, columns])
 
 
 def mainloop(
-    rhs_gmem: Any,
-    out_gmem: Any,
     *,
     tiles: int,
     tile_at: Callable[[Any], Tile],
-    k: int,
+    k_steps: int,
     num_ctas: int,
     config: Config,
     buffers: Buffers,
     hooks: Hooks,
+    forms: Forms = PLAIN,
 ) -> None:
     """Runs all roles of this CTA over its share of the output tiles.
 
     Args:
-      rhs_gmem: [k, n].
-      out_gmem: [rows, n], written tile by tile.
       tiles: how many output tiles the device computes.
       tile_at: the tile order: from a tile's index to the tile, the same in every role.
-      k: the contraction dimension.
+      k_steps: how many k steps each tile has.
       num_ctas: CTAs of the grid.
       config: sizes.
       buffers: allocated from `buffer_types`.
-      hooks: where the left operand's rows come from, and what else is to happen.
+      hooks: where operands come from and results go, and what else is to happen.
+      forms: how the operands lie in memory.
     """
     warpgroup, cta = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
-    common = dict(k_steps=k // config.tile_k, buffers=buffers, hooks=hooks, config=config)
+    common = dict(k_steps=k_steps, buffers=buffers, hooks=hooks, config=config, forms=forms)
 
     def for_each_tile(role: Callable[..., None], **kwargs: Any) -> None:
         _for_each_tile(cta, num_ctas, tiles, lambda i, ordinal: role(tile_at(i), ordinal, **common, **kwargs))
@@ -255,7 +325,7 @@ def mainloop(
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def _compute_role() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        for_each_tile(_compute, warpgroup=warpgroup, out_gmem=out_gmem)
+        for_each_tile(_compute, warpgroup=warpgroup)
         # Shared memory must outlive the stores that read it.
         wait_stores_read()
 
@@ -265,7 +335,7 @@ def mainloop(
 
         @plgpu.warp_map
         def _roles(warp: Any) -> None:
-            pl.when(warp == PRODUCER_WARP)(functools.partial(for_each_tile, _produce, rhs_gmem=rhs_gmem))
+            pl.when(warp == PRODUCER_WARP)(functools.partial(for_each_tile, _produce))
             if hooks.communicate is not None:
                 pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
             if hooks.in_smem is not None:

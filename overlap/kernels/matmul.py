@@ -1,23 +1,24 @@
-"""`matmul`: the mainloop alone, on one GPU."""
+"""`matmul`: the mainloop alone, on one GPU: its checks, and the choice of the implementation."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
+import numpy as np
 
-from overlap.kernels import dispatch, hopper
-from overlap.kernels.config import Config
+from overlap.kernels import differentiable, dispatch, product
+from overlap.kernels.config import FLOAT8, Config, default_config
 from overlap.kernels.dispatch import Explanation
-from overlap.kernels.tile_order import TileOrder
+from overlap.kernels.hopper import PLAIN, Forms
+from overlap.kernels.product import Operands, Plan
 
 
-def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> jnp.dtype:
-    """The checks that every product shares; returns the output's dtype.
+def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
+    """The checks that every product shares, on its last two dimensions; returns the output's dtype.
 
     Raises:
       ValueError: wrong ranks, dtypes or sizes.
@@ -25,18 +26,24 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> jnp.dtype
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise ValueError(f"`{name}` must be an array, got {type(array).__name__}")
-        if len(array.shape) != 2:
-            raise ValueError(f"`{name}` must have 2 dimensions, got {len(array.shape)} (shape {tuple(array.shape)})")
-    if lhs.dtype != rhs.dtype:
+        if len(array.shape) < 2:
+            raise ValueError(
+                f"`{name}` must have 2 dimensions or more, got {len(array.shape)} (shape {tuple(array.shape)})"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"`lhs` and `rhs` must be floating-point, got {array.dtype}")
+    if lhs.dtype != rhs.dtype and not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
         raise ValueError(f"`lhs` and `rhs` must have the same dtype, got {lhs.dtype} and {rhs.dtype}: cast one of them")
-    if not jnp.issubdtype(lhs.dtype, jnp.floating):
-        raise ValueError(f"`lhs` and `rhs` must be floating-point, got {lhs.dtype}")
-    if lhs.shape[1] != rhs.shape[0]:
+    lhs_k = lhs.shape[-2 if forms.transpose_lhs else -1]
+    rhs_k = rhs.shape[-1 if forms.transpose_rhs else -2]
+    if lhs_k != rhs_k:
         raise ValueError(
-            f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs.shape[1]} in lhs "
-            f"{tuple(lhs.shape)} and k={rhs.shape[0]} in rhs {tuple(rhs.shape)}"
+            f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
+            f"k={rhs_k} in rhs {tuple(rhs.shape)}"
         )
-    return jnp.dtype(lhs.dtype if preferred_element_type is None else preferred_element_type)
+    if preferred_element_type is not None:
+        return jnp.dtype(preferred_element_type)
+    return jnp.dtype(jnp.bfloat16) if lhs.dtype in FLOAT8 else jnp.dtype(lhs.dtype)
 
 
 def require_unchecked_vma(*operands: Any) -> None:
@@ -53,106 +60,162 @@ def require_unchecked_vma(*operands: Any) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A checked call: operands with at most one batch dimension, and what leads back to the caller's shape."""
+
+    operands: Operands
+    forms: Forms
+    out_dtype: Any
+    activation: Any
+    batch: tuple[int, ...]
+
+    def restore(self, out: jax.Array) -> jax.Array:
+        return out.reshape(*self.batch, *out.shape[-2:])
+
+
+def _normalize(
+    lhs: Any, rhs: Any, c: Any, bias: Any, activation: Any, scale: Any, preferred: Any, forms: Forms
+) -> _Call:
+    """Checks shapes and brings the operands into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
+    out_dtype = check_operands(lhs, rhs, preferred, forms)
+    batches = [tuple(x.shape[:-2]) for x in (lhs, rhs) if len(x.shape) > 2]
+    if len(set(batches)) > 1:
+        raise ValueError(
+            "`lhs` and `rhs` must have the same leading dimensions, or one of them none, got "
+            f"{batches[0]} and {batches[1]}: broadcast one of them"
+        )
+    batch = batches[0] if batches else ()
+    _, m, n, _ = product.sizes(Operands(_flat(lhs), _flat(rhs)), forms)
+    if c is not None and tuple(c.shape) not in {(m, n), (*batch, m, n)}:
+        raise ValueError(f"`c` must have the shape of the result, {(*batch, m, n)}, or {(m, n)}, got {tuple(c.shape)}")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"`bias` must have shape ({n},), one value per column, got {tuple(bias.shape)}")
+    if not (activation is None or callable(activation)):
+        raise ValueError(f"`activation` must be a function of an array, got {activation!r}")
+    row_scale, column_scale = _scales(scale, m, n)
+    vector = lambda x: None if x is None else x.astype(jnp.float32) if isinstance(x, jax.Array) else x  # noqa: E731
+    addend = None if c is None else _flat(c.astype(out_dtype) if isinstance(c, jax.Array) else c)
+    operands = Operands(_flat(lhs), _flat(rhs), addend, vector(bias), row_scale, column_scale)
+    return _Call(operands, forms, out_dtype, activation, batch)
+
+
+def _on_device(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _flat(x: Any) -> Any:
+    """With at most one batch dimension."""
+    if len(x.shape) <= 3:
+        return x
+    shape = (-1, *x.shape[-2:])
+    return x.reshape(shape) if isinstance(x, jax.Array) else jax.eval_shape(lambda y: y.reshape(shape), x)
+
+
+def _scales(scale: Any, m: int, n: int) -> tuple[Any, Any]:
+    """Row scale [m] and column scale [n] in f32 of what the caller gave: one array, or a pair to be multiplied."""
+    row, column = None, None
+    for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
+        part = jnp.asarray(part, jnp.float32)
+        if part.shape == (m, 1):
+            row = part[:, 0] if row is None else row * part[:, 0]
+        elif part.shape in {(), (1,), (1, 1), (n,), (1, n)}:
+            part = jnp.broadcast_to(part.reshape(-1), (n,))
+            column = part if column is None else column * part
+        else:
+            raise ValueError(
+                f"`scale` must be a scalar, ({m}, 1) per row, ({n},) or (1, {n}) per column, or a pair of these, got "
+                f"shape {part.shape}"
+            )
+    return row, column
+
+
+def _decide(call: _Call, config: Config | None, implementation: str | None) -> Explanation:
+    lhs, rhs = call.operands.lhs, call.operands.rhs
+
+    def check(config: Config, target: Any) -> None:
+        product.check(call.operands, call.forms, call.out_dtype, config, target)
+        require_unchecked_vma(lhs, rhs)
+
+    problem = (*product.sizes(call.operands, call.forms), str(lhs.dtype), str(call.out_dtype), call.forms)
+    return dispatch.decide(
+        "matmul", implementation, dispatch.target(), config or default_config(lhs.dtype), check, problem
+    )
+
+
 def decide(
     lhs: Any,
     rhs: Any,
     *,
+    c: Any = None,
+    bias: Any = None,
+    activation: Any = None,
+    scale: Any = None,
     preferred_element_type: Any = None,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
     config: Config | None = None,
     implementation: str | None = None,
 ) -> Explanation:
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
-    out_dtype = check_operands(lhs, rhs, preferred_element_type)
-    (m, k), n = lhs.shape, rhs.shape[1]
-
-    def check(config: Config, target: Any) -> None:
-        config.check(m=m, n=n, k=k, dtype=lhs.dtype, out_dtype=out_dtype, target=target, pulls=False)
-        require_unchecked_vma(lhs, rhs)
-
-    problem = (m, n, k, str(lhs.dtype), str(out_dtype))
-    return dispatch.decide("matmul", implementation, dispatch.target(), config or Config(), check, problem)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def fused(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, config: Config, num_ctas: int) -> jax.Array:
-    """The kernel itself: [m, k] times [k, n] on `num_ctas` cores; everything has been checked."""
-    (m, k), n = lhs.shape, rhs.shape[1]
-    order = TileOrder(m // config.tile_m, n // config.tile_n, config.order_minor, config.order_width)
-
-    def tile_at(index: Any) -> hopper.Tile:
-        tile_row, tile_column = order(index)
-        return hopper.Tile(step=0, m=tile_row, n=tile_column, out_row=tile_row * config.tile_m)
-
-    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any) -> None:
-        hooks = hopper.Hooks(load_lhs=lambda tile, load: load(lhs_gmem))
-
-        def run(buffers: hopper.Buffers) -> None:
-            hopper.mainloop(
-                rhs_gmem, out_gmem, tiles=order.tiles, tile_at=tile_at, k=k, num_ctas=num_ctas, config=config,
-                buffers=buffers, hooks=hooks,
-            )  # fmt: skip
-
-        pl.run_scoped(run, hopper.buffer_types(config, lhs.dtype, out_dtype), collective_axes=hopper.THREAD_AXIS)
-
-    return hopper.launch(
-        body, out_type=jax.ShapeDtypeStruct((m, n), out_dtype), num_ctas=num_ctas, name="overlap_matmul"
-    )(lhs, rhs)
-
-
-def _forward(lhs: jax.Array, rhs: jax.Array, out_dtype: Any, config: Config, num_ctas: int) -> Any:
-    return fused(lhs, rhs, out_dtype, config, num_ctas), (lhs, rhs)
-
-
-def _backward(out_dtype: Any, config: Config, num_ctas: int, saved: Any, cotangent: jax.Array) -> Any:
-    del out_dtype, config, num_ctas  # The transposed products run by XLA.
-    lhs, rhs = saved
-    d_lhs = lax.dot_general(cotangent, rhs, (((1,), (1,)), ((), ())), preferred_element_type=lhs.dtype)
-    d_rhs = lax.dot_general(lhs, cotangent, (((0,), (0,)), ((), ())), preferred_element_type=rhs.dtype)
-    return d_lhs, d_rhs
-
-
-fused.defvjp(_forward, _backward)
-
-
-def reference(lhs: jax.Array, rhs: jax.Array, out_dtype: Any) -> jax.Array:
-    """The same product by XLA."""
-    return lax.dot(lhs, rhs, preferred_element_type=out_dtype)
+    forms = Forms(transpose_lhs, transpose_rhs)
+    call = _normalize(lhs, rhs, c, bias, activation, scale, preferred_element_type, forms)
+    return _decide(call, config, implementation)
 
 
 def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
+    c: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    scale: Any = None,
     preferred_element_type: Any = None,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
     config: Config | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The product of two matrices on one GPU, by the mainloop that all fused operations share.
+    """activation(scale · (lhs @ rhs) + bias + c) on one GPU, by the mainloop that all fused operations share.
 
     Args:
-      lhs: [m, k], float16 or bfloat16.
-      rhs: [k, n], of the same dtype.
-      preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
-      config: tile sizes; a default that suits large problems.
+      lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2).
+      rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype (float8 kinds may be mixed). Leading dimensions
+        as in `lhs`, or none in one of the two.
+      c: [..., m, n] or [m, n], added before the activation; taken in the dtype of the result.
+      bias: [n], added to each row.
+      activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue.
+      scale: a factor of the product, in float32: a scalar, (m, 1) per row, (n,) or (1, n) per column, or a pair of
+        these (e.g. the two operands' scales).
+      preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
+        Accumulation is in float32.
+      transpose_lhs: `lhs` lies transposed in memory. It is read as it is.
+      transpose_rhs: `rhs` lies transposed in memory.
+      config: tile sizes of the kernel; a default that suits large problems.
       implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose.
 
     Returns:
-      [m, n]. Deterministic.
+      [..., m, n]. Deterministic.
 
     Raises:
       ValueError: ranks, dtypes, sizes or the config are wrong.
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
+    Works under `jax.jit`, `jax.grad` (the backward pass uses the same kernel), `jax.vmap` and `lax.scan`.
+
     Example:
-      >>> overlap.matmul(jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)).shape
+      >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)
+      >>> overlap.matmul(x, w, bias=jnp.ones(256), activation=jax.nn.relu).shape
       (128, 256)
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
-    choice = decide(
-        lhs, rhs, preferred_element_type=preferred_element_type, config=config, implementation=implementation
-    )
-    out_dtype = check_operands(lhs, rhs, preferred_element_type)
+    lhs, rhs, c, bias = map(_on_device, (lhs, rhs, c, bias))
+    forms = Forms(transpose_lhs, transpose_rhs)
+    call = _normalize(lhs, rhs, c, bias, activation, scale, preferred_element_type, forms)
+    choice = _decide(call, config, implementation)
     if choice.config is None:
-        return reference(lhs, rhs, out_dtype)
-    return fused(lhs, rhs, out_dtype, choice.config, choice.target.num_cores)
+        return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, activation))
+    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, activation)
+    return call.restore(differentiable.fused(call.operands, plan))

@@ -1,0 +1,193 @@
+"""The kernel behind `matmul`: the mainloop over batches, tiles and parts of k, with an epilogue.
+
+    out[b] = activation(row_scale · (lhs[b] @ rhs[b]) · column_scale + bias + c[b])
+
+Any operand may lack the batch dimension; it then serves all batch elements. With `Config.split_k` > 1 each part of k is
+a tile of its own whose f32 result goes to a buffer of its own; XLA adds the parts, always in the same order, and
+applies the epilogue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from overlap.kernels import hopper
+from overlap.kernels.config import Config, default_config
+from overlap.kernels.target import Target
+from overlap.kernels.tile_order import TileOrder
+from overlap.primitives.integers import ceil_div, quotient, remainder
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What goes into a product; None where there is nothing.
+
+    Attributes:
+      lhs: [(batch,) m, k], or [(batch,) k, m] if transposed.
+      rhs: [(batch,) k, n], or [(batch,) n, k] if transposed.
+      c: [(batch,) m, n], added to the product.
+      bias: [n] in f32, added to each row.
+      row_scale: [m] in f32.
+      column_scale: [n] in f32.
+    """
+
+    lhs: Any
+    rhs: Any
+    c: Any = None
+    bias: Any = None
+    row_scale: Any = None
+    column_scale: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about a product.
+
+    Attributes:
+      config: sizes.
+      target: the device; one CTA runs on each of its cores.
+      forms: how the operands lie in memory.
+      out_dtype: of the result.
+      activation: a function of f32 values, elementwise; None for none.
+    """
+
+    config: Config
+    target: Target
+    forms: hopper.Forms
+    out_dtype: Any
+    activation: Callable[[jax.Array], jax.Array] | None = None
+
+
+def sizes(operands: Operands, forms: hopper.Forms) -> tuple[int | None, int, int, int]:
+    """Batch (None if no operand has that dimension), m, n and k."""
+    m, k = operands.lhs.shape[-2:][:: -1 if forms.transpose_lhs else 1]
+    n = operands.rhs.shape[-2 if forms.transpose_rhs else -1]
+    batches = {x.shape[0] for x in (operands.lhs, operands.rhs, operands.c) if x is not None and x.ndim == 3}
+    return next(iter(batches), None), m, n, k
+
+
+def check(operands: Operands, forms: hopper.Forms, out_dtype: Any, config: Config, target: Target) -> None:
+    """Whether the kernel can serve a product. Raises as `Config.check` does."""
+    _, m, n, k = sizes(operands, forms)
+    config.check(
+        m=m,
+        n=n,
+        k=k,
+        dtype=operands.lhs.dtype,
+        out_dtype=out_dtype,
+        target=target,
+        pulls=False,
+        transpose_lhs=forms.transpose_lhs,
+        transpose_rhs=forms.transpose_rhs,
+    )
+
+
+def choose_config(operands: Operands, forms: hopper.Forms, out_dtype: Any, target: Target) -> Config:
+    """The configuration for a product that nobody has configured. Raises NotImplementedError if there is none."""
+    config = default_config(operands.lhs.dtype)
+    check(operands, forms, out_dtype, config, target)
+    return config
+
+
+def finish(product: jax.Array, operands: Operands, out_dtype: Any, activation: Any) -> jax.Array:
+    """The epilogue on a whole f32 product, by XLA."""
+    if operands.row_scale is not None:
+        product = product * operands.row_scale[:, None]
+    if operands.column_scale is not None:
+        product = product * operands.column_scale
+    if operands.bias is not None:
+        product = product + operands.bias
+    if operands.c is not None:
+        product = product + operands.c.astype(jnp.float32)
+    if activation is not None:
+        product = activation(product)
+    return product.astype(out_dtype)
+
+
+def launch(operands: Operands, plan: Plan) -> jax.Array:
+    """Runs the kernel; everything has been checked. Returns [(batch,) m, n]."""
+    config, forms, split = plan.config, plan.forms, plan.config.split_k
+    batch, m, n, k = sizes(operands, forms)
+    batches = batch or 1
+    order = TileOrder(ceil_div(m, config.tile_m), ceil_div(n, config.tile_n), config.order_minor, config.order_width)
+    k_steps = ceil_div(ceil_div(k, config.tile_k), split)
+    out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
+    names = [f.name for f in dataclasses.fields(operands)] if split == 1 else ["lhs", "rhs"]
+    inputs = {name: _padded(name, x, config) for name in names if (x := getattr(operands, name)) is not None}
+
+    if "c" in inputs:
+        inputs["c"] = inputs["c"].astype(out_dtype)  # It passes through the buffer of the result.
+
+    def tile_at(index: Any) -> hopper.Tile:
+        step = quotient(index, order.tiles)
+        row, column = order(index - step * order.tiles)
+        part = remainder(step, split)
+        return hopper.Tile(step, row, column, out_row=row * config.tile_m, k_first=part * k_steps)
+
+    def of_batch(ref: Any, tile: hopper.Tile) -> Any:
+        return ref.at[quotient(tile.step, split)] if len(ref.shape) == 3 else ref
+
+    def body(*refs: Any) -> None:
+        *input_refs, out_gmem = refs
+        given = dict(zip(inputs, input_refs, strict=True))
+
+        def epilogue(values: jax.Array, rows: Any, columns: Any, addend: jax.Array | None) -> jax.Array:
+            if "row_scale" in given:
+                values = values * lax.broadcast_in_dim(given["row_scale"][rows], values.shape, (0,))
+            if "column_scale" in given:
+                values = values * lax.broadcast_in_dim(given["column_scale"][columns], values.shape, (1,))
+            if "bias" in given:
+                values = values + lax.broadcast_in_dim(given["bias"][columns], values.shape, (1,))
+            if addend is not None:
+                values = values + addend
+            return values if plan.activation is None else plan.activation(values)
+
+        hooks = hopper.Hooks(
+            load_lhs=lambda tile, load: load(of_batch(given["lhs"], tile)),
+            rhs_at=lambda tile: of_batch(given["rhs"], tile),
+            out_at=lambda tile: out_gmem.at[tile.step] if len(out_gmem.shape) == 3 else out_gmem,
+            addend_at=(lambda tile: of_batch(given["c"], tile)) if "c" in given else None,
+            epilogue=epilogue if split == 1 else None,
+        )
+
+        def run(buffers: hopper.Buffers) -> None:
+            hopper.mainloop(
+                tiles=batches * split * order.tiles,
+                tile_at=tile_at,
+                k_steps=k_steps,
+                num_ctas=plan.target.num_cores,
+                config=config,
+                buffers=buffers,
+                hooks=hooks,
+                forms=forms,
+            )
+
+        types = hopper.buffer_types(config, operands.lhs.dtype, out_dtype, forms=forms,
+                                    rhs_dtype=operands.rhs.dtype, addend="c" in inputs)  # fmt: skip
+        pl.run_scoped(run, types, collective_axes=hopper.THREAD_AXIS)
+
+    leading = (batches * split,) if batch is not None or split > 1 else ()
+    out = hopper.launch(
+        body,
+        out_type=jax.ShapeDtypeStruct((*leading, m, n), out_dtype),
+        num_ctas=plan.target.num_cores,
+        name="overlap_matmul",
+    )(*inputs.values())
+    if split == 1:
+        return out
+    product = out.reshape(batches, split, m, n).sum(axis=1)
+    return finish(product if batch is not None else product[0], operands, plan.out_dtype, plan.activation)
+
+
+def _padded(name: str, x: jax.Array, config: Config) -> jax.Array:
+    """Vectors get the length of whole tiles, since threads read them without looking where they end."""
+    tile = {"bias": config.tile_n, "column_scale": config.tile_n, "row_scale": config.tile_m}.get(name)
+    return x if tile is None else jnp.pad(x, (0, -x.shape[0] % tile))

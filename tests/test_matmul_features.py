@@ -1,0 +1,206 @@
+"""What `matmul` can do beyond lhs @ rhs, emulated: forms, epilogues, batches, f8, split k, transformations."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import overlap
+from overlap.emulation import emulate
+from tests import oracle
+
+FORMS = list(itertools.product([False, True], repeat=2))
+F8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def in_f32(x, transposed=False):
+    x = jnp.asarray(x, jnp.float32)
+    return jnp.swapaxes(x, -1, -2) if transposed else x
+
+
+def check(lhs, rhs, *, config=None, cores=2, limit=None, **kwargs):
+    """Compares with the f32 oracle; by default allows twice the error of rounding the exact result."""
+    forms = kwargs.get("transpose_lhs", False), kwargs.get("transpose_rhs", False)
+    exact = in_f32(lhs, forms[0]) @ in_f32(rhs, forms[1])
+    for part in kwargs["scale"] if isinstance(kwargs.get("scale"), tuple) else (kwargs.get("scale", 1.0),):
+        exact = exact * part
+    exact = exact + in_f32(kwargs.get("bias", 0.0)) + in_f32(kwargs.get("c", 0.0))
+    if kwargs.get("activation"):
+        exact = kwargs["activation"](exact)
+    with emulate(cores=cores):
+        actual = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused", **kwargs))(lhs, rhs)
+        ours = float(oracle.distance(actual, exact))
+    rounding = float(oracle.distance(exact.astype(actual.dtype), exact))
+    assert ours <= (limit or 2 * rounding + 1e-6), (ours, rounding)
+    with_xla = overlap.matmul(lhs, rhs, implementation="xla", **kwargs)
+    assert with_xla.shape == actual.shape and with_xla.dtype == actual.dtype
+    assert float(oracle.distance(with_xla, exact)) <= (limit or 4 * rounding + 1e-6)
+    return actual
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(("left", "right"), FORMS)
+def test_forms(left, right, dtype):
+    lhs, rhs = normal(0, *((192, 256) if left else (256, 192)), dtype=dtype), normal(1, 192, 256, dtype=dtype)
+    check(lhs, rhs.T if right else rhs, transpose_lhs=left, transpose_rhs=right)
+
+
+TILES = [
+    overlap.Config(tile_m=64, tile_n=128, stages=6),
+    overlap.Config(tile_m=64, tile_n=256),
+    overlap.Config(tile_m=256, tile_n=128, epilogue_tile_n=64),
+    overlap.Config(tile_m=256, tile_n=64, stages=3),
+    overlap.Config(tile_m=128, tile_n=192),
+    overlap.Config(tile_m=128, tile_n=128, stages=5, epilogue_slots=2),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), [(False, False), (True, True)])
+@pytest.mark.parametrize("config", TILES, ids=lambda c: f"{c.tile_m}x{c.tile_n}")
+def test_tiles(config, left, right):
+    m, n, k = 256, 2 * config.tile_n, 128
+    lhs, rhs = normal(2, *((k, m) if left else (m, k))), normal(3, *((n, k) if right else (k, n)))
+    check(lhs, rhs, config=config, transpose_lhs=left, transpose_rhs=right)
+
+
+@pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize(("left", "right"), list(itertools.product(F8, repeat=2)))
+def test_float8(left, right, out):
+    lhs, rhs = normal(4, 128, 256, dtype=left), normal(5, 256, 256, dtype=right)
+    scale = (jnp.exp(normal(6, 128, 1, dtype=jnp.float32)), jnp.exp(normal(7, 256, dtype=jnp.float32)))
+    check(lhs, rhs, scale=scale, transpose_rhs=True, preferred_element_type=out, limit=6e-3)
+
+
+def test_float8_wants_k_along_its_rows():
+    lhs, rhs = normal(8, 128, 128, dtype=F8[0]), normal(9, 128, 256, dtype=F8[0])
+    with pytest.raises(NotImplementedError, match="transpose_rhs=True"):
+        overlap.matmul(lhs, rhs, implementation="fused")
+
+
+EPILOGUES = {
+    "bias": dict(bias=normal(10, 256, dtype=jnp.float32)),
+    "c": dict(c=normal(11, 256, 256)),
+    "scalar": dict(scale=0.25),
+    "rows": dict(scale=jnp.exp(normal(12, 256, 1, dtype=jnp.float32))),
+    "activation": dict(activation=jax.nn.relu),
+    "all": dict(
+        bias=normal(13, 256), c=normal(14, 256, 256), activation=jnp.tanh, preferred_element_type=jnp.float32,
+        scale=(0.1, jnp.exp(normal(15, 256, 1, dtype=jnp.float32)), jnp.exp(normal(16, 1, 256, dtype=jnp.float32))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogues(name, split):
+    limit = (
+        6e-3 if name in ("all", "activation", "c") else None
+    )  # c is taken in the result's dtype; tanh is approximate.
+    config = overlap.Config(tile_n=128, split_k=split, epilogue_tile_n=64)
+    check(normal(17, 256, 256), normal(18, 256, 256), config=config, limit=limit, **EPILOGUES[name])
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_split_k_is_deterministic(split):
+    lhs, rhs = normal(19, 128, 512), normal(20, 512, 128)
+    config = overlap.Config(tile_m=64, tile_n=128, split_k=split)
+    first = check(lhs, rhs, config=config, cores=3)
+    for seed, completion in enumerate(("eager", "random")):
+        with emulate(cores=2, seed=seed, completion=completion):
+            again = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused"))(lhs, rhs)
+        assert (np.asarray(again) == np.asarray(first)).all()
+
+
+SMALL = overlap.Config(tile_n=128, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("lhs_batch", "rhs_batch", "c_batch"),
+    [((3,), (3,), ()), ((3,), (), (3,)), ((), (2,), ()), ((2, 2), (2, 2), (2, 2))],
+)
+def test_leading_dimensions(lhs_batch, rhs_batch, c_batch):
+    lhs, rhs = normal(21, *lhs_batch, 128, 128), normal(22, *rhs_batch, 128, 128)
+    check(lhs, rhs, c=normal(23, *c_batch, 128, 128), config=SMALL, limit=6e-3)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 1)])
+@pytest.mark.parametrize("inner", [(), (2,)])
+def test_vmap(axes, inner):
+    def operand(seed, axis):
+        x = normal(seed, *inner, 128, 128)
+        return x if axis is None else jnp.stack([x * (i + 1) for i in range(3)], axis=axis)
+
+    lhs, rhs = operand(24, axes[0]), operand(25, axes[1])
+    bias = normal(26, 3, 128)
+
+    def call(implementation):
+        return jax.vmap(
+            lambda a, b, c: overlap.matmul(
+                a, b, bias=c, activation=jnp.abs, config=SMALL, implementation=implementation
+            ),
+            in_axes=(*axes, 0),
+        )(lhs, rhs, bias)
+
+    with emulate(cores=2):
+        actual = call("fused")
+        assert float(oracle.distance(actual, call("xla").astype(jnp.float32))) < 5e-3
+
+
+@pytest.mark.parametrize(("left", "right"), FORMS)
+def test_gradients(left, right):
+    lhs, rhs = 0.1 * normal(27, 128, 256), 0.1 * normal(28, 256, 128)
+    lhs, rhs = lhs.T if left else lhs, rhs.T if right else rhs
+    extra = dict(
+        bias=normal(29, 128), c=normal(30, 128, 128), scale=(jnp.exp(normal(31, 128, 1, dtype=jnp.float32)), 0.5)
+    )
+
+    def loss(lhs, rhs, extra, implementation):
+        y = overlap.matmul(
+            lhs, rhs, transpose_lhs=left, transpose_rhs=right, activation=jnp.tanh, implementation=implementation,
+            config=SMALL if implementation == "fused" else None, **extra,
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    with emulate(cores=2):
+        ours = jax.grad(lambda *a: loss(*a, "fused"), argnums=(0, 1, 2))(lhs, rhs, extra)
+        jax.block_until_ready(ours)
+    theirs = jax.grad(lambda *a: loss(*a, "xla"), argnums=(0, 1, 2))(lhs, rhs, extra)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert float(oracle.distance(a, b.astype(jnp.float32))) < 3e-2
+
+
+def test_under_scan_and_jit():
+    xs, w = normal(32, 3, 128, 128), normal(33, 128, 128)
+    with emulate(cores=2):
+        step = lambda carry, x: (carry, overlap.matmul(x, carry, config=SMALL, implementation="fused"))  # noqa: E731
+        _, ys = jax.jit(lambda w, xs: jax.lax.scan(step, w, xs))(w, xs)
+        assert float(oracle.distance(ys, in_f32(xs) @ in_f32(w))) < 5e-3
+
+
+WRONG = [
+    (dict(bias=np.zeros(128, np.float32)), ["`bias`", "(256,)", "(128,)"]),
+    (dict(c=np.zeros((128, 128), np.float32)), ["`c`", "(128, 256)", "(128, 128)"]),
+    (dict(scale=np.zeros((3,), np.float32)), ["`scale`", "(128, 1)", "(3,)"]),
+    (dict(activation="relu"), ["`activation`", "'relu'"]),
+    (dict(transpose_lhs=True), ["contraction", "k=128", "k=64"]),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "fragments"), WRONG)
+def test_wrong_calls(kwargs, fragments):
+    with pytest.raises(ValueError) as caught:
+        overlap.matmul(normal(34, 128, 64), normal(35, 64, 256), **kwargs)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+def test_leading_dimensions_that_differ():
+    with pytest.raises(ValueError, match="leading dimensions"):
+        overlap.matmul(normal(36, 2, 128, 64), normal(37, 3, 64, 256))
