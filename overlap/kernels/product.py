@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels import hopper
+from overlap.kernels.activation import inlined
 from overlap.kernels.config import Config, default_config
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
@@ -140,15 +142,21 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
         given = dict(zip(inputs, input_refs, strict=True))
 
         def epilogue(values: jax.Array, rows: Any, columns: Any, addend: jax.Array | None) -> jax.Array:
+            def spread(name: str, where: Any, dimension: int) -> jax.Array:
+                # In the accumulator's layout, less the dimension that a vector does not have.
+                layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
+                vector = plgpu.load(given[name].at[where], layout=layout, optimized=False)
+                return lax.broadcast_in_dim(vector, values.shape, (dimension,))
+
             if "row_scale" in given:
-                values = values * lax.broadcast_in_dim(given["row_scale"][rows], values.shape, (0,))
+                values = values * spread("row_scale", rows, 0)
             if "column_scale" in given:
-                values = values * lax.broadcast_in_dim(given["column_scale"][columns], values.shape, (1,))
+                values = values * spread("column_scale", columns, 1)
             if "bias" in given:
-                values = values + lax.broadcast_in_dim(given["bias"][columns], values.shape, (1,))
+                values = values + spread("bias", columns, 1)
             if addend is not None:
                 values = values + addend
-            return values if plan.activation is None else plan.activation(values)
+            return values if plan.activation is None else inlined(plan.activation)(values)
 
         hooks = hopper.Hooks(
             load_lhs=lambda tile, load: load(of_batch(given["lhs"], tile)),
