@@ -38,6 +38,9 @@ def test_error_within_twice_the_unfused_product(devices, dtype):
         (3, (256, 256, 320), overlap.Config(tile_n=128, stages=3, epilogue_slots=2, order_minor="n", order_width=2)),
         (2, (128, 256, 256), overlap.Config(chunk_bytes=256, chunk_slots=3)),  # Parts of rows.
         (2, (128, 256, 128), overlap.Config(chunk_bytes=4096, chunk_slots=1)),
+        (2, (200, 264, 136), SMALL),  # Ragged in all dimensions, inside the shards of the result, too.
+        (3, (131, 8, 1032), overlap.Config(tile_n=64, chunk_bytes=1024)),
+        (2, (1, 24, 8), SMALL),
     ],
 )
 def test_other_sizes(cores, shape, config):

@@ -53,10 +53,9 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     (GOOD, {"axis_name": ("x", "y")}, NotImplementedError, ["`axis_name`", "one"]),
     (GOOD, {"implementation": "nccl"}, ValueError, ["`implementation`", "'nccl'", "fused", "xla"]),
     (GOOD, FUSED | X_OF_XY, NotImplementedError, ["'y'", "manual"]),
-    ((struct((100, 64)), struct((64, 256))), FUSED, NotImplementedError, ["m_shard=100", "tile_m=128", "xla"]),
-    ((struct((128, 64)), struct((64, 200))), FUSED, NotImplementedError, ["n=200", "tile_n=256", "xla"]),
-    ((struct((128, 96)), struct((96, 256))), FUSED, NotImplementedError, ["k=96", "tile_k=64"]),
-    ((struct((0, 64)), struct((64, 256))), FUSED, NotImplementedError, ["m_shard=0", "positive"]),
+    ((struct((128, 64)), struct((64, 201))), FUSED, NotImplementedError, ["n=201", "16 bytes", "multiple of 8", "xla"]),
+    ((struct((128, 97)), struct((97, 256))), FUSED, NotImplementedError, ["k=97", "16 bytes", "xla"]),
+    ((struct((0, 64)), struct((64, 256))), FUSED, NotImplementedError, ["m_shard=0", "at least 1"]),
     ((struct((128, 64), F32), struct((64, 256), F32)), FUSED, NotImplementedError, ["float32", "xla"]),
     (GOOD, FUSED | {"preferred_element_type": F32}, NotImplementedError, ["float32", "preferred_element_type"]),
 ]
@@ -123,9 +122,9 @@ def test_devices_without_a_kernel(monkeypatch, target, fragment):
 
 def test_a_fallback_on_the_right_gpu_is_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 64)), struct((64, 512)), "x", mesh=mesh(x=2))
-    (record,) = [r for r in caplog.records if r.name == "overlap"]
-    assert record.levelname == "WARNING" and "m_shard=100" in record.message
+    overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 64)), struct((64, 513)), "x", mesh=mesh(x=2))
+    (record,) = [r for r in caplog.records if r.name == "overlap" and r.levelname == "WARNING"]
+    assert "n=513" in record.message
 
 
 def test_explain_and_choice(monkeypatch):
@@ -136,8 +135,8 @@ def test_explain_and_choice(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     chosen = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on)
     assert chosen.implementation == "fused"
-    ragged = overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 64)), GOOD[1], "x", mesh=on)
-    assert ragged.implementation == "xla" and "m_shard=100" in ragged.reason and "m_shard=100" in str(ragged)
+    ragged = overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 65)), struct((65, 256)), "x", mesh=on)
+    assert ragged.implementation == "xla" and "k=65" in ragged.reason and "k=65" in str(ragged)
     with pytest.raises(ValueError, match="`op`"):
         overlap.explain(print)
     with pytest.raises(ValueError, match=r"inside `jax.shard_map`"):

@@ -69,6 +69,26 @@ def test_tiles(config, left, right):
     check(lhs, rhs, config=config, transpose_lhs=left, transpose_rhs=right)
 
 
+RAGGED = [(1, 8, 8), (16, 40, 72), (130, 264, 136), (257, 136, 200)]
+
+
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+@pytest.mark.parametrize(("left", "right"), FORMS)
+def test_ragged(shape, left, right):
+    m, n, k = shape
+    m += -m % 8 if left else 0  # The rows of an operand are multiples of 16 bytes.
+    lhs, rhs = normal(40, *((k, m) if left else (m, k))), normal(41, *((n, k) if right else (k, n)))
+    rows, c = jnp.exp(normal(42, m, 1, dtype=jnp.float32)), normal(43, m, n)
+    extra = dict(bias=normal(44, n, dtype=jnp.float32), c=c, scale=rows, transpose_lhs=left, transpose_rhs=right)
+    check(lhs, rhs, config=overlap.Config(tile_n=128), limit=6e-3, **extra)
+
+
+def test_ragged_in_k_alone_and_in_a_batch():
+    check(normal(45, 67, 64), normal(46, 67, 72), transpose_lhs=True, config=overlap.Config(tile_n=64))
+    check(normal(47, 2, 130, 72), normal(48, 2, 72, 264), config=overlap.Config(tile_m=64, tile_n=128))
+    check(normal(49, 20, 144, dtype=F8[0]), normal(50, 40, 144, dtype=F8[1]), transpose_rhs=True, limit=6e-3)
+
+
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(F8, repeat=2)))
 def test_float8(left, right, out):

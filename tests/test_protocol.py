@@ -52,13 +52,13 @@ def one_counter_for_all_rounds(patch):
 
 
 def count_too_few(patch):
-    target = vars(AllGatherSchedule)["flag_target"].fget
-    patch.setattr(AllGatherSchedule, "flag_target", property(lambda self: target(self) - 1))
+    target = AllGatherSchedule.flag_target
+    patch.setattr(AllGatherSchedule, "flag_target", lambda self, block: target(self, block) - 1)
 
 
 def count_too_many(patch):
-    target = vars(AllGatherSchedule)["flag_target"].fget
-    patch.setattr(AllGatherSchedule, "flag_target", property(lambda self: target(self) + 1))
+    target = AllGatherSchedule.flag_target
+    patch.setattr(AllGatherSchedule, "flag_target", lambda self, block: target(self, block) + 1)
 
 
 def drop_handshake(patch):

@@ -10,6 +10,7 @@ from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import PullPlan
 from overlap.primitives.copies import largest_divisor
+from overlap.primitives.integers import ceil_div
 
 BLOCK_ROWS = 128
 SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and parts of rows
@@ -18,13 +19,16 @@ SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and pa
     (256, 4096, 2, 8192),
     (256, 3584, 2, 4096),
     (128, 12288, 2, 8192),
+    (200, 4096, 2, 8192),  # The last row block is shorter,
+    (131, 64, 2, 8192),  # and by an odd number of rows.
+    (1, 72, 2, 8192),
 ]
 
 
 def schedules(devices: int):
     for m_shard, k, itemsize, chunk_bytes in SHAPES:
         for minor, width, n_tiles in (("m", 2, 3), ("n", 2, 3), ("m", 8, 1)):
-            order = TileOrder(m_shard // BLOCK_ROWS, n_tiles, minor, width)
+            order = TileOrder(ceil_div(m_shard, BLOCK_ROWS), n_tiles, minor, width)
             yield AllGatherSchedule(
                 devices, order, BLOCK_ROWS, PullPlan.cut(m_shard, k, itemsize, BLOCK_ROWS, chunk_bytes)
             )
@@ -75,7 +79,7 @@ def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, nu
             if step > 0:
                 flag = schedule.flag(step, m * schedule.block_rows)
                 assert 0 <= flag[0] < rows and 0 <= flag[1] < columns
-                assert raised[flag] == schedule.flag_target
+                assert raised[flag] == schedule.flag_target(m)
         assert len(raised) == (devices - 1) * columns
 
 

@@ -13,8 +13,8 @@ Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lh
 The shards are pulled (read by who needs them), so a flag never crosses NVLink: the only remote signals are the
 handshake's. Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
 
-Constraints: f16 or bf16; m_shard, n_shard and k multiples of the tile; one axis of a mesh whose device ids are
-row-major and whose devices can all address each other. Source: the collective matmul of Wang et al., "Overlap
+Constraints: f16 or bf16; rows of all matrices multiples of 16 bytes; one axis of a mesh whose device ids are row-major
+and whose devices can all address each other. Source: the collective matmul of Wang et al., "Overlap
 Communication with Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 
 Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes; chunk: `PullPlan`.
@@ -50,6 +50,7 @@ from overlap.primitives import (
     signal,
     wait_at_least,
 )
+from overlap.primitives.integers import ceil_div
 
 NAME = "all_gather_lhs_matmul"
 
@@ -65,7 +66,9 @@ def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, config: Config, target
 
 def make_schedule(devices: int, m_shard: int, n_shard: int, k: int, itemsize: int, config: Config) -> AllGatherSchedule:
     """The schedule of a problem of the given per-shard sizes."""
-    order = TileOrder(m_shard // config.tile_m, n_shard // config.tile_n, config.order_minor, config.order_width)
+    order = TileOrder(
+        ceil_div(m_shard, config.tile_m), ceil_div(n_shard, config.tile_n), config.order_minor, config.order_width
+    )
     plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
     return AllGatherSchedule(devices, order, config.tile_m, plan)
 
@@ -101,19 +104,18 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, r
             config: Config, num_ctas: int) -> None:  # fmt: skip
     """The kernel's body: hooks and buffers for the mainloop."""
     plan = schedule.plan
-    m_shard = plan.shard_rows
     me = ring.me()
     flags, exit_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS)
     cta = lax.axis_index(hopper.GRID_AXIS)
 
     def tile_at(index: Any) -> hopper.Tile:
         step, m, n = schedule.tile(index)
-        return hopper.Tile(step, m, n, out_row=schedule.shard(me, step) * m_shard + m * config.tile_m)
+        return hopper.Tile(step, m, n, out_row=m * config.tile_m)
 
     def wait_for_rows(tile: hopper.Tile) -> None:
         @pl.when(tile.step > 0)
         def _wait() -> None:
-            wait_at_least(flags.at[schedule.flag(tile.step, tile.m * config.tile_m)], schedule.flag_target)
+            wait_at_least(flags.at[schedule.flag(tile.step, tile.m * config.tile_m)], schedule.flag_target(tile.m))
             fence_async_proxy()
 
     def load_rows(tile: hopper.Tile, load: Any) -> None:
@@ -128,14 +130,15 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, r
         hopper.mainloop(
             tiles=schedule.tiles,
             tile_at=tile_at,
-            k_steps=plan.shard_cols // config.tile_k,
+            k_steps=ceil_div(plan.shard_cols, config.tile_k),
             num_ctas=num_ctas,
             config=config,
             buffers=buffers,
             hooks=hopper.Hooks(
                 load_lhs=load_rows,
                 rhs_at=lambda tile: rhs_gmem,
-                out_at=lambda tile: out_gmem,
+                # A dimension of its own for the shards, so that the last rows of one are clipped there.
+                out_at=lambda tile: out_gmem.at[schedule.shard(me, tile.step)],
                 before_load=wait_for_rows,
                 communicate=communicate,
             ),
@@ -160,13 +163,13 @@ def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: C
     out, _ = hopper.launch(
         lambda *refs: body(*refs),
         out_type=(
-            jax.ShapeDtypeStruct((ring.size * m_shard, n_shard), out_dtype),
+            jax.ShapeDtypeStruct((ring.size, m_shard, n_shard), out_dtype),
             jax.ShapeDtypeStruct((ring.size - 1, m_shard, k), lhs.dtype),
         ),
         num_ctas=target.num_cores,
         name=f"overlap_{NAME}",
     )(lhs, rhs)
-    return out
+    return out.reshape(ring.size * m_shard, n_shard)
 
 
 def _fused_forward(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, target: Target) -> Any:

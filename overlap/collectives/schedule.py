@@ -12,7 +12,7 @@ from typing import Any
 
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import PullPlan
-from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.integers import choose, quotient, remainder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,16 @@ class AllGatherSchedule:
     @property
     def flags(self) -> tuple[int, int]:
         """Shape of the flags: [steps with a pulled shard, row blocks]; at least one of each, since none cannot be."""
-        return max(self.devices - 1, 1), self.plan.shard_rows // self.block_rows
+        return max(self.devices - 1, 1), self.order.m_tiles
 
     def flag(self, step: Any, row: Any) -> tuple[Any, Any]:
         """The flag of a row of the shard of `step` ≥ 1."""
         return step - 1, quotient(row, self.block_rows)
 
-    @property
-    def flag_target(self) -> int:
-        """How often each flag is raised: once per chunk of its row block."""
-        return self.block_rows // self.plan.rows * self.plan.chunks_per_row_group
+    def flag_target(self, block: Any) -> Any:
+        """How often the flag of a row block is raised: once per chunk. The last block may have fewer rows."""
+        per_row = self.plan.chunks_per_row_group
+        last = self.order.m_tiles - 1
+        whole = self.block_rows // self.plan.rows * per_row
+        rest = (self.plan.shard_rows - last * self.block_rows) // self.plan.rows * per_row
+        return whole if rest == whole else choose(block == last, rest, whole)

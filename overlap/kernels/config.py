@@ -18,6 +18,7 @@ MAX_ACCUMULATOR_REGISTERS = 128
 WARPGROUP_THREADS = 128
 TILE_N_UNIT = 64
 TMA_BOX_LIMIT = 256
+TMA_ROW_BYTES = 16
 SWIZZLE_BYTES = 128
 WGMMA_M = 64
 # Where the compiler may round up: it aligns each buffer to at most this.
@@ -132,21 +133,25 @@ class Config:
                 '(transpose_rhs=True), or use implementation="xla"'
             )
         self._check_itself(dtype, out_dtype, target, pulls)
-        for name, size, tile_name, tile in (
-            (m_name, m, "tile_m", self.tile_m),
-            ("n", n, "tile_n", self.tile_n),
-            ("k", k, "tile_k", self.tile_k),
-        ):
-            if size == 0 or size % tile:
+        for name, size in ((m_name, m), ("n", n), ("k", k)):
+            if size < 1:
                 raise NotImplementedError(
-                    f"the fused kernel needs {name} to be a positive multiple of `{tile_name}`, got {name}={size} and "
-                    f"{tile_name}={tile}: pad, pass a `config` with a {tile_name} that divides it, or use "
-                    'implementation="xla"'
+                    f'the fused kernel needs {name} to be at least 1, got {name}={size}: use implementation="xla"'
                 )
-        if (k // self.tile_k) % self.split_k:
+        for what, name, row, kind in (
+            ("lhs", m_name if transpose_lhs else "k", m if transpose_lhs else k, dtype),
+            ("rhs", "k" if transpose_rhs else "n", k if transpose_rhs else n, dtype),
+            ("the result", "n", n, out_dtype),
+        ):
+            if row * kind.itemsize % TMA_ROW_BYTES:
+                raise NotImplementedError(
+                    f"the copy engine needs the rows of {what} to be multiples of {TMA_ROW_BYTES} bytes, got {name}="
+                    f"{row} elements of {kind.itemsize} bytes: pad {name} to a multiple of "
+                    f'{TMA_ROW_BYTES // kind.itemsize}, or use implementation="xla"'
+                )
+        if (steps := -(-k // self.tile_k)) % self.split_k:
             raise NotImplementedError(
-                f"`split_k` must divide the {k // self.tile_k} steps of k={k} (tile_k={self.tile_k}), got "
-                f"{self.split_k}"
+                f"`split_k` must divide the {steps} steps of k={k} (tile_k={self.tile_k}), got {self.split_k}"
             )
 
     def _check_itself(self, dtype: Any, out_dtype: Any, target: Target, pulls: bool) -> None:

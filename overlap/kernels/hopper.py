@@ -35,7 +35,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
+from overlap.kernels.config import COMPUTE_WARPGROUPS, Config
+from overlap.kernels.staging import PLAIN, Buffers, Forms, buffer_types, half, load_step, swizzled
 from overlap.primitives import wait_stores_read
 from overlap.primitives.integers import remainder
 
@@ -45,6 +46,20 @@ PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
 GRID_AXIS, THREAD_AXIS = "cta", "warpgroup"
+
+__all__ = [
+    "GRID_AXIS",
+    "PLAIN",
+    "THREAD_AXIS",
+    "Buffers",
+    "Forms",
+    "Hooks",
+    "Tile",
+    "buffer_types",
+    "launch",
+    "mainloop",
+    "swizzled",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +79,6 @@ class Tile:
     n: Any
     out_row: Any
     k_first: Any = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Forms:
-    """How the operands lie in global memory.
-
-    Attributes:
-      transpose_lhs: the left operand is [k, m] instead of [m, k].
-      transpose_rhs: the right operand is [n, k] instead of [k, n].
-    """
-
-    transpose_lhs: bool = False
-    transpose_rhs: bool = False
-
-
-PLAIN = Forms()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,57 +109,6 @@ class Hooks:
     epilogue: Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array] | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Buffers:
-    """The mainloop's shared memory and barriers."""
-
-    lhs_smem: Any
-    rhs_smem: Any
-    out_smem: Any
-    full: Any
-    consumed: Any
-    addend_loaded: Any = None
-
-
-def swizzled(dtype: Any) -> tuple[Any, ...]:
-    """The layout that wgmma and TMA share: 128-byte rows in blocks of eight, swizzled."""
-    return (
-        plgpu.TilingTransform((8, SWIZZLE_BYTES // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
-    )
-
-
-def buffer_types(
-    config: Config,
-    dtype: Any,
-    out_dtype: Any,
-    *,
-    forms: Forms = PLAIN,
-    rhs_dtype: Any = None,
-    forwards: bool = False,
-    addend: bool = False,
-) -> Buffers:
-    """Scratch types of `Buffers` for `pl.run_scoped`. The operands keep the orientation that they have in memory."""
-    rhs_dtype = dtype if rhs_dtype is None else rhs_dtype
-    lhs_tile, rhs_tile = (config.tile_m, config.tile_k), (config.tile_k, config.tile_n)
-    lhs_tile = lhs_tile[::-1] if forms.transpose_lhs else lhs_tile
-    rhs_tile = rhs_tile[::-1] if forms.transpose_rhs else rhs_tile
-    wg_m, _ = config.halves
-    return Buffers(
-        lhs_smem=plgpu.SMEM((config.stages, *lhs_tile), dtype, transforms=swizzled(dtype)),
-        rhs_smem=plgpu.SMEM((config.stages, *rhs_tile), rhs_dtype, transforms=swizzled(rhs_dtype)),
-        out_smem=plgpu.SMEM(
-            (COMPUTE_WARPGROUPS, config.epilogue_slots, wg_m, config.epilogue_tile_n),
-            out_dtype,
-            transforms=swizzled(out_dtype),
-        ),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-        consumed=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS + forwards, num_barriers=config.stages),
-        addend_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTE_WARPGROUPS) if addend else None,
-    )
-
-
 def _for_each_tile(cta: Any, num_ctas: int, tiles: int, visit: Callable[[Any, Any], None]) -> None:
     """Calls `visit(tile_index, ordinal)` for this CTA's tiles; `ordinal` counts them from 0."""
     mine = lax.div(jnp.int32(tiles + num_ctas - 1) - cta, jnp.int32(num_ctas))
@@ -177,24 +125,22 @@ def _produce(
     if hooks.before_load is not None:
         hooks.before_load(tile)
     first = ordinal * k_steps
-    m_slice = pl.ds(tile.m * config.tile_m, config.tile_m)
-    n_slice = pl.ds(tile.n * config.tile_n, config.tile_n)
+    (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
     rhs_gmem = hooks.rhs_at(tile)
 
     def load(lhs_gmem: Any) -> None:
         @pl.loop(0, k_steps)
         def _step(k: Any) -> None:
             slot = remainder(first + k, config.stages)
-            k_slice = pl.ds((tile.k_first + k) * config.tile_k, config.tile_k)
-            lhs_tile = (k_slice, m_slice) if forms.transpose_lhs else (m_slice, k_slice)
-            rhs_tile = (n_slice, k_slice) if forms.transpose_rhs else (k_slice, n_slice)
+            k_start = (tile.k_first + k) * config.tile_k
+            full = buffers.full.at[slot]
 
             @pl.when(first + k >= config.stages)
             def _wait_until_free() -> None:
                 plgpu.barrier_wait(buffers.consumed.at[slot])
 
-            plgpu.copy_gmem_to_smem(lhs_gmem.at[lhs_tile], buffers.lhs_smem.at[slot], buffers.full.at[slot])
-            plgpu.copy_gmem_to_smem(rhs_gmem.at[rhs_tile], buffers.rhs_smem.at[slot], buffers.full.at[slot])
+            load_step(lhs_gmem, lhs_box.at[slot], full, tile.m * config.tile_m, k_start, forms.transpose_lhs)
+            load_step(rhs_gmem, rhs_box.at[slot], full, tile.n * config.tile_n, k_start, not forms.transpose_rhs)
 
     hooks.load_lhs(tile, load)
 
@@ -205,12 +151,13 @@ def _forward(
     """The forwarder's part of one tile."""
     del forms  # It passes tiles on as they are.
     assert hooks.in_smem is not None
+    (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
 
     @pl.loop(0, k_steps)
     def _step(k: Any) -> None:
         slot = remainder(ordinal * k_steps + k, config.stages)
         plgpu.barrier_wait(buffers.full.at[slot])
-        hooks.in_smem(tile, k, buffers.lhs_smem.at[slot], buffers.rhs_smem.at[slot])  # pyright: ignore[reportOptionalCall]
+        hooks.in_smem(tile, k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
         plgpu.barrier_arrive(buffers.consumed.at[slot])
 
 
@@ -228,17 +175,18 @@ def _compute(
     """A compute warpgroup's part of one tile: the products, then the stores."""
     wg_m, wg_n = config.halves
     half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
-    wg_rows, wg_columns = pl.ds(half_m * wg_m, wg_m), pl.ds(half_n * wg_n, wg_n)
+    (_, lhs_mma), (_, rhs_mma) = buffers.lhs, buffers.rhs
     first = ordinal * k_steps
 
     def multiply(k: Any, acc: Any) -> None:
         slot = remainder(first + k, config.stages)
         plgpu.barrier_wait(buffers.full.at[slot])
-        lhs_smem, rhs_smem = buffers.lhs_smem.at[slot], buffers.rhs_smem.at[slot]
+        lhs_half = half(lhs_mma.at[slot], half_m, wg_m, not forms.transpose_lhs)
+        rhs_half = half(rhs_mma.at[slot], half_n, wg_n, forms.transpose_rhs)
         plgpu.wgmma(
             acc,
-            lhs_smem.at[:, wg_rows].transpose((1, 0)) if forms.transpose_lhs else lhs_smem.at[wg_rows],
-            rhs_smem.at[wg_columns].transpose((1, 0)) if forms.transpose_rhs else rhs_smem.at[:, wg_columns],
+            lhs_half.transpose((1, 0)) if forms.transpose_lhs else lhs_half,
+            rhs_half.transpose((1, 0)) if forms.transpose_rhs else rhs_half,
         )
 
     def accumulate(acc: Any) -> jax.Array:
@@ -273,24 +221,32 @@ def _store(
     wg_m, wg_n = config.halves
     out_gmem, width = hooks.out_at(tile), config.epilogue_tile_n
     rows = pl.ds(tile.out_row + row, wg_m)
+    box_views, register_views = (view.at[warpgroup] for view in buffers.out)
+    boxes, _, box_width = box_views.shape[1:]
     for i in range(wg_n // width):
-        slot_smem = buffers.out_smem.at[warpgroup, i % config.epilogue_slots]
-        columns = pl.ds(tile.n * config.tile_n + column + i * width, width)
+        slot = i % config.epilogue_slots
+        first = tile.n * config.tile_n + column + i * width
         piece = values[:, i * width : (i + 1) * width]
+        # A piece is several boxes side by side, each with its place in the output.
+        places = [(rows, pl.ds(first + box * box_width, box_width)) for box in range(boxes)]
+        parts = [slice(box * box_width, (box + 1) * box_width) for box in range(boxes)]
         # The slot's last store was `epilogue_slots` stores ago, maybe in the tile before.
         wait_stores_read(config.epilogue_slots - 1)
-        addend = None
         if hooks.addend_at is not None:
             # It passes through the slot in which the result then takes its place.
             loaded = buffers.addend_loaded.at[warpgroup]
-            plgpu.copy_gmem_to_smem(hooks.addend_at(tile).at[rows, columns], slot_smem, loaded)
+            for box, place in enumerate(places):
+                plgpu.copy_gmem_to_smem(hooks.addend_at(tile).at[place], box_views.at[slot, box], loaded)
             plgpu.barrier_wait(loaded)
-            addend = slot_smem[...].astype(jnp.float32)
-        if hooks.epilogue is not None:
-            piece = hooks.epilogue(piece, rows, columns, addend)
-        slot_smem[...] = piece.astype(out_gmem.dtype)
+        for box, (place, part) in enumerate(zip(places, parts, strict=True)):
+            slot_smem, part_values = register_views.at[slot, box], piece[:, part]
+            if hooks.epilogue is not None:
+                addend = None if hooks.addend_at is None else slot_smem[...].astype(jnp.float32)
+                part_values = hooks.epilogue(part_values, *place, addend)
+            slot_smem[...] = part_values.astype(out_gmem.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot_smem, out_gmem.at[rows, columns])
+        for box, place in enumerate(places):
+            plgpu.copy_smem_to_gmem(box_views.at[slot, box], out_gmem.at[place], commit_group=box == boxes - 1)
 
 
 def mainloop(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,8 @@ class PullPlan:
     def cut(shard_rows: int, shard_cols: int, itemsize: int, block_rows: int, max_bytes: int) -> PullPlan:
         """The largest chunks of at most `max_bytes` that do not straddle a block of `block_rows` rows.
 
+        The last block may be shorter: chunks fill it exactly, too.
+
         Raises:
           ValueError: a row has no piece whose size is a multiple of 16 bytes, as the copy engine demands.
         """
@@ -84,7 +87,9 @@ class PullPlan:
                     "engine needs: pad the contraction dimension"
                 )
             fitting = max_bytes // (shard_cols * itemsize)
-            return PullPlan(shard_rows, shard_cols, largest_divisor(block_rows, fitting), shard_cols)
+            return PullPlan(
+                shard_rows, shard_cols, largest_divisor(math.gcd(block_rows, shard_rows), fitting), shard_cols
+            )
         unit = 16 // itemsize
         if shard_cols % unit:
             raise ValueError(

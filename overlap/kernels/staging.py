@@ -1,0 +1,158 @@
+"""The mainloop's shared memory: how tiles lie in it, so that any size of operand can be loaded and stored exactly.
+
+TMA clips a box at the edges of an array (a load then fills zeros, a store drops), but only in dimensions of the array
+itself: a box over a *tiled* view of an array cannot end inside a tile. So every box here is one swizzle atom (128
+bytes) wide and goes to or from the array as it is; a wider tile is several boxes side by side. The same bytes are what
+wgmma wants to see as a tiled and swizzled buffer. Each buffer is therefore a union of two views:
+
+    box: swizzled rows of 128 bytes, for TMA        mma: tiled and swizzled, for wgmma and for stores from registers
+
+An operand whose rows run along k (`[m, k]`, `[n, k]`) is one box per step; one whose rows run along m or n is a box for
+every 64 of these, which wgmma sees as 64 × 64 tiles. Rows must begin at multiples of 16 bytes; nothing else is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap import _compat
+from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """How the operands lie in global memory.
+
+    Attributes:
+      transpose_lhs: the left operand is [k, m] instead of [m, k].
+      transpose_rhs: the right operand is [n, k] instead of [k, n].
+    """
+
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+
+    @property
+    def k_major(self) -> bool:
+        """Whether the rows of both operands run along k."""
+        return self.transpose_rhs and not self.transpose_lhs
+
+
+PLAIN = Forms()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """The mainloop's shared memory, each a pair of views (box, mma), and its barriers."""
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    full: Any
+    consumed: Any
+    addend_loaded: Any = None
+
+
+def atom(dtype: Any) -> int:
+    """Elements in 128 bytes, the width of a box."""
+    return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+
+
+def swizzled(dtype: Any, rows: int = 8) -> tuple[Any, ...]:
+    """The layout that wgmma and TMA share: tiles of `rows` × 128 bytes, swizzled."""
+    return (
+        plgpu.TilingTransform((rows, atom(dtype))),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
+    )
+
+
+def _views(box: tuple[int, ...], mma: tuple[int, ...], dtype: Any, rows: int = 8) -> Any:
+    untiled = swizzled(dtype)[1:]
+    return plgpu.RefUnion(
+        plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
+    )
+
+
+def buffer_types(
+    config: Config,
+    dtype: Any,
+    out_dtype: Any,
+    *,
+    forms: Forms = PLAIN,
+    rhs_dtype: Any = None,
+    forwards: bool = False,
+    addend: bool = False,
+) -> Buffers:
+    """Scratch types of `Buffers` for `pl.run_scoped`."""
+    rhs_dtype = dtype if rhs_dtype is None else rhs_dtype
+    width, stages, tile_k = atom(dtype), config.stages, config.tile_k
+    # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
+    rows = 8 if forms.k_major else width
+    if not forms.k_major:
+        _compat.offer_square_wgmma_tiles()
+    lhs_box, lhs_mma = _operand(config.tile_m, tile_k, width, forms.transpose_lhs)
+    rhs_box, rhs_mma = _operand(config.tile_n, tile_k, width, not forms.transpose_rhs)
+    wg_m, _ = config.halves
+    out_width = atom(out_dtype)
+    out_boxes = config.epilogue_tile_n // out_width
+    out = (COMPUTE_WARPGROUPS, config.epilogue_slots, out_boxes, wg_m, out_width)
+    return Buffers(
+        lhs=_views((stages, *lhs_box), (stages, *lhs_mma), dtype, rows),
+        rhs=_views((stages, *rhs_box), (stages, *rhs_mma), rhs_dtype, rows),
+        out=_views(out, out, out_dtype),
+        full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, forms), num_barriers=stages),
+        consumed=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS + forwards, num_barriers=stages),
+        addend_loaded=plgpu.Barrier(num_arrivals=out_boxes, num_barriers=COMPUTE_WARPGROUPS) if addend else None,
+    )
+
+
+def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the box view and of the wgmma view of one step of an operand; `across`: its rows run across k."""
+    return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
+
+
+def copies_per_step(config: Config, dtype: Any, forms: Forms) -> int:
+    """How many boxes one k step of both operands is."""
+    width = atom(dtype)
+    lhs = config.tile_m // width if forms.transpose_lhs else 1
+    return lhs + (1 if forms.transpose_rhs else config.tile_n // width)
+
+
+def load_step(operand_gmem: Any, box_smem: Any, barrier: Any, start: Any, k_start: Any, across: bool) -> None:
+    """Starts the copies of one operand's tile for one k step.
+
+    Args:
+      operand_gmem: the operand.
+      box_smem: the slot, as boxes.
+      barrier: where each copy arrives.
+      start: the tile's first row (of `lhs`) or column (of `rhs`).
+      k_start: the step's first k.
+      across: the operand's rows run across k.
+    """
+    if not across:
+        rows, columns = box_smem.shape
+        plgpu.copy_gmem_to_smem(operand_gmem.at[pl.ds(start, rows), pl.ds(k_start, columns)], box_smem, barrier)
+        return
+    boxes, rows, columns = box_smem.shape
+    for i in range(boxes):
+        piece = (pl.ds(k_start, rows), pl.ds(start + i * columns, columns))
+        plgpu.copy_gmem_to_smem(operand_gmem.at[piece], box_smem.at[i], barrier)
+
+
+def half(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
+    """One warpgroup's part of an operand as [.., k] or, if its columns are not k, transposed to that.
+
+    Args:
+      mma_smem: the slot, as wgmma sees it.
+      which: the index of the half, in units of `size`.
+      size: rows (or columns) of the half.
+      k_columns: the slot is [tile, k], else [k, tile].
+    """
+    piece = pl.ds(which * size, size)
+    return mma_smem.at[piece] if k_columns else mma_smem.at[:, piece]
