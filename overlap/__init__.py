@@ -10,7 +10,8 @@ from overlap.distributed import initialize
 from overlap.kernels.config import Config
 from overlap.kernels.dispatch import Explanation
 from overlap.kernels.matmul import matmul
+from overlap.tuning.autotune import autotune
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Config", "Explanation", "all_gather_lhs_matmul", "emulation", "explain", "initialize", "matmul"]
+__all__ = ["Config", "Explanation", "all_gather_lhs_matmul", "autotune", "emulation", "explain", "initialize", "matmul"]

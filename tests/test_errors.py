@@ -131,7 +131,10 @@ def test_explain_and_choice(monkeypatch):
     on = mesh(x=2)
     assert overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on).implementation == "xla"
     asked = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused")
-    assert asked.implementation == "fused" and asked.config == overlap.Config()
+    assert asked.implementation == "fused" and asked.source == "heuristic" and asked.config is not None
+    given = overlap.Config(tile_n=128)
+    asked = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused", config=given)
+    assert asked.config == given and asked.source == "given"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     chosen = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on)
     assert chosen.implementation == "fused"

@@ -31,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap import tuning
 from overlap.collectives import reference
 from overlap.collectives.axis import require_all_manual, ring_of
 from overlap.collectives.schedule import AllGatherSchedule
@@ -202,7 +203,8 @@ def decide(
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
     ring = ring_of(NAME, axis_name, mesh)
     out_dtype = _check_matrices(lhs, rhs, preferred_element_type)
-    problem = (ring, tuple(lhs.shape), tuple(rhs.shape), str(lhs.dtype), str(out_dtype))
+    (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
+    problem = tuning.Problem(NAME, m_shard, n_shard, k, lhs.dtype.name, out_dtype.name, devices=ring.size)
 
     def check_call(config: Config, target: Target) -> None:
         check(lhs, rhs, out_dtype, ring, config, target)
@@ -210,7 +212,7 @@ def decide(
         if mesh is None:
             require_all_manual()
 
-    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config or Config(), check_call, problem)
+    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check_call, problem)
 
 
 def all_gather_lhs_matmul(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 
-from overlap import emulation
+from overlap import emulation, tuning
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
 
@@ -29,6 +29,7 @@ class Explanation:
       config: the fused kernel's configuration, None for "xla".
       reason: one sentence.
       target: the device that the decision is for.
+      source: where the configuration comes from: "given", a table, or the heuristic.
     """
 
     op: str
@@ -36,9 +37,10 @@ class Explanation:
     config: Config | None
     reason: str
     target: Target
+    source: str = ""
 
     def __str__(self) -> str:
-        config = f" with {self.config}" if self.config else ""
+        config = f" with {self.config} ({self.source})" if self.config else ""
         return f"{self.op}: {self.implementation}{config}: {self.reason}"
 
 
@@ -51,9 +53,9 @@ def decide(
     op: str,
     implementation: str | None,
     device: Target,
-    config: Config,
+    config: Config | None,
     check: Callable[[Config, Target], None],
-    problem: tuple[Any, ...],
+    problem: tuning.Problem,
 ) -> Explanation:
     """Chooses between the fused kernel and XLA, by the op's own predicate.
 
@@ -61,9 +63,9 @@ def decide(
       op: the operation's name, for messages.
       implementation: what the caller asked for; None leaves it open.
       device: the device that the call is for.
-      config: the fused kernel's configuration.
+      config: the fused kernel's configuration; None takes it from a table, else from the heuristic.
       check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
-      problem: what identifies the problem; each decision is logged once per problem.
+      problem: the call's sizes; each decision is logged once per problem.
 
     Raises:
       ValueError: an unknown implementation, or whatever `check` raises.
@@ -73,6 +75,9 @@ def decide(
         raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == "xla":
         return Explanation(op, "xla", None, "asked for", device)
+    source = "given"
+    if config is None:
+        config, source = tuning.choose_config(problem, device)
     if implementation == "fused":
         check(config, device)
         if device.platform == "cpu":
@@ -82,13 +87,13 @@ def decide(
                     'process, or use implementation="xla"'
                 )
             emulation.enable()
-        return Explanation(op, "fused", config, "asked for", device)
+        return Explanation(op, "fused", config, "asked for", device, source)
     if device.platform == "cpu":
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
     else:
         try:
             check(config, device)
-            choice = Explanation(op, "fused", config, "the fused kernel serves this problem", device)
+            choice = Explanation(op, "fused", config, "the fused kernel serves this problem", device, source)
         except NotImplementedError as cannot:
             choice = Explanation(op, "xla", None, str(cannot), device)
     if (op, problem, choice) not in _said:

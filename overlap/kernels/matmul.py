@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from overlap.kernels import differentiable, dispatch, product
-from overlap.kernels.config import FLOAT8, Config, default_config
+from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hopper import PLAIN, Forms
 from overlap.kernels.product import Operands, Plan
@@ -131,16 +131,12 @@ def _scales(scale: Any, m: int, n: int) -> tuple[Any, Any]:
 
 
 def _decide(call: _Call, config: Config | None, implementation: str | None) -> Explanation:
-    lhs, rhs = call.operands.lhs, call.operands.rhs
-
     def check(config: Config, target: Any) -> None:
         product.check(call.operands, call.forms, call.out_dtype, config, target)
-        require_unchecked_vma(lhs, rhs)
+        require_unchecked_vma(call.operands.lhs, call.operands.rhs)
 
-    problem = (*product.sizes(call.operands, call.forms), str(lhs.dtype), str(call.out_dtype), call.forms)
-    return dispatch.decide(
-        "matmul", implementation, dispatch.target(), config or default_config(lhs.dtype), check, problem
-    )
+    problem = product.problem(call.operands, call.forms, call.out_dtype)
+    return dispatch.decide("matmul", implementation, dispatch.target(), config, check, problem)
 
 
 def decide(

@@ -19,9 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap import tuning
 from overlap.kernels import hopper
 from overlap.kernels.activation import inlined
-from overlap.kernels.config import Config, default_config
+from overlap.kernels.config import Config
+from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import ceil_div, quotient, remainder
@@ -63,12 +65,12 @@ class Plan:
 
     config: Config
     target: Target
-    forms: hopper.Forms
+    forms: Forms
     out_dtype: Any
     activation: Callable[[jax.Array], jax.Array] | None = None
 
 
-def sizes(operands: Operands, forms: hopper.Forms) -> tuple[int | None, int, int, int]:
+def sizes(operands: Operands, forms: Forms) -> tuple[int | None, int, int, int]:
     """Batch (None if no operand has that dimension), m, n and k."""
     m, k = operands.lhs.shape[-2:][:: -1 if forms.transpose_lhs else 1]
     n = operands.rhs.shape[-2 if forms.transpose_rhs else -1]
@@ -76,25 +78,22 @@ def sizes(operands: Operands, forms: hopper.Forms) -> tuple[int | None, int, int
     return next(iter(batches), None), m, n, k
 
 
-def check(operands: Operands, forms: hopper.Forms, out_dtype: Any, config: Config, target: Target) -> None:
+def problem(operands: Operands, forms: Forms, out_dtype: Any) -> tuning.Problem:
+    """The product's sizes, as the choice of a configuration sees them."""
+    batch, m, n, k = sizes(operands, forms)
+    layout = ("t" if forms.transpose_lhs else "n") + ("t" if forms.transpose_rhs else "n")
+    dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
+    return tuning.Problem("matmul", m, n, k, *dtypes, layout=layout, batch=batch or 1)  # pyright: ignore[reportArgumentType]
+
+
+def check(operands: Operands, forms: Forms, out_dtype: Any, config: Config, target: Target) -> None:
     """Whether the kernel can serve a product. Raises as `Config.check` does."""
-    _, m, n, k = sizes(operands, forms)
-    config.check(
-        m=m,
-        n=n,
-        k=k,
-        dtype=operands.lhs.dtype,
-        out_dtype=out_dtype,
-        target=target,
-        pulls=False,
-        transpose_lhs=forms.transpose_lhs,
-        transpose_rhs=forms.transpose_rhs,
-    )
+    problem(operands, forms, out_dtype).check(config, target)
 
 
-def choose_config(operands: Operands, forms: hopper.Forms, out_dtype: Any, target: Target) -> Config:
+def choose_config(operands: Operands, forms: Forms, out_dtype: Any, target: Target) -> Config:
     """The configuration for a product that nobody has configured. Raises NotImplementedError if there is none."""
-    config = default_config(operands.lhs.dtype)
+    config, _ = tuning.choose_config(problem(operands, forms, out_dtype), target)
     check(operands, forms, out_dtype, config, target)
     return config
 

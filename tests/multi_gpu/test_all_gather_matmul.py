@@ -22,6 +22,9 @@ SHAPES = [
     (1024, 3584, 8192),
     (256, 512, 12288),
     (2048, 2048, 8192),
+    (200, 264, 136),  # Ragged: the last tile of each shard of the result is clipped.
+    (1000, 3000, 4104),
+    (1, 8, 8),
 ]
 STALL_NS = 200_000
 
@@ -170,15 +173,3 @@ def test_other_configs(devices, config):
     mesh = make_mesh(x=devices)
     measure = oracle.errors(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, config=config))
     oracle.assert_close(measure(*operands(mesh, (384, 768, 1024), jnp.float16, seed=8)))
-
-
-@pytest.mark.gpus(1)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(128, 256, 64), (1024, 4096, 4096), (4096, 1280, 320)], ids=str)
-def test_matmul_on_one_gpu(shape, dtype):
-    m, n, k = shape
-    lhs_key, rhs_key = jax.random.split(jax.random.key(m + n + k))
-    lhs, rhs = jax.random.normal(lhs_key, (m, k), dtype), jax.random.normal(rhs_key, (k, n), dtype)
-    expected = lax.dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    ours = oracle.distance(overlap.matmul(lhs, rhs, implementation="fused"), expected)
-    oracle.assert_close((ours, oracle.distance(oracle.rounded(lhs @ rhs), expected)))

@@ -1,0 +1,194 @@
+"""`autotune`: measures configurations for every operation that a function calls, and keeps the best."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from overlap import emulation
+from overlap.kernels.target import Target, current_target
+from overlap.tuning import tables
+from overlap.tuning.choose import Session, session
+from overlap.tuning.interrupt import noticed
+from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.problem import Problem
+from overlap.tuning.search import Outcome, Progress, Settings, search
+from overlap.tuning.space import differences
+
+
+class Tuning:
+    """What `autotune` found. As a context manager: calls that are traced inside use it before any table.
+
+    Attributes:
+      outcomes: one per problem, with all that was tried.
+      configs: the fastest configuration of each problem.
+      path: the file that the results were written to, or None.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], path: pathlib.Path | None) -> None:
+        self.outcomes = tuple(outcomes)
+        self.path = path
+        self.configs = {outcome.problem: outcome.result.config for outcome in self.outcomes if outcome.result}
+        self._session = Session(dict(self.configs))
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> Tuning:
+        context = session(self._session)
+        context.__enter__()
+        self._contexts.append(context)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._contexts.pop().__exit__(*exception)
+
+    def __str__(self) -> str:
+        lines = []
+        for outcome in self.outcomes:
+            entry = outcome.result
+            if entry is None:
+                lines.append(f"{outcome.problem}: {outcome.note}")
+                continue
+            xla = f", XLA {entry.others['xla']:.1f} µs" if "xla" in entry.others else ""
+            lines.append(f"{outcome.problem}: {differences(entry.config)}, {entry.us:.1f} µs{xla}")
+        return "\n".join(lines)
+
+
+def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
+    """The problems of all calls in `fn(*args, **kwargs)` that leave `config` open and would run the fused kernel.
+
+    `fn` is traced, not run; what is jitted inside it is traced anew.
+    """
+    recording = Session()
+    with session(recording):
+        jax.eval_shape(fn, *args, **kwargs)
+    return list(recording.asked)
+
+
+def autotune(
+    fn: Callable[..., Any],
+    *args: Any,
+    max_configs: int | None = None,
+    budget_s: float = float("inf"),
+    path: str | pathlib.Path | None = None,
+    save: bool = True,
+    force: bool = False,
+    progress: Progress = lambda text, fraction: None,
+    **kwargs: Any,
+) -> Tuning:
+    """Tunes every operation of this library that `fn(*args, **kwargs)` calls without a `config`.
+
+    `fn` is traced to find the calls (jitted, under `shard_map`, `grad` or `scan`: all are seen); then each problem is
+    measured by itself, on as many devices as it has, with operands drawn here, against XLA. A configuration counts
+    only if its result is right. The results go to the user's table ($OVERLAP_TUNING_DIR, else ~/.cache/overlap/tuning),
+    one JSON file per kind of GPU, from which all later calls are served, in this process and in others. A function that
+    `jax.jit` has traced before keeps what it was compiled with: use the returned object as a context manager, or call
+    `jax.clear_caches()`.
+
+    Args:
+      fn: a function of arrays.
+      *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      max_configs: configurations tried per problem, at most (default: 48; on a CPU 3).
+      budget_s: after so many seconds the search ends with what it has found.
+      path: a file to write to instead of the user's table.
+      save: whether to write the results. On a CPU, where kernels run emulated, only a file named by `path` is written.
+      force: measure again what the file already has.
+      progress: called with a text and the fraction that is done.
+      **kwargs: keyword arguments of `fn`.
+
+    Returns:
+      A `Tuning`: print it for a line per problem; `with` it, calls use its results whatever the tables say.
+
+    Raises:
+      ValueError: `fn` makes no such call, or the file is no table.
+      NotImplementedError: there are several processes. Tune in one, on the same kind of GPU.
+      KeyboardInterrupt: after what was found until then has been written.
+
+    Example:
+      >>> with overlap.autotune(layer, x, w) as tuning:
+      ...     y = jax.jit(layer)(x, w)
+      >>> print(tuning)
+    """
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"`autotune` measures in one process, and there are {jax.process_count()}: tune in a single process on the "
+            f"same kind of GPU, and give all processes its table with {tables.DIRECTORY_VARIABLE}"
+        )
+    problems = problems_of(fn, *args, **kwargs)
+    if not problems:
+        raise ValueError(
+            "`fn` makes no call of an operation of this library that leaves `config` open and runs the fused kernel "
+            '(on a CPU: with implementation="fused"), so there is nothing to tune'
+        )
+    target = current_target(emulation.core_count())
+    file = result_file(target, path) if save else None
+    outcomes = tune(
+        problems, target, Settings.for_platform(target.platform, max_configs), file, budget_s=budget_s, force=force,
+        progress=progress,
+    )  # fmt: skip
+    if any(outcome.interrupted for outcome in outcomes):
+        raise KeyboardInterrupt
+    return Tuning(outcomes, file)
+
+
+def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path | None:
+    """Where results go: the file that was named, or the user's table; nowhere if they are emulated."""
+    if path is not None:
+        return pathlib.Path(path)
+    return None if target.platform == "cpu" else tables.user_file(target.kind)
+
+
+def tune(
+    problems: Sequence[Problem],
+    target: Target,
+    settings: Settings,
+    file: pathlib.Path | None,
+    *,
+    budget_s: float = float("inf"),
+    force: bool = False,
+    progress: Progress = lambda text, fraction: None,
+) -> list[Outcome]:
+    """Searches for each problem in turn; each result is written as soon as it is there.
+
+    A problem that the file has a complete result of is not measured again unless `force`. Ends early at an interrupt,
+    with the outcomes so far, of which the last one is marked. The time that is left is shared by the problems left.
+
+    Raises:
+      ValueError: the file is no table, an operation cannot be tuned, or there are too few devices.
+    """
+    for problem in problems:
+        if problem.op not in OPERATIONS:
+            raise ValueError(f"`op` must be one of {list(OPERATIONS)}, got {problem.op!r}")
+        if problem.devices > len(jax.devices()):
+            raise ValueError(f"{problem}: there are {len(jax.devices())} devices")
+    known = {} if file is None or not file.exists() else {entry.key: entry for entry in tables.read(file)}
+    end = time.monotonic() + budget_s
+    outcomes: list[Outcome] = []
+    with noticed() as interrupted:
+        for index, problem in enumerate(problems):
+            old = known.get((problem, target.kind, jax.__version__))
+            if old is not None and old.complete and not force:
+                outcomes.append(Outcome(problem, note="already measured", result=old))
+                continue
+            now = time.monotonic()
+            if outcomes and now > end:
+                outcomes.append(Outcome(problem, complete=False, note="the budget was spent before its turn"))
+                continue
+
+            def report(text: str, fraction: float, index: int = index, problem: Problem = problem) -> None:
+                progress(f"{problem.shape}: {text}", (index + fraction) / len(problems))
+
+            outcome = search(
+                problem, target, jax.devices()[: problem.devices], settings,
+                deadline=now + (end - now) / (len(problems) - index), interrupted=interrupted, progress=report,
+            )  # fmt: skip
+            outcomes.append(outcome)
+            if file is not None and outcome.result is not None:
+                tables.add(file, [outcome.result])
+            if outcome.interrupted or interrupted():
+                outcome.interrupted = True
+                break
+    return outcomes

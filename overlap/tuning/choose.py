@@ -1,0 +1,85 @@
+"""The configuration of a call that names none: looked up, never measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import jax
+
+from overlap.kernels.config import Config, default_config
+from overlap.kernels.target import Target
+from overlap.tuning import tables
+from overlap.tuning.problem import Problem
+from overlap.tuning.space import heuristic
+
+logger = logging.getLogger("overlap")
+_missed: set[tuple[Problem, str]] = set()
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """What choices are made under while it is active: notes every problem asked about, and may know better.
+
+    Attributes:
+      configs: comes before any table.
+      asked: the problems, in the order in which they were first asked about.
+    """
+
+    configs: dict[Problem, Config] = dataclasses.field(default_factory=dict)
+    asked: dict[Problem, None] = dataclasses.field(default_factory=dict)
+
+
+# Part of the cache key of `jax.jit`: a function that was traced outside a session is traced again inside, so that its
+# calls are seen, and the configurations of a session do not outlive it.
+session: Any = jax.make_user_context(None)
+
+
+def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
+    """The configuration for a call, and where it comes from.
+
+    In this order: the active `overlap.autotune` result, the user's table, the table shipped with the library, the
+    heuristic. Nothing is measured or compiled here. A miss in the tables is logged once per problem (INFO, logger
+    "overlap").
+
+    Args:
+      problem: the call.
+      target: the device that it is for.
+
+    Returns:
+      (config, source). The source is "tuned", "table …", "shipped table …", "heuristic", or "default" if no
+      configuration can run the problem; the check of that config then says what is in the way.
+    """
+    active: Session | None = session.value
+    if active is not None and heuristic(problem, target) is not None:
+        active.asked[problem] = None
+        config = active.configs.get(problem)
+        if config is not None and problem.accepts(config, target):
+            return config, "tuned"
+    if target.platform == "gpu":
+        for source, entries in (("table", _user_entries(target)), ("shipped table", tables.shipped())):
+            entry = tables.find(entries, problem, target, jax.__version__)
+            if entry is not None:
+                other = "" if entry.jax == jax.__version__ else f", jax {entry.jax}"
+                return entry.config, f"{source}: {entry.problem.shape}{other}"
+    config = heuristic(problem, target)
+    if config is None:
+        return default_config(problem.dtype), "default"
+    if target.platform == "gpu" and (problem, target.kind) not in _missed:
+        _missed.add((problem, target.kind))
+        logger.info(
+            "%s is in no tuning table for %s: the heuristic takes %s. To measure: python -m overlap tune --op %s "
+            "--shapes %s --dtype %s%s", problem, target.kind, config, problem.op, problem.shape, problem.dtype,
+            f" --devices {problem.devices}" if problem.devices > 1 else "",
+        )  # fmt: skip
+    return config, "heuristic"
+
+
+def _user_entries(target: Target) -> tuple[tables.Entry, ...]:
+    # Processes of one program must agree on their kernels. A folder that was named is taken to be one that all see.
+    if jax.process_count() > 1 and not os.environ.get(tables.DIRECTORY_VARIABLE):
+        return ()
+    path = tables.user_file(target.kind)
+    return () if path is None else tables.load(path)

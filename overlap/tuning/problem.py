@@ -1,0 +1,119 @@
+"""What a configuration is chosen for: an operation and its sizes; and which sizes share a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target
+
+Layout = Literal["nn", "nt", "tn", "tt"]
+LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
+_SIGNIFICANT_BITS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call of an operation, as far as its speed is concerned.
+
+    Attributes:
+      op: the operation's name.
+      m: rows of the left operand (of one shard, in a collective).
+      n: columns of the right operand, likewise.
+      k: the contraction dimension.
+      dtype: name of the operands' dtype.
+      out_dtype: name of the result's dtype.
+      devices: how many take part.
+      layout: which operands are stored transposed; "nt": the right one.
+      batch: how many such products one call computes.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    devices: int = 1
+    layout: Layout = "nn"
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"`layout` must be one of {LAYOUTS}, got {self.layout!r}")
+
+    def __str__(self) -> str:
+        dtypes = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}"
+        devices = f" on {self.devices} devices" if self.devices > 1 else ""
+        layout = f" {self.layout}" if self.layout != "nn" else ""
+        batch = f"{self.batch} × " if self.batch > 1 else ""
+        return f"{self.op} {batch}{self.shape} {dtypes}{layout}{devices}"
+
+    @property
+    def shape(self) -> str:
+        """The sizes as the command line takes them: m, n, k."""
+        return f"{self.m}x{self.n}x{self.k}"
+
+    @property
+    def pulls(self) -> bool:
+        """Whether a communicator runs beside the matmul."""
+        return self.devices > 1
+
+    @property
+    def flops_per_device(self) -> float:
+        """Floating-point operations of one device."""
+        return 2.0 * self.batch * self.devices * self.m * self.n * self.k
+
+    @property
+    def bytes_per_device(self) -> float:
+        """Bytes of the operands and the result of one device, each counted once."""
+        operands = (self.devices * self.m + self.n) * self.k * jnp.dtype(self.dtype).itemsize
+        result = self.devices * self.m * self.n * jnp.dtype(self.out_dtype).itemsize
+        return float(self.batch * (operands + result))
+
+    @property
+    def transpose_lhs(self) -> bool:
+        """Whether the left operand is [k, m] in memory."""
+        return self.layout[0] == "t"
+
+    @property
+    def transpose_rhs(self) -> bool:
+        """Whether the right operand is [n, k] in memory."""
+        return self.layout[1] == "t"
+
+    @property
+    def bucket(self) -> Problem:
+        """The problem that stands for all those of about this size."""
+        sizes = {name: bucket(getattr(self, name)) for name in ("m", "n", "k")}
+        return dataclasses.replace(self, **sizes, batch=bucket(self.batch, least=1))
+
+    def check(self, config: Config, target: Target) -> None:
+        """`Config.check` for this problem."""
+        # The parts of a split contraction are stored in f32.
+        out_dtype = self.out_dtype if config.split_k == 1 else "float32"
+        config.check(
+            m=self.m, n=self.n, k=self.k, dtype=self.dtype, out_dtype=out_dtype, target=target, pulls=self.pulls,
+            transpose_lhs=self.transpose_lhs, transpose_rhs=self.transpose_rhs,
+        )  # fmt: skip
+
+    def accepts(self, config: Config, target: Target) -> bool:
+        """Whether the fused kernel can run this problem so configured."""
+        try:
+            self.check(config, target)
+        except (ValueError, NotImplementedError):
+            return False
+        return True
+
+
+def bucket(size: int, least: int = 16) -> int:
+    """`size` rounded up to four significant bits, and to `least`: eight buckets for every doubling.
+
+    Example:
+      >>> [bucket(size) for size in (1, 4096, 4097, 14336, 11008)]
+      [16, 4096, 4608, 14336, 11264]
+    """
+    shift = max((size - 1).bit_length() - _SIGNIFICANT_BITS, 0)
+    return max(-(-size >> shift) << shift, least)

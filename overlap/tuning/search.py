@@ -1,0 +1,332 @@
+"""The search for the fastest configuration of one problem: compiled in parallel, checked, halved, compared.
+
+    waves     as many configurations as there are workers are compiled at a time, the best guesses first; each is
+              checked against XLA's result, and timed once
+    halving   the slower half drops out, the others are timed again, until a few finalists are left
+    finals    these, XLA and the heuristic's choice take turns for several rounds; medians decide
+
+An interrupt or the end of the budget leads to the result of what was measured until then.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target
+from overlap.tuning import space
+from overlap.tuning.problem import Problem
+from overlap.tuning.tables import Entry
+from overlap.tuning.timing import ERROR_FACTOR, ERROR_FLOOR, Bench, Effort
+
+Progress = Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How much is searched.
+
+    Attributes:
+      max_configs: configurations that are compiled, at most.
+      finalists: how many come into the finals.
+      rounds: samples of each in the finals.
+      workers: configurations that are compiled at the same time.
+      effort: how long a sample takes.
+      seed: of the operands and of the order within a round.
+    """
+
+    max_configs: int = 48
+    finalists: int = 4
+    rounds: int = 7
+    workers: int = dataclasses.field(default_factory=lambda: min(16, os.cpu_count() or 1))
+    effort: Effort = dataclasses.field(default_factory=Effort)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_configs", "finalists", "rounds", "workers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+
+    @staticmethod
+    def for_platform(platform: str, max_configs: int | None = None) -> Settings:
+        """The usual settings; on a CPU, where kernels run emulated, the fewest that exercise everything."""
+        if platform == "cpu":
+            return Settings(max_configs or 3, finalists=2, rounds=1, workers=1, effort=Effort.emulated())
+        return Settings() if max_configs is None else Settings(max_configs)
+
+
+@dataclasses.dataclass(eq=False)
+class Trial:
+    """One competitor.
+
+    Attributes:
+      config: None for XLA.
+      status: "ok", or begins with "wrong" (the result) or "error" (an exception).
+      error: relative error of the result.
+      samples_us: times of one call.
+      stage: how often it was kept when the slower half dropped out; the finalists' is the highest.
+    """
+
+    config: Config | None
+    status: str = "ok"
+    error: float | None = None
+    samples_us: list[float] = dataclasses.field(default_factory=list)
+    stage: int = 0
+    program: Any = dataclasses.field(default=None, repr=False)
+
+    @property
+    def us(self) -> float:
+        """The median time of one call; infinite if there is none, or the result is wrong."""
+        return statistics.median(self.samples_us) if self.samples_us and self.status == "ok" else float("inf")
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return "xla" if self.config is None else space.differences(self.config)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a search found.
+
+    Attributes:
+      problem: what was tuned.
+      trials: all configurations that were compiled, and XLA first.
+      complete: False if the budget ended the search, or an interrupt.
+      interrupted: whether it was an interrupt.
+      note: why nothing was tried, or "".
+      result: the table entry: of this search, or the one that made it unnecessary. None if nothing came through.
+    """
+
+    problem: Problem
+    trials: list[Trial] = dataclasses.field(default_factory=list)
+    complete: bool = True
+    interrupted: bool = False
+    note: str = ""
+    result: Entry | None = None
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """The configurations that may be used, best first: those that got further in the race, then by time."""
+        usable = [trial for trial in self.trials if trial.config is not None and trial.us < float("inf")]
+        return sorted(usable, key=lambda trial: (-trial.stage, trial.us))
+
+    @property
+    def xla_us(self) -> float | None:
+        """XLA's time."""
+        return next((trial.us for trial in self.trials if trial.config is None and trial.samples_us), None)
+
+    def summarize(self, target: Target) -> Entry | None:
+        """The table entry of the trials; None if no configuration came through."""
+        if not self.ranked:
+            return None
+        best, *rest = self.ranked
+        assert best.config is not None
+        others = {trial.name: round(trial.us, 3) for trial in rest[:4]}
+        if self.xla_us is not None:
+            others["xla"] = round(self.xla_us, 3)
+        guess = space.heuristic(self.problem, target)
+        others.update(("heuristic", round(trial.us, 3)) for trial in self.ranked if trial.config == guess)
+        return Entry(
+            self.problem, target.kind, jax.__version__, best.config, round(best.us, 3), others,
+            tried=sum(trial.config is not None for trial in self.trials), complete=self.complete,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+
+
+class _BudgetSpent(Exception):
+    pass
+
+
+def search(
+    problem: Problem,
+    target: Target,
+    devices: Sequence[Any],
+    settings: Settings,
+    *,
+    deadline: float = float("inf"),
+    interrupted: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda text, fraction: None,
+) -> Outcome:
+    """Finds the fastest configuration of `problem` on `devices`.
+
+    Args:
+      problem: what to tune.
+      target: the kind of the devices.
+      devices: as many as the problem has.
+      settings: how much is searched.
+      deadline: `time.monotonic()` after which no further work begins; the first wave is measured in any case.
+      interrupted: asked before each piece of work; a KeyboardInterrupt means the same.
+      progress: called with what is being done and the fraction that is done.
+    """
+    configs = space.candidates(problem, target)[: settings.max_configs]
+    outcome = Outcome(problem)
+    if not configs:
+        outcome.note = "no configuration of the fused kernel can run it"
+        return outcome
+    race = _Race(outcome, settings, deadline, progress, interrupted, len(configs))
+    try:
+        race.start(Bench(problem, devices, settings.effort, settings.seed))
+        race.waves(configs)
+        race.halve()
+        race.finals()
+    except (_BudgetSpent, KeyboardInterrupt) as end:
+        outcome.complete, outcome.interrupted = False, isinstance(end, KeyboardInterrupt)
+    except Exception as error:  # Out of memory, say; the next problem may fit.
+        outcome.complete, outcome.note = False, _one_line(error)
+    # What was never measured is no trial.
+    outcome.trials = [trial for trial in outcome.trials if trial.samples_us or trial.status != "ok"]
+    outcome.result = outcome.summarize(target)
+    if outcome.result is None and not outcome.note:
+        failed = next((trial.status for trial in outcome.trials if trial.status != "ok"), "ended before the first one")
+        outcome.note = f"no configuration came through: {failed}"
+    for trial in outcome.trials:
+        trial.program = None
+    progress("done", 1.0)
+    return outcome
+
+
+class _Race:
+    """The state of one search. Every step leaves `outcome` such that its best trial may be used."""
+
+    bench: Bench
+
+    def __init__(
+        self, outcome: Outcome, settings: Settings, deadline: float, progress: Progress,
+        interrupted: Callable[[], bool], count: int,
+    ) -> None:  # fmt: skip
+        self.outcome, self.settings, self.deadline, self.progress = outcome, settings, deadline, progress
+        self.interrupted = interrupted
+        # Compiling one is the unit of progress; a sample takes about a tenth of it.
+        self.total = count * 1.2 + 0.1 * settings.rounds * (min(settings.finalists, count) + 2)
+        self.done = 0.0
+        self.alive: list[Trial] = []
+        self.random = np.random.default_rng(settings.seed)
+        self.xla = Trial(None)
+
+    def _step(self, text: str, amount: float) -> None:
+        self.done += amount
+        self.progress(text, min(self.done / self.total, 1.0))
+        if self.interrupted():
+            raise KeyboardInterrupt
+
+    def start(self, bench: Bench) -> None:
+        """XLA's implementation: the bound of the error, and a warm machine."""
+        self.bench = bench
+        self._step("XLA", 0.0)
+        self.outcome.trials.append(self.xla)
+        self.xla.program = bench.compile(None)
+        self.xla.error = bench.error_of(self.xla.program)
+        bench.error_bound = max(ERROR_FACTOR * self.xla.error, ERROR_FLOOR)
+        bench.warm_up(self.xla.program)
+        self.xla.samples_us.append(bench.sample_us(self.xla.program))
+
+    def waves(self, configs: Sequence[Config]) -> None:
+        size = self.settings.workers
+        for first in range(0, len(configs), size):
+            wave = [Trial(config) for config in configs[first : first + size]]
+            self.outcome.trials += wave
+            for trial in self._compiled(wave):
+                self._step(f"compiled {trial.name}", 1.0)
+            for trial in wave:
+                self._step(f"checking {trial.name}", 0.0)
+                self._check(trial)
+                self._sample(trial)
+            self.alive += [trial for trial in wave if trial.status == "ok"]
+            # What is far behind needs no second look, and its program would keep memory.
+            best = min((trial.us for trial in self.alive), default=0.0)
+            self._keep([trial for trial in self.alive if trial.us < 2 * best])
+            self._check_deadline()
+
+    def halve(self) -> None:
+        while len(self.alive) > self.settings.finalists:
+            self._round(self.alive)
+            self.alive.sort(key=lambda trial: trial.us)
+            self._keep(self.alive[: max(len(self.alive) // 2, self.settings.finalists)])
+            for trial in self.alive:
+                trial.stage += 1
+
+    def finals(self) -> None:
+        guess = self.outcome.trials[1]  # After XLA.
+        if guess.program is None and guess.status == "ok":
+            guess.program = self.bench.compile(guess.config)
+        final = [*self.alive, self.xla]
+        if guess not in final and guess.status == "ok":
+            final.append(guess)
+        for trial in final:
+            trial.stage = max(trial.stage for trial in final)
+        for _ in range(self.settings.rounds):
+            self._round(final)
+        for trial in final:
+            self._check(trial)
+
+    def _compiled(self, wave: Sequence[Trial]) -> Iterator[Trial]:
+        def compile_one(trial: Trial) -> Trial:
+            try:
+                trial.program = self.bench.compile(trial.config)
+            except Exception as error:  # Whatever a configuration raises, the others go on.
+                trial.status = _one_line(error)
+            return trial
+
+        if self.settings.workers == 1:  # In this thread, which has the caller's contexts (the emulator's).
+            yield from map(compile_one, wave)
+            return
+        pool = concurrent.futures.ThreadPoolExecutor(self.settings.workers)
+        try:
+            futures = [pool.submit(compile_one, trial) for trial in wave]
+            for future in concurrent.futures.as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _check(self, trial: Trial) -> None:
+        if trial.status != "ok":
+            return
+        try:
+            error = self.bench.error_of(trial.program)
+        except Exception as failure:
+            trial.status = _one_line(failure)
+            return
+        # Not max(): a NaN must stay one.
+        trial.error = error if trial.error is None else float(np.max([trial.error, error]))
+        if trial.config is not None and not trial.error <= self.bench.error_bound:
+            trial.status = f"wrong: relative error {trial.error:.2g}, allowed {self.bench.error_bound:.2g}"
+
+    def _sample(self, trial: Trial) -> None:
+        if trial.status != "ok":
+            return
+        try:
+            trial.samples_us.append(self.bench.sample_us(trial.program))
+        except Exception as failure:
+            trial.status = _one_line(failure)
+
+    def _round(self, trials: Sequence[Trial]) -> None:
+        # Shuffled: under a power limit each inherits the clocks that the one before it has left.
+        for index in self.random.permutation(len(trials)):
+            self._check_deadline()
+            self._sample(trials[index])
+            self._step(f"timing {trials[index].name}", 0.1)
+
+    def _keep(self, trials: list[Trial]) -> None:
+        for trial in self.alive:
+            if trial not in trials:
+                trial.program = None
+        self.alive = [trial for trial in trials if trial.status == "ok"]
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() > self.deadline and self.outcome.ranked:
+            raise _BudgetSpent
+
+
+def _one_line(error: BaseException) -> str:
+    return f"error: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,96 @@
+"""`matmul` on one GPU: random sizes, dtypes, forms and epilogues against the f32 oracle; repeatable.
+
+OVERLAP_RANDOM_CASES sets how many random cases there are (each compiles two programs).
+"""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import overlap
+from tests import oracle
+
+CASES = int(os.environ.get("OVERLAP_RANDOM_CASES", "200"))
+pytestmark = pytest.mark.gpus(1)
+
+
+def random_case(seed):
+    """Sizes from 1 to some thousands, a form, a dtype and an epilogue that the kernel can serve."""
+    rng = np.random.default_rng(seed)
+    dtype = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2][rng.choice(4, p=[0.4, 0.4, 0.1, 0.1])]
+    is_f8 = jnp.dtype(dtype).itemsize == 1
+    left, right = (False, True) if is_f8 else (bool(rng.integers(2)), bool(rng.integers(2)))
+    m, n, k = (int(2 ** rng.uniform(0, 12.5)) for _ in range(3))
+    unit = 16 // jnp.dtype(dtype).itemsize
+    round_up = lambda size, unit: -(-size // unit) * unit  # noqa: E731
+    n = round_up(n, 8)
+    m = round_up(m, unit) if left else m
+    k = round_up(k, unit) if right or not left else k
+    batch = (int(rng.integers(1, 4)),) if rng.random() < 0.2 else ()
+    out = [None, jnp.float32, jnp.bfloat16][rng.integers(3)]
+    extras = {name for name in ("bias", "c", "scale", "activation") if rng.random() < 0.25}
+    return dtype, left, right, m, n, k, batch, out, extras
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_random(seed):
+    dtype, left, right, m, n, k, batch, out, extras = random_case(seed)
+    keys = jax.random.split(jax.random.key(seed), 5)
+    lhs = jax.random.normal(keys[0], (*batch, *((k, m) if left else (m, k)))).astype(dtype)
+    rhs = jax.random.normal(keys[1], (*batch, *((n, k) if right else (k, n)))).astype(dtype)
+    given = {}
+    if "bias" in extras:
+        given["bias"] = k**0.5 * jax.random.normal(keys[2], (n,))
+    if "c" in extras:
+        given["c"] = (k**0.5 * jax.random.normal(keys[3], (*batch, m, n))).astype(out or jnp.bfloat16)
+    if "scale" in extras:
+        given["scale"] = jnp.exp(jax.random.normal(keys[4], (m, 1)))
+    if "activation" in extras:
+        given["activation"] = jax.nn.relu
+
+    def call(implementation):
+        return jax.jit(
+            lambda a, b: overlap.matmul(
+                a, b, transpose_lhs=left, transpose_rhs=right, preferred_element_type=out,
+                implementation=implementation, **given,
+            )
+        )  # fmt: skip
+
+    a = jnp.swapaxes(lhs, -1, -2) if left else lhs
+    b = jnp.swapaxes(rhs, -1, -2) if right else rhs
+    exact = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    exact = exact * given.get("scale", 1.0) + given.get("bias", 0.0)
+    exact = exact + jnp.asarray(given.get("c", 0.0), jnp.float32)
+    exact = jax.nn.relu(exact) if "activation" in extras else exact
+    fused = call("fused")
+    first = fused(lhs, rhs)
+    # c is taken in the dtype of the result: where that rounds it, so does XLA's form.
+    theirs = oracle.distance(call("xla")(lhs, rhs), exact)
+    rounding = oracle.distance(exact.astype(first.dtype), exact)
+    floor = 2e-3 if jnp.dtype(dtype).itemsize == 1 else 1e-6  # wgmma adds f8 products with 14 bits.
+    assert float(oracle.distance(first, exact)) <= 2 * max(float(theirs), float(rounding)) + floor
+    again = fused(lhs, rhs)
+    assert bool(jax.jit(lambda x, y: jnp.array_equal(x, y, equal_nan=True))(first, again))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_gradients_and_vmap(dtype):
+    keys = jax.random.split(jax.random.key(0), 2)
+    lhs, rhs = jax.random.normal(keys[0], (3, 264, 520), dtype), jax.random.normal(keys[1], (520, 136), dtype)
+
+    def loss(lhs, rhs, implementation):
+        y = jax.vmap(lambda x: overlap.matmul(x, rhs, activation=jnp.tanh, scale=0.02, implementation=implementation))(
+            lhs
+        )
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    ours, theirs = (
+        jax.jit(jax.grad(lambda a, b, name=name: loss(a, b, name), argnums=(0, 1)))(lhs, rhs)
+        for name in ("fused", "xla")
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert float(oracle.distance(a, b.astype(jnp.float32))) < 2e-2
