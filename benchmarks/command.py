@@ -66,7 +66,8 @@ def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
 
     if arguments.dry_run:
         jax.config.update("jax_platforms", "cpu")
-        arguments.shapes = _DRY_SHAPE if arguments.shapes == arguments.default_shapes else arguments.shapes
+        if arguments.shapes == arguments.default_shapes:
+            arguments.shapes = getattr(arguments, "dry_shape", _DRY_SHAPE)
         small = {"rounds": 2, "iterations": 2, "launches": 1, "calls": 1, "warmup_s": 0.0}
         for name, value in small.items():
             setattr(arguments, name, min(getattr(arguments, name), value))
@@ -131,7 +132,8 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
             writer.add_round(problem, number, session.results)
         clocks = session.during_load(0.0 if arguments.dry_run else 0.3, lambda: environment.clocks() if leader else "")
         session.finish()
-        table = report.Table(problem, session.results, session.loop_overhead_us, clocks, roof=roof)
+        peak = environment.peak_tflops(mesh.devices.flat[0].device_kind)
+        table = report.Table(problem, session.results, session.loop_overhead_us, clocks, roof=roof, peak_tflops=peak)
         writer.add_table(table)
         if leader:
             report.show(table)

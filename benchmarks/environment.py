@@ -13,6 +13,7 @@ import jax
 import jaxlib.version
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+HOPPER_PEAK_TFLOPS = 989.4
 _NVLINK_VARIABLES = ("XLA_FLAGS", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -43,6 +44,11 @@ def commit() -> str:
     if not head:
         return "unknown"
     return head + ("+" if _run("git", "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def peak_tflops(kind: str) -> float | None:
+    """Dense float16 and bfloat16 TFLOP/s of the data sheet, for Hopper's SXM modules; None for other devices."""
+    return HOPPER_PEAK_TFLOPS if any(name in kind for name in ("H100", "H200", "H800", "GH200")) else None
 
 
 def clocks() -> str:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import overlap
 from benchmarks.harness import Method
 from benchmarks.programs import AXIS, reference
+from overlap.kernels.ladder import RUNGS
 
 # Names that --methods takes.
 ALL_GATHER_METHODS = ("fused", "xla", "roof", "jax_example")
@@ -59,15 +60,26 @@ def all_gather_methods(names: Sequence[str], variants: Sequence[Variant], num_ex
 
 def matmul_methods(names: Sequence[str], variants: Sequence[Variant], num_examples: int) -> list[Method]:
     """The methods for `matmul` on one GPU; its XLA is its roof as well."""
-
-    def fused(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return overlap.matmul(lhs, rhs, config=_config(config), implementation="fused")
-
     makers: dict[str, Callable[[], Method]] = {
         "xla": lambda: Method("xla", jnp.dot, gathered=True),
         "jax_example": lambda: _matmul_example(num_examples),
     }
-    return _select(names, variants, fused, makers)
+    return _select(names, variants, _matmul, makers)
+
+
+def ladder_methods(names: Sequence[str], variants: Sequence[Variant], num_examples: int) -> list[Method]:
+    """The rungs of the ladder, and what `matmul_methods` has."""
+    rungs = {rung.name: Method(rung.name, rung.matmul) for rung in RUNGS}
+    if jax.default_backend() == "cpu":
+        overlap.emulation.enable()  # Rungs run on a GPU, or where somebody asks for the emulator.
+    methods = []
+    for name in names:
+        methods += [rungs[name]] if name in rungs else matmul_methods([name], variants, num_examples)
+    return methods
+
+
+def _matmul(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return overlap.matmul(lhs, rhs, config=_config(config), implementation="fused")
 
 
 def _select(

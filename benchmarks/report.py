@@ -19,7 +19,7 @@ ROUND_COLUMNS = ("op", "devices", "shape", "dtype", "round", "method", "loop_us"
 SUMMARY_COLUMNS = (
     "op", "devices", "shape", "dtype", "method", "status",
     "loop_us", "loop_us_p10", "loop_us_p90", "wall_us", "wall_us_p10", "wall_us_p90", "kernel_us",
-    "tflops_per_device", "received_gb_per_s_per_device",
+    "tflops_per_device", "percent_of_peak", "received_gb_per_s_per_device",
     "xla_over_this", "roof_over_this", "xla_over_this_wall", "roof_over_this_wall",
     "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "compile_s", "note", "clocks",
 )  # fmt: skip
@@ -36,6 +36,8 @@ class Table:
     # The methods that ratios are formed with. On one GPU XLA's dot is the roof.
     xla: str = "xla"
     roof: str = "roof"
+    # Dense TFLOP/s of the data sheet, where it is known.
+    peak_tflops: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method, `SUMMARY_COLUMNS` as keys; what was not measured is None."""
@@ -58,6 +60,8 @@ class Table:
                 row[name], row[f"{name}_p10"], row[f"{name}_p90"] = np.percentile(times, [50, 10, 90]).tolist()
         if result.loop_us:
             row["tflops_per_device"] = problem.flops_per_device / row["loop_us"] / 1e6
+            if self.peak_tflops:
+                row["percent_of_peak"] = 100 * row["tflops_per_device"] / self.peak_tflops
             row["received_gb_per_s_per_device"] = problem.received_bytes_per_device / row["loop_us"] / 1e3
         for name, other in (("xla", xla), ("roof", roof)):
             if other is not None and other.ok:
@@ -149,7 +153,7 @@ def _cell(value: Any) -> Any:
 # --- For people -------------------------------------------------------------------------------------------------------
 
 _HEADINGS = (
-    "method", "loop µs", "p10–p90", "wall µs", "TFLOP/s", "NVLink GB/s",
+    "method", "loop µs", "p10–p90", "wall µs", "TFLOP/s", "% peak", "NVLink GB/s",
     "xla/this", "roof/this", "wall xla/this", "error",
 )  # fmt: skip
 
@@ -165,7 +169,7 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
     return [
         f"{row['method']}{kernel}{' COPIES IN LOOP' if row['loop_copies'] else ''}",
         number("loop_us", 1), f"{number('loop_us_p10', 1)}–{number('loop_us_p90', 1)}", number("wall_us", 1),
-        number("tflops_per_device", 0), number("received_gb_per_s_per_device", 0),
+        number("tflops_per_device", 0), number("percent_of_peak", 1), number("received_gb_per_s_per_device", 0),
         number("xla_over_this", 3), number("roof_over_this", 3), number("xla_over_this_wall", 3),
         "–" if row["error"] is None else f"{row['error']:.2e}",
     ]  # fmt: skip
@@ -206,7 +210,7 @@ def show(table: Table) -> None:
     for row in rows:
         shown.add_row(*_texts(row), style=None if row["status"] == "ok" else "red")
     # Wide enough for every column also where the output is a file or a narrow terminal.
-    Console(width=max(Console().width, 140)).print(shown)
+    Console(width=max(Console().width, 160)).print(shown)
     print(*(f"  {line}" for line in _remarks(rows)), sep="\n")
 
 

@@ -6,7 +6,8 @@ only when somebody has to have it: a store at the wait for it, a load when no th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,15 @@ def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1])
 
 
+class Landing(NamedTuple):
+    """Where a load, or this CTA's part of a multicast load, is written, and the barrier that counts its bytes there."""
+
+    view: View
+    barrier: Any
+    part: tuple[slice, ...] | None = None  # of what is loaded, in the shape `whole`
+    whole: tuple[int, ...] = ()
+
+
 class Operation:
     """One asynchronous operation in flight.
 
@@ -50,6 +60,7 @@ class Operation:
         "issued",
         "kind",
         "knowledge",
+        "landing",
         "nbytes",
         "reduction",
         "sources",
@@ -57,6 +68,7 @@ class Operation:
         "stage",
         "thread",
         "time",
+        "undefined",
         "value",
         "write_component",
         "write_time",
@@ -99,19 +111,38 @@ class Engine:
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
-    def load(self, thread: Thread, src: View, dst: View, barrier: Any, remote: bool) -> None:
-        """Issues a TMA load that counts on `barrier`."""
-        op = Operation("load", thread)
-        op.src, op.dst, op.barrier = src, dst, barrier
-        op.nbytes = dst.array.nbytes
-        self._record(op, src, "TMA load, read", op.component, op.time, write=False)
-        self._record(op, dst, "TMA load, write", op.component, op.time, write=True)
-        barrier.expect(op.nbytes)
+    def load(
+        self,
+        thread: Thread,
+        src: View,
+        landings: Sequence[Landing],
+        barrier: Any,
+        nbytes: int,
+        remote: bool,
+        undefined: bool,
+    ) -> None:
+        """Issues a TMA load; this CTA's `barrier` is to count `nbytes`, of which peers may send a part.
+
+        `undefined`: what lies out of bounds is not even zero.
+        """
+        run = self._machine.run
+        ops = []
+        for landing in landings:
+            dst, part = landing.view, landing.part
+            op = Operation("load", thread)
+            op.src, op.dst, op.barrier, op.landing, op.undefined = src, dst, landing.barrier, landing, undefined
+            op.nbytes = dst.array.nbytes
+            self._record(op, src, "TMA load, read", op.component, op.time, write=False)
+            what = "TMA load, write" if part is None else "multicast TMA load, write"
+            self._record(op, dst, what, op.component, op.time, write=True)
+            run.count("copies", op.nbytes)
+            op.event = run.event(thread, "remote_copy" if remote else "copy", src, dst, src.buffer.device)
+            ops.append(op)
+        barrier.expect(nbytes)
         barrier.arrive(thread.knowledge)
         thread.tick()
-        self._machine.run.count("copies", op.nbytes)
-        op.event = self._machine.run.event(thread, "remote_copy" if remote else "copy", src, dst, src.buffer.device)
-        self._fly(op)
+        for op in ops:
+            self._fly(op)
 
     def _fly(self, op: Operation) -> None:
         if self._mode == "eager":
@@ -123,10 +154,16 @@ class Engine:
     def _advance(self, op: Operation) -> bool:
         """Completes the next stage of `op`; returns whether it was the last."""
         if op.kind == "load":
-            op.dst.write(op.src.read())
+            value = op.src.read(op.undefined)
+            part = op.landing.part
+            op.dst.write(value if part is None else value.reshape(op.landing.whole)[part])
             op.stage = 2
             self._machine.run.event_end(op.event)
-            op.barrier.landed(op.nbytes, op.knowledge)
+            knowledge = op.knowledge
+            if op.barrier.cta is not op.thread.cta:  # a peer learns of this copy, not of what its issuer did before
+                knowledge = Knowledge()
+                knowledge.note(op.component, op.time)
+            op.barrier.landed(op.nbytes, knowledge)
             return True
         if op.stage == 0:
             op.value = op.src.read()

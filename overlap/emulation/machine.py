@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from . import report
 from .clocks import ComponentPool, Components, Knowledge, covers
+from .clusters import Cluster, check_left, note_use
 from .engines import Engine
 from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
 from .memory import Buffer, poison
@@ -100,6 +102,10 @@ class Cta:
         self.scopes: dict[Any, Any] = {}  # live collective allocations
         self.meeting = Meeting(machine.program.num_threads or 1)
         self.running = 0
+        self.ended = False
+        self.cluster: Cluster | None = None
+        self.rank = 0  # in the cluster
+        self.peer_uses: dict[int, tuple[int, str, int]] = {}  # component -> what another CTA of the cluster does here
         self.final = Knowledge()  # of the threads that have ended
         self.freed: list[Buffer] = []  # shared memory whose scope has ended and that nobody has got since
 
@@ -164,6 +170,11 @@ class Machine:
                     buffer.peers = row
         grid = list(itertools.product(*(range(n) for n in program.grid)))
         self.ctas = [[Cta(self, d, i, c) for i, c in enumerate(grid)] for d in range(len(self.coordinates))]
+        if program.cluster:
+            size = math.prod(program.cluster.values())
+            for row in self.ctas:
+                for first in range(0, len(row), size):
+                    Cluster(program.cluster, row[first : first + size])
         self.queued = [list(ctas) for ctas in self.ctas]
         self.threads: list[Thread] = []
         self.exit_seen = [Knowledge() for _ in self.coordinates]
@@ -189,8 +200,10 @@ class Machine:
         return out
 
     def note_remote(self, thread: Thread, access: Access) -> None:
-        """Remembers that `thread` touches another device's memory: that device must not leave before."""
+        """Remembers that `thread` touches memory of another device or CTA: that one must not leave before."""
         buffer = access.view.buffer
+        if buffer.space == "smem" and buffer.cta is not thread.cta:
+            note_use(thread, buffer.cta, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != thread.device:
             self.remote_uses[buffer.device][access.component] = access
 
@@ -248,18 +261,24 @@ class Machine:
     def _launch_ctas(self, device: int) -> None:
         limit = self.settings.resident
         running = sum(cta.running > 0 for cta in self.ctas[device])
-        while self.queued[device] and (limit is None or running < limit):
-            cta = self.queued[device].pop(0)
-            running += 1
-            for warpgroup in range(self.program.num_threads or 1):
-                env = list(self.program.template)
-                for slot, buffer in zip(self.program.parameters, self.buffers[device]):
-                    env[slot] = buffer
-                thread = Thread(self, cta, warpgroup, None, env, 0)
-                thread.axes = dict(zip(self.mesh_shape, self.coordinates[device]))
-                thread.axes.update(zip(self.program.axis_names, (*cta.coordinates, warpgroup)))
-                cta.running += 1
-                self.start(thread)
+        together = math.prod(self.program.cluster.values())  # the CTAs of a cluster are launched together
+        if limit is not None and limit < together:
+            raise ProtocolError(f"a cluster of {together} CTAs cannot be launched where {limit} fit at a time")
+        while self.queued[device] and (limit is None or running + together <= limit):
+            for _ in range(together):
+                self._launch_cta(device, self.queued[device].pop(0))
+            running += together
+
+    def _launch_cta(self, device: int, cta: Cta) -> None:
+        for warpgroup in range(self.program.num_threads or 1):
+            env = list(self.program.template)
+            for slot, buffer in zip(self.program.parameters, self.buffers[device]):
+                env[slot] = buffer
+            thread = Thread(self, cta, warpgroup, None, env, 0)
+            thread.axes = dict(zip(self.mesh_shape, self.coordinates[device]))
+            thread.axes.update(zip(self.program.axis_names, (*cta.coordinates, warpgroup)))
+            cta.running += 1
+            self.start(thread)
 
     def leave(self, thread: Thread) -> None:
         """A thread ends: its CTA may end with it, and another start in its place."""
@@ -270,6 +289,8 @@ class Machine:
             cta.final.join(thread.knowledge)
             cta.running -= 1
             if cta.running == 0:
+                cta.ended = True
+                check_left(self, cta, thread)
                 cta.reuse(cta.final, thread)
                 self._launch_ctas(thread.device)
 

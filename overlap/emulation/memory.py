@@ -44,6 +44,7 @@ class Buffer:
     ):
         self.name, self.space, self.data, self.device, self.cta = name, space, data, device, cta
         self.peers = peers
+        self.twins: Any = None  # the same allocation in each CTA of the cluster
         self.read_only = read_only
         self.written = written  # it has contents from the start
         self.serial = next(_serials)
@@ -62,6 +63,7 @@ class Cells:
 
     def __init__(self, name: str, cells: np.ndarray, device: int, peers: Any = None):
         self.name, self.cells, self.device, self.peers = name, cells, device, peers
+        self.twins: Any = None  # the same allocation in each CTA of the cluster
         self.serial = next(_serials)
 
     def on(self, device: int) -> Cells:
@@ -91,12 +93,13 @@ class View:
         sizes = iter(self.array.shape)
         return tuple(math.prod(itertools.islice(sizes, n)) for n in self.groups)
 
-    def read(self) -> np.ndarray:
-        """A copy of the contents, in the logical shape; what lies out of bounds reads as zero."""
+    def read(self, fill_undefined: bool = False) -> np.ndarray:
+        """A copy of the contents, in the logical shape; what lies out of bounds reads as zero (or as undefined)."""
         inside = np.array(self.array).reshape(self.shape)
         if self.requested is None:
             return inside
-        whole = np.zeros(self.requested, inside.dtype)
+        fill = poison if fill_undefined else np.zeros
+        whole = fill(self.requested, inside.dtype)
         whole[self.window] = inside
         return whole
 

@@ -69,7 +69,8 @@ class Program:
         self.input_is_ref: list[bool] = []
         self.out_avals: tuple[Any, ...] = ()
         self.aliases: dict[int, int] = {}
-        self.grid: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()  # the axes of the cluster come last
+        self.cluster: dict[Any, int] = {}
         self.axis_names: tuple[Any, ...] = ()
         self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
@@ -254,9 +255,8 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
     if not hasattr(mesh, "num_threads"):
         raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")
     program = Program()
-    cluster = tuple(getattr(mesh, "cluster", ()))
-    if any(size != 1 for size in cluster):
-        raise NotImplementedError(f"clusters of more than one block are not emulated, got cluster={cluster}")
+    cluster = tuple(mesh.cluster)
+    program.cluster = dict(zip(mesh.cluster_names, cluster))
     program.num_threads = mesh.num_threads
     program.grid = (*mesh.grid, *cluster)
     program.axis_names = (*mesh.grid_names, *mesh.cluster_names)

@@ -168,9 +168,11 @@ class RaceDetector:
             return
         if not (access.asynchronous and prior.write):
             return
-        # Within one CTA the asynchronous proxy is ordered with itself; all else needs a proxy fence on the way.
-        if prior.asynchronous and prior.thread.cta is access.thread.cta:
+        # The asynchronous proxy is ordered with itself within one CTA, and, in shared memory, within one cluster; all
+        # else needs a proxy fence on the way.
+        shared = access.view.buffer.space == "smem"
+        if prior.asynchronous and (shared or prior.thread.cta is access.thread.cta):
             return
-        fenced = knowledge.smem if access.view.buffer.space == "smem" else knowledge.gmem
+        fenced = knowledge.smem if shared else knowledge.gmem
         if not covers(fenced, prior.component, prior.time):
             self._report("proxy", prior, access)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .clusters import twin
 from .errors import ProtocolError
 from .memory import Buffer, Cells, View
 
@@ -113,8 +114,10 @@ def _step_indexer(transform: Any):
         b.array = b.array[(*key, ...)]  # the ellipsis keeps a view where all indices are scalars
         b.groups = groups
         b.text += f"[{', '.join(texts)}]" if texts else ""
-        if clipped:
-            b.requested, b.window = tuple(requested), tuple(window)
+        if b.window is not None and any(cut.start for cut in b.window):
+            raise NotImplementedError(f"{b.name}{b.text}: the slice of a slice that begins before its array")
+        # What an earlier slice lost at the end of its array is out of bounds for this one too, if this one asks for it.
+        b.requested, b.window = (tuple(requested), tuple(window)) if clipped else (None, None)
 
     dynamic = [x.index for spec in specs for x in spec if type(x) is Slot]
     return step, dynamic
@@ -249,11 +252,15 @@ class RefPath:
         self._steps = []
         self._dynamic: list[int] = []
         self._peer: tuple[Any, Any] | None = None
+        self._place: dict[Any, Any] | None = None  # of another CTA in the cluster
         self._clip = clip
         self._cache: dict[Any, Any] = {}
         for transform in transforms or ():
             if type(transform).__name__ == "PeerMemRef":
                 self._peer = (transform.device_id, transform.device_id_type)
+                continue
+            if type(transform).__name__ == "ClusterRefTransform":
+                self._place = dict(zip(transform.dims, transform.idxs))
                 continue
             decoded = _decode(transform)
             if decoded is not None:
@@ -273,6 +280,11 @@ class RefPath:
         env = thread.env
         if self._peer is not None:
             base = base.on(thread.machine.logical_device(thread, *self._peer, env))
+        if self._place is not None:
+            if thread.cta.cluster is None:
+                raise ProtocolError(f"{base.name}: a cluster_ref in a kernel without clusters")
+            place = {axis: int(value_of(index, env)) for axis, index in self._place.items()}
+            base = twin(base, thread.cta.cluster.at(thread.cta, place))
         key = (base.serial, *[env[i] for i in self._dynamic])
         try:
             found = self._cache.get(key)

@@ -51,6 +51,14 @@ def freed_early(cta: Any, access: Any) -> str:
     )
 
 
+def left_cluster(cta: Any, what: str) -> str:
+    """A CTA of a cluster ends while a peer still reaches into it."""
+    return (
+        f"left the cluster too early: {cta} may end before\n  {what}\n  is over, which reaches into its shared memory. "
+        f"Expected: {cta} waits for that (or for a barrier that its peers arrive on after it) before it ends"
+    )
+
+
 def unwritten(access: Any) -> str:
     """A read of memory that holds nothing yet."""
     return (

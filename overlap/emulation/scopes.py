@@ -6,42 +6,59 @@ from typing import Any
 
 import numpy as np
 
+from .clusters import cluster_arrivals
+from .errors import ProtocolError
 from .memory import Buffer, Cells, poison
 from .program import Decoder, handles
 from .sync import MBarrier, Semaphore
 
 
-def _allocate(thread: Any, aval: Any, name: str, key: Any, collective: bool) -> Any:
-    """What a scoped reference of type `aval` is bound to."""
-    machine, dtype = thread.machine, aval.dtype
+def _allocate(cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> Any:
+    """What a scoped reference of type `aval` is bound to, of a whole CTA or of one `thread` of it."""
+    machine, dtype, device = cta.machine, aval.dtype, cta.device
     kind = str(getattr(dtype, "name", dtype))
-    cta = thread.cta
     shape = tuple(aval.shape)
     if "semaphore" in kind:
         return _semaphores(
             machine,
-            thread.device,
-            (key, cta.index, None if collective else str(thread)),
+            device,
+            (key, cta.index, None if thread is None else str(thread)),
             shape,
             name,
             f" of CTA {cta.index}",
         )
     if hasattr(dtype, "num_arrivals"):
-        if hasattr(dtype, "collective_axes"):
-            raise NotImplementedError(f"{name}: cluster barriers are not emulated")
-        cells = np.empty(shape, object)
-        for index in np.ndindex(*shape):
-            label = f"barrier {name}" + (f"[{', '.join(map(str, index))}]" if index else "")
-            cells[index] = MBarrier(label, dtype.num_arrivals, cta)
-        return Cells(name, cells, thread.device)
+        return _barriers(cta, dtype, name, shape, thread)
     space = str(getattr(aval.memory_space, "value", aval.memory_space))
     if space == "tmem":
         raise NotImplementedError(f"{name}: tensor memory is not emulated")
     if space == "regs":
-        return Buffer(name, "regs", np.zeros(shape, dtype), thread.device, cta)
-    if space == "gmem":
-        return Buffer(name, "gmem", poison(shape, dtype), thread.device, cta)
-    return Buffer(name, "smem", poison(shape, dtype), thread.device, cta)
+        return Buffer(name, "regs", np.zeros(shape, dtype), device, cta)
+    return Buffer(name, "gmem" if space == "gmem" else "smem", poison(shape, dtype), device, cta)
+
+
+def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: Any) -> Cells:
+    axes = getattr(dtype, "collective_axes", None)
+    groups = tuple(group if isinstance(group, tuple) else (group,) for group in axes or ())
+    if groups and (cta.cluster is None or thread is not None):
+        raise ProtocolError(f"the cluster barrier {name} needs a kernel with clusters, and a scope of all its threads")
+    arrivals = dtype.num_arrivals * (cluster_arrivals(cta.cluster.axes, groups) if groups else 1)
+    cells = np.empty(shape, object)
+    for index in np.ndindex(*shape):
+        label = f"{'cluster ' if groups else ''}barrier {name}" + (f"[{', '.join(map(str, index))}]" if index else "")
+        cells[index] = barrier = MBarrier(label, arrivals, cta)
+        barrier.collective, barrier.leader_tracked = groups, getattr(dtype, "leader_tracked", False)
+    return Cells(name, cells, cta.device)
+
+
+def _allocate_all(thread: Any, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
+    """The allocations of a scope that all threads of a CTA share, the `visit`-th time that it enters."""
+
+    def allocate(cta: Any) -> list[Any]:
+        return [_allocate(cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
+
+    cluster = thread.cta.cluster
+    return allocate(thread.cta) if cluster is None else cluster.enter(thread.cta, key, visit, allocate)
 
 
 def _semaphores(machine: Any, device: int, key: Any, shape: tuple[int, ...], name: str, owner: str = "") -> Cells:
@@ -109,8 +126,13 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         if not collective:
             if cta.freed and d.program.num_threads is None:
                 cta.reuse(thread.knowledge, thread)
-            for slot, aval, name in zip(slots, avals, names):
-                thread.env[slot] = _allocate(thread, aval, name, key, d.program.num_threads is None)
+            if d.program.num_threads is None and thread.warp is None:
+                visit = thread.visits[key] = thread.visits.get(key, 0) + 1
+                made = _allocate_all(thread, avals, names, key, visit)
+            else:
+                made = [_allocate(cta, aval, name, key, thread) for aval, name in zip(avals, names)]
+            for slot, value in zip(slots, made):
+                thread.env[slot] = value
             return None
         # The hardware synchronises the block here, before the memory may be given out again.
         meeting = cta.meeting
@@ -131,7 +153,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         visit = thread.visits[key] = thread.visits.get(key, 0) + 1
         scope = cta.scopes.get((key, visit))
         if scope is None:
-            made = [_allocate(thread, aval, name, (key, visit), True) for aval, name in zip(avals, names)]
+            made = _allocate_all(thread, avals, names, key, visit)
             scope = cta.scopes[(key, visit)] = [made, meeting.expected]
         for slot, value in zip(slots, scope[0]):
             thread.env[slot] = value
@@ -177,7 +199,7 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             if not hasattr(aval, "inner_aval"):
                 env[slot] = env[source]
                 continue
-            env[slot] = made = _allocate(thread, aval, name, key, False)
+            env[slot] = made = _allocate(thread.cta, aval, name, key, thread)
             if source is not None:
                 if isinstance(env[source], (Buffer, Cells)):
                     env[slot] = env[source]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import clusters
 from .data import predicate_of
 from .errors import ProtocolError
 from .program import Decoder, handles
@@ -26,11 +27,19 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     def run(thread: Any) -> None:
         if predicate(thread.env):
-            path.resolve(thread, thread.env[barrier]).arrive(thread.knowledge)
-            thread.tick()
+            _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
     d.emit(run, eqn, visible=True)
     return []
+
+
+def _arrive_at(thread: Any, barrier: Any) -> None:
+    """Arrives on a barrier, and if it is a cluster barrier, on those of the peers as well."""
+    for reached in barrier.reached:
+        if reached.cta is not thread.cta:
+            clusters.note_use(thread, reached.cta, f"an arrival on {reached.name}", thread.component, thread.time)
+        reached.arrive(thread.knowledge)
+    thread.tick()
 
 
 def _try_wait(thread: Any, barrier: Any) -> bool:
@@ -79,8 +88,7 @@ def _arrive_and_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path = _barrier_path(d, eqn, leaves)
 
     def arrive(thread: Any) -> None:
-        path.resolve(thread, thread.env[barrier]).arrive(thread.knowledge)
-        thread.tick()
+        _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
     d.emit(arrive, eqn, "barrier_arrive", visible=True)
     return _wait(d, eqn, ins)

@@ -80,15 +80,36 @@ class Semaphore(Waitable):
 
 
 class MBarrier(Waitable):
-    """An mbarrier: a phase completes when all arrivals have come and no bytes are outstanding."""
+    """An mbarrier: a phase completes when all arrivals have come and no bytes are outstanding.
 
-    __slots__ = ("arrivals", "arrived", "bytes", "cta", "name", "pending", "phase", "phases")
+    Attributes:
+        collective: of a cluster barrier, the groups of axes along which an arrival reaches other CTAs; else empty.
+        leader_tracked: of a cluster barrier, whether an arrival counts on the leader's barrier alone.
+        reached: the barriers that an arrival counts on.
+    """
+
+    __slots__ = (
+        "arrivals",
+        "arrived",
+        "bytes",
+        "collective",
+        "cta",
+        "leader_tracked",
+        "name",
+        "pending",
+        "phase",
+        "phases",
+        "reached",
+    )
 
     def __init__(self, name: str, arrivals: int, cta: Any):
         super().__init__()
         self.name, self.arrivals, self.cta = name, arrivals, cta
+        self.collective: tuple[tuple[Any, ...], ...] = ()
+        self.leader_tracked = False
+        self.reached = [self]
         self.arrived = 0
-        self.bytes = 0
+        self.bytes = 0  # below 0 while a peer's part of a multicast copy is here before the wait for it is announced
         self.phase = 0  # phases completed
         self.pending = Knowledge()
         self.phases: dict[int, Knowledge] = {}

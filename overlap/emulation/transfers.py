@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import clusters
 from .data import predicate_of
+from .engines import Landing
 from .errors import ProtocolError
 from .program import Decoder, handles
 
@@ -18,15 +20,17 @@ def _check_shapes(src: Any, dst: Any) -> None:
 @handles("copy_gmem_to_smem")
 def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     p = eqn.params
-    if p.get("collective_axes"):
-        raise NotImplementedError("copies along collective axes (clusters, multicast) are not emulated")
+    axes = tuple(p.get("collective_axes") or ())
+    if axes and p.get("leader_tracked") is not None:
+        raise NotImplementedError("copies that the leader of a cluster tracks (Blackwell) are not emulated")
     if not p.get("has_barrier", True):
         raise NotImplementedError("copies without a barrier (cp.async, before Hopper) are not emulated")
     ins, predicate = predicate_of(d, ins, p["has_user_predicate"])
     src, dst, barrier, *leaves = ins
     trees = [p[f"{x}_transforms_treedef"] for x in ("src", "dst", "barrier")]
     paths, at = [], 0
-    promised = getattr(p.get("oob_mode"), "name", "") == "PROMISE_IN_BOUNDS"
+    mode = getattr(p.get("oob_mode"), "name", "ZEROS")
+    promised = mode == "PROMISE_IN_BOUNDS"
     for i, tree in enumerate(trees):
         paths.append(d.path(d.unflatten(tree, leaves[at : at + tree.num_leaves]), clip=i == 0 and not promised))
         at += tree.num_leaves
@@ -41,10 +45,29 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             return
         source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
         _check_shapes(source, target)
-        thread.machine.engine.load(thread, source, target, where, source.buffer.device != thread.device)
+        landings = [Landing(target, where)]
+        if axes:
+            landings = _multicast(thread, axes, target, where, lambda cta: (
+                dst_path.resolve(thread, clusters.twin(env[dst], cta)),
+                barrier_path.resolve(thread, clusters.twin(env[barrier], cta)),
+            ))  # fmt: skip
+        remote = source.buffer.device != thread.device
+        thread.machine.engine.load(thread, source, landings, where, target.array.nbytes, remote, mode == "UNDEFINED")
 
     d.emit(run, eqn, visible=True)
     return []
+
+
+def _multicast(thread: Any, axes: tuple[Any, ...], target: Any, where: Any, at: Any) -> list[Landing]:
+    """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, on each one's own barrier."""
+    cluster = thread.cta.cluster
+    if cluster is None:
+        raise ProtocolError(f"a copy to {target} along {axes} in a kernel without clusters")
+    ctas = cluster.along(thread.cta, axes)
+    if len(ctas) == 1:
+        return [Landing(target, where)]
+    part = clusters.share(target, target.shape, len(ctas), ctas.index(thread.cta))
+    return [Landing(clusters.part_of(view, part), barrier, part, target.shape) for view, barrier in map(at, ctas)]
 
 
 @handles("copy_smem_to_gmem")

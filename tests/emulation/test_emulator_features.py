@@ -234,10 +234,5 @@ def test_delay_scopes_and_parallel_signals():
 
 
 def test_what_is_not_emulated_says_so():
-    def body(o):
-        del o
-
-    with pytest.raises(NotImplementedError, match="cluster"):
-        run(body, out_type=out((1,)), cluster=(2,), cluster_names=("c",))
     with pytest.raises((NotImplementedError, EmulationError), match="tensor memory"):
         run(lambda o, t: None, out_type=out((1,)), scratch_types=[plgpu.TMEM((128, 128), jnp.float32)])

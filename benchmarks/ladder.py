@@ -1,0 +1,38 @@
+"""The table of the ladder: every rung, `overlap.matmul`, and cuBLAS (`jnp.dot`), which is their roof.
+
+The column "roof/this" is the fraction of cuBLAS's speed, "% peak" that of the data sheet's dense TFLOP/s.
+
+    python3 -m benchmarks.ladder --out DIR
+    python3 -m benchmarks.ladder --methods pipelined,persistent,xla --shapes 8192x8192x8192:bf16
+
+Arguments are described by --help.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks import command
+from overlap.kernels.ladder import RUNGS
+
+SHAPES = "4096x8192x4096:f16"
+METHODS = (*(rung.name for rung in RUNGS), "fused", "xla")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command.parser((__doc__ or "").splitlines()[0], SHAPES, ",".join(METHODS), devices=False)
+    parser.set_defaults(default_shapes=SHAPES, dry_shape="256x256x128")
+    arguments = parser.parse_args(argv)
+
+    def methods_of(*args):
+        # Imported once the devices are set up.
+        from benchmarks.methods import ladder_methods
+
+        return ladder_methods(*args)
+
+    return command.run(arguments, "ladder", methods_of, 1, roof="xla")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The ladder: one matmul, eight times, each faster than the one before by one idea (Hopper, float16 and bfloat16).
+
+Read the files in the order of `RUNGS`: each shows the one thing that is new and takes the rest from those below it.
+They are lessons, and kept apart from `overlap.matmul`, which has all of it and serves any shape. `benchmarks/ladder.py`
+measures them side by side, `tests/test_ladder.py` runs them emulated and assembles them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from overlap.kernels.ladder import (
+    basic,
+    cluster_multicast,
+    grid_tiling,
+    persistent,
+    pipelined,
+    templated_epilogue,
+    tiled_epilogue,
+    warp_specialized,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One step of the ladder.
+
+    Attributes:
+      name: as in the table and on the command line.
+      matmul: `matmul(lhs, rhs, **knobs) -> [m, n]`.
+      idea: what it adds, in one sentence.
+    """
+
+    name: str
+    matmul: Callable[..., jax.Array]
+    idea: str
+
+
+RUNGS = (
+    Rung("basic", basic.matmul, "One CTA per tile, one warpgroup, copies and products in turn."),
+    Rung("pipelined", pipelined.matmul, "The next tiles travel while the tensor cores work; slots are released late."),
+    Rung("warp_specialized", warp_specialized.matmul, "One warpgroup copies, two multiply a tile twice as wide."),
+    Rung("tiled_epilogue", tiled_epilogue.matmul, "The output leaves in chunks, and a fourth stage fits."),
+    Rung("persistent", persistent.matmul, "A CTA per SM loads the next tile while it stores this one."),
+    Rung("cluster_multicast", cluster_multicast.matmul, "Two CTAs load the right operand once for both."),
+    Rung("grid_tiling", grid_tiling.matmul, "Tiles are visited in bands, so that operands are found in L2."),
+    Rung(
+        "templated_epilogue",
+        templated_epilogue.matmul,
+        "An activation, passed as a Python function, is applied to the accumulator.",
+    ),
+)
+
+__all__ = ["RUNGS", "Rung"]

@@ -1,0 +1,69 @@
+"""Rung 0: one CTA per output tile, one warpgroup, one thing at a time.
+
+    for each k:  copy two operand tiles to shared memory  →  wait  →  multiply (wgmma)  →  wait
+    then:        accumulator (registers)  →  shared memory  →  output
+
+It shows the four words that every later rung is made of: a TMA copy that counts on an mbarrier, the wait for it, an
+asynchronous wgmma whose accumulator stays in registers, and a TMA store of shared memory that has been committed.
+
+Gains: nothing yet. While the copies travel the tensor cores idle, and the other way round; only the CTAs that happen to
+share an SM hide a part of it. Source: "Writing Mosaic GPU kernels with Pallas" in the JAX documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
+
+
+def store_tile(values: jax.Array, out_gmem: Any, out_smem: Any) -> None:
+    """Registers → shared memory → output, all at once; the store may still be in flight."""
+    out_smem[...] = values.astype(out_gmem.dtype)
+    plgpu.commit_smem()  # The copy engine sees what threads wrote only past this fence.
+    plgpu.copy_smem_to_gmem(out_smem, out_gmem)
+
+
+def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 128) -> jax.Array:
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
+    t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n)
+
+    def body(
+        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, lhs_smem: Any, rhs_smem: Any, out_smem: Any, full: Any
+    ) -> None:
+        m_slice = pl.ds(lax.axis_index("m") * tile_m, tile_m)
+        n_slice = pl.ds(lax.axis_index("n") * tile_n, tile_n)
+
+        def accumulate(acc: Any) -> jax.Array:
+            @pl.loop(0, t.k_steps)
+            def _step(k: Any) -> None:
+                k_slice = pl.ds(k * t.tile_k, t.tile_k)
+                plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], lhs_smem, full)
+                plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], rhs_smem, full)
+                plgpu.barrier_wait(full)
+                plgpu.wgmma(acc, lhs_smem, rhs_smem)
+                plgpu.wgmma_wait(0)  # The next copies overwrite what this product reads.
+
+            return acc[...]
+
+        values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
+        store_tile(values, out_gmem.at[m_slice, n_slice], out_smem)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Shared memory must outlive the copy that reads it.
+
+    return plgpu.kernel(
+        body,
+        out_type=t.out_type,
+        grid=(t.m_tiles, t.n_tiles),
+        grid_names=("m", "n"),
+        scratch_types=[
+            t.smem(tile_m, t.tile_k), t.smem(t.tile_k, tile_n), t.smem(tile_m, tile_n), plgpu.Barrier(num_arrivals=2),
+        ],
+        compiler_params=COMPILER_PARAMS,
+        kernel_name="ladder_basic",
+    )(lhs, rhs)  # fmt: skip

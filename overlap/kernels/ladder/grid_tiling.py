@@ -1,0 +1,40 @@
+"""Rung 6: grid tiling. The same kernel walks the output in bands, so that what it needs next is still in L2.
+
+At any moment the GPU computes one *wave*: as many output tiles as there are SMs, here 66 pairs of them. Row by row,
+with n = 8192, a wave is two rows of pairs, each 32 tiles wide: it reads 2 blocks of 256 rows of the left operand and
+all 32 blocks of 256 columns of the right one. In bands of `width` = 8 rows of pairs it is 8 pairs high and 8 tiles
+wide, and reads 8 + 8 blocks for the same number of products. Every second band is walked backwards (a snake), so that
+it begins where the tiles are that the last one ended with.
+
+Gains: the matmul is no longer bound by memory for large problems; nothing in the kernel changes but the function from
+an index to a tile. Source: `overlap/kernels/tile_order.py`; the planar snake of the Blackwell matmul guide in the JAX
+documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+
+from overlap.kernels.ladder.cluster_multicast import CLUSTER, clustered
+from overlap.kernels.ladder.tiling import Tiling
+from overlap.kernels.tile_order import TileOrder
+
+
+def matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    tile_n: int = 256,
+    stages: int = 4,
+    minor: Literal["m", "n"] = "m",
+    width: int = 8,
+) -> jax.Array:
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, m of twice its tile.
+
+    `minor` is the dimension that runs fastest, `width` the tiles (pairs of them, along m) of a band along it.
+    """
+    t = Tiling.of(lhs, rhs, tile_n=tile_n)
+    order = TileOrder(t.m_tiles // CLUSTER, t.n_tiles, minor, width)
+    return clustered(t, stages=stages, name="ladder_grid_tiling", tile_at=order)(lhs, rhs)

@@ -1,0 +1,82 @@
+"""Rung 1: a software pipeline. While one product runs, the operands of the next ones are on their way.
+
+`plgpu.emit_pipeline` keeps `stages` pairs of operand tiles in shared memory and runs the body once they have landed:
+
+    stages         how far the copies run ahead: enough of them to cover the latency of memory. Low values leave room
+                   for a second CTA on the SM; where there is none, 4 to 6.
+    delay_release  by how many iterations a slot is given back late. A wgmma is asynchronous: with one left in flight,
+                   the tensor cores go from product to product without a gap, but the slot that it still reads must not
+                   be refilled. So as many as may be in flight, so late the release. Too small a delay is a data race
+                   that no test on a GPU is sure to see; the emulator names it (tests/test_ladder.py).
+
+Gains: most of the copies' time. What is left: the warpgroup that multiplies also computes addresses and issues copies.
+Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels.hopper import swizzled
+from overlap.kernels.ladder.basic import store_tile
+from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
+
+
+def matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    stages: int = 4,
+    in_flight: int = 1,
+    delay_release: int | None = None,
+) -> jax.Array:
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles.
+
+    `in_flight` products run across iterations; `delay_release` must be at least as large, and is equal by default.
+    """
+    t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n)
+    delay = in_flight if delay_release is None else delay_release
+
+    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, out_smem: Any) -> None:
+        row, column = lax.axis_index("m"), lax.axis_index("n")
+
+        def accumulate(acc: Any) -> jax.Array:
+            def multiply(_: Any, lhs_smem: Any, rhs_smem: Any) -> None:
+                plgpu.wgmma(acc, lhs_smem, rhs_smem)
+                plgpu.wgmma_wait(in_flight)
+
+            def operand(shape: tuple[int, int], index_map: Any) -> Any:
+                return plgpu.BlockSpec(shape, index_map, transforms=swizzled(t.dtype), delay_release=delay)
+
+            plgpu.emit_pipeline(
+                multiply,
+                grid=(t.k_steps,),
+                in_specs=[
+                    operand((tile_m, t.tile_k), lambda k: (row, k)),
+                    operand((t.tile_k, tile_n), lambda k: (k, column)),
+                ],
+                max_concurrent_steps=stages,
+            )(lhs_gmem, rhs_gmem)
+            return acc[...]
+
+        values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
+        store_tile(values, out_gmem.at[pl.ds(row * tile_m, tile_m), pl.ds(column * tile_n, tile_n)], out_smem)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        body,
+        out_type=t.out_type,
+        grid=(t.m_tiles, t.n_tiles),
+        grid_names=("m", "n"),
+        scratch_types=[t.smem(tile_m, tile_n)],
+        compiler_params=COMPILER_PARAMS,
+        kernel_name="ladder_pipelined",
+    )(lhs, rhs)

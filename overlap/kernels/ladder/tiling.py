@@ -1,0 +1,83 @@
+"""What all rungs of the ladder share: the sizes of a problem cut into tiles, and how a kernel is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels import dispatch, hopper
+
+COMPUTE_WARPGROUPS = 2  # From rung 2 on.
+SWIZZLE_BYTES = 128
+# References are sliced and swizzled as a whole, and the compiler distributes them over the 128 lanes of a warpgroup.
+COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """lhs[m, k] @ rhs[k, n] in output tiles of tile_m × tile_n, each a sum of k_steps products over tile_k.
+
+    Raises:
+      ValueError: an operand is no float16 or bfloat16 matrix, or a size is no multiple of its tile.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: Any
+    tile_m: int
+    tile_n: int
+    tile_k: int
+
+    @classmethod
+    def of(cls, lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int) -> Tiling:
+        """The tiling of two operands, checked. The default of `tile_m` is two warpgroups' rows, 2 × 64."""
+        if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
+            raise ValueError(f"`lhs` and `rhs` must be [m, k] and [k, n], got {lhs.shape} and {rhs.shape}")
+        if lhs.dtype != rhs.dtype or lhs.dtype not in (jnp.float16, jnp.bfloat16):
+            raise ValueError(f"`lhs` and `rhs` must both be float16 or bfloat16, got {lhs.dtype} and {rhs.dtype}")
+        (m, k), n = lhs.shape, rhs.shape[1]
+        tile_k = SWIZZLE_BYTES // lhs.dtype.itemsize  # A row of an operand tile is as wide as the swizzle.
+        t = cls(m, n, k, lhs.dtype, tile_m, tile_n, tile_k)
+        for name, size, tile in (("m", t.m, tile_m), ("n", t.n, tile_n), ("k", t.k, tile_k)):
+            if size % tile or not size:
+                raise ValueError(f"{name} must be a positive multiple of {tile} on the ladder, got {name}={size}")
+        return t
+
+    @property
+    def m_tiles(self) -> int:
+        """Rows of output tiles."""
+        return self.m // self.tile_m
+
+    @property
+    def n_tiles(self) -> int:
+        """Columns of output tiles."""
+        return self.n // self.tile_n
+
+    @property
+    def k_steps(self) -> int:
+        """Products that make up an output tile."""
+        return self.k // self.tile_k
+
+    @property
+    def wg_tile_m(self) -> int:
+        """Rows of an output tile that one compute warpgroup holds."""
+        return self.tile_m // COMPUTE_WARPGROUPS
+
+    @property
+    def out_type(self) -> jax.ShapeDtypeStruct:
+        """The result: [m, n], of the operands' dtype."""
+        return jax.ShapeDtypeStruct((self.m, self.n), self.dtype)
+
+    def smem(self, *shape: int) -> Any:
+        """Shared memory in the layout that TMA and wgmma agree on."""
+        return plgpu.SMEM(shape, self.dtype, transforms=hopper.swizzled(self.dtype))
+
+
+def num_ctas() -> int:
+    """How many CTAs run at the same time where one fills an SM; on a CPU, as many as the emulator says."""
+    return dispatch.target().num_cores

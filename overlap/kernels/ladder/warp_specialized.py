@@ -1,0 +1,174 @@
+"""Rung 2: warp specialization. One warpgroup copies, two multiply.
+
+The *memory* warpgroup runs as far ahead as the slots allow and gives its registers away; two *compute* warpgroups hold
+the upper and the lower half of a tile twice as wide, and share its right operand. They meet at two mbarriers per slot:
+
+    full      both operand tiles have landed     (2 arrivals, one per copy; the compute warpgroups wait)
+    consumed  nobody reads the slot any more     (2 arrivals, one per compute warpgroup; the memory warpgroup waits)
+
+A compute warpgroup leaves one wgmma in flight, so it gives back slot k − 1 after it has issued slot k: rung 1's delayed
+release, written out.
+
+Gains: copies are issued on time whatever the tensor cores do, and tiles of 128 × 256 move a quarter fewer bytes per
+product than 128 × 128. What is left: nothing is multiplied while the output tile is stored, and storing takes more than
+a stage's worth of shared memory. Source: "Software pipelining with Mosaic GPU" in the JAX documentation; CUTLASS's
+warp-specialized kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels.ladder.basic import store_tile
+from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling
+from overlap.primitives.integers import remainder
+
+MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
+THREADS = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": "warpgroup"}
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
+Store = Callable[[jax.Array, Any, Any], None]  # (values, output, buffer)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Shared memory for operand tiles, `stages` of each, with two barriers per slot."""
+
+    lhs_smem: Any
+    rhs_smem: Any
+    full: Any
+    consumed: Any
+
+    @classmethod
+    def types(cls, t: Tiling, stages: int, consumed: Any = None) -> Any:
+        """Slots of scratch types; `consumed` replaces the barrier of that name."""
+        return cls(
+            lhs_smem=t.smem(stages, t.tile_m, t.tile_k),
+            rhs_smem=t.smem(stages, t.tile_k, t.tile_n),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            consumed=consumed or plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
+        )
+
+    @property
+    def stages(self) -> int:
+        """Slots in all."""
+        return self.lhs_smem.shape[0]
+
+
+def load_tiles(
+    lhs_gmem: Any,
+    rhs_gmem: Any,
+    row: Any,
+    column: Any,
+    slots: Slots,
+    t: Tiling,
+    *,
+    first: Any = 0,
+    shared_by: Any = None,
+) -> None:
+    """The memory warpgroup's part of output tile (row, column).
+
+    Args:
+      lhs_gmem: [m, k].
+      rhs_gmem: [k, n].
+      row: tile row.
+      column: tile column.
+      slots: where the tiles go.
+      t: sizes.
+      first: how many slots this CTA has filled before, for other output tiles.
+      shared_by: the cluster axis along which CTAs share the right operand (rung 5).
+    """
+    m_slice, n_slice = pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n)
+
+    @pl.loop(0, t.k_steps)
+    def _step(k: Any) -> None:
+        slot, k_slice = remainder(first + k, slots.stages), pl.ds(k * t.tile_k, t.tile_k)
+        full = slots.full.at[slot]
+
+        @pl.when(first + k >= slots.stages)
+        def _wait_until_free() -> None:
+            plgpu.barrier_wait(slots.consumed.at[slot])
+
+        plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], slots.lhs_smem.at[slot], full)
+        plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], slots.rhs_smem.at[slot], full, collective_axes=shared_by)
+
+
+def accumulate_tile(wg_rows: Any, slots: Slots, t: Tiling, *, first: Any = 0) -> jax.Array:
+    """A compute warpgroup's part of an output tile, in f32; `wg_rows` are its rows within the tile."""
+
+    def multiply(k: Any, acc: Any) -> None:
+        slot = remainder(first + k, slots.stages)
+        plgpu.barrier_wait(slots.full.at[slot])
+        plgpu.wgmma(acc, slots.lhs_smem.at[slot, wg_rows], slots.rhs_smem.at[slot])
+
+    def accumulate(acc: Any) -> jax.Array:
+        multiply(0, acc)
+
+        @pl.loop(1, t.k_steps)
+        def _step(k: Any) -> None:
+            multiply(k, acc)
+            # Invariant: the wgmma just issued may be in flight; all before it have read their slots.
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(slots.consumed.at[remainder(first + k - 1, slots.stages)])
+
+        return acc[...]  # Waits for the last wgmma.
+
+    values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((t.wg_tile_m, t.tile_n), jnp.float32))
+    plgpu.barrier_arrive(slots.consumed.at[remainder(first + t.k_steps - 1, slots.stages)])
+    return values
+
+
+def split_roles(memory: Any, compute: Any) -> None:
+    """Runs `memory()` on one warpgroup and `compute(warpgroup)` on the two others, which get most of its registers."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == MEMORY_WARPGROUP)
+    def _memory() -> None:
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        memory()
+
+    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    def _compute() -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        compute(warpgroup)
+
+
+def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
+    """The kernel: the CTA at (m, n) of the grid computes that tile; `store` puts a warpgroup's half of it away."""
+
+    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, out_smem: Any) -> None:
+        row, column = lax.axis_index("m"), lax.axis_index("n")
+
+        def compute(warpgroup: Any) -> None:
+            values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), slots, t)
+            rows = pl.ds(row * t.tile_m + warpgroup * t.wg_tile_m, t.wg_tile_m)
+            store(values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], out_smem.at[warpgroup])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        split_roles(lambda: load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t), compute)
+
+    return plgpu.kernel(
+        body,
+        out_type=t.out_type,
+        grid=(t.m_tiles, t.n_tiles),
+        grid_names=("m", "n"),
+        **THREADS,
+        scratch_types=[Slots.types(t, stages), out_smem_type],
+        compiler_params=COMPILER_PARAMS,
+        kernel_name=name,
+    )
+
+
+def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 3) -> jax.Array:
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
+    t = Tiling.of(lhs, rhs, tile_n=tile_n)
+    out_smem_type = t.smem(COMPUTE_WARPGROUPS, t.wg_tile_m, tile_n)
+    return tile_per_cta(t, stages, out_smem_type, store_tile, "ladder_warp_specialized")(lhs, rhs)
