@@ -1,4 +1,4 @@
-"""The command line: `python -m overlap demo | doctor`."""
+"""The command line: `python -m overlap demo | doctor | tune`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
+
+from overlap.cli import tune_arguments
 
 __all__ = ["main"]
 
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m overlap", description="Fused collective + matmul kernels: a demonstration and a check-up."
+        prog="python -m overlap", description="Fused collective + matmul kernels: a demonstration, a check-up, a tuner."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -46,6 +48,16 @@ def _parser() -> argparse.ArgumentParser:
         "fused all-gather matmul can run here, on GPUs or emulated.",
     )
     doctor.set_defaults(run=_doctor)
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure configurations and keep the fastest",
+        description="Measures the configurations of an operation for a list of problems against XLA, on the GPUs or, "
+        "to try it out, emulated, and writes the fastest whose result is right to a table that later calls use. "
+        "What was found before an interrupt or the end of the budget is kept.",
+    )
+    tune_arguments.add_arguments(tune)
+    tune.set_defaults(run=_tune)
     return parser
 
 
@@ -57,6 +69,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     from overlap.cli import demo
 
     return demo.run(arguments.out, devices=arguments.devices, emulate=arguments.emulate)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("rich") is None:
+        print("tune needs rich: pip install 'overlap[cli]'", file=sys.stderr)
+        return 1
+    from overlap.cli import tune
+
+    return tune.run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

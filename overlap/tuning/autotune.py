@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from overlap import emulation
-from overlap.kernels.target import Target, current_target
+from overlap.kernels import dispatch
+from overlap.kernels.target import Target
 from overlap.tuning import tables
 from overlap.tuning.choose import Session, session
 from overlap.tuning.interrupt import noticed
@@ -123,7 +123,7 @@ def autotune(
             "`fn` makes no call of an operation of this library that leaves `config` open and runs the fused kernel "
             '(on a CPU: with implementation="fused"), so there is nothing to tune'
         )
-    target = current_target(emulation.core_count())
+    target = dispatch.target()
     file = result_file(target, path) if save else None
     outcomes = tune(
         problems, target, Settings.for_platform(target.platform, max_configs), file, budget_s=budget_s, force=force,

@@ -67,7 +67,8 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
     config = heuristic(problem, target)
     if config is None:
         return default_config(problem.dtype), "default"
-    if target.platform == "gpu" and (problem, target.kind) not in _missed:
+    # While problems are collected to be tuned, a miss is no news.
+    if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))
         logger.info(
             "%s is in no tuning table for %s: the heuristic takes %s. To measure: python -m overlap tune --op %s "

@@ -71,7 +71,8 @@ def test_random(seed):
     # c is taken in the dtype of the result: where that rounds it, so does XLA's form.
     theirs = oracle.distance(call("xla")(lhs, rhs), exact)
     rounding = oracle.distance(exact.astype(first.dtype), exact)
-    floor = 2e-3 if jnp.dtype(dtype).itemsize == 1 else 1e-6  # wgmma adds f8 products with 14 bits.
+    # The tensor cores truncate sums in f32, and add f8 products with some 14 bits; XLA may take other instructions.
+    floor = 2e-3 if jnp.dtype(dtype).itemsize == 1 else 1e-5
     assert float(oracle.distance(first, exact)) <= 2 * max(float(theirs), float(rounding)) + floor
     again = fused(lhs, rhs)
     assert bool(jax.jit(lambda x, y: jnp.array_equal(x, y, equal_nan=True))(first, again))

@@ -1,0 +1,161 @@
+"""`python -m overlap tune`: measures configurations for a list of problems, and writes a tuning table."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from overlap import _compat, _cuda
+from overlap.cli.tune_arguments import DTYPES
+from overlap.kernels import dispatch
+from overlap.kernels.target import Target
+from overlap.tuning import autotune, search, space
+from overlap.tuning.model import predicted_us, waves
+from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.problem import LAYOUTS, Layout, Problem
+
+_H200 = Target("gpu", "NVIDIA H200", 132)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command. Returns 0, 1 if a problem has no result, 2 for wrong arguments, 130 after an interrupt."""
+    errors = Console(stderr=True)
+    try:
+        target = _start(arguments)
+        problems = _problems(arguments, target)
+        settings = search.Settings.for_platform(target.platform, arguments.max_configs)
+        if arguments.dry_run:
+            return _dry_run(problems, target if target.platform == "gpu" else _H200, settings)
+        file = autotune.result_file(target, arguments.out)
+        with _bar() as progress:
+            outcomes = autotune.tune(
+                problems, target, settings, file, budget_s=arguments.budget_s, force=arguments.force, progress=progress
+            )
+    except (ValueError, NotImplementedError) as error:
+        errors.print(f"tune: {error}", style="red", markup=False, highlight=False)
+        return 2
+    interrupted = any(outcome.interrupted for outcome in outcomes)
+    _print(outcomes, target, file, len(problems))
+    return 130 if interrupted else int(any(outcome.result is None for outcome in outcomes))
+
+
+def _start(arguments: argparse.Namespace) -> Target:
+    """Settles on the GPUs or, where there are none, on emulated devices."""
+    if arguments.devices is not None and arguments.devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
+    if not _compat.backends_are_initialized():
+        if not _cuda.visible_gpus():
+            jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.devices or 2)
+    return dispatch.target()
+
+
+def _problems(arguments: argparse.Namespace, target: Target) -> list[Problem]:
+    if arguments.op not in OPERATIONS:
+        raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
+    devices = 1 if arguments.op == "matmul" else arguments.devices or len(jax.devices())
+    problems = []
+    for text in arguments.shapes.split(","):
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?::(\w+))?", text.strip())
+        if match is None or any(int(size) == 0 for size in match.groups()[:3]):
+            raise ValueError(f"--shapes must be MxNxK or MxNxK:DTYPE with positive sizes, got {text!r}")
+        m, n, k = map(int, match.groups()[:3])
+        dtype = _dtype(match[4] or arguments.dtype)
+        out_dtype = _dtype(arguments.out_dtype) if arguments.out_dtype else "bfloat16" if "8" in dtype[:6] else dtype
+        problems += [
+            Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout) for layout in _layouts(arguments.layouts)
+        ]
+    return problems
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPES and name not in DTYPES.values():
+        raise ValueError(f"a dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES.get(name, name)
+
+
+def _layouts(text: str) -> list[Layout]:
+    chosen: list[Layout] = [layout for layout in LAYOUTS if layout in text.split(",")]
+    if len(chosen) != len(text.split(",")):
+        raise ValueError(f"--layouts must name some of {', '.join(LAYOUTS)}, got {text!r}")
+    return chosen
+
+
+def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
+    for problem in problems:
+        configs = space.candidates(problem, target)
+        table = Table(title=f"{problem}: {len(configs)} configurations for {target.kind}", title_justify="left")
+        table.add_column("configuration")
+        for heading in ("waves", "predicted, µs"):
+            table.add_column(heading, justify="right")
+        for config in configs[: settings.max_configs]:
+            us = predicted_us(config, problem, target)
+            table.add_row(space.differences(config), str(waves(config, problem, target)), f"{us:.1f}")
+        Console().print(table)
+    return 0
+
+
+def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Path | None, problems: int) -> None:
+    emulated = target.platform == "cpu"
+    caption = "Emulated: the results were checked; the times say nothing about a GPU's." if emulated else (
+        "Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device."
+    )  # fmt: skip
+    table = Table(title=f"{target.kind}, jax {jax.__version__}", caption=caption, title_justify="left")
+    table.add_column("problem")
+    table.add_column("configuration", overflow="fold")
+    for heading in ("µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried"):
+        table.add_column(heading, justify="right")
+    table.add_column("note")
+    for outcome in outcomes:
+        entry = outcome.result
+        wrong = sum(trial.status != "ok" for trial in outcome.trials)
+        notes = [outcome.note, f"{wrong} failed" if wrong else "", "" if outcome.complete else "partial"]
+        note = "; ".join(filter(None, notes))
+        if entry is None:
+            table.add_row(str(outcome.problem), *["–"] * 7, note)
+            continue
+        xla, guess = entry.others.get("xla"), entry.others.get("heuristic")
+        table.add_row(
+            str(outcome.problem), space.differences(entry.config), f"{entry.us:.1f}",
+            f"{outcome.problem.flops_per_device / entry.us / 1e6:.1f}",
+            *(("–", "–") if xla is None else (f"{xla:.1f}", f"{xla / entry.us:.3f}")),
+            "–" if guess is None else f"{guess / entry.us:.3f}", str(entry.tried), note,
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    for outcome in outcomes:
+        for trial in outcome.trials:
+            if trial.status != "ok":
+                console.print(f"{outcome.problem.shape} {trial.name}: {trial.status}", markup=False, highlight=False)
+    if len(outcomes) < problems:
+        console.print(f"Interrupted: {problems - len(outcomes)} problems were not begun.")
+    where = "Nothing was written: name a file with --out." if file is None else f"The results are in {file}"
+    console.print(where, soft_wrap=True, markup=False, highlight=False)
+
+
+@contextmanager
+def _bar() -> Iterator[search.Progress]:
+    """Yields a callback for text and fraction; without a terminal it prints a line per problem."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        said = ""
+
+        def progress(text: str, fraction: float) -> None:
+            nonlocal said
+            bar.update(task, description=text[:70], completed=fraction)
+            shape = text.split(":")[0]
+            if not console.is_terminal and shape != said:
+                said = shape
+                console.print(f"… {shape}", highlight=False)
+
+        yield progress

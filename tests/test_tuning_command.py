@@ -1,0 +1,205 @@
+"""`overlap.autotune` and `python -m overlap tune`, emulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap import tuning
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target
+from overlap.tuning import tables
+from overlap.tuning.problem import Problem
+from tests.tuning_cases import no_tables
+
+__all__ = ["no_tables"]
+pytestmark = pytest.mark.usefixtures("no_tables")
+autotune = importlib.import_module("overlap.tuning.autotune")
+
+
+# --- autotune ---------------------------------------------------------------------------------------------------------
+
+SMALL = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16")
+
+
+def layer(x, w):
+    """As `overlap.matmul` chooses its configuration once dispatch asks `choose_config`."""
+    (m, k), n = x.shape, w.shape[1]
+    config, source = tuning.choose_config(
+        Problem("matmul", m, n, k, str(x.dtype), str(x.dtype)), Target("cpu", "cpu", 4)
+    )
+    layer.seen.append((config, source))
+    return overlap.matmul(x, w, config=config, implementation="fused")
+
+
+layer.seen = []
+
+
+def operands(devices=1):
+    return jnp.ones((128 * devices, 128), jnp.bfloat16), jnp.ones((128, 128 * devices), jnp.bfloat16)
+
+
+def test_calls_are_found_wherever_they_are():
+    x, w = operands()
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P("x", None), P()), out_specs=P("x", None), check_vma=False)
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda c, _: (layer(c, w), None), x, None, length=2)[0]
+
+    inner = jax.jit(layer)
+    inner(x, w)  # Traced before; it must be seen again.
+    for fn, args in (
+        (layer, (x, w)), (inner, (x, w)), (jax.jit(lambda x, w: inner(x, w) + 1), (x, w)), (scanned, (x, w)),
+        (jax.jit(mapped), (operands(2)[0], w)),
+        (jax.grad(lambda x, w: layer(x, w).astype(jnp.float32).sum()), (x, w)),
+    ):  # fmt: skip
+        assert SMALL in autotune.problems_of(fn, *args)
+    assert autotune.problems_of(lambda x, w: layer(x, w) + layer(2 * x, w), x, w) == [SMALL]
+
+
+def test_autotune_writes_its_results_and_its_context_uses_them(tmp_path):
+    x, w = operands()
+    path = tmp_path / "table.json"
+    jitted = jax.jit(layer)
+    before = jitted(x, w)
+    seen = []
+    result = autotune.autotune(layer, x, w, max_configs=2, path=path, progress=lambda text, part: seen.append(part))
+    assert [e.problem for e in tables.read(path)] == [SMALL]
+    assert list(result.configs) == [SMALL]
+    assert str(result).startswith("matmul 128x128x128 bfloat16: ")
+    assert "XLA" in str(result)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    layer.seen.clear()
+    with result:
+        np.testing.assert_array_equal(np.asarray(jitted(x, w)), np.asarray(before))
+    assert layer.seen == [(result.configs[SMALL], "tuned")]
+    jax.jit(lambda x, w: layer(x, w))(x, w)
+    assert layer.seen[-1][1] == "heuristic"  # Outside, and tables of emulated times are not consulted.
+    assert autotune.autotune(layer, x, w, path=path).outcomes[0].note == "already measured"
+
+
+def test_autotune_says_what_is_wrong(monkeypatch):
+    x, w = operands()
+    with pytest.raises(ValueError, match="makes no call of an operation of this library that leaves `config` open"):
+        autotune.autotune(jnp.dot, x, w)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match=r"tune in a single process .* OVERLAP_TUNING_DIR"):
+        autotune.autotune(layer, x, w)
+
+
+def test_the_operations_ask_and_are_tuned(tmp_path):
+    x, w = operands()
+    fn = lambda x, w: overlap.matmul(x, w, implementation="fused")  # noqa: E731
+    assert overlap.explain(overlap.matmul, x, w, implementation="fused").source == "heuristic"
+    given = overlap.explain(overlap.matmul, x, w, implementation="fused", config=Config(stages=3, tile_n=128))
+    assert given.source == "given"
+    with overlap.autotune(jax.jit(fn), x, w, max_configs=2, path=tmp_path / "t.json") as result:
+        explained = overlap.explain(overlap.matmul, x, w, implementation="fused")
+        assert (explained.config, explained.source) == (result.configs[SMALL], "tuned")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    gather = jax.shard_map(
+        lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x", implementation="fused"),
+        mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False,
+    )  # fmt: skip
+    assert autotune.problems_of(jax.jit(gather), *operands(2)) == [
+        dataclasses.replace(SMALL, op="all_gather_lhs_matmul", devices=2)
+    ]
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def command(repository, *arguments, **environment):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "COLUMNS": "200"} | environment
+    return [sys.executable, "-m", "overlap", "tune", *map(str, arguments)], env
+
+
+def tune(repository, *arguments, **environment):
+    pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
+    line, env = command(repository, *arguments, **environment)
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=250, check=False)
+
+
+def test_the_command_tunes_emulated(repository, tmp_path):
+    out = tmp_path / "table.json"
+    arguments = ["--op", "all_gather_lhs_matmul", "--devices", 2, "--shapes", "128x128x128:f16,128x128x64"]
+    process = tune(repository, *arguments, "--max-configs", 2, "--out", out)
+    assert process.returncode == 0, process.stderr
+    entries = {e.problem.shape: e for e in tables.read(out)}
+    assert {shape: e.problem.dtype for shape, e in entries.items()} == {
+        "128x128x128": "float16",
+        "128x128x64": "bfloat16",
+    }
+    assert all(
+        e.tried == 2 and e.complete and e.kind == "cpu" and {"xla", "heuristic"} <= set(e.others)
+        for e in entries.values()
+    )
+    for said in ("TFLOP/s", "XLA / this", "128x128x64 bfloat16 on 2 devices", "Emulated", str(out)):
+        assert said in process.stdout
+    again = tune(repository, *arguments, "--out", out)
+    assert again.stdout.count("already measured") == 2
+
+
+def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path):
+    pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
+    out = tmp_path / "table.json"
+    line, env = command(repository, "--shapes", "128x128x64,1024x512x512", "--max-configs", 2, "--out", out)
+    process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(600):  # Until the first problem is in the table.
+            if out.exists() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "128x128x64" in stdout
+    assert tables.read(out)[0].problem.shape == "128x128x64"
+
+
+def test_the_command_lists_without_measuring(repository):
+    process = tune(repository, "--shapes", "4096x8192x4096", "--layouts", "nn,nt", "--dry-run", "--max-configs", 5)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("NVIDIA H200") == 2
+    assert process.stdout.count("128x256x64") >= 2
+    assert "predicted" in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shapes", "12x13"], "--shapes must be MxNxK"),
+        (["--shapes", "0x1x1"], "positive sizes"),
+        (["--shapes", "1x1x1:int8"], "a dtype must be one of f16"),
+        (["--shapes", "1x1x1", "--op", "conv"], "--op must be one of matmul, all_gather_lhs_matmul"),
+        (["--shapes", "1x1x1", "--layouts", "mn"], "--layouts must name some of nn"),
+        (["--shapes", "1x1x1", "--devices", "0"], "--devices must be at least 1"),
+        (["--shapes", "1x1x1", "--max-configs", "-1"], "`max_configs` must be at least 1"),
+        (["--shapes", "128x128x64", "--out", __file__], "test_tuning_command.py is no tuning table"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, said, capsys):
+    pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
+    from overlap.cli import main
+
+    assert main(["tune", *arguments]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert error.startswith("tune: ")
+    assert said in error

@@ -1,0 +1,271 @@
+"""The search, on a bench whose times are known; and the bench itself, emulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from overlap.kernels.config import Config
+from overlap.tuning import search, space, tables
+from overlap.tuning.problem import Problem
+from overlap.tuning.timing import Bench, Effort
+from tests.tuning_cases import H200, SHAPES, problem
+
+# The module, which the package's attribute of that name is.
+autotune = importlib.import_module("overlap.tuning.autotune")
+
+
+# --- The search, on a bench whose times are known ---------------------------------------------------------------------
+
+
+class FakeBench:
+    """A bench where a time is a function of the configuration, and some results are wrong or fail."""
+
+    error_bound = float("nan")
+    us_of = staticmethod(lambda config: 100.0)
+    wrong = staticmethod(lambda config: False)
+    hook = staticmethod(lambda what, config: None)
+    samples: dict = {}  # noqa: RUF012
+    compiled: list = []  # noqa: RUF012
+
+    def __init__(self, *_):
+        FakeBench.samples, FakeBench.compiled = {}, []
+
+    def compile(self, config):
+        FakeBench.compiled.append(config)
+        self.hook("compile", config)
+        return [config]
+
+    def error_of(self, program):
+        self.hook("check", program[0])
+        return float("nan") if program[0] and self.wrong(program[0]) else 1e-3
+
+    def sample_us(self, program):
+        self.hook("sample", program[0])
+        FakeBench.samples[program[0]] = FakeBench.samples.get(program[0], 0) + 1
+        return 95.0 if program[0] is None else self.us_of(program[0])
+
+    def warm_up(self, program):
+        self.hook("warm up", program[0])
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.setattr(search, "Bench", FakeBench)
+    for name in ("us_of", "wrong", "hook"):
+        monkeypatch.setattr(FakeBench, name, FakeBench.__dict__[name])  # Put back afterwards.
+    return FakeBench
+
+
+def find(of=None, **options):
+    settings = search.Settings(**{"max_configs": 24, "workers": 4, **options.pop("settings", {})})
+    return search.search(of or problem(), H200, [None], settings, **options)
+
+
+def times(of=None):
+    """A time for each configuration: the 18th candidate is the fastest."""
+    configs = space.candidates(of or problem(), H200)
+    return {config: 100.0 + abs(i - 17) for i, config in enumerate(configs)}, configs
+
+
+def test_the_fastest_is_found_and_losers_are_dropped_early(bench):
+    table, configs = times()
+    bench.us_of = staticmethod(table.__getitem__)
+    outcome = find()
+    assert outcome.result is not None
+    assert outcome.result.config == configs[17]
+    assert outcome.complete
+    assert (outcome.result.us, outcome.result.others["xla"], outcome.result.others["heuristic"]) == (100.0, 95.0, 117.0)
+    assert outcome.result.tried == 24 == len(set(bench.compiled)) - 1
+    counts = sorted(bench.samples[config] for config in configs[:24])
+    assert counts[0] == 1 + 1  # Dropped after the first halving.
+    assert counts[-1] == 1 + 3 + 7  # Waves, halvings (24, 12, 6), finals.
+    assert sum(count > 4 for count in counts) == 5  # Four finalists, and the heuristic's choice.
+
+
+def test_what_is_hopeless_is_timed_once(bench):
+    table, configs = times()
+    bench.us_of = staticmethod(lambda config: 1000.0 if config == configs[2] else table[config])
+    find()
+    assert bench.samples[configs[2]] == 1
+
+
+def test_wrong_results_and_failures_do_not_count(bench):
+    table, configs = times()
+    bench.us_of = staticmethod(table.__getitem__)
+    bench.wrong = staticmethod(lambda config: config == configs[17])
+
+    def hook(what, config):
+        if (what, config) in (("compile", configs[16]), ("sample", configs[18])):
+            raise RuntimeError("no room\nfor this")
+
+    bench.hook = staticmethod(hook)
+    outcome = find()
+    assert outcome.result is not None
+    assert outcome.result.config in (configs[15], configs[19])
+    status = {trial.config: trial.status for trial in outcome.trials}
+    assert status[configs[17]].startswith("wrong: relative error nan")
+    assert status[configs[16]] == status[configs[18]] == "error: RuntimeError: no room for this"
+    assert configs[17] not in bench.samples  # Not even timed.
+
+
+def test_a_result_that_goes_wrong_under_timing_does_not_count(bench):
+    table, configs = times()
+    bench.us_of = staticmethod(table.__getitem__)
+    bench.wrong = staticmethod(lambda config: config == configs[17] and bench.samples.get(config, 0) > 5)
+    outcome = find()
+    assert outcome.result is not None
+    assert outcome.result.config in (configs[16], configs[18])
+
+
+def test_if_all_are_wrong_there_is_no_result(bench):
+    bench.wrong = staticmethod(lambda config: True)
+    outcome = find()
+    assert outcome.result is None
+    assert "no configuration came through: wrong" in outcome.note
+
+
+@pytest.mark.parametrize(("what", "count"), [("sample", 10), ("sample", 40), ("compile", 15), ("check", 20)])
+def test_an_interrupt_keeps_what_was_measured(bench, what, count):
+    table, _ = times()
+    bench.us_of = staticmethod(table.__getitem__)
+    calls = []
+
+    def hook(at, config):
+        calls.append(config)
+        if at == what and config is not None and len(calls) > count:
+            raise KeyboardInterrupt
+
+    bench.hook = staticmethod(hook)
+    outcome = find(settings={"workers": 1} if what == "compile" else {})
+    assert outcome.interrupted
+    assert not outcome.complete
+    assert outcome.result is not None
+    assert not outcome.result.complete
+    measured = [trial for trial in outcome.trials if trial.config and trial.samples_us]
+    furthest = max(trial.stage for trial in measured)
+    best = min((trial for trial in measured if trial.stage == furthest), key=lambda trial: trial.us)
+    assert outcome.result.config == best.config
+
+
+def test_the_end_of_the_budget_ends_the_search_after_the_first_wave(bench):
+    bench.us_of = staticmethod(times()[0].__getitem__)
+    outcome = find(deadline=time.monotonic() - 1)
+    assert outcome.result is not None
+    assert (outcome.complete, outcome.interrupted, outcome.result.complete) == (False, False, False)
+    assert len(bench.compiled) == 1 + 4
+
+
+def test_an_interrupted_tuning_is_resumed(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None])
+    path, problems = tmp_path / "table.json", [problem(shape) for shape in SHAPES[:4]]
+    started = []
+
+    def hook(what, config):
+        if what == "warm up":
+            started.append(what)
+        if len(started) == 3 and what == "sample" and config is not None:
+            hook.left -= 1
+            if not hook.left:
+                raise KeyboardInterrupt
+
+    hook.left = 9
+    bench.hook = staticmethod(hook)
+    outcomes = autotune.tune(problems, H200, search.Settings(8, workers=4), path)
+    assert [outcome.interrupted for outcome in outcomes] == [False, False, True]
+    saved = {e.problem.shape: e.complete for e in tables.read(path)}
+    assert saved == dict(zip(SHAPES[:3], [True, True, False], strict=True))
+    # Again: what is complete stays, the rest is measured.
+    bench.hook = staticmethod(lambda what, config: started.append(what) if what == "warm up" else None)
+    started.clear()
+    outcomes = autotune.tune(problems, H200, search.Settings(8, workers=4), path)
+    assert [outcome.note for outcome in outcomes] == ["already measured", "already measured", "", ""]
+    assert all(outcome.result for outcome in outcomes)
+    assert len(started) == 2
+    assert all(e.complete for e in tables.read(path))
+    autotune.tune(problems[:1], H200, search.Settings(8, workers=4), path, force=True)
+    assert len(started) == 3
+
+
+def test_one_problem_that_fails_does_not_end_the_others(bench, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None])
+    failed = []
+
+    def hook(what, config):
+        if what == "warm up" and not failed:
+            failed.append(config)
+            raise RuntimeError("out of memory")
+
+    bench.hook = staticmethod(hook)
+    outcomes = autotune.tune([problem(shape) for shape in SHAPES[:2]], H200, search.Settings(4, workers=4), None)
+    assert [outcome.note for outcome in outcomes] == ["error: RuntimeError: out of memory", ""]
+    assert outcomes[1].result is not None
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="`max_configs` must be at least 1, got 0"):
+        search.Settings(0)
+
+
+# --- The bench itself, emulated ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        Problem("matmul", 128, 256, 128, "bfloat16", "bfloat16"),
+        Problem("matmul", 128, 128, 128, "float16", "float32", layout="tn"),
+        Problem("matmul", 128, 128, 64, "float16", "float16", batch=2),
+        Problem("all_gather_lhs_matmul", 128, 128, 128, "float16", "float16", devices=2),
+    ],
+    ids=str,
+)
+def test_the_bench_tells_right_from_wrong(of, monkeypatch):
+    bench = Bench(of, jax.devices()[: of.devices], Effort.emulated())
+    xla, config = bench.compile(None), Config(tile_n=128, stages=2)
+    baseline = bench.error_of(xla)
+    assert 0 < baseline < 1e-2 if of.out_dtype != "float32" else baseline < 1e-5
+    ours = bench.compile(config)
+    assert bench.error_of(ours) <= max(2 * baseline, 1e-4)
+    assert bench.sample_us(ours) > 0
+    assert bench.error_of(ours) <= max(2 * baseline, 1e-4)
+
+    def spoiled(*args):
+        out = bench_call(*args)
+        if args[-1] == "xla":  # The oracle stays right.
+            return out
+        return out.at[..., -1, -8:].set(0)
+
+    bench_call = bench.operation.call
+    bench.operation = dataclasses.replace(bench.operation, call=spoiled)
+    assert bench.error_of(bench.compile(config)) > max(2 * baseline, 1e-4)
+
+
+def test_an_old_result_cannot_pass_for_a_new_one():
+    """A kernel that writes nothing leaves in memory what another one has computed."""
+    of = Problem("matmul", 128, 256, 128, "bfloat16", "bfloat16")
+    bench = Bench(of, jax.devices()[:1], Effort.emulated())
+    xla = bench.compile(None)
+    bench.error_of(xla)
+    idle = jax.jit(lambda state, rhs: (state[0], state[1]))
+    assert bench.error_of(idle) > 0.5
+
+
+def test_every_call_of_the_loop_depends_on_the_one_before():
+    of = Problem("matmul", 8, 8, 16, "bfloat16", "bfloat16")
+    bench = Bench(of, jax.devices()[:1], dataclasses.replace(Effort.emulated(), max_iterations=3, launch_us=1e9))
+    assert bench.iterations == 3
+    lhs, out = (np.asarray(x, np.float32) for x in bench._current_state())
+    rhs = np.asarray(bench.rhs, np.float32)
+    for _ in range(3):
+        lhs[0, 0] = float(jnp.bfloat16(np.clip(out[0, 0] / 4, -4, 4)))
+        out = np.asarray(jnp.asarray(lhs @ rhs, jnp.bfloat16), np.float32)
+    got = bench._run(bench.compile(None), bench._current_state())
+    np.testing.assert_allclose(np.asarray(got[0], np.float32), lhs, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(np.asarray(got[1], np.float32), out, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,33 @@
+"""What the tests of tuning share: problems, entries, a device, and no tables but their own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target
+from overlap.tuning import choose, tables
+from overlap.tuning.problem import Problem
+
+H200 = Target("gpu", "NVIDIA H200", 132)
+SHAPES = ["4096x8192x4096", "8192x8192x8192", "1024x4096x4096", "1024x1024x14336", "16384x1536x4096", "128x8192x8192"]
+
+
+def problem(shape="4096x8192x4096", **fields) -> Problem:
+    m, n, k = map(int, shape.split("x"))
+    return dataclasses.replace(Problem("matmul", m, n, k, "bfloat16", "bfloat16"), **fields)
+
+
+def entry(of: Problem, config=None, us=100.0, **fields) -> tables.Entry:
+    return tables.Entry(of, "NVIDIA H200", jax.__version__, config or Config(stages=3), us, {"xla": 90.0}, **fields)
+
+
+@pytest.fixture
+def no_tables(tmp_path, monkeypatch):
+    """Every test has an empty user's folder, no shipped tables, and nothing said yet."""
+    monkeypatch.setenv(tables.DIRECTORY_VARIABLE, str(tmp_path / "user"))
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(choose, "_missed", set())
