@@ -1,8 +1,11 @@
-"""The ladder: one matmul, eight times, each faster than the one before by one idea (Hopper, float16 and bfloat16).
+"""The ladder: one matmul, eight times, each with one idea more than the one before (Hopper, float16 and bfloat16).
 
 Read the files in the order of `RUNGS`: each shows the one thing that is new and takes the rest from those below it.
 They are lessons, and kept apart from `overlap.matmul`, which has all of it and serves any shape. `benchmarks/ladder.py`
 measures them side by side, `tests/test_ladder.py` runs them emulated and assembles them.
+
+Measured on an H200 at its power limit, 4096 × 8192 × 4096 float16, as fractions of cuBLAS (2026-11-21, spread ±3%):
+0.75, 0.84, 0.93, 0.93, 0.97, 0.99, 0.99, 1.04 (the last without an activation: the same kernel as the one before it).
 """
 
 from __future__ import annotations
