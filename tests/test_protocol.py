@@ -4,11 +4,13 @@ import jax.numpy as jnp
 import pytest
 
 import overlap
+from overlap import primitives
 from overlap.collectives import all_gather_matmul
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import EmulationError, emulate
-from overlap.kernels import hopper
-from overlap.primitives import Ring, copies
+from overlap.kernels import hopper, staging
+from overlap.primitives import Ring, copies, handshake
+from overlap.primitives.integers import remainder
 from tests import oracle
 from tests.oracle import make_mesh, on_mesh, operands
 
@@ -77,6 +79,56 @@ def drop_epilogue_commit(patch):
     patch.setattr(hopper.plgpu, "commit_smem", NOTHING)
 
 
+def raise_flags_twice(patch):
+    patch.setattr(all_gather_matmul, "signal", lambda flag: primitives.signal(flag, 2))
+
+
+def wait_for_one_chunk_only(patch):
+    patch.setattr(all_gather_matmul, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
+
+
+def pull_a_chunk_twice(patch):
+    chunk = AllGatherSchedule.chunk
+    patch.setattr(AllGatherSchedule, "chunk", lambda self, index: chunk(self, index - remainder(index, 2)))
+
+
+def leave_the_last_chunk(patch):
+    pulls = vars(AllGatherSchedule)["pulls"].fget
+    patch.setattr(AllGatherSchedule, "pulls", property(lambda self: pulls(self) - 1))
+
+
+def leave_without_the_own_ctas(patch):
+    wait = handshake.wait_at_least
+    waits_for_peers = lambda *a, from_peer=False: wait(*a, from_peer=True) if from_peer else None  # noqa: E731
+    patch.setattr(handshake, "wait_at_least", waits_for_peers)
+
+
+def leave_when_one_peer_has_not_finished(patch):
+    wait = handshake.wait_at_least
+    patch.setattr(
+        handshake, "wait_at_least", lambda flag, n, from_peer=False: wait(flag, n - from_peer, from_peer=from_peer)
+    )
+
+
+def tell_the_wrong_peer(patch):
+    tell = handshake.signal_peer
+    patch.setattr(handshake, "signal_peer", lambda flag, ring, position: tell(flag, ring, ring.me()))
+
+
+def count_a_box_too_few(patch):
+    copies_per_step = staging.copies_per_step
+    patch.setattr(staging, "copies_per_step", lambda *a: copies_per_step(*a) - 1)
+
+
+def count_a_box_too_many(patch):
+    copies_per_step = staging.copies_per_step
+    patch.setattr(staging, "copies_per_step", lambda *a: copies_per_step(*a) + 1)
+
+
+def never_release_a_slot(patch):
+    patch.setattr(hopper.plgpu, "barrier_arrive", NOTHING)
+
+
 DEFECTS = [
     drop_wait_for_flags,
     drop_proxy_fence,
@@ -89,6 +141,16 @@ DEFECTS = [
     release_slots_at_once,
     drop_epilogue_wait,
     drop_epilogue_commit,
+    raise_flags_twice,
+    wait_for_one_chunk_only,
+    pull_a_chunk_twice,
+    leave_the_last_chunk,
+    leave_without_the_own_ctas,
+    leave_when_one_peer_has_not_finished,
+    tell_the_wrong_peer,
+    count_a_box_too_few,
+    count_a_box_too_many,
+    never_release_a_slot,
 ]
 
 
