@@ -170,6 +170,20 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch):
     assert not joined
     distributed.initialize(check_nccl=False)
     assert joined == [("127.0.0.1:1", 4, 1, [1])]
+    # With an NCCL that will do, it also makes room for the windows of several programs, unless that was done already.
+    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/new/libnccl.so.2", ()))
+    monkeypatch.setenv("NCCL_WIN_STRIDE", "1")
+    distributed.initialize()
+    assert os.environ["NCCL_WIN_STRIDE"] == "1"
+    monkeypatch.delenv("NCCL_WIN_STRIDE")
+    distributed.initialize()
+    assert int(os.environ["NCCL_WIN_STRIDE"]) >= 10 * 141 << 30
+    monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # So that its end is the test's.
+
+
+def test_import_touches_no_device():
+    program = "import overlap; from overlap import _compat; assert not _compat.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(("code", "version"), [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (2708, (2, 7, 8))])

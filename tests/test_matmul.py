@@ -94,6 +94,16 @@ def test_hooks_see_each_operand_tile_and_the_accumulator():
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2, atol=1e-1)
 
 
+def test_calls_outside_jit_trace_their_kernel_once(monkeypatch):
+    traced, launch = [], hopper.launch
+    monkeypatch.setattr(hopper, "launch", lambda *a, **k: traced.append(k["name"]) or launch(*a, **k))
+    lhs, rhs = normal(8, 136, 72), normal(9, 72, 136)  # Sizes that no other test has.
+    with emulate(cores=2):
+        for _ in range(3):
+            overlap.matmul(lhs, rhs, implementation="fused")
+    assert traced == ["overlap_matmul"]
+
+
 def test_the_default_on_a_cpu_takes_any_shape():
     lhs, rhs = normal(6, 3, 5, dtype=jnp.float32), normal(7, 5, 7, dtype=jnp.float32)
     np.testing.assert_allclose(

@@ -15,6 +15,9 @@ from overlap.kernels.config import FLOAT8
 from overlap.kernels.hopper import Forms
 from overlap.kernels.product import Operands, Plan
 
+# Outside `jax.jit` each call would otherwise trace, and so compile, its kernel anew.
+_launch = jax.jit(product.launch, static_argnums=1)
+
 
 def fused(operands: Operands, plan: Plan) -> jax.Array:
     """The kernel itself on checked operands. Differentiable; `vmap` becomes the kernel's own batch."""
@@ -31,7 +34,7 @@ def _batchable(operands: Operands, plan: Plan) -> jax.Array:
 
     @jax.custom_batching.custom_vmap
     def run(*leaves: jax.Array) -> jax.Array:
-        return product.launch(jax.tree.unflatten(structure, leaves), plan)
+        return _launch(jax.tree.unflatten(structure, leaves), plan)
 
     @run.def_vmap
     def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> tuple[jax.Array, bool]:
