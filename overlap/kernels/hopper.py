@@ -93,7 +93,8 @@ class Hooks:
       out_at: from a tile to the [rows, n] reference that it is stored to.
       communicate: the communicator warp's whole work; called once.
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles are in
-        shared memory. It must not return before its copies have read them (`wait_stores_read`).
+        shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else [boxes, k,
+        width]. It must not return before its copies have read them (`wait_stores_read`).
       addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
       epilogue: called as `epilogue(values, rows, columns, addend)` with f32 values of the product, the (traced) slices
         of the output that they are for, and the addend's values there (or None); returns what is stored.
