@@ -9,40 +9,11 @@ import random
 from typing import Any
 
 
-class RandomScheduler:
-    """Each runnable thread is as likely as any other at each step."""
+class _FairScheduler:
+    """Keeps the runnable threads, each at most once; which of them is next is the subclass's business."""
 
-    def __init__(self, rng: random.Random):
-        self._rng = rng
-        self._ready: list[Any] = []
-        self._member: set[int] = set()
-
-    def admit(self, thread: Any) -> None:
-        self.ready(thread)
-
-    def ready(self, thread: Any) -> None:
-        if id(thread) not in self._member:
-            self._member.add(id(thread))
-            self._ready.append(thread)
-
-    def pick(self) -> Any | None:
-        ready = self._ready
-        if not ready:
-            return None
-        position = int(self._rng.random() * len(ready))
-        thread = ready[position]
-        ready[position] = ready[-1]
-        ready.pop()
-        self._member.discard(id(thread))
-        return thread
-
-
-class RoundRobinScheduler:
-    """Threads take turns."""
-
-    def __init__(self, rng: random.Random):
-        del rng
-        self._ready: collections.deque[Any] = collections.deque()
+    def __init__(self, ready: Any):
+        self._ready = ready
         self._member: set[int] = set()
 
     def admit(self, thread: Any) -> None:
@@ -56,9 +27,39 @@ class RoundRobinScheduler:
     def pick(self) -> Any | None:
         if not self._ready:
             return None
-        thread = self._ready.popleft()
+        thread = self._take()
         self._member.discard(id(thread))
         return thread
+
+    def _take(self) -> Any:
+        raise NotImplementedError
+
+
+class RandomScheduler(_FairScheduler):
+    """Each runnable thread is as likely as any other at each step."""
+
+    def __init__(self, rng: random.Random):
+        super().__init__([])
+        self._rng = rng
+
+    def _take(self) -> Any:
+        ready = self._ready
+        position = int(self._rng.random() * len(ready))
+        thread = ready[position]
+        ready[position] = ready[-1]
+        ready.pop()
+        return thread
+
+
+class RoundRobinScheduler(_FairScheduler):
+    """Threads take turns."""
+
+    def __init__(self, rng: random.Random):
+        del rng
+        super().__init__(collections.deque())
+
+    def _take(self) -> Any:
+        return self._ready.popleft()
 
 
 class PctScheduler:

@@ -80,24 +80,17 @@ class PullPlan:
         Raises:
           ValueError: a row has no piece whose size is a multiple of 16 bytes, as the copy engine demands.
         """
-        if shard_cols * itemsize <= max_bytes:
-            if shard_cols * itemsize % 16:
-                raise ValueError(
-                    f"a row of {shard_cols} elements of {itemsize} bytes is no multiple of 16 bytes, which the copy "
-                    "engine needs: pad the contraction dimension"
-                )
-            fitting = max_bytes // (shard_cols * itemsize)
-            return PullPlan(
-                shard_rows, shard_cols, largest_divisor(math.gcd(block_rows, shard_rows), fitting), shard_cols
-            )
         unit = 16 // itemsize
         if shard_cols % unit:
             raise ValueError(
                 f"a row of {shard_cols} elements of {itemsize} bytes is no multiple of 16 bytes, which the copy engine "
                 "needs: pad the contraction dimension"
             )
-        cols = unit * largest_divisor(shard_cols // unit, max_bytes // 16)
-        return PullPlan(shard_rows, shard_cols, 1, cols)
+        if shard_cols * itemsize <= max_bytes:
+            fitting = max_bytes // (shard_cols * itemsize)
+            rows = largest_divisor(math.gcd(block_rows, shard_rows), fitting)
+            return PullPlan(shard_rows, shard_cols, rows, shard_cols)
+        return PullPlan(shard_rows, shard_cols, 1, unit * largest_divisor(shard_cols // unit, max_bytes // 16))
 
 
 def largest_divisor(number: int, limit: int) -> int:
