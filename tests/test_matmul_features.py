@@ -208,6 +208,7 @@ WRONG = [
     (dict(bias=np.zeros(128, np.float32)), ["`bias`", "(256,)", "(128,)"]),
     (dict(c=np.zeros((128, 128), np.float32)), ["`c`", "(128, 256)", "(128, 128)"]),
     (dict(scale=np.zeros((3,), np.float32)), ["`scale`", "(128, 1)", "(3,)"]),
+    (dict(bias=[1.0, 2.0]), ["`bias`", "array", "list"]),
     (dict(activation="relu"), ["`activation`", "'relu'"]),
     (dict(transpose_lhs=True), ["contraction", "k=128", "k=64"]),
 ]
@@ -219,6 +220,13 @@ def test_wrong_calls(kwargs, fragments):
         overlap.matmul(normal(34, 128, 64), normal(35, 64, 256), **kwargs)
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+def test_an_empty_batch_is_left_to_xla():
+    lhs, rhs = jnp.zeros((0, 128, 64), jnp.bfloat16), jnp.zeros((0, 64, 128), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="batch of at least 1"):
+        overlap.matmul(lhs, rhs, implementation="fused")
+    assert overlap.matmul(lhs, rhs).shape == (0, 128, 128)
 
 
 def test_leading_dimensions_that_differ():

@@ -234,7 +234,7 @@ def all_gather_lhs_matmul(
       rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype.
       axis_name: the mesh axis to gather along; may be one axis of a larger mesh.
       preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
-      config: tile sizes of the fused kernel; a default that suits large problems.
+      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
         choose: fused where it can serve the call on a GPU. The choice is logged once at INFO level, logger "overlap".
 

@@ -75,10 +75,24 @@ class _Call:
 
 
 def _normalize(
-    lhs: Any, rhs: Any, c: Any, bias: Any, activation: Any, scale: Any, preferred: Any, forms: Forms
+    lhs: Any,
+    rhs: Any,
+    *,
+    c: Any = None,
+    bias: Any = None,
+    activation: Any = None,
+    scale: Any = None,
+    preferred_element_type: Any = None,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
 ) -> _Call:
     """Checks shapes and brings the operands into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
-    out_dtype = check_operands(lhs, rhs, preferred, forms)
+    lhs, rhs, c, bias = map(_on_device, (lhs, rhs, c, bias))
+    forms = Forms(transpose_lhs, transpose_rhs)
+    out_dtype = check_operands(lhs, rhs, preferred_element_type, forms)
+    for name, array in (("c", c), ("bias", bias)):
+        if array is not None and not hasattr(array, "shape"):
+            raise ValueError(f"`{name}` must be an array, got {type(array).__name__}")
     batches = [tuple(x.shape[:-2]) for x in (lhs, rhs) if len(x.shape) > 2]
     if len(set(batches)) > 1:
         raise ValueError(
@@ -140,23 +154,10 @@ def _decide(call: _Call, config: Config | None, implementation: str | None) -> E
 
 
 def decide(
-    lhs: Any,
-    rhs: Any,
-    *,
-    c: Any = None,
-    bias: Any = None,
-    activation: Any = None,
-    scale: Any = None,
-    preferred_element_type: Any = None,
-    transpose_lhs: bool = False,
-    transpose_rhs: bool = False,
-    config: Config | None = None,
-    implementation: str | None = None,
+    lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, **keywords: Any
 ) -> Explanation:
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
-    forms = Forms(transpose_lhs, transpose_rhs)
-    call = _normalize(lhs, rhs, c, bias, activation, scale, preferred_element_type, forms)
-    return _decide(call, config, implementation)
+    return _decide(_normalize(lhs, rhs, **keywords), config, implementation)
 
 
 def matmul(
@@ -188,7 +189,7 @@ def matmul(
         Accumulation is in float32.
       transpose_lhs: `lhs` lies transposed in memory. It is read as it is.
       transpose_rhs: `rhs` lies transposed in memory.
-      config: tile sizes of the kernel; a default that suits large problems.
+      config: tile sizes of the kernel; by default from a table of measurements, else by a model.
       implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose.
 
     Returns:
@@ -207,9 +208,17 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
-    lhs, rhs, c, bias = map(_on_device, (lhs, rhs, c, bias))
-    forms = Forms(transpose_lhs, transpose_rhs)
-    call = _normalize(lhs, rhs, c, bias, activation, scale, preferred_element_type, forms)
+    call = _normalize(
+        lhs,
+        rhs,
+        c=c,
+        bias=bias,
+        activation=activation,
+        scale=scale,
+        preferred_element_type=preferred_element_type,
+        transpose_lhs=transpose_lhs,
+        transpose_rhs=transpose_rhs,
+    )
     choice = _decide(call, config, implementation)
     if choice.config is None:
         return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, activation))

@@ -88,6 +88,9 @@ def problem(operands: Operands, forms: Forms, out_dtype: Any) -> tuning.Problem:
 
 def check(operands: Operands, forms: Forms, out_dtype: Any, config: Config, target: Target) -> None:
     """Whether the kernel can serve a product. Raises as `Config.check` does."""
+    batch, *_ = sizes(operands, forms)
+    if batch == 0:
+        raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
     problem(operands, forms, out_dtype).check(config, target)
 
 
@@ -123,7 +126,6 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     names = [f.name for f in dataclasses.fields(operands)] if split == 1 else ["lhs", "rhs"]
     inputs = {name: _padded(name, x, config) for name in names if (x := getattr(operands, name)) is not None}
-
     if "c" in inputs:
         inputs["c"] = inputs["c"].astype(out_dtype)  # It passes through the buffer of the result.
 
