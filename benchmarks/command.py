@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import faulthandler
 import sys
@@ -11,31 +12,42 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.harness import Method
-    from benchmarks.methods import Variant
-    from benchmarks.programs import Problem
+    from jax.sharding import Mesh
 
-MethodsOf = Callable[[Sequence[str], "Sequence[Variant]", int], "list[Method]"]
+    from benchmarks.harness import Method, Settings
+    from benchmarks.methods import Variant
+    from benchmarks.problems import Problem
+    from benchmarks.report import Table, Writer
+
+MethodsOf = Callable[["Problem", Sequence[str], "Sequence[Variant]", int], "list[Method]"]
 _DRY_SHAPE = "128x256x128"
 
 
-def parser(description: str, shapes: str, methods: str, devices: bool) -> argparse.ArgumentParser:
-    """The options, with a table's own defaults."""
+def parser(
+    description: str, shapes: str, methods: str, *, devices: bool = False, layouts: bool = False
+) -> argparse.ArgumentParser:
+    """The options, with a table's own defaults. `layouts`: whether the table measures others than nn, and suites."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     if devices:
         result.add_argument("--devices", type=int, default=None, help="how many devices; none: all of them")
-    result.add_argument("--shapes", default=shapes, help="MxNxK[:dtype] per shard, separated by commas")
-    result.add_argument("--dtype", default="f16", help="f16 or bf16, for shapes that name none")
+    result.add_argument("--shapes", default=shapes, help="MxNxK[:dtype][:layout] per shard, separated by commas")
+    result.add_argument("--dtype", default="f16", help="f16, bf16, f8_e4m3fn or f8_e5m2, for shapes that name none")
+    result.set_defaults(layouts=None, suite=None, nn_only=not layouts)
+    if layouts:
+        result.add_argument("--layouts", default=None, help="nn,nt,tn,tt: for shapes that name none")
+        result.add_argument("--suite", default=None, help="shapes and layouts by a name: standard; instead of --shapes")
     result.add_argument("--methods", default=methods, help="separated by commas")
     result.add_argument("--variants", nargs="*", default=[], metavar="fused:FIELD=VALUE,...", help="configs of fused")
     result.add_argument("--rounds", type=int, default=7, help="how often every method is timed")
-    result.add_argument("--iterations", type=int, default=20, help="calls in one program")
-    result.add_argument("--launches", type=int, default=5, help="programs per time in the loop")
-    result.add_argument("--calls", type=int, default=20, help="calls per wall time")
+    result.add_argument("--iterations", type=int, default=None, help="calls in one program; none: about 15 ms")
+    result.add_argument("--launches", type=int, default=2, help="programs per time in the loop")
+    result.add_argument("--calls", type=int, default=None, help="calls per wall time; none: about 15 ms")
     result.add_argument("--warmup-s", type=float, default=1.0, help="seconds of the roof before the first round")
     result.add_argument("--seed", type=int, default=None, help="of the inputs; none: from the clock")
     result.add_argument("--example-configs", type=int, default=3, help="how many configs jax_example is tuned over")
     result.add_argument("--kernel-time", action="store_true", help="the longest kernel of a call as well, by CUPTI")
+    result.add_argument("--kernel-names", action="store_true", help="which kernels a call runs, by CUPTI")
+    result.add_argument("--budget-s", type=float, default=None, help="start no problem that would end later than this")
     result.add_argument("--timeout-s", type=int, default=180, help="of one step; a hang then ends the run with a trace")
     result.add_argument("--out", default=None, metavar="DIR", help="write CSV and markdown here")
     result.add_argument("--name", default=None, help="stem of the files; none: operation, devices and date")
@@ -44,18 +56,22 @@ def parser(description: str, shapes: str, methods: str, devices: bool) -> argpar
 
 
 def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Problem]:
-    """The problems that `--shapes` and `--dtype` name."""
-    from benchmarks.programs import DTYPES, Problem
+    """The problems that `--suite`, or else `--shapes`, `--dtype` and `--layouts`, name."""
+    from benchmarks.problems import LAYOUTS, SUITES, parse
 
-    result = []
-    for text in arguments.shapes.split(","):
-        shape, _, dtype = text.strip().partition(":")
-        dtype = dtype or arguments.dtype
-        sizes = shape.split("x")
-        if len(sizes) != 3 or not all(size.isdigit() for size in sizes) or dtype not in DTYPES:
-            raise SystemExit(f"`--shapes` must list MxNxK[:dtype] with dtype {' or '.join(DTYPES)}, got {text!r}")
-        m, n, k = map(int, sizes)
-        result.append(Problem(op, devices, m, n, k, dtype))
+    layouts = arguments.layouts.split(",") if arguments.layouts else None
+    if unknown := set(layouts or ()) - set(LAYOUTS):
+        raise SystemExit(f"`--layouts` must name some of {', '.join(LAYOUTS)}, got {', '.join(sorted(unknown))}")
+    shapes = arguments.shapes.split(",")
+    if arguments.suite is not None:
+        if arguments.suite not in SUITES:
+            raise SystemExit(f"`--suite` must be one of {', '.join(SUITES)}, got {arguments.suite!r}")
+        suite = SUITES[arguments.suite]
+        shapes = suite.shapes
+        layouts = layouts or (None if arguments.dtype.startswith("f8") else suite.layouts)
+    result = parse(op, devices, shapes, arguments.dtype, layouts)
+    if arguments.nn_only and any(problem.layout != "nn" for problem in result):
+        raise SystemExit(f"this table measures layout nn alone (which 8-bit operands do not have), got {result[0]}")
     return result
 
 
@@ -68,9 +84,11 @@ def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
         jax.config.update("jax_platforms", "cpu")
         if arguments.shapes == arguments.default_shapes:
             arguments.shapes = getattr(arguments, "dry_shape", _DRY_SHAPE)
+        arguments.suite = arguments.suite and "tiny"
         small = {"rounds": 2, "iterations": 2, "launches": 1, "calls": 1, "warmup_s": 0.0}
         for name, value in small.items():
-            setattr(arguments, name, min(getattr(arguments, name), value))
+            given = getattr(arguments, name)
+            setattr(arguments, name, value if given is None else min(given, value))
     # XLA's own methods do without the NCCL that the fused kernels ask for.
     names = arguments.methods.split(",")
     overlap.initialize(check_nccl="fused" in names or "jax_example" in names)
@@ -80,6 +98,7 @@ def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
 
 def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: int | None, roof: str = "roof") -> int:
     """Measures every problem of the command line; the exit status is 0 if all but JAX's example were right."""
+    started = time.monotonic()
     _set_up(arguments, devices)
     import jax
     import numpy as np
@@ -87,26 +106,24 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
     from jax.sharding import Mesh
 
     from benchmarks import environment, report
-    from benchmarks.harness import Session, Settings
+    from benchmarks.harness import Settings, agreed
     from benchmarks.methods import Variant
-    from benchmarks.programs import AXIS
+    from benchmarks.problems import AXIS
 
     count = devices or jax.device_count()
     if count > jax.device_count() or (jax.process_count() > 1 and count != jax.device_count()):
         raise SystemExit(f"`--devices` must be {jax.device_count()} here (at most, in one process), got {count}")
     mesh = Mesh(np.array(jax.devices()[:count]), (AXIS,))
     leader = jax.process_index() == 0
-    layout = "one process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
-    facts = environment.describe(layout, count) if leader else {}
+    processes = "one process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
+    facts = environment.describe(processes, count) if leader else {}
     stem = arguments.name or f"{op}-{count}-{datetime.date.today()}"
     writer = report.Writer(arguments.out if leader else None, stem, facts)
     seed = int(time.time()) % 2**31 if arguments.seed is None else arguments.seed
     if jax.process_count() > 1:
         seed = int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
-    settings = Settings(
-        arguments.rounds, arguments.iterations, arguments.launches, arguments.calls, arguments.warmup_s,
-        seed, arguments.kernel_time,
-    )  # fmt: skip
+    arguments.seed = seed
+    settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
     if leader:
         print(*(f"{name}: {value}" for name, value in facts.items()), f"seed: {settings.seed}", sep="\n", flush=True)
 
@@ -116,12 +133,52 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
         if leader:
             print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
-    all_ok = True
     variants = [Variant.parse(text) for text in arguments.variants]
-    for problem in problems(arguments, op, count):
-        say(f"{problem.shape} {problem.dtype}: compiling and checking")
+    todo = problems(arguments, op, count)
+    all_ok, longest_s = True, 0.0
+    for position, problem in enumerate(todo):
+        began = time.monotonic()
+        if not agreed(arguments.budget_s is None or began - started + longest_s <= arguments.budget_s):
+            say(f"no time left for {len(todo) - position} of {len(todo)} problems")
+            writer.leave_out(todo[position:])
+            break
+        methods = methods_of(problem, arguments.methods.split(","), variants, arguments.example_configs)
+        table = _measure(problem, methods, mesh, settings, roof, writer, say)
+        writer.add_table(table)
+        longest_s = max(longest_s, time.monotonic() - began)
+        if leader:
+            report.show(table)
+        # A peer's kernel may refuse what is asked here; ours and XLA's may not.
+        all_ok &= all(result.ok or not result.served or result.method == "jax_example" for result in table.results)
+    if leader:
+        writer.show_summary()
+    for path in writer.finish():
+        say(f"wrote {path}")
+    faulthandler.cancel_dump_traceback_later()
+    return 0 if all_ok else 1
+
+
+def _measure(
+    problem: Problem,
+    methods: Sequence[Method],
+    mesh: Mesh,
+    settings: Settings,
+    roof: str,
+    writer: Writer,
+    say: Callable[[str], None],
+) -> Table:
+    """The table of one problem. If it fails as a whole, the table says so of each method."""
+    import jax
+
+    from benchmarks import environment, report
+    from benchmarks.harness import Result, Session, one_line
+
+    peak = environment.peak_tflops(mesh.devices.flat[0].device_kind, 8 * problem.element_type.itemsize)
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    say(f"{problem}: compiling and checking")
+    try:
         session = Session(problem, mesh, settings)
-        for method in methods_of(arguments.methods.split(","), variants, arguments.example_configs):
+        for method in methods:
             result = session.add(method, say)
             say(f"{method.name}: {result.status}" + (f", {result.compile_s:.1f} s" if result.compile_s else ""))
         session.measure_overhead()
@@ -130,17 +187,13 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
             say(f"round {number + 1} of {settings.rounds}")
             session.run_round(number)
             writer.add_round(problem, number, session.results)
-        clocks = session.during_load(0.0 if arguments.dry_run else 0.3, lambda: environment.clocks() if leader else "")
+        read = environment.clocks if jax.process_index() == 0 else str
+        clocks = session.during_load(0.3 if is_gpu else 0.0, read)
         session.finish()
-        peak = environment.peak_tflops(mesh.devices.flat[0].device_kind)
-        table = report.Table(problem, session.results, session.loop_overhead_us, clocks, roof=roof, peak_tflops=peak)
-        writer.add_table(table)
-        if leader:
-            report.show(table)
-            sys.stdout.flush()
-        # A peer's kernel may refuse what is asked here; ours and XLA's may not.
-        all_ok &= all(result.ok or result.method == "jax_example" for result in session.results)
-    for path in writer.finish():
-        say(f"wrote {path}")
-    faulthandler.cancel_dump_traceback_later()
-    return 0 if all_ok else 1
+    except Exception as error:
+        # One process that gives up alone would leave the others waiting in the next problem.
+        if jax.process_count() > 1:
+            raise
+        failed = [Result(method.name, status="ERROR " + one_line(error)) for method in methods]
+        return report.Table(problem, failed, roof=roof)
+    return report.Table(problem, session.results, session.loop_overhead_us, clocks, roof=roof, peak_tflops=peak)

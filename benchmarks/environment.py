@@ -46,9 +46,10 @@ def commit() -> str:
     return head + ("+" if _run("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def peak_tflops(kind: str) -> float | None:
-    """Dense float16 and bfloat16 TFLOP/s of the data sheet, for Hopper's SXM modules; None for other devices."""
-    return HOPPER_PEAK_TFLOPS if any(name in kind for name in ("H100", "H200", "H800", "GH200")) else None
+def peak_tflops(kind: str, operand_bits: int = 16) -> float | None:
+    """Dense TFLOP/s of the data sheet for float operands of 16 or 8 bits, for Hopper's SXM modules; else None."""
+    is_hopper = any(name in kind for name in ("H100", "H200", "H800", "GH200"))
+    return HOPPER_PEAK_TFLOPS * 16 / operand_bits if is_hopper else None
 
 
 def clocks() -> str:

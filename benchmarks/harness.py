@@ -7,6 +7,8 @@ What is measured, for each method:
   hoist nor fold into the matmul, at the price of one tiny kernel. The same loop around no work at all is measured too
   (`loop_overhead_us`), and the compiled program is searched for copies of whole operands.
 - *wall*: `calls` ordinary calls dispatched one after another and waited for once, per call.
+- *first call*: the first `jax.jit(call)(lhs, rhs)` until its result is there: traced, lowered, compiled and run. That
+  of XLA's own product is short here: the harness has used the same product before, and XLA's search is behind it.
 
 Every method is compared with an f32 oracle before it is timed and once more on what its timed loop left behind. All
 methods take turns within each round, each round in another order, and times are maxima over processes (within a
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,21 +29,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
+from benchmarks.problems import Problem
 from benchmarks.programs import (
-    LHS,
-    OUT,
-    RHS,
-    Problem,
     call_program,
     copies_in_loops,
-    gather,
+    error_program,
     inputs,
     loop_program,
+    operands_program,
     reference,
-    relative_error,
 )
+
+NOT_SERVED = "NOT SERVED"
+# About how long one program with a loop runs, and a row of calls.
+_LAUNCH_US = 15_000.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,42 +53,65 @@ class Method:
     name: str
     call: Callable[[jax.Array, jax.Array], jax.Array]
     gathered: bool = False
+    # What the operands are cast to beforehand, outside of what is timed; None: they stay as they are.
+    dtype: Any = None
+    # Raises NotImplementedError if the method does not serve the problem: then that is its result, and no error.
+    check: Callable[[], Any] = lambda: None
     # Alternatives of which the fastest is kept, for methods that are tuned: (label, call).
     candidates: tuple[tuple[str, Callable[[jax.Array, jax.Array], jax.Array]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure."""
+    """How much to measure. `iterations` and `calls` that are None follow from the problem: about 15 ms of work."""
 
     rounds: int = 7
-    iterations: int = 20
-    launches: int = 5
-    calls: int = 20
+    iterations: int | None = None
+    launches: int = 2
+    calls: int | None = None
     warmup_s: float = 1.0
     seed: int = 0
     kernel_time: bool = False
+    kernel_names: bool = False
+
+    def loop_iterations(self, problem: Problem) -> int:
+        """Calls in one program."""
+        return self.iterations or min(max(math.ceil(_LAUNCH_US / problem.expected_us), 2), 400)
+
+    def calls_in_a_row(self, problem: Problem) -> int:
+        """Calls per wall time."""
+        return self.calls or min(max(math.ceil(_LAUNCH_US / problem.expected_us), 3), 100)
 
 
 @dataclasses.dataclass
 class Result:
-    """What came out for one method. `status` is "ok", or begins with "FAILED" (wrong result) or "ERROR" (exception)."""
+    """What came out for one method.
+
+    `status` is "ok", or begins with "FAILED" (wrong result), "ERROR" (exception) or "NOT SERVED" (as the method says).
+    """
 
     method: str
     status: str = "ok"
     note: str = ""
     error: float | None = None
     error_bound: float | None = None
+    first_call_s: float | None = None
     compile_s: float | None = None
     loop_us: list[float] = dataclasses.field(default_factory=list)
     wall_us: list[float] = dataclasses.field(default_factory=list)
     kernel_us: float | None = None
+    kernel_names: str = ""
     loop_copies: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether the method may be timed."""
         return self.status == "ok"
+
+    @property
+    def served(self) -> bool:
+        """False if the method itself says that it cannot do this."""
+        return not self.status.startswith(NOT_SERVED)
 
 
 @dataclasses.dataclass
@@ -107,36 +133,53 @@ class Session:
 
     def __init__(self, problem: Problem, mesh: Mesh, settings: Settings) -> None:
         self.problem, self.mesh, self.settings = problem, mesh, settings
-        map_ = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-        self._gather = jax.jit(map_(gather, in_specs=LHS, out_specs=LHS))
-        self._reference = jax.jit(map_(reference, in_specs=(LHS, RHS), out_specs=OUT))
-        self._error = jax.jit(map_(relative_error, in_specs=(LHS, RHS, OUT), out_specs=P()))
+        self.iterations = settings.loop_iterations(problem)
+        self.calls = settings.calls_in_a_row(problem)
+        self._reference = call_program(problem, functools.partial(reference, problem), mesh)
+        self._error = error_program(problem, mesh)
         # Twice, with different inputs: a result left in memory by an earlier run cannot pass for this one's.
         self._checks = [inputs(problem, mesh, settings.seed + 1 + i) for i in range(2)]
         errors = [self._measure_error(lhs, rhs, self._reference(lhs, rhs)) for lhs, rhs in self._checks]
-        self.error_bound = 2.0 * max(errors)
+        self.error_bound = max(2.0 * max(errors), problem.error_floor)
         self.lhs, self.rhs = inputs(problem, mesh, settings.seed)
         self.prepared: list[_Prepared] = []
         self.results: list[Result] = []
         self.loop_overhead_us: float | None = None
 
+    def _operands(self, method: Method, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The inputs as the method takes them."""
+        # On one device every lhs is complete.
+        gathered = method.gathered and self.problem.devices > 1
+        if not gathered and method.dtype is None:
+            return lhs, rhs
+        return operands_program(self.problem, self.mesh, gathered, method.dtype)(lhs, rhs)
+
     def _measure_error(self, lhs: jax.Array, rhs: jax.Array, out: jax.Array, gathered: bool = False) -> float:
-        return float(self._error(lhs if gathered else self._gather(lhs), rhs, out))
+        complete = Method("oracle", self.problem.dot, gathered=not gathered)
+        return float(self._error(*self._operands(complete, lhs, rhs), out))
 
     def add(self, method: Method, progress: Callable[[str], None] = lambda _: None) -> Result:
         """Compiles and checks a method; what goes wrong is kept in its result and the session goes on."""
         result = Result(method.name, error_bound=self.error_bound)
         self.results.append(result)
         try:
-            prepared = self._prepare(method, result, progress)
+            prepared = self._prepare(method, result, progress) if self._serves(method, result) else None
         except Exception as error:  # Whatever a competitor raises belongs into the table, not into a traceback.
-            result.status = "ERROR " + _one_line(error)
+            result.status = "ERROR " + one_line(error)
             prepared = None
-        if not _agreed(result.ok) and result.ok:
+        if not agreed(result.ok) and result.ok:
             result.status = "ERROR in another process"
         if result.ok and prepared is not None:
             self.prepared.append(prepared)
         return result
+
+    @staticmethod
+    def _serves(method: Method, result: Result) -> bool:
+        try:
+            method.check()
+        except NotImplementedError as reason:
+            result.status = f"{NOT_SERVED}: {' '.join(str(reason).split())}"
+        return result.ok
 
     def _prepare(self, method: Method, result: Result, progress: Callable[[str], None]) -> _Prepared:
         calls = method.candidates or (("", method.call),)
@@ -150,7 +193,7 @@ class Session:
             except Exception as error:
                 if len(calls) == 1:
                     raise
-                failures.append(f"{label}: {_one_line(error)}")
+                failures.append(f"{label}: {one_line(error)}")
                 continue
             if not candidate.ok:
                 failures.append(f"{label}: {candidate.status}")
@@ -170,24 +213,27 @@ class Session:
         return dataclasses.replace(prepared, result=result)
 
     def _prepare_call(self, method: Method, result: Result) -> _Prepared:
-        start = time.perf_counter()
-        call = call_program(method.call, self.mesh)
+        call = call_program(self.problem, method.call, self.mesh)
         errors = []
-        for lhs, rhs in self._checks:
-            operand = self._gather(lhs) if method.gathered else lhs
-            errors.append(self._measure_error(operand, rhs, call(operand, rhs), method.gathered))
+        start = time.perf_counter()
+        for check in self._checks:
+            lhs, rhs = jax.block_until_ready(self._operands(method, *check))
+            called = time.perf_counter()
+            out = jax.block_until_ready(call(lhs, rhs))
+            result.first_call_s = result.first_call_s or time.perf_counter() - called
+            errors.append(self._measure_error(lhs, rhs, out, method.gathered))
         result.error = float(np.max(errors))
         self._judge(result)
-        lhs = self._gather(self.lhs) if method.gathered else self.lhs
+        lhs, rhs = self._operands(method, self.lhs, self.rhs)
         # The loop gives its operands away, the calls do not: each has its own.
-        state = (_copy(lhs), call(lhs, self.rhs))
+        state = (_copy(lhs), call(lhs, rhs))
         if not result.ok:
-            return _Prepared(method, result, call, call, lhs, self.rhs, state)
-        loop = loop_program(method.call, self.mesh, self.settings.iterations).lower(state, self.rhs).compile()
+            return _Prepared(method, result, call, call, lhs, rhs, state)
+        loop = loop_program(self.problem, method.call, self.mesh, self.iterations).lower(state, rhs).compile()
         if jax.default_backend() == "gpu":
             result.loop_copies = copies_in_loops(loop.as_text() or "")
         result.compile_s = time.perf_counter() - start
-        return _Prepared(method, result, call, loop, lhs, self.rhs, state)
+        return _Prepared(method, result, call, loop, lhs, rhs, state)
 
     def _judge(self, result: Result, when: str = "") -> None:
         # Written so that a NaN fails.
@@ -201,7 +247,7 @@ class Session:
             prepared.state = prepared.loop(prepared.state, prepared.rhs)
 
         seconds = _time(launch, lambda: prepared.state, self.settings.launches)
-        return seconds / self.settings.iterations
+        return seconds / self.iterations
 
     def _time_calls(self, prepared: _Prepared) -> float:
         last: list[jax.Array] = []
@@ -209,13 +255,13 @@ class Session:
         def launch() -> None:
             last[:] = [prepared.call(prepared.lhs, prepared.rhs)]
 
-        return _time(launch, lambda: last, self.settings.calls)
+        return _time(launch, lambda: last, self.calls)
 
     def measure_overhead(self) -> None:
         """Times the loop around no work: the element that is written, and what the launches cost."""
         empty = Method("empty", lambda lhs, rhs: lhs[:1, :1] * 0.5)
-        out = call_program(empty.call, self.mesh)(self.lhs, self.rhs)
-        loop = loop_program(empty.call, self.mesh, self.settings.iterations)
+        out = call_program(self.problem, empty.call, self.mesh)(self.lhs, self.rhs)
+        loop = loop_program(self.problem, empty.call, self.mesh, self.iterations)
         prepared = _Prepared(empty, Result("empty"), loop, loop, self.lhs, self.rhs, (_copy(self.lhs), out))
         self.loop_overhead_us = 1e6 * float(np.median([self._time_loop(prepared) for _ in range(3)]))
 
@@ -228,7 +274,7 @@ class Session:
         prepared = next((p for p in self.prepared if p.method.gathered), None) or next(iter(self.prepared), None)
         if prepared is None:
             return read()
-        program_s = self._time_loop(prepared) * self.settings.iterations
+        program_s = self._time_loop(prepared) * self.iterations
         # A count, not a clock, so that all processes do the same.
         for _ in range(int(seconds / max(program_s, 1e-6))):
             prepared.state = prepared.loop(prepared.state, prepared.rhs)
@@ -250,7 +296,7 @@ class Session:
                 result.loop_us.append(1e6 * self._time_loop(prepared))
                 result.wall_us.append(1e6 * self._time_calls(prepared))
             except Exception as error:
-                result.status = "ERROR " + _one_line(error)
+                result.status = "ERROR " + one_line(error)
 
     def finish(self) -> None:
         """Checks what the timed loops left behind, and reads kernel times if asked for."""
@@ -262,8 +308,13 @@ class Session:
             # Not max(): it may drop a NaN.
             result.error = float(np.max([result.error or 0.0, left_behind]))
             self._judge(result, " after the loop")
-            if self.settings.kernel_time:
-                result.kernel_us = _kernel_time_us(prepared.call, prepared.lhs, prepared.rhs)
+            if not (self.settings.kernel_time or self.settings.kernel_names):
+                continue
+            runs = _kernels(prepared.call, prepared.lhs, prepared.rhs)
+            if runs and self.settings.kernel_time:
+                result.kernel_us = 1e3 * float(np.median([max(duration for _, duration in run) for run in runs]))
+            if runs and self.settings.kernel_names:
+                result.kernel_names = "; ".join(name for name, _ in runs[0])
 
 
 # A program and not an eager operation, so that it serves arrays that span processes.
@@ -289,25 +340,25 @@ def _max_over_processes(value: float) -> float:
     return float(np.max(multihost_utils.process_allgather(np.float32(value))))
 
 
-def _agreed(ok: bool) -> bool:
+def agreed(ok: bool) -> bool:
     """Whether all processes say yes: one that gave up on a method must not leave the others waiting for it."""
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
 
 
-def _kernel_time_us(call: Callable[..., jax.Array], *operands: jax.Array) -> float | None:
-    """The longest single kernel of a call, by CUPTI: median of five calls. None where there is no CUPTI."""
+def _kernels(call: Callable[..., jax.Array], *operands: jax.Array) -> list[Sequence[tuple[str, float]]]:
+    """The kernels (name, ms) of each of five calls, by CUPTI. Empty where there is none."""
     try:
         from jax.experimental.mosaic.gpu import profiler
 
-        measure = profiler.Cupti(finalize=False).measure(call, aggregate=False)
-        runs: list[Sequence[tuple[str, float]]] = [measure(*operands)[1] or () for _ in range(5)]
-        return 1e3 * float(np.median([max(duration for _, duration in run) for run in runs]))
-    except Exception:  # Optional by definition; the column stays empty.
-        return None
+        measure: Any = profiler.Cupti(finalize=False).measure(call, aggregate=False)
+        return [run for _ in range(5) if (run := measure(*operands)[1])]
+    except Exception:  # Optional by definition; the columns stay empty.
+        return []
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An exception for a cell of a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"

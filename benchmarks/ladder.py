@@ -21,7 +21,7 @@ METHODS = (*(rung.name for rung in RUNGS), "fused", "xla")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser((__doc__ or "").splitlines()[0], SHAPES, ",".join(METHODS), devices=False)
+    parser = command.parser((__doc__ or "").splitlines()[0], SHAPES, ",".join(METHODS))
     parser.set_defaults(default_shapes=SHAPES, dry_shape="256x256x128")
     arguments = parser.parse_args(argv)
 

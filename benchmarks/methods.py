@@ -12,12 +12,11 @@ import jax.numpy as jnp
 
 import overlap
 from benchmarks.harness import Method
-from benchmarks.programs import AXIS, reference
+from benchmarks.problems import AXIS, Problem
+from benchmarks.programs import reference
 from overlap.kernels.ladder import RUNGS
 
-# Names that --methods takes.
-ALL_GATHER_METHODS = ("fused", "xla", "roof", "jax_example")
-MATMUL_METHODS = ("fused", "xla", "jax_example")
+FUSED_BF16 = "fused_bf16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,54 +43,85 @@ def _value(text: str) -> Any:
     return int(text) if text.lstrip("-").isdigit() else words.get(text, text)
 
 
-def all_gather_methods(names: Sequence[str], variants: Sequence[Variant], num_examples: int) -> list[Method]:
+def all_gather_methods(
+    problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
+) -> list[Method]:
     """The methods for `all_gather_lhs_matmul`; `num_examples` bounds the search over JAX's example's configs."""
 
-    def fused(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return overlap.all_gather_lhs_matmul(lhs, rhs, AXIS, config=_config(config), implementation="fused")
+    def fused(variant: Variant) -> Method:
+        def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            config = _config(variant.config)
+            return overlap.all_gather_lhs_matmul(lhs, rhs, AXIS, config=config, implementation="fused")
+
+        return Method(variant.name, call)
 
     makers: dict[str, Callable[[], Method]] = {
-        "xla": lambda: Method("xla", reference),
-        "roof": lambda: Method("roof", jnp.dot, gathered=True),
+        "xla": lambda: Method("xla", functools.partial(reference, problem)),
+        "roof": lambda: Method("roof", problem.dot, gathered=True),
         "jax_example": lambda: _all_gather_example(num_examples),
     }
     return _select(names, variants, fused, makers)
 
 
-def matmul_methods(names: Sequence[str], variants: Sequence[Variant], num_examples: int) -> list[Method]:
-    """The methods for `matmul` on one GPU; its XLA is its roof as well."""
+def matmul_methods(
+    problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
+) -> list[Method]:
+    """The methods for `matmul` on one GPU; its XLA is its roof as well.
+
+    `fused_bf16` is our kernel on the same values in bf16, for f8 to be compared with; it is left out for other dtypes.
+    """
+
+    def keywords(config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "transpose_lhs": problem.transpose_lhs, "transpose_rhs": problem.transpose_rhs,
+            "preferred_element_type": problem.out_type, "config": _config(config), "implementation": "fused",
+        }  # fmt: skip
+
+    def matmul(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return overlap.matmul(lhs, rhs, **keywords(config))
+
+    def fused(variant: Variant, name: str = "", dtype: Any = None) -> Method:
+        def check() -> None:
+            operands = (jax.ShapeDtypeStruct(shape, dtype or problem.element_type) for shape in shapes)
+            overlap.explain(overlap.matmul, *operands, **keywords({}))
+
+        shapes = (problem.lhs_shape, problem.rhs_shape)
+        call = functools.partial(matmul, variant.config)
+        method = Method(name or variant.name, call, dtype=dtype)
+        # A config that somebody asked for and that does not fit is an error.
+        return method if variant.config else dataclasses.replace(method, check=check)
+
     makers: dict[str, Callable[[], Method]] = {
-        "xla": lambda: Method("xla", jnp.dot, gathered=True),
-        "jax_example": lambda: _matmul_example(num_examples),
+        "fused_bf16": lambda: fused(Variant("fused", {}), FUSED_BF16, jnp.bfloat16),
+        "xla": lambda: Method("xla", problem.dot, gathered=True),
+        "jax_example": lambda: _matmul_example(problem, num_examples),
     }
-    return _select(names, variants, _matmul, makers)
+    return _select([name for name in names if name != FUSED_BF16 or problem.is_float8], variants, fused, makers)
 
 
-def ladder_methods(names: Sequence[str], variants: Sequence[Variant], num_examples: int) -> list[Method]:
+def ladder_methods(
+    problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
+) -> list[Method]:
     """The rungs of the ladder, and what `matmul_methods` has."""
     rungs = {rung.name: Method(rung.name, rung.matmul) for rung in RUNGS}
     if jax.default_backend() == "cpu":
         overlap.emulation.enable()  # Rungs run on a GPU, or where somebody asks for the emulator.
     methods = []
     for name in names:
-        methods += [rungs[name]] if name in rungs else matmul_methods([name], variants, num_examples)
+        methods += [rungs[name]] if name in rungs else matmul_methods(problem, [name], variants, num_examples)
     return methods
-
-
-def _matmul(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return overlap.matmul(lhs, rhs, config=_config(config), implementation="fused")
 
 
 def _select(
     names: Sequence[str],
     variants: Sequence[Variant],
-    fused: Callable[..., jax.Array],
+    fused: Callable[[Variant], Method],
     makers: dict[str, Callable[[], Method]],
 ) -> list[Method]:
     methods = []
     for name in names:
         if name == "fused":
-            methods += [Method(v.name, functools.partial(fused, v.config)) for v in variants or [Variant("fused", {})]]
+            methods += [fused(variant) for variant in variants or [Variant("fused", {})]]
         elif name in makers:
             methods.append(makers[name]())
         else:
@@ -139,13 +169,17 @@ def _all_gather_example(limit: int) -> Method:
     return _example(call, limit)
 
 
-def _matmul_example(limit: int) -> Method:
+def _matmul_example(problem: Problem, limit: int) -> Method:
+    def check() -> None:
+        if problem.layout != "nn" or problem.is_float8:
+            raise NotImplementedError(f"JAX's example multiplies 16-bit operands in layout nn, got {problem}")
+
     def call(config: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
 
         return hopper_matmul_mgpu.matmul(lhs, rhs, None, config)
 
-    return _example(call, limit)
+    return dataclasses.replace(_example(call, limit), check=check)
 
 
 def _example(call: Callable[..., jax.Array], limit: int) -> Method:

@@ -23,6 +23,11 @@ def read(paths: Sequence[str]) -> list[dict[str, str]]:
     return rows
 
 
+def _problem(row: dict[str, str]) -> tuple[str, ...]:
+    # Files from before there were layouts hold "nn" alone.
+    return (row["op"], row["shape"], row["dtype"], row.get("layout", "nn"))
+
+
 def draw(rows: Sequence[dict[str, str]], out: str) -> None:
     """One column of panels for each shape and dtype: time above, roof / method below."""
     import matplotlib
@@ -30,14 +35,13 @@ def draw(rows: Sequence[dict[str, str]], out: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    problems = sorted({(row["op"], row["shape"], row["dtype"]) for row in rows})
+    problems = sorted({_problem(row) for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
     figure, panels = pyplot.subplots(2, len(problems), figsize=(4.2 * len(problems), 6.4), squeeze=False, sharex=True)
-    for column, (op, shape, dtype) in enumerate(problems):
+    for column, problem in enumerate(problems):
         above, below = panels[0][column], panels[1][column]
         for method in methods:
-            key = (op, shape, dtype, method)
-            own = [row for row in rows if (row["op"], row["shape"], row["dtype"], row["method"]) == key]
+            own = [row for row in rows if _problem(row) == problem and row["method"] == method]
             own.sort(key=lambda row: int(row["devices"]))
             if not own:
                 continue
@@ -56,7 +60,7 @@ def draw(rows: Sequence[dict[str, str]], out: str) -> None:
                 markersize=4,
             )
         ticks = sorted({int(row["devices"]) for row in rows})
-        above.set(title=f"{op}\n(m, n, k) per shard {shape} {dtype}", ylim=(0, None))
+        above.set(title=f"{problem[0]}\n(m, n, k) per shard {' '.join(problem[1:])}", ylim=(0, None))
         below.set(xlabel="devices", xticks=ticks, ylim=(0, 1.1))
         below.axhline(1.0, color="grey", linewidth=0.8)
     panels[0][0].set_ylabel("µs per call, in a device loop")

@@ -5,23 +5,26 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Result
-from benchmarks.programs import Problem
+from benchmarks import summary
+from benchmarks.harness import NOT_SERVED, Result
+from benchmarks.problems import Problem
 
-ROUND_COLUMNS = ("op", "devices", "shape", "dtype", "round", "method", "loop_us", "wall_us")
+ROUND_COLUMNS = ("op", "devices", "shape", "dtype", "layout", "round", "method", "loop_us", "wall_us")
 SUMMARY_COLUMNS = (
-    "op", "devices", "shape", "dtype", "method", "status",
+    "op", "devices", "shape", "dtype", "layout", "method", "status",
     "loop_us", "loop_us_p10", "loop_us_p90", "wall_us", "wall_us_p10", "wall_us_p90", "kernel_us",
     "tflops_per_device", "percent_of_peak", "received_gb_per_s_per_device",
-    "xla_over_this", "roof_over_this", "xla_over_this_wall", "roof_over_this_wall",
-    "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "compile_s", "note", "clocks",
+    "xla_over_this", "roof_over_this", "bf16_over_this", "xla_over_this_wall", "roof_over_this_wall",
+    "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "first_call_s", "compile_s", "kernel_names",
+    "note", "clocks",
 )  # fmt: skip
 
 
@@ -36,18 +39,21 @@ class Table:
     # The methods that ratios are formed with. On one GPU XLA's dot is the roof.
     xla: str = "xla"
     roof: str = "roof"
+    bf16: str = "fused_bf16"
     # Dense TFLOP/s of the data sheet, where it is known.
     peak_tflops: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per method, `SUMMARY_COLUMNS` as keys; what was not measured is None."""
         by_name = {result.method: result for result in self.results}
-        return [self._row(result, by_name.get(self.xla), by_name.get(self.roof)) for result in self.results]
+        others = {name: by_name.get(getattr(self, name)) for name in ("xla", "roof", "bf16")}
+        return [self._row(result, others) for result in self.results]
 
-    def _row(self, result: Result, xla: Result | None, roof: Result | None) -> dict[str, Any]:
+    def _row(self, result: Result, others: Mapping[str, Result | None]) -> dict[str, Any]:
         problem = self.problem
         row: dict[str, Any] = dict.fromkeys(SUMMARY_COLUMNS)
         row |= {"op": problem.op, "devices": problem.devices, "shape": problem.shape, "dtype": problem.dtype}
+        row |= {"layout": problem.layout, "first_call_s": result.first_call_s, "kernel_names": result.kernel_names}
         row |= {"method": result.method, "status": result.status, "note": result.note, "clocks": self.clocks}
         row |= {"error": result.error, "error_bound": result.error_bound, "compile_s": result.compile_s}
         if not result.ok:
@@ -63,10 +69,11 @@ class Table:
             if self.peak_tflops:
                 row["percent_of_peak"] = 100 * row["tflops_per_device"] / self.peak_tflops
             row["received_gb_per_s_per_device"] = problem.received_bytes_per_device / row["loop_us"] / 1e3
-        for name, other in (("xla", xla), ("roof", roof)):
+        for name, other in others.items():
             if other is not None and other.ok:
                 row[f"{name}_over_this"] = ratio(other.loop_us, result.loop_us)
-                row[f"{name}_over_this_wall"] = ratio(other.wall_us, result.wall_us)
+                if f"{name}_over_this_wall" in row:
+                    row[f"{name}_over_this_wall"] = ratio(other.wall_us, result.wall_us)
         return row
 
 
@@ -83,12 +90,14 @@ class Writer:
     """Writes while the benchmark runs, so that a kill loses little: `NAME.partial` until `finish` renames all.
 
     Files: STEM.rounds.csv (every time measured, appended after each round), STEM.csv (one row per method and problem,
-    rewritten after each problem) and STEM.md (the same as a table, with the environment).
+    rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv, which
+    `benchmarks.summary` makes of several problems.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, stem: str, environment: Mapping[str, str]) -> None:
         self._environment = environment
         self._tables: list[Table] = []
+        self._left_out: list[str] = []
         self._stem = None if folder is None else pathlib.Path(folder) / stem
         if self._stem is not None:
             self._stem.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +117,7 @@ class Writer:
         """Appends the times of one round."""
         if self._stem is None:
             return
-        common = (problem.op, problem.devices, problem.shape, problem.dtype, number)
+        common = (problem.op, problem.devices, problem.shape, problem.dtype, problem.layout, number)
         rows = [
             (*common, result.method, f"{result.loop_us[-1]:.3f}", f"{result.wall_us[-1]:.3f}")
             for result in results
@@ -119,19 +128,34 @@ class Writer:
     def add_table(self, table: Table) -> None:
         """Adds a finished problem."""
         self._tables.append(table)
+        self._write_tables()
+
+    def leave_out(self, problems: Sequence[Problem]) -> None:
+        """Notes which problems were not measured."""
+        self._left_out = [str(problem) for problem in problems]
+        self._write_tables()
+
+    def _write_tables(self) -> None:
         if self._stem is None:
             return
-        rows = [[_cell(value) for value in row.values()] for each in self._tables for row in each.rows()]
-        header = (*SUMMARY_COLUMNS, *(f"env_{name}" for name in self._environment))
-        self._write("csv", _csv(header, [[*row, *self._environment.values()] for row in rows]))
-        self._write("md", markdown(self._tables, self._environment))
+        facts = {f"env_{name}": value for name, value in self._environment.items()}
+        self._write("csv", _csv((*SUMMARY_COLUMNS, *facts), _cells(row | facts for row in _rows(self._tables))))
+        self._write("md", markdown(self._tables, self._environment, self._left_out))
+        if rows := _summary(self._tables):
+            self._write("summary.csv", _csv(summary.COLUMNS, _cells(rows)))
+
+    def show_summary(self) -> None:
+        """Prints what all problems say together."""
+        if rows := _summary(self._tables):
+            _print("all problems", summary.HEADINGS, [summary.texts(row) for row in rows])
+        print(*(f"  {line}" for line in summary.remarks(_rows(self._tables), self._left_out)), sep="\n", flush=True)
 
     def finish(self) -> list[pathlib.Path]:
         """Renames the complete files into place and returns their paths."""
         if self._stem is None:
             return []
         done = []
-        for suffix in ("rounds.csv", "csv", "md"):
+        for suffix in ("rounds.csv", "csv", "summary.csv", "md"):
             if (partial := self._partial(suffix)).exists():
                 done.append(partial.replace(partial.with_suffix("")))
         return done
@@ -146,21 +170,25 @@ def _csv(header: Sequence[str] | None, rows: Sequence[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def _cell(value: Any) -> Any:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+def _cells(rows: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
+    def cell(value: Any) -> Any:
+        return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+
+    return [[cell(value) for value in row.values()] for row in rows]
 
 
 # --- For people -------------------------------------------------------------------------------------------------------
 
 _HEADINGS = (
     "method", "loop µs", "p10–p90", "wall µs", "TFLOP/s", "% peak", "NVLink GB/s",
-    "xla/this", "roof/this", "wall xla/this", "error",
+    "xla/this", "roof/this", "wall xla/this", "error", "first call s",
 )  # fmt: skip
 
 
 def _texts(row: Mapping[str, Any]) -> list[str]:
     if row["status"] != "ok":
-        return [row["method"], row["status"].split()[0].rstrip(":"), *[""] * (len(_HEADINGS) - 2)]
+        verdict = "not served" if row["status"].startswith(NOT_SERVED) else row["status"].split()[0].rstrip(":")
+        return [row["method"], verdict, *[""] * (len(_HEADINGS) - 2)]
 
     def number(name: str, digits: int) -> str:
         return "–" if row[name] is None else f"{row[name]:.{digits}f}"
@@ -171,7 +199,7 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
         number("loop_us", 1), f"{number('loop_us_p10', 1)}–{number('loop_us_p90', 1)}", number("wall_us", 1),
         number("tflops_per_device", 0), number("percent_of_peak", 1), number("received_gb_per_s_per_device", 0),
         number("xla_over_this", 3), number("roof_over_this", 3), number("xla_over_this_wall", 3),
-        "–" if row["error"] is None else f"{row['error']:.2e}",
+        "–" if row["error"] is None else f"{row['error']:.2e}", number("first_call_s", 2),
     ]  # fmt: skip
 
 
@@ -183,6 +211,10 @@ def _remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             remarks.append(f"{row['method']}: {row['status']}")
         if row["note"]:
             remarks.append(f"{row['method']}: {row['note']}")
+        if row["bf16_over_this"] not in (None, 1.0):
+            remarks.append(f"{row['method']}: {row['bf16_over_this']:.3f} x as fast as our kernel in bf16")
+        if row["kernel_names"]:
+            remarks.append(f"{row['method']}: kernels {row['kernel_names']}")
         if row["loop_copies"]:
             remarks.append(f"{row['method']}: its loop copies {row['loop_copies']}")
     return remarks
@@ -192,39 +224,60 @@ def _title(table: Table) -> str:
     problem = table.problem
     overhead = table.loop_overhead_us
     loop = "" if overhead is None else f", loop overhead {overhead:.1f} µs"
-    return f"{problem.op}, {problem.devices} devices, (m, n, k) per shard {problem.shape} {problem.dtype}{loop}"
+    return f"{problem.op}, {problem.devices} devices, (m, n, k) per shard {problem}{loop}"
 
 
 def show(table: Table) -> None:
-    """Prints one problem's table, with rich where it is installed."""
+    """Prints one problem's table."""
     rows = table.rows()
+    _print(_title(table), _HEADINGS, [_texts(row) for row in rows], [row["status"] for row in rows])
+    print(*(f"  {line}" for line in _remarks(rows)), sep="\n", flush=True)
+
+
+def _print(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], statuses: Sequence[str] = ()) -> None:
+    """With rich where it is installed."""
     try:
         from rich.console import Console
         from rich.table import Table as RichTable
     except ImportError:
-        print(_title(table), " | ".join(_HEADINGS), *(" | ".join(_texts(row)) for row in rows), sep="\n")
+        print(title, " | ".join(headings), *(" | ".join(row) for row in rows), sep="\n")
         return
-    shown = RichTable(title=_title(table), title_justify="left")
-    for heading in _HEADINGS:
+    shown = RichTable(title=title, title_justify="left")
+    for heading in headings:
         shown.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*_texts(row), style=None if row["status"] == "ok" else "red")
+    for row, status in itertools.zip_longest(rows, statuses, fillvalue="ok"):
+        shown.add_row(*row, style=None if status == "ok" else "red")
     # Wide enough for every column also where the output is a file or a narrow terminal.
     Console(width=max(Console().width, 160)).print(shown)
-    print(*(f"  {line}" for line in _remarks(rows)), sep="\n")
 
 
-def markdown(tables: Sequence[Table], environment: Mapping[str, str]) -> str:
-    """All tables and the environment as one markdown document."""
+def _rows(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    return [row for table in tables for row in table.rows()]
+
+
+def _summary(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """Of one problem there is none."""
+    return summary.summarize(_rows(tables), tables[0].roof) if len(tables) > 1 else []
+
+
+def markdown(tables: Sequence[Table], environment: Mapping[str, str], left_out: Sequence[str] = ()) -> str:
+    """The environment, the summary and all tables as one markdown document."""
     lines = [f"- {name}: {value}" for name, value in environment.items()]
+    if rows := _summary(tables):
+        lines += ["", "## All problems", "", *_md_table(summary.HEADINGS, [summary.texts(row) for row in rows])]
+    if remarks := summary.remarks(_rows(tables), left_out):
+        lines += ["", *(f"{line}  " for line in remarks)]
     for table in tables:
-        lines += ["", f"## {_title(table)}", "", _md_line(_HEADINGS), _md_line(["---"] * len(_HEADINGS))]
         rows = table.rows()
-        lines += [_md_line(_texts(row)) for row in rows]
+        lines += ["", f"## {_title(table)}", "", *_md_table(_HEADINGS, [_texts(row) for row in rows])]
         lines += ["", *(f"{line}  " for line in _remarks(rows))]
         if table.clocks:
             lines += ["", f"Clocks right after the last round: {table.clocks}"]
     return "\n".join(lines) + "\n"
+
+
+def _md_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_md_line(headings), _md_line(["---"] * len(headings)), *map(_md_line, rows)]
 
 
 def _md_line(cells: Sequence[str]) -> str:

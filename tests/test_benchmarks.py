@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -18,12 +19,17 @@ from jax.sharding import Mesh
 
 from benchmarks import command, methods, plot, report
 from benchmarks.harness import Method, Result, Session, Settings
-from benchmarks.programs import AXIS, Problem, copies_in_loops, gather, inputs, loop_program, reference
+from benchmarks.problems import AXIS, Problem
+from benchmarks.programs import copies_in_loops, inputs, loop_program
+from benchmarks.programs import gather as gather_of
+from benchmarks.programs import reference as reference_of
 from tests import assembly
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Settings(rounds=3, iterations=2, launches=1, calls=1, warmup_s=0.0)
 PROBLEM = Problem("all_gather_lhs_matmul", 2, 128, 256, 64, "f16")
+reference = functools.partial(reference_of, PROBLEM)
+gather = functools.partial(gather_of, PROBLEM)
 
 
 @pytest.fixture
@@ -159,7 +165,7 @@ def test_the_loop_feeds_each_output_into_the_next_iteration(mesh: Mesh) -> None:
         for device, shard in enumerate(shards):
             shard[0, 0] = np.float16(np.clip(np.float16(product[0, 256 * device]) * 64**-0.5, -4, 4))
         product = np.concatenate(shards) @ right
-    state = loop_program(reference, mesh, 3)((jnp.copy(lhs), out), rhs)
+    state = loop_program(PROBLEM, reference, mesh, 3)((jnp.copy(lhs), out), rhs)
     expected = np.concatenate(shards)
     np.testing.assert_allclose(np.asarray(state[0], np.float32)[[0, 128], 0], expected[[0, 128], 0], atol=5e-3)
     np.testing.assert_allclose(np.asarray(state[1], np.float32), product, atol=0.2)
@@ -209,17 +215,18 @@ LOOPS_FOR_H200 = """
 import json
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from benchmarks import methods, programs
+from benchmarks import methods, problems, programs
 from tests import assembly
 
 mesh = Mesh(np.array(assembly.topology("h200", 4)), ("x",))
 found = {}
-for method in methods.all_gather_methods(["fused", "xla", "roof"], [], 1):
+problem = problems.Problem("all_gather_lhs_matmul", 4, 4096, 4096, 4096, "f16")
+for method in methods.all_gather_methods(problem, ["fused", "xla", "roof"], [], 1):
     rows = 16384 if method.gathered else 4096
     lhs = assembly.struct(mesh, (rows, 4096), "f16", P("x", None))
     rhs = assembly.struct(mesh, (4096, 16384), "f16", P(None, "x"))
     out = assembly.struct(mesh, (4096, 16384), "f16", P(None, "x"))
-    hlo = programs.loop_program(method.call, mesh, 20).lower((lhs, out), rhs).compile().as_text()
+    hlo = programs.loop_program(problem, method.call, mesh, 20).lower((lhs, out), rhs).compile().as_text()
     work = {"fused": "mosaic_gpu", "xla": "all-gather-start(", "roof": "dot("}[method.name]
     body = hlo[: hlo.index("ENTRY ")]
     found[method.name] = [programs.copies_in_loops(hlo), "dynamic-update-slice(" in body, work in body,
@@ -322,7 +329,7 @@ def test_variants_and_shapes_are_read() -> None:
     with pytest.raises(ValueError, match="FIELD=VALUE"):
         methods.Variant.parse("fused:stages")
     with pytest.raises(ValueError, match="`--methods`"):
-        methods.all_gather_methods(["nccl"], [], 1)
+        methods.all_gather_methods(PROBLEM, ["nccl"], [], 1)
     arguments = command.parser("", "1x2x3:bf16,4x5x6", "xla", devices=True).parse_args([])
     first, second = command.problems(arguments, "op", 8)
     assert (first.m, first.n, first.k, first.dtype) == (1, 2, 3, "bf16")

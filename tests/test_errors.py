@@ -50,7 +50,7 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     ((struct((128, 64), jnp.int8), struct((64, 256), jnp.int8)), {}, ValueError, ["floating-point", "int8"]),
     (([1, 2], struct((64, 256))), {}, ValueError, ["`lhs`", "array", "list"]),
     (GOOD, {"axis_name": "y"}, ValueError, ["`axis_name`", "'y'", "('x',)"]),
-    (GOOD, {"axis_name": ("x", "y")}, NotImplementedError, ["`axis_name`", "one"]),
+    (GOOD, {"axis_name": ("x", "y")}, ValueError, ["`axis_name`", "'y'", "('x', 'y')"]),
     (GOOD, {"implementation": "nccl"}, ValueError, ["`implementation`", "'nccl'", "fused", "xla"]),
     (GOOD, FUSED | X_OF_XY, NotImplementedError, ["'y'", "manual"]),
     ((struct((128, 64)), struct((64, 201))), FUSED, NotImplementedError, ["n=201", "16 bytes", "multiple of 8", "xla"]),

@@ -10,12 +10,9 @@ import overlap
 from overlap.emulation import emulate
 from overlap.kernels import hopper
 from overlap.kernels.tile_order import TileOrder
-from overlap.primitives import send_tile, wait_stores_landed
+from overlap.primitives import send_tile, shared_flags, wait_stores_landed
 from tests import oracle
-
-
-def normal(seed, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+from tests.product_cases import in_f32, normal, oracle_of
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -51,15 +48,27 @@ def test_gradients():
         assert float(oracle.distance(a, b.astype(jnp.float32))) < 2e-2
 
 
-def test_hooks_see_each_operand_tile_and_the_accumulator():
+HOOKED = {
+    "whole tiles": overlap.Config(tile_n=128),
+    "cut tiles": overlap.Config(tile_n=128, stream_k=3),
+    "clusters": overlap.Config(tile_n=128, cluster=2),
+    "cut tiles of clusters": overlap.Config(tile_n=128, cluster=2, cluster_along="n", stream_k=3),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_see_each_operand_tile_and_the_accumulator(name):
     """A matmul that also forwards its left operand from shared memory, and applies a function to its result."""
-    config, (m, n, k), cores = overlap.Config(tile_n=128), (256, 256, 192), 2
-    order = TileOrder(m // config.tile_m, n // config.tile_n)
+    config, (m, n, k) = HOOKED[name], (384, 256, 192)
+    cores = 4 * config.cluster
+    order = TileOrder.of(m, n, config)
+    work = hopper.StreamK(order.tiles, k // config.tile_k, 4, config.stream_k)
+    assert work.cuts == (config.stream_k > 1)
     lhs, rhs = normal(4, m, k), normal(5, k, n)
 
-    def body(lhs_gmem, rhs_gmem, out_gmem, copy_gmem):
+    def body(lhs_gmem, rhs_gmem, out_gmem, copy_gmem, *sums_gmem):
         def tile_at(index):
-            row, column = order(index)
+            row, column = hopper.own_tile(config, *order(index))
             return hopper.Tile(0, row, column, out_row=row * config.tile_m)
 
         def forward(tile, step, lhs_smem, rhs_smem):
@@ -78,20 +87,24 @@ def test_hooks_see_each_operand_tile_and_the_accumulator():
             in_smem=forward,
             epilogue=lambda values, rows, columns, addend: values * 2,
         )
+        partial = None
+        if work.cuts:
+            partial = hopper.PartialSums(*sums_gmem, *shared_flags(hopper.partial_sums_flags(work, config)))
         pl.run_scoped(
-            lambda buffers: hopper.mainloop(tiles=order.tiles, tile_at=tile_at, k_steps=k // config.tile_k,
-                                            num_ctas=cores, config=config, buffers=buffers, hooks=hooks),
+            lambda buffers: hopper.mainloop(work=work, tile_at=tile_at, config=config, buffers=buffers, hooks=hooks,
+                                            partial=partial),
             hopper.buffer_types(config, lhs.dtype, lhs.dtype, forwards=True),
             collective_axes=hopper.THREAD_AXIS,
         )  # fmt: skip
 
-    types = (jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype))
+    types = [jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype)]
+    types += [hopper.partial_sums_type(work, config)] if work.cuts else []
     with emulate(cores=cores) as run:
-        out, copy = jax.jit(hopper.launch(body, out_type=types, num_ctas=cores, name="forwarding"))(lhs, rhs)
+        kernel = hopper.launch(body, out_type=types, num_ctas=cores, cluster=config.cluster, name="forwarding")
+        out, copy, *_ = jax.jit(kernel)(lhs, rhs)
         run.check()
     np.testing.assert_array_equal(np.asarray(copy), np.asarray(lhs))
-    expected = 2 * (np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32))
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2, atol=1e-1)
+    np.testing.assert_allclose(in_f32(out), 2 * oracle_of(lhs, rhs), rtol=1e-2, atol=1e-1)
 
 
 def test_calls_outside_jit_trace_their_kernel_once(monkeypatch):

@@ -28,6 +28,7 @@ class FakeBench:
     """A bench where a time is a function of the configuration, and some results are wrong or fail."""
 
     error_bound = float("nan")
+    error_floor = 1e-4
     us_of = staticmethod(lambda config: 100.0)
     wrong = staticmethod(lambda config: False)
     hook = staticmethod(lambda what, config: None)

@@ -98,7 +98,7 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
             table.add_column(heading, justify="right")
         for config in configs[: settings.max_configs]:
             us = predicted_us(config, problem, target)
-            table.add_row(space.differences(config), str(waves(config, problem, target)), f"{us:.1f}")
+            table.add_row(space.differences(config), f"{waves(config, problem, target):.2f}", f"{us:.1f}")
         Console().print(table)
     return 0
 

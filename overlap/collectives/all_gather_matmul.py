@@ -13,9 +13,9 @@ Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lh
 The shards are pulled (read by who needs them), so a flag never crosses NVLink: the only remote signals are the
 handshake's. Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
 
-Constraints: f16 or bf16; rows of all matrices multiples of 16 bytes; one axis of a mesh whose device ids are row-major
-and whose devices can all address each other. Source: the collective matmul of Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
+Constraints: f16 or bf16; rows of all matrices multiples of 16 bytes; a mesh of D devices with ids 0 … D − 1, in any
+order, that can all address each other. Source: the collective matmul of Wang et al., "Overlap Communication with
+Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 
 Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes; chunk: `PullPlan`.
 """
@@ -67,11 +67,8 @@ def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, config: Config, target
 
 def make_schedule(devices: int, m_shard: int, n_shard: int, k: int, itemsize: int, config: Config) -> AllGatherSchedule:
     """The schedule of a problem of the given per-shard sizes."""
-    order = TileOrder(
-        ceil_div(m_shard, config.tile_m), ceil_div(n_shard, config.tile_n), config.order_minor, config.order_width
-    )
     plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
-    return AllGatherSchedule(devices, order, config.tile_m, plan)
+    return AllGatherSchedule(devices, TileOrder.of(m_shard, n_shard, config), config.tile_m, plan)
 
 
 def _pull(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
@@ -101,20 +98,24 @@ def _pull(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any,
     pull_chunks(mine, source=source, destination=destination, landed=landed, slots_smem=slots_smem, loaded=loaded)
 
 
-def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, ring: Ring, schedule: AllGatherSchedule,
-            config: Config, num_ctas: int) -> None:  # fmt: skip
+def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sums_gmem: Any, ring: Ring,
+            schedule: AllGatherSchedule, work: hopper.StreamK, config: Config) -> None:  # fmt: skip
     """The kernel's body: hooks and buffers for the mainloop."""
-    plan = schedule.plan
+    plan, num_ctas = schedule.plan, work.num_ctas * config.cluster
     me = ring.me()
-    flags, exit_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS)
-    cta = lax.axis_index(hopper.GRID_AXIS)
+    shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
+    flags, exit_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
+    cta = hopper.cta(config)
 
     def tile_at(index: Any) -> hopper.Tile:
         step, m, n = schedule.tile(index)
+        m, n = hopper.own_tile(config, m, n)
         return hopper.Tile(step, m, n, out_row=m * config.tile_m)
 
     def wait_for_rows(tile: hopper.Tile) -> None:
-        @pl.when(tile.step > 0)
+        # The second tile of a cluster may lie wholly below the last row; it then waits for nothing.
+        @pl.when(jnp.logical_and(tile.step > 0, tile.m < schedule.row_blocks))
         def _wait() -> None:
             wait_at_least(flags.at[schedule.flag(tile.step, tile.m * config.tile_m)], schedule.flag_target(tile.m))
             fence_async_proxy()
@@ -129,12 +130,11 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *, r
             exit_handshake(exit_flags, ring, cta, num_ctas)
 
         hopper.mainloop(
-            tiles=schedule.tiles,
+            work=work,
             tile_at=tile_at,
-            k_steps=ceil_div(plan.shard_cols, config.tile_k),
-            num_ctas=num_ctas,
             config=config,
             buffers=buffers,
+            partial=partial,
             hooks=hopper.Hooks(
                 load_lhs=load_rows,
                 rhs_at=lambda tile: rhs_gmem,
@@ -160,14 +160,19 @@ def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: C
         return differentiable.fused(Operands(lhs, rhs), Plan(config, target, hopper.PLAIN, out_dtype))
     (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
     schedule = make_schedule(ring.size, m_shard, n_shard, k, lhs.dtype.itemsize, config)
-    body = functools.partial(_kernel, ring=ring, schedule=schedule, config=config, num_ctas=target.num_cores)
-    out, _ = hopper.launch(
+    work = hopper.StreamK(
+        schedule.tiles, ceil_div(k, config.tile_k), target.num_cores // config.cluster, config.stream_k
+    )
+    body = functools.partial(_kernel, ring=ring, schedule=schedule, work=work, config=config)
+    out, *_ = hopper.launch(
         lambda *refs: body(*refs),
         out_type=(
             jax.ShapeDtypeStruct((ring.size, m_shard, n_shard), out_dtype),
             jax.ShapeDtypeStruct((ring.size - 1, m_shard, k), lhs.dtype),
+            *([hopper.partial_sums_type(work, config)] if work.cuts else []),
         ),
         num_ctas=target.num_cores,
+        cluster=config.cluster,
         name=f"overlap_{NAME}",
     )(lhs, rhs)
     return out.reshape(ring.size * m_shard, n_shard)
@@ -218,7 +223,7 @@ def decide(
 def all_gather_lhs_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     *,
     preferred_element_type: Any = None,
     config: Config | None = None,
@@ -232,7 +237,8 @@ def all_gather_lhs_matmul(
       lhs: [m_shard, k] per shard; globally [D · m_shard, k], rows sharded over the D devices of `axis_name`. float16 or
         bfloat16 in the fused kernel.
       rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype.
-      axis_name: the mesh axis to gather along; may be one axis of a larger mesh.
+      axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
+        the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
       preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
@@ -243,7 +249,7 @@ def all_gather_lhs_matmul(
       repeated calls give the same bits.
 
     Raises:
-      ValueError: not inside `shard_map`, an unknown axis, wrong ranks, dtypes, sizes or config.
+      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 

@@ -1,4 +1,4 @@
-"""The mesh axis of a call: found and checked before anything is traced."""
+"""The mesh axes of a call: found and checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from overlap.primitives import Ring
 def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
     """The ring along `axis_name` of the enclosing `jax.shard_map`, or of `mesh` if one is given.
 
+    Args:
+      op: the operation's name, for messages.
+      axis_name: one axis, or a tuple of axes that count as one; a tuple of one axis is that axis.
+      mesh: a mesh that takes the place of the enclosing one.
+
     Raises:
-      ValueError: no enclosing `shard_map`, or one without such an axis.
-      NotImplementedError: a tuple of axes.
+      ValueError: no enclosing `shard_map`, or one without such axes; no axis at all, or one twice.
     """
-    if isinstance(axis_name, (tuple, list)):
-        if len(axis_name) != 1:
-            raise NotImplementedError(
-                f"`axis_name` must be one mesh axis, got {axis_name!r}: name one axis, or merge them in the mesh"
-            )
-        (axis_name,) = axis_name
+    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not axes:
+        raise ValueError(
+            f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis to gather along"
+        )
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     names = tuple(mesh.axis_names)
     if not names:
@@ -30,15 +33,27 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
             f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}), mesh=mesh, in_specs=…, out_specs=…, "
             "check_vma=False)"
         )
-    if axis_name not in names:
-        raise ValueError(f"`axis_name` must be an axis of the mesh, got {axis_name!r} and the mesh has {names}")
-    manual = getattr(mesh, "manual_axes", names)
-    if isinstance(mesh, jax.sharding.AbstractMesh) and axis_name not in manual:
+    for axis in axes:
+        if axis not in names:
+            whole = "" if len(axes) == 1 else f" in {axes!r}"
+            raise ValueError(
+                f"`axis_name` must be an axis of the mesh, or a tuple of them, got {axis!r}{whole} and the mesh has "
+                f"{names}: name one of those"
+            )
+    repeated = [axis for axis in names if axes.count(axis) > 1]
+    if repeated:
         raise ValueError(
-            f"`{op}` must be called inside `jax.shard_map` over axis {axis_name!r}, and the manual axes here are "
-            f"{tuple(manual)}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"
+            f"`axis_name` must name each mesh axis once, got {repeated[0]!r} {axes.count(repeated[0])} times in "
+            f"{axes!r}: leave the repetition out"
         )
-    return Ring(axis_name, tuple(zip(names, mesh.axis_sizes, strict=True)))
+    manual = tuple(getattr(mesh, "manual_axes", names))
+    missing = [axis for axis in axes if axis not in manual]
+    if isinstance(mesh, jax.sharding.AbstractMesh) and missing:
+        raise ValueError(
+            f"`{op}` must be called inside `jax.shard_map` over axis {missing[0]!r}, and the manual axes here are "
+            f"{manual}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"
+        )
+    return Ring(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
 
 
 def require_all_manual() -> None:

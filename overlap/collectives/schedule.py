@@ -12,7 +12,7 @@ from typing import Any
 
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import PullPlan
-from overlap.primitives.integers import choose, quotient, remainder
+from overlap.primitives.integers import ceil_div, choose, quotient, remainder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class AllGatherSchedule:
 
     Attributes:
       devices: devices on the ring.
-      order: the tiles of one shard's product.
+      order: the tiles (of a cluster) of one shard's product.
       block_rows: rows of one tile, and of one flag.
       plan: how one shard is cut into chunks.
     """
@@ -61,9 +61,14 @@ class AllGatherSchedule:
         return before + 1, row, column
 
     @property
+    def row_blocks(self) -> int:
+        """Blocks of rows in a shard; the last may have fewer rows."""
+        return ceil_div(self.plan.shard_rows, self.block_rows)
+
+    @property
     def flags(self) -> tuple[int, int]:
         """Shape of the flags: [steps with a pulled shard, row blocks]; at least one of each, since none cannot be."""
-        return max(self.devices - 1, 1), self.order.m_tiles
+        return max(self.devices - 1, 1), self.row_blocks
 
     def flag(self, step: Any, row: Any) -> tuple[Any, Any]:
         """The flag of a row of the shard of `step` ≥ 1."""
@@ -72,7 +77,7 @@ class AllGatherSchedule:
     def flag_target(self, block: Any) -> Any:
         """How often the flag of a row block is raised: once per chunk. The last block may have fewer rows."""
         per_row = self.plan.chunks_per_row_group
-        last = self.order.m_tiles - 1
+        last = self.row_blocks - 1
         whole = self.block_rows // self.plan.rows * per_row
         rest = (self.plan.shard_rows - last * self.block_rows) // self.plan.rows * per_row
         return whole if rest == whole else choose(block == last, rest, whole)

@@ -37,9 +37,13 @@ class Config:
       epilogue_tile_n: columns that a warpgroup stores at a time.
       epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
-      order_width: tiles per band of the order (`TileOrder`).
-      split_k: into how many parts the contraction is cut, each a tile of its own, summed in f32 in a fixed order
+      order_width: tiles (of a cluster) per band of the order (`TileOrder`).
+      stream_k: into how many parts a tile of the last, partial wave may be cut along k, so that all cores work to
+        the end (`StreamK`); 1: none is.
+      split_k: into how many parts the contraction is cut, each a tile of its own, summed by XLA in f32 in a fixed order
         afterwards: for results of few tiles (plain matmul only).
+      cluster: how many CTAs (1 or 2) compute adjacent tiles and share the loads of the operand common to them.
+      cluster_along: in which dimension they are adjacent: "m" (they share the right operand) or "n" (the left one).
       chunk_bytes: the most that the communicator of one CTA pulls in one copy (fused operations only).
       chunk_slots: how many such copies are in flight per CTA (fused operations only).
     """
@@ -52,16 +56,19 @@ class Config:
     epilogue_slots: int = 1
     order_minor: Literal["m", "n"] = "m"
     order_width: int = 8
+    stream_k: int = 1
     split_k: int = 1
+    cluster: int = 1
+    cluster_along: Literal["m", "n"] = "m"
     chunk_bytes: int = 8192
     chunk_slots: int = 2
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "order_minor":
+            if field.name in ("order_minor", "cluster_along"):
                 if value not in ("m", "n"):
-                    raise ValueError(f"`order_minor` must be 'm' or 'n', got {value!r}")
+                    raise ValueError(f"`{field.name}` must be 'm' or 'n', got {value!r}")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{field.name}` must be an int of at least 1, got {value!r}")
 
@@ -71,6 +78,13 @@ class Config:
         if self.tile_m >= COMPUTE_WARPGROUPS * WGMMA_M:
             return self.tile_m // COMPUTE_WARPGROUPS, self.tile_n
         return self.tile_m, self.tile_n // COMPUTE_WARPGROUPS
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """Rows and columns of the output tile of one cluster."""
+        if self.cluster_along == "m":
+            return self.cluster * self.tile_m, self.tile_n
+        return self.tile_m, self.cluster * self.tile_n
 
     def smem_bytes(self, dtype: Any, out_dtype: Any, *, pulls: bool) -> int:
         """Shared memory of one CTA in bytes, barriers included. `pulls`: with the communicator's chunk buffers."""
@@ -149,6 +163,7 @@ class Config:
                     f"{row} elements of {kind.itemsize} bytes: pad {name} to a multiple of "
                     f'{TMA_ROW_BYTES // kind.itemsize}, or use implementation="xla"'
                 )
+
         if (steps := -(-k // self.tile_k)) % self.split_k:
             raise NotImplementedError(
                 f"`split_k` must divide the {steps} steps of k={k} (tile_k={self.tile_k}), got {self.split_k}"
@@ -190,8 +205,11 @@ class Config:
             raise ValueError(f"`stages` must be at least 2, since a slot is released one step late, got {self.stages}")
         if self.chunk_bytes % 16:
             raise ValueError(f"`chunk_bytes` must be a multiple of 16, got {self.chunk_bytes}")
-        if pulls and self.split_k != 1:
-            raise ValueError(f"`split_k` must be 1 in a fused collective, got {self.split_k}")
+        if self.split_k > 1 and (pulls or self.stream_k > 1):
+            where = "in a fused collective" if pulls else f"with stream_k={self.stream_k}"
+            raise ValueError(f"`split_k` must be 1 {where}, got {self.split_k}")
+        if self.cluster not in (1, 2) or self.cluster > target.num_cores:
+            raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {self.cluster}")
         if (needed := self.smem_bytes(dtype, out_dtype, pulls=pulls) + RESERVED_BYTES) > target.smem_limit_bytes:
             raise ValueError(
                 f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "

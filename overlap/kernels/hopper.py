@@ -12,8 +12,14 @@ gives up its registers and is split into warps with roles, each with a long loop
 They meet at two mbarriers per slot: `full` (the tiles have landed) and `consumed` (nobody reads the slot any more). A
 compute warpgroup leaves one wgmma in flight, so it gives back slot k − 1 only after it has issued slot k.
 
-Every role walks the same sequence of tiles, `cta, cta + num_ctas, …`, and counts slots on its own across tiles, so that
-the next tile's operands are on their way while this one's accumulator is stored.
+Two CTAs may form a *cluster* (`Config.cluster`): they compute adjacent tiles, and each loads one half of the operand
+common to them into the shared memory of both. A slot is then free when both have consumed it. One of their tiles may
+lie wholly beyond the result's edge: it is computed from zeros, and none of it is stored.
+
+Every role walks the same sequence of pieces (`StreamK`: whole tiles, then the CTA's part of the last, partial wave) and
+counts slots on its own across them, so that the next tile's operands are on their way while this one's accumulator is
+stored. Of a tile that several share, all but the first write their f32 sums to global memory and raise a flag; the
+first one adds them to its own and goes on as with any other tile.
 
 Either operand may lie in memory with k along its rows or down its columns (`Forms`); the tensor cores read both.
 
@@ -36,8 +42,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import COMPUTE_WARPGROUPS, Config
-from overlap.kernels.staging import PLAIN, Buffers, Forms, buffer_types, half, load_step, swizzled
-from overlap.primitives import wait_stores_read
+from overlap.kernels.staging import PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, half, load_step, swizzled
+from overlap.kernels.stream_k import Piece, StreamK
+from overlap.primitives import signal, wait_at_least, wait_stores_read
 from overlap.primitives.integers import remainder
 
 COMPUTE_REGISTERS = 232
@@ -45,7 +52,7 @@ TRANSFER_REGISTERS = 40
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
-GRID_AXIS, THREAD_AXIS = "cta", "warpgroup"
+GRID_AXIS, THREAD_AXIS = "cluster", "warpgroup"
 
 __all__ = [
     "GRID_AXIS",
@@ -54,10 +61,17 @@ __all__ = [
     "Buffers",
     "Forms",
     "Hooks",
+    "PartialSums",
+    "StreamK",
     "Tile",
     "buffer_types",
+    "cta",
     "launch",
     "mainloop",
+    "own_tile",
+    "partial_sums_flags",
+    "partial_sums_type",
+    "rank",
     "swizzled",
 ]
 
@@ -71,7 +85,7 @@ class Tile:
       m: tile row within the left operand.
       n: tile column.
       out_row: first row of the tile in the output.
-      k_first: the first k step of the tile, if the contraction is split.
+      k_first: the first k step of the tile, if the contraction is split into tiles of their own.
     """
 
     step: Any
@@ -92,9 +106,9 @@ class Hooks:
       rhs_at: from a tile to the reference that holds its columns.
       out_at: from a tile to the [rows, n] reference that it is stored to.
       communicate: the communicator warp's whole work; called once.
-      in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles are in
-        shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else [boxes, k,
-        width]. It must not return before its copies have read them (`wait_stores_read`).
+      in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step
+        `k` are in shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else
+        [boxes, k, width]. It must not return before its copies have read them (`wait_stores_read`).
       addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
       epilogue: called as `epilogue(values, rows, columns, addend)` with f32 values of the product, the (traced) slices
         of the output that they are for, and the addend's values there (or None); returns what is stored.
@@ -110,77 +124,118 @@ class Hooks:
     epilogue: Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array] | None = None
 
 
-def _for_each_tile(cta: Any, num_ctas: int, tiles: int, visit: Callable[[Any, Any], None]) -> None:
-    """Calls `visit(tile_index, ordinal)` for this CTA's tiles; `ordinal` counts them from 0."""
-    mine = lax.div(jnp.int32(tiles + num_ctas - 1) - cta, jnp.int32(num_ctas))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PartialSums:
+    """Where the CTAs that share a tile meet, in global memory.
 
-    @pl.loop(0, mine)
-    def _tile(ordinal: Any) -> None:
-        visit(cta + ordinal * num_ctas, ordinal)
+    Attributes:
+      sums: [workers, cluster · tile_m, tile_n] in f32: what each adds to the tile that the one before it finishes.
+      flags: [workers, cluster, COMPUTE_WARPGROUPS]: whether a warpgroup's half of that is there.
+    """
+
+    sums: Any
+    flags: Any
 
 
-def _produce(
-    tile: Tile, ordinal: Any, *, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config, forms: Forms
-) -> None:
-    """The producer's part of one tile."""
+def partial_sums_type(work: StreamK, config: Config) -> jax.ShapeDtypeStruct:
+    """The type of `PartialSums.sums`, to be allocated as an output of the kernel."""
+    return jax.ShapeDtypeStruct((work.workers, config.cluster * config.tile_m, config.tile_n), jnp.float32)
+
+
+def partial_sums_flags(work: StreamK, config: Config) -> tuple[int, ...]:
+    """The shape of `PartialSums.flags`."""
+    return work.workers, config.cluster, COMPUTE_WARPGROUPS
+
+
+def rank(config: Config) -> Any:
+    """This CTA's place in its cluster."""
+    return 0 if config.cluster == 1 else lax.axis_index(RANK_AXIS)
+
+
+def own_tile(config: Config, row: Any, column: Any) -> tuple[Any, Any]:
+    """This CTA's tile of the cluster's tile (row, column)."""
+    place = rank(config)
+    along_m, along_n = (config.cluster, 1) if config.cluster_along == "m" else (1, config.cluster)
+    return row * along_m + (place if along_m > 1 else 0), column * along_n + (place if along_n > 1 else 0)
+
+
+def cta(config: Config) -> Any:
+    """This CTA's index on the device."""
+    return lax.axis_index(GRID_AXIS) * config.cluster + rank(config)
+
+
+def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config: Config, forms: Forms) -> None:
+    """The producer's part of one piece."""
     if hooks.before_load is not None:
         hooks.before_load(tile)
-    first = ordinal * k_steps
     (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
     rhs_gmem = hooks.rhs_at(tile)
 
     def load(lhs_gmem: Any) -> None:
-        @pl.loop(0, k_steps)
+        @pl.loop(0, piece.k_steps)
         def _step(k: Any) -> None:
-            slot = remainder(first + k, config.stages)
-            k_start = (tile.k_first + k) * config.tile_k
+            slot = remainder(piece.before + k, config.stages)
+            k_start = (tile.k_first + piece.k_first + k) * config.tile_k
             full = buffers.full.at[slot]
 
-            @pl.when(first + k >= config.stages)
+            @pl.when(piece.before + k >= config.stages)
             def _wait_until_free() -> None:
                 plgpu.barrier_wait(buffers.consumed.at[slot])
 
-            load_step(lhs_gmem, lhs_box.at[slot], full, tile.m * config.tile_m, k_start, forms.transpose_lhs)
-            load_step(rhs_gmem, rhs_box.at[slot], full, tile.n * config.tile_n, k_start, not forms.transpose_rhs)
+            load_step(lhs_gmem, lhs_box.at[slot], full, tile.m * config.tile_m, k_start, forms.transpose_lhs,
+                      shared_by=RANK_AXIS if config.cluster > 1 and config.cluster_along == "n" else None)  # fmt: skip
+            load_step(rhs_gmem, rhs_box.at[slot], full, tile.n * config.tile_n, k_start, not forms.transpose_rhs,
+                      shared_by=RANK_AXIS if config.cluster > 1 and config.cluster_along == "m" else None)  # fmt: skip
 
     hooks.load_lhs(tile, load)
 
 
-def _forward(
-    tile: Tile, ordinal: Any, *, k_steps: int, buffers: Buffers, hooks: Hooks, config: Config, forms: Forms
-) -> None:
-    """The forwarder's part of one tile."""
+def _wait_until_consumed(filled: Any, buffers: Buffers, config: Config) -> None:
+    """Waits until the slots last filled have been consumed by both CTAs of the cluster.
+
+    A CTA's shared memory must be there as long as its peer may load into it or arrive at its barriers.
+    """
+
+    @pl.loop(filled, filled + config.stages)
+    def _slot(fill: Any) -> None:
+        @pl.when(fill >= config.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
+
+
+def _forward(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config: Config, forms: Forms) -> None:
+    """The forwarder's part of one piece."""
     del forms  # It passes tiles on as they are.
     assert hooks.in_smem is not None
     (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
 
-    @pl.loop(0, k_steps)
+    @pl.loop(0, piece.k_steps)
     def _step(k: Any) -> None:
-        slot = remainder(ordinal * k_steps + k, config.stages)
+        slot = remainder(piece.before + k, config.stages)
         plgpu.barrier_wait(buffers.full.at[slot])
-        hooks.in_smem(tile, k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
+        hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
         plgpu.barrier_arrive(buffers.consumed.at[slot])
 
 
 def _compute(
     tile: Tile,
-    ordinal: Any,
+    piece: Piece,
     *,
     warpgroup: Any,
-    k_steps: int,
+    partial: PartialSums | None,
     buffers: Buffers,
     hooks: Hooks,
     config: Config,
     forms: Forms,
 ) -> None:
-    """A compute warpgroup's part of one tile: the products, then the stores."""
+    """A compute warpgroup's part of one piece: the products, then the stores."""
     wg_m, wg_n = config.halves
     half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
     (_, lhs_mma), (_, rhs_mma) = buffers.lhs, buffers.rhs
-    first = ordinal * k_steps
 
     def multiply(k: Any, acc: Any) -> None:
-        slot = remainder(first + k, config.stages)
+        slot = remainder(piece.before + k, config.stages)
         plgpu.barrier_wait(buffers.full.at[slot])
         lhs_half = half(lhs_mma.at[slot], half_m, wg_m, not forms.transpose_lhs)
         rhs_half = half(rhs_mma.at[slot], half_n, wg_n, forms.transpose_rhs)
@@ -193,33 +248,67 @@ def _compute(
     def accumulate(acc: Any) -> jax.Array:
         multiply(0, acc)
 
-        @pl.loop(1, k_steps)
+        @pl.loop(1, piece.k_steps)
         def _step(k: Any) -> None:
             multiply(k, acc)
             # Invariant: one wgmma, the one just issued, may be in flight; all before it have read their slots.
             plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(buffers.consumed.at[remainder(first + k - 1, config.stages)])
+            plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + k - 1, config.stages)])
 
         return acc[...]  # Waits for the last wgmma.
 
     values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((wg_m, wg_n), jnp.float32))
-    plgpu.barrier_arrive(buffers.consumed.at[remainder(first + k_steps - 1, config.stages)])
-    _store(values, tile, half_m * wg_m, half_n * wg_n, warpgroup, buffers=buffers, hooks=hooks, config=config)
+    plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + piece.k_steps - 1, config.stages)])
+    corner = half_m * wg_m, half_n * wg_n
+    store = functools.partial(
+        _store, tile=tile, corner=corner, warpgroup=warpgroup, buffers=buffers, hooks=hooks, config=config
+    )
+    if partial is None:
+        store(values)
+        return
+    place = rank(config)
+    rows = pl.ds(place * config.tile_m + corner[0], wg_m)
+
+    @pl.when(piece.k_first == 0)
+    def _finish() -> None:
+        others = lax.axis_index(GRID_AXIS) + 1, piece.last_worker + 1
+
+        @pl.loop(*others)
+        def _wait(worker: Any) -> None:
+            wait_at_least(partial.flags.at[worker, place, warpgroup], 1)
+
+        store(values, add_parts=functools.partial(_add_parts, partial.sums, others, rows, corner[1]))
+
+    @pl.when(piece.k_first > 0)
+    def _hand_over() -> None:
+        worker = lax.axis_index(GRID_AXIS)
+        partial.sums[worker, rows, pl.ds(corner[1], wg_n)] = values
+        signal(partial.flags.at[worker, place, warpgroup])
+
+
+def _add_parts(sums: Any, others: tuple[Any, Any], rows: Any, half: Any, piece: jax.Array, column: int) -> jax.Array:
+    """Adds the other CTAs' sums, first to last, to a piece that begins `column` columns into a half."""
+    columns = pl.ds(half + column, piece.shape[1])
+
+    def add(worker: Any, piece: jax.Array) -> jax.Array:
+        return piece + plgpu.load(sums.at[worker, rows, columns], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    return lax.fori_loop(*others, add, piece)
 
 
 def _store(
     values: jax.Array,
-    tile: Tile,
-    row: Any,
-    column: Any,
-    warpgroup: Any,
     *,
+    tile: Tile,
+    corner: tuple[Any, Any],
+    warpgroup: Any,
     buffers: Buffers,
     hooks: Hooks,
     config: Config,
+    add_parts: Callable[[jax.Array, int], jax.Array] | None = None,
 ) -> None:
-    """Registers → shared memory → output, `epilogue_tile_n` columns at a time. The half begins at (row, column)."""
-    wg_m, wg_n = config.halves
+    """Registers → shared memory → output, `epilogue_tile_n` columns at a time. The half begins at `corner`."""
+    (row, column), (wg_m, wg_n) = corner, config.halves
     out_gmem, width = hooks.out_at(tile), config.epilogue_tile_n
     rows = pl.ds(tile.out_row + row, wg_m)
     box_views, register_views = (view.at[warpgroup] for view in buffers.out)
@@ -228,6 +317,8 @@ def _store(
         slot = i % config.epilogue_slots
         first = tile.n * config.tile_n + column + i * width
         piece = values[:, i * width : (i + 1) * width]
+        if add_parts is not None:
+            piece = add_parts(piece, i * width)
         # A piece is several boxes side by side, each with its place in the output.
         places = [(rows, pl.ds(first + box * box_width, box_width)) for box in range(boxes)]
         parts = [slice(box * box_width, (box + 1) * box_width) for box in range(boxes)]
@@ -252,37 +343,43 @@ def _store(
 
 def mainloop(
     *,
-    tiles: int,
+    work: StreamK,
     tile_at: Callable[[Any], Tile],
-    k_steps: int,
-    num_ctas: int,
     config: Config,
     buffers: Buffers,
     hooks: Hooks,
     forms: Forms = PLAIN,
+    partial: PartialSums | None = None,
 ) -> None:
     """Runs all roles of this CTA over its share of the output tiles.
 
     Args:
-      tiles: how many output tiles the device computes.
+      work: which tiles that is.
       tile_at: the tile order: from a tile's index to the tile, the same in every role.
-      k_steps: how many k steps each tile has.
-      num_ctas: CTAs of the grid.
       config: sizes.
       buffers: allocated from `buffer_types`.
       hooks: where operands come from and results go, and what else is to happen.
       forms: how the operands lie in memory.
+      partial: needed if `work.cuts`.
     """
-    warpgroup, cta = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
-    common = dict(k_steps=k_steps, buffers=buffers, hooks=hooks, config=config, forms=forms)
+    warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
+    common = dict(buffers=buffers, hooks=hooks, config=config, forms=forms)
 
-    def for_each_tile(role: Callable[..., None], **kwargs: Any) -> None:
-        _for_each_tile(cta, num_ctas, tiles, lambda i, ordinal: role(tile_at(i), ordinal, **common, **kwargs))
+    def for_each_piece(role: Callable[..., None], **kwargs: Any) -> None:
+        @pl.loop(0, work.pieces(group))
+        def _piece(ordinal: Any) -> None:
+            piece = work.piece(group, ordinal)
+            role(tile_at(piece.tile), piece, **common, **kwargs)
+
+    def produce() -> None:
+        for_each_piece(_produce)
+        if config.cluster > 1:
+            _wait_until_consumed(work.total_steps(group), buffers, config)
 
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def _compute_role() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        for_each_tile(_compute, warpgroup=warpgroup)
+        for_each_piece(_compute, warpgroup=warpgroup, partial=partial)
         # Shared memory must outlive the stores that read it.
         wait_stores_read()
 
@@ -292,15 +389,19 @@ def mainloop(
 
         @plgpu.warp_map
         def _roles(warp: Any) -> None:
-            pl.when(warp == PRODUCER_WARP)(functools.partial(for_each_tile, _produce))
+            pl.when(warp == PRODUCER_WARP)(produce)
             if hooks.communicate is not None:
                 pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
             if hooks.in_smem is not None:
-                pl.when(warp == FORWARDER_WARP)(functools.partial(for_each_tile, _forward))
+                pl.when(warp == FORWARDER_WARP)(functools.partial(for_each_piece, _forward))
 
 
-def launch(body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str) -> Callable[..., Any]:
+def launch(
+    body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str, cluster: int = 1
+) -> Callable[..., Any]:
     """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references.
+
+    Of `num_ctas`, as many run as fill whole clusters.
 
     It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
     """
@@ -308,8 +409,10 @@ def launch(body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(num_ctas,),
+        grid=(num_ctas // cluster,),
         grid_names=(GRID_AXIS,),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=(RANK_AXIS,) if cluster > 1 else (),
         num_threads=NUM_THREADS,
         thread_name=THREAD_AXIS,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

@@ -26,6 +26,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
+from overlap.primitives import shared_flags
 from overlap.primitives.integers import ceil_div, quotient, remainder
 
 
@@ -121,8 +122,10 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     config, forms, split = plan.config, plan.forms, plan.config.split_k
     batch, m, n, k = sizes(operands, forms)
     batches = batch or 1
-    order = TileOrder(ceil_div(m, config.tile_m), ceil_div(n, config.tile_n), config.order_minor, config.order_width)
+    order = TileOrder.of(m, n, config)
     k_steps = ceil_div(ceil_div(k, config.tile_k), split)
+    clusters = plan.target.num_cores // config.cluster
+    work = hopper.StreamK(batches * split * order.tiles, k_steps, clusters, config.stream_k)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     names = [f.name for f in dataclasses.fields(operands)] if split == 1 else ["lhs", "rhs"]
     inputs = {name: _padded(name, x, config) for name in names if (x := getattr(operands, name)) is not None}
@@ -131,7 +134,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
 
     def tile_at(index: Any) -> hopper.Tile:
         step = quotient(index, order.tiles)
-        row, column = order(index - step * order.tiles)
+        row, column = hopper.own_tile(config, *order(index - step * order.tiles))
         part = remainder(step, split)
         return hopper.Tile(step, row, column, out_row=row * config.tile_m, k_first=part * k_steps)
 
@@ -139,8 +142,12 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
         return ref.at[quotient(tile.step, split)] if len(ref.shape) == 3 else ref
 
     def body(*refs: Any) -> None:
-        *input_refs, out_gmem = refs
-        given = dict(zip(inputs, input_refs, strict=True))
+        given = dict(zip(inputs, refs[: len(inputs)], strict=True))
+        out_gmem, *sums = refs[len(inputs) :]
+        partial = None
+        if work.cuts:
+            (flags,) = shared_flags(hopper.partial_sums_flags(work, config))
+            partial = hopper.PartialSums(sums[0], flags)
 
         def epilogue(values: jax.Array, rows: Any, columns: Any, addend: jax.Array | None) -> jax.Array:
             def spread(name: str, where: Any, dimension: int) -> jax.Array:
@@ -169,14 +176,13 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
 
         def run(buffers: hopper.Buffers) -> None:
             hopper.mainloop(
-                tiles=batches * split * order.tiles,
+                work=work,
                 tile_at=tile_at,
-                k_steps=k_steps,
-                num_ctas=plan.target.num_cores,
                 config=config,
                 buffers=buffers,
                 hooks=hooks,
                 forms=forms,
+                partial=partial,
             )
 
         types = hopper.buffer_types(config, operands.lhs.dtype, out_dtype, forms=forms,
@@ -184,10 +190,14 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
         pl.run_scoped(run, types, collective_axes=hopper.THREAD_AXIS)
 
     leading = (batches * split,) if batch is not None or split > 1 else ()
-    out = hopper.launch(
+    out_types = [jax.ShapeDtypeStruct((*leading, m, n), out_dtype)]
+    if work.cuts:
+        out_types.append(hopper.partial_sums_type(work, config))
+    out, *_ = hopper.launch(
         body,
-        out_type=jax.ShapeDtypeStruct((*leading, m, n), out_dtype),
+        out_type=tuple(out_types),
         num_ctas=plan.target.num_cores,
+        cluster=config.cluster,
         name="overlap_matmul",
     )(*inputs.values())
     if split == 1:
@@ -198,5 +208,6 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
 
 def _padded(name: str, x: jax.Array, config: Config) -> jax.Array:
     """Vectors get the length of whole tiles, since threads read them without looking where they end."""
-    tile = {"bias": config.tile_n, "column_scale": config.tile_n, "row_scale": config.tile_m}.get(name)
+    rows, columns = config.cluster_tile
+    tile = {"bias": columns, "column_scale": columns, "row_scale": rows}.get(name)
     return x if tile is None else jnp.pad(x, (0, -x.shape[0] % tile))

@@ -14,6 +14,7 @@ every 64 of these, which wgmma sees as 64 × 64 tiles. Rows must begin at multip
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
+
+# The axis of a cluster: which of its CTAs.
+RANK_AXIS = "rank"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +111,16 @@ def buffer_types(
         rhs=_views((stages, *rhs_box), (stages, *rhs_mma), rhs_dtype, rows),
         out=_views(out, out, out_dtype),
         full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, forms), num_barriers=stages),
-        consumed=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS + forwards, num_barriers=stages),
+        consumed=_consumed(config.cluster, COMPUTE_WARPGROUPS + forwards, stages),
         addend_loaded=plgpu.Barrier(num_arrivals=out_boxes, num_barriers=COMPUTE_WARPGROUPS) if addend else None,
     )
+
+
+def _consumed(cluster: int, arrivals: int, stages: int) -> Any:
+    if cluster == 1:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    # An arrival counts in all CTAs of the cluster.
+    return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=arrivals, num_barriers=stages)
 
 
 def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -124,7 +135,9 @@ def copies_per_step(config: Config, dtype: Any, forms: Forms) -> int:
     return lhs + (1 if forms.transpose_rhs else config.tile_n // width)
 
 
-def load_step(operand_gmem: Any, box_smem: Any, barrier: Any, start: Any, k_start: Any, across: bool) -> None:
+def load_step(
+    operand_gmem: Any, box_smem: Any, barrier: Any, start: Any, k_start: Any, across: bool, shared_by: str | None = None
+) -> None:
     """Starts the copies of one operand's tile for one k step.
 
     Args:
@@ -134,15 +147,17 @@ def load_step(operand_gmem: Any, box_smem: Any, barrier: Any, start: Any, k_star
       start: the tile's first row (of `lhs`) or column (of `rhs`).
       k_start: the step's first k.
       across: the operand's rows run across k.
+      shared_by: the cluster axis along which CTAs need the same tile: each loads its part into all of them.
     """
+    copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=barrier, collective_axes=shared_by)
     if not across:
         rows, columns = box_smem.shape
-        plgpu.copy_gmem_to_smem(operand_gmem.at[pl.ds(start, rows), pl.ds(k_start, columns)], box_smem, barrier)
+        copy(operand_gmem.at[pl.ds(start, rows), pl.ds(k_start, columns)], box_smem)
         return
     boxes, rows, columns = box_smem.shape
     for i in range(boxes):
         piece = (pl.ds(k_start, rows), pl.ds(start + i * columns, columns))
-        plgpu.copy_gmem_to_smem(operand_gmem.at[piece], box_smem.at[i], barrier)
+        copy(operand_gmem.at[piece], box_smem.at[i])
 
 
 def half(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:

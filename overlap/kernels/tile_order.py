@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from overlap.primitives.integers import choose, quotient, remainder
+from overlap.kernels.config import Config
+from overlap.primitives.integers import ceil_div, choose, quotient, remainder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,12 @@ class TileOrder:
     n_tiles: int
     minor: Literal["m", "n"] = "m"
     width: int = 8
+
+    @staticmethod
+    def of(m: int, n: int, config: Config) -> TileOrder:
+        """The order of an m × n result's tiles; a tile is that of a whole cluster."""
+        rows, columns = config.cluster_tile
+        return TileOrder(ceil_div(m, rows), ceil_div(n, columns), config.order_minor, config.order_width)
 
     @property
     def tiles(self) -> int:

@@ -28,6 +28,16 @@ def choose(condition: Any, if_true: Any, if_false: Any) -> Any:
     )
 
 
+def smaller(a: Any, b: Any) -> Any:
+    """min(a, b)."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """max(a, b)."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
 def ceil_div(a: int, b: int) -> int:
     """⌈a / b⌉ of Python ints."""
     return -(-a // b)

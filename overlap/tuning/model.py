@@ -1,66 +1,103 @@
 """How long a configuration should take: waves of tiles, and what bounds a tile. For ranking, not for forecasts.
 
-The rates are those of a Hopper SM. The one that is fitted is `L2_BYTES_PER_CYCLE`: with it a tile of 128 × 256 reaches
-83% of the tensor cores' peak, which is what cuBLAS and our mainloop sustain on an H200.
+The rates are those of an H200's core at its power limit. Two are fitted: `TENSOR_CORE_RATE`, to what cuBLAS and our
+mainloop sustain (83% of peak), and `L2_BYTES_PER_CYCLE`, to how much slower a product gets if each row of a box lies
+across two lines of the cache.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
-from overlap.kernels.config import COMPUTE_WARPGROUPS, WGMMA_M, Config
+from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, WGMMA_M, Config
+from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
+from overlap.primitives.integers import ceil_div
 from overlap.tuning.problem import Problem
 
 CYCLES_PER_US = 1600.0
-# Multiply-adds per cycle times bytes per operand element: 2048 for 2 bytes, 4096 for 1.
-TENSOR_CORE_RATE = 4096.0
-SMEM_BYTES_PER_CYCLE = 128.0
+# Multiply-adds per cycle times bytes per operand element.
+TENSOR_CORE_RATE = 3600.0
+# Barriers and issue, per k step: why small tiles fall short.
+STEP_CYCLES = 80.0
+SMEM_BYTES_PER_CYCLE = 100.0
 # Of one SM when all load at once; alone it gets more.
-L2_BYTES_PER_CYCLE = 40.0
+L2_BYTES_PER_CYCLE = 55.0
 L2_BYTES_PER_CYCLE_ALONE = 64.0
 STORE_BYTES_PER_CYCLE = 64.0
 # Filling the pipeline and draining it, per tile; the accumulator is read while no wgmma runs.
 TILE_CYCLES = 600.0
 # Of the whole device; a core alone draws no more than its share. Measured on an H200: 16 × 8192 × 8192 on 64 cores
-# moves 2.3 MB/µs, on 128 cores 2.9 (with the split's overhead in it).
+# moves 2.3 MB/µs, on 128 cores 2.9 (with the overhead of split tiles in it).
 HBM_BYTES_PER_US = 4.0e6
 LAUNCH_US = 3.0
+NEXT_LAUNCH_US = 1.5
+SUM_BYTES_PER_US = 6.0e6
+# What is hidden is not quite free: it draws power. It also tells apart what something else bounds.
 HIDDEN_COST = 0.1
+HIDDEN_LOADS_COST = 0.02
 F32_BYTES = 4
+# Of a tile that CTAs share: a flag crosses the L2, and what others have summed up is read one round trip after another.
+FLAG_CYCLES = 8000.0
+ADD_BYTES_PER_CYCLE = 32.0
+ZERO_FLAGS_US = 2.0
+# Two CTAs begin and end together.
+CLUSTER_US = 0.5
 
 
-def output_tiles(config: Config, problem: Problem) -> int:
-    """How many tiles one device computes; the parts of a split contraction are tiles of their own."""
-    rows = problem.batch * problem.devices * -(-problem.m // config.tile_m)
-    return rows * -(-problem.n // config.tile_n) * config.split_k
+def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
+    """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
+    rows, columns = config.cluster_tile
+    of_one = ceil_div(problem.m, rows) * ceil_div(problem.n, columns)
+    tiles = problem.batch * problem.devices * of_one * config.split_k
+    k_steps = ceil_div(problem.k, config.split_k * config.tile_k)
+    return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
 
 
-def waves(config: Config, problem: Problem, target: Target) -> int:
-    """How many tiles the busiest core computes."""
-    return -(-output_tiles(config, problem) // target.num_cores)
+def waves(config: Config, problem: Problem, target: Target) -> float:
+    """How many tiles' worth of k steps the busiest core carries."""
+    work = work_of(config, problem, target)
+    stretch = ceil_div(work.left * work.k_steps, max(work.workers, 1))
+    return work.full_waves + stretch / work.k_steps
 
 
 def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     """The model's time for one call, in microseconds."""
     itemsize = jnp.dtype(problem.dtype).itemsize
     out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
-    depth = config.tile_k * -(-problem.k // (config.split_k * config.tile_k))
     half_m, half_n = config.halves
-    active = min(output_tiles(config, problem), target.num_cores)
+    work = work_of(config, problem, target)
+    active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     l2_rate = min(L2_BYTES_PER_CYCLE_ALONE, L2_BYTES_PER_CYCLE * target.num_cores / active)
     # Cycles per element of depth: the tensor cores, their reads of shared memory, the loads into it.
     multiply = config.tile_m * config.tile_n * itemsize / TENSOR_CORE_RATE
     read = COMPUTE_WARPGROUPS * (half_m / WGMMA_M) * (WGMMA_M + half_n) * itemsize / SMEM_BYTES_PER_CYCLE
-    load = (config.tile_m + config.tile_n) * itemsize / l2_rate
-    epilogue = config.tile_m * config.tile_n * out_bytes / STORE_BYTES_PER_CYCLE
-    cycles = waves(config, problem, target) * (depth * max(multiply, read, load) + epilogue + TILE_CYCLES)
+    lhs_row, rhs_row = problem.row_bytes
+    lhs_load, rhs_load = config.tile_m * _lines(lhs_row), config.tile_n * _lines(rhs_row)
+    shared = rhs_load if config.cluster_along == "m" else lhs_load
+    load = (lhs_load + rhs_load - shared * (1 - 1 / config.cluster)) * itemsize / l2_rate
+    elements = config.tile_m * config.tile_n
+    depth = waves(config, problem, target) * work.k_steps * config.tile_k
+    epilogues = work.full_waves + (work.left > 0)
+    cycles = depth * (max(multiply, read, load) + HIDDEN_LOADS_COST * load + STEP_CYCLES / config.tile_k)
+    cycles += epilogues * (elements * out_bytes / STORE_BYTES_PER_CYCLE + TILE_CYCLES)
+    if work.cuts:
+        added = ceil_div(work.workers, work.left) - (work.workers % work.left == 0)
+        cycles += elements * F32_BYTES * (1 / STORE_BYTES_PER_CYCLE + added / ADD_BYTES_PER_CYCLE) + FLAG_CYCLES
     hbm_rate = HBM_BYTES_PER_US * active / target.num_cores
     on_cores, from_hbm = cycles / CYCLES_PER_US, problem.bytes_per_device / hbm_rate
-    # What is hidden is not quite free; it also tells apart what memory alone bounds.
     us = max(on_cores, from_hbm) + HIDDEN_COST * min(on_cores, from_hbm) + LAUNCH_US
+    if work.cuts:
+        us += ZERO_FLAGS_US
+    if config.cluster > 1:
+        us += CLUSTER_US
     if config.split_k > 1:
-        # The partial results are written, read again and summed by a kernel of its own.
-        partial_bytes = 2 * config.split_k * problem.batch * problem.m * problem.n * F32_BYTES
-        us += LAUNCH_US + partial_bytes / HBM_BYTES_PER_US
+        # The partial results are read again, mostly from the L2, and summed by a kernel of its own.
+        partial_bytes = config.split_k * problem.batch * problem.m * problem.n * F32_BYTES
+        us += NEXT_LAUNCH_US + partial_bytes / SUM_BYTES_PER_US
     return us
+
+
+def _lines(row_bytes: int) -> int:
+    """How many lines of the cache one row of a box touches."""
+    return 1 if row_bytes % SWIZZLE_BYTES == 0 else 2

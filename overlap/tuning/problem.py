@@ -75,6 +75,13 @@ class Problem:
         return float(self.batch * (operands + result))
 
     @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a row in memory, of the left and of the right operand."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        lhs, rhs = self.m if self.transpose_lhs else self.k, self.k if self.transpose_rhs else self.n
+        return lhs * itemsize, rhs * itemsize
+
+    @property
     def transpose_lhs(self) -> bool:
         """Whether the left operand is [k, m] in memory."""
         return self.layout[0] == "t"

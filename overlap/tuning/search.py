@@ -27,7 +27,7 @@ from overlap.kernels.target import Target
 from overlap.tuning import space
 from overlap.tuning.problem import Problem
 from overlap.tuning.tables import Entry
-from overlap.tuning.timing import ERROR_FACTOR, ERROR_FLOOR, Bench, Effort
+from overlap.tuning.timing import ERROR_FACTOR, Bench, Effort
 
 Progress = Callable[[str, float], None]
 
@@ -227,7 +227,7 @@ class _Race:
         self.outcome.trials.append(self.xla)
         self.xla.program = bench.compile(None)
         self.xla.error = bench.error_of(self.xla.program)
-        bench.error_bound = max(ERROR_FACTOR * self.xla.error, ERROR_FLOOR)
+        bench.error_bound = max(ERROR_FACTOR * self.xla.error, bench.error_floor)
         bench.warm_up(self.xla.program)
         self.xla.samples_us.append(bench.sample_us(self.xla.program))
 

@@ -1,7 +1,7 @@
 """The search space: few configurations, all of which pass the kernel's own predicate, the best guess first.
 
-A configuration is a *shape*, which the model ranks (tile, depth of a stage, split), and *fine* choices, about which the
-model knows nothing: there the first value is the usual one, and what differs from it in many fields ranks low.
+A configuration is a *shape*, which the model ranks (tile, depth of a stage, cut of the last wave), and *fine* choices,
+about which the model knows nothing: there the first value is the usual one, and what differs ranks a little lower.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning.model import output_tiles, predicted_us
+from overlap.tuning.model import predicted_us, waves, work_of
 from overlap.tuning.problem import Problem
 
-SHAPE: dict[str, tuple[int, ...]] = {
+SHAPE: dict[str, tuple[Any, ...]] = {
     "tile_m": (128, 256, 64),
     "tile_n": (256, 192, 128, 64),
     "tile_k": (64, 128),
+    "cluster": (1, 2),
+    "cluster_along": ("m", "n"),
     "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
+    "stream_k": (1, 2, 3, 4),
 }
 # The first is what is taken if nothing speaks against it.
 FINE: dict[str, tuple[Any, ...]] = {
@@ -33,7 +37,6 @@ FINE: dict[str, tuple[Any, ...]] = {
 PULLS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_slots": (2, 4)}
 # As many as fit; fewer are tried because they leave more of the L1 to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
-_MAX_DEVIATIONS = 2
 # How much slower a configuration is assumed to be for each fine field that is not the usual one.
 _DEVIATION_COST = 0.015
 
@@ -73,19 +76,42 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
                 ranked[config] = us * (1 + _DEVIATION_COST * deviations)
-    return tuple(sorted(ranked, key=ranked.__getitem__))
+    # Of equals, the wider tile: it reads longer runs of the right operand's rows.
+    return tuple(sorted(ranked, key=lambda config: (ranked[config], -config.tile_n)))
 
 
 def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
-    """The tile shapes, each with the splits that could fill idle cores; all else as `Config` has it."""
-    names = [name for name in SHAPE if name != "split_k"]
+    """The tile shapes, each with the ways to fill the last wave that differ; all else as `Config` has it."""
+    cuts = ("split_k", "stream_k")
+    names = [name for name in SHAPE if name not in cuts]
     for values in itertools.product(*(SHAPE[name] for name in names)):
         whole = dataclasses.replace(Config(), **dict(zip(names, values, strict=True)))
-        tiles = output_tiles(whole, problem)
-        for split_k in (1,) if problem.pulls else SHAPE["split_k"]:
+        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole):
+            continue
+        yield whole
+        work = work_of(whole, problem, target)
+        if not work.full_waves and not problem.pulls:
             # No more parts than fill one wave, and each with some depth.
-            if split_k == 1 or (split_k * tiles <= target.num_cores and problem.k >= 2 * split_k * whole.tile_k):
-                yield dataclasses.replace(whole, split_k=split_k)
+            for parts in SHAPE["split_k"][1:]:
+                if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
+                    yield dataclasses.replace(whole, split_k=parts)
+            continue
+        seen = {work.workers}
+        for parts in SHAPE["stream_k"][1:]:
+            cut = dataclasses.replace(work, most_parts=parts)
+            if cut.workers not in seen and work.k_steps >= 2 * parts:
+                seen.add(cut.workers)
+                yield dataclasses.replace(whole, stream_k=parts)
+
+
+def _adjacent(shape: Config, problem: Problem) -> int:
+    """How many tiles lie side by side in the direction of the cluster."""
+    size, tile = (problem.m, shape.tile_m) if shape.cluster_along == "m" else (problem.n, shape.tile_n)
+    return -(-size // tile)
+
+
+def _needless(shape: Config) -> bool:
+    return shape.cluster == 1 and shape.cluster_along != Config().cluster_along
 
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
@@ -95,25 +121,27 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
         least = dataclasses.replace(shape, **dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
         if not problem.accepts(least, target):
             continue
-        filled = max(-(-problem.k // (shape.split_k * shape.tile_k)), least.stages)
+        work = work_of(shape, problem, target)
+        filled = max(math.ceil(waves(shape, problem, target) * work.k_steps), least.stages)
         deeper = (dataclasses.replace(least, stages=stages) for stages in STAGES if stages <= filled)
         return next((config for config in deeper if problem.accepts(config, target)), least)
     return None
 
 
 def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
-    """`base` with up to a few fine fields changed, and how many."""
+    """`base`, and `base` with one fine field changed; with the number of changes."""
+    yield base, 0
     fields = dict(FINE, stages=(base.stages, base.stages - 1), **(PULLS if problem.pulls else {}))
-    changes = [(name, value) for name, values in fields.items() for value in values if value != getattr(base, name)]
-    for count in range(_MAX_DEVIATIONS + 1):
-        for chosen in itertools.combinations(changes, count):
-            if len({name for name, _ in chosen}) == count and all(name != "stages" or v > 1 for name, v in chosen):
-                yield dataclasses.replace(base, **dict(chosen)), count
+    for name, values in fields.items():
+        for value in values:
+            if value != getattr(base, name) and not (name == "stages" and value < min(STAGES)):
+                yield dataclasses.replace(base, **{name: value}), 1
 
 
 def _walk(config: Config, problem: Problem) -> Config:
     """The same configuration with its order of tiles as it comes out on the problem's grid: equal ones are one."""
-    tiles = {"m": -(-problem.m // config.tile_m), "n": -(-problem.n // config.tile_n)}
+    rows, columns = config.cluster_tile
+    tiles = {"m": -(-problem.m // rows), "n": -(-problem.n // columns)}
     minor = config.order_minor if min(tiles.values()) > 1 else "m"
     width = min(config.order_width, tiles[minor]) if min(tiles.values()) > 1 else 1
     return dataclasses.replace(config, order_minor=minor, order_width=width)

@@ -158,21 +158,32 @@ def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
 def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version: str) -> Entry | None:
     """The entry that serves a problem best: of its bucket, one that the kernel accepts for it, the nearest in size.
 
-    Entries of the running jax come first. Those of another one are better than none: a version moves all times a
-    little, and rarely their order.
+    float16 and bfloat16 run at the same rates and serve each other. Entries of the running jax come first. Those of
+    another one are better than none: a version moves all times a little, and rarely their order.
     """
     fitting = [
         entry
         for entry in entries
         if entry.kind == target.kind
-        and entry.problem.bucket == problem.bucket
+        and _alike(entry.problem) == _alike(problem)
         and problem.accepts(entry.config, target)
     ]
     return min(
         fitting,
-        key=lambda entry: (entry.jax != jax_version, _distance(entry.problem, problem), not entry.complete),
+        key=lambda entry: (
+            entry.jax != jax_version,
+            entry.problem.dtype != problem.dtype,
+            _distance(entry.problem, problem),
+            not entry.complete,
+        ),
         default=None,
     )
+
+
+def _alike(problem: Problem) -> Problem:
+    """What problems that share their entries have in common."""
+    dtype, out_dtype = ("float16" if name == "bfloat16" else name for name in (problem.dtype, problem.out_dtype))
+    return dataclasses.replace(problem.bucket, dtype=dtype, out_dtype=out_dtype)
 
 
 def _distance(a: Problem, b: Problem) -> float:

@@ -26,6 +26,8 @@ from overlap.tuning.problem import Problem
 # A result may err by twice as much as XLA's. The floor is for f32 results, where both errors are rounding noise; one
 # tile of depth left out of 28672 errs by 5e-2.
 ERROR_FACTOR, ERROR_FLOOR = 2.0, 1e-4
+# Of a sum of f8 products, which Hopper's tensor cores keep in some 14 bits while XLA may take another way; times √k.
+FLOAT8_ERROR_FLOOR = 0.6 * 2.0**-13
 # For the length of a loop only: what an H200 reaches, in operations and bytes per microsecond.
 _FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 5.0
 
@@ -79,6 +81,13 @@ class Bench:
         self._state: tuple[jax.Array, jax.Array] | None = None
         self._checks = seed
 
+    @property
+    def error_floor(self) -> float:
+        """The relative error that is allowed in any case."""
+        if jnp.dtype(self.problem.dtype).itemsize > 1:
+            return ERROR_FLOOR
+        return FLOAT8_ERROR_FLOOR * math.sqrt(self.problem.k)
+
     # --- Programs: each of these runs inside shard_map ----------------------------------------------------------------
 
     def _map(self, function: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
@@ -94,8 +103,10 @@ class Bench:
         )
 
     def _in_f32(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        # Else XLA sees through the casts, and multiplies f8 operands as such.
+        lhs, rhs = lax.optimization_barrier((lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
         with jax.default_matmul_precision("highest"):
-            return self.operation.call(self.problem, lhs.astype(jnp.float32), rhs.astype(jnp.float32), None, "xla")
+            return self.operation.call(self.problem, lhs, rhs, None, "xla")
 
     def _signs(self, seed: jax.Array) -> jax.Array:
         rows = self.problem.devices * self.problem.m

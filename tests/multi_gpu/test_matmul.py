@@ -1,8 +1,9 @@
-"""`matmul` on one GPU: random sizes, dtypes, forms and epilogues against the f32 oracle; repeatable.
+"""`matmul` on one GPU: random sizes, dtypes, forms, epilogues and configs against the f32 oracle; repeatable.
 
 OVERLAP_RANDOM_CASES sets how many random cases there are (each compiles two programs).
 """
 
+import math
 import os
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 from jax import lax
 
 import overlap
+from overlap.kernels.target import current_target
+from overlap.tuning import Problem, candidates
 from tests import oracle
 
 CASES = int(os.environ.get("OVERLAP_RANDOM_CASES", "200"))
@@ -36,9 +39,22 @@ def random_case(seed):
     return dtype, left, right, m, n, k, batch, out, extras
 
 
+def random_config(seed, dtype, left, right, m, n, k, batch, out):
+    """None (what the library chooses) for every third case, else any configuration that may be chosen at all."""
+    if seed % 3 == 0:
+        return None
+    layout = "nt"[left] + "nt"[right]
+    out = out or (jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype)
+    names = jnp.dtype(dtype).name, jnp.dtype(out).name
+    configs = candidates(Problem("matmul", m, n, k, *names, layout=layout, batch=math.prod(batch)), current_target(0))
+    return configs[np.random.default_rng(seed).integers(len(configs))]
+
+
 @pytest.mark.parametrize("seed", range(CASES))
 def test_random(seed):
-    dtype, left, right, m, n, k, batch, out, extras = random_case(seed)
+    *case, extras = random_case(seed)
+    dtype, left, right, m, n, k, batch, out = case
+    config = random_config(seed, *case)
     keys = jax.random.split(jax.random.key(seed), 5)
     lhs = jax.random.normal(keys[0], (*batch, *((k, m) if left else (m, k)))).astype(dtype)
     rhs = jax.random.normal(keys[1], (*batch, *((n, k) if right else (k, n)))).astype(dtype)
@@ -52,11 +68,11 @@ def test_random(seed):
     if "activation" in extras:
         given["activation"] = jax.nn.relu
 
-    def call(implementation):
+    def call(implementation, config=None):
         return jax.jit(
             lambda a, b: overlap.matmul(
                 a, b, transpose_lhs=left, transpose_rhs=right, preferred_element_type=out,
-                implementation=implementation, **given,
+                implementation=implementation, config=config, **given,
             )
         )  # fmt: skip
 
@@ -66,7 +82,7 @@ def test_random(seed):
     exact = exact * given.get("scale", 1.0) + given.get("bias", 0.0)
     exact = exact + jnp.asarray(given.get("c", 0.0), jnp.float32)
     exact = jax.nn.relu(exact) if "activation" in extras else exact
-    fused = call("fused")
+    fused = call("fused", config)
     first = fused(lhs, rhs)
     # c is taken in the dtype of the result: where that rounds it, so does XLA's form.
     theirs = oracle.distance(call("xla")(lhs, rhs), exact)

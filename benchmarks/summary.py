@@ -1,0 +1,74 @@
+"""What all problems of a run say together: for each method and layout the geometric mean and the minimum of its ratios.
+
+A mean is over the problems that were measured. Those that a method does not serve, those that failed and those for
+which there was no time left are in no mean; how many there are is said beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ALL = "all"
+# Ratios of times, in rows of a table: the roof's over the method's, and that of our kernel on the same values in bf16.
+_RATIOS = {"roof": "roof_over_this", "bf16": "bf16_over_this"}
+COLUMNS = (
+    "method", "dtype", "layout", "problems", "measured", "not_served", "failed",
+    "roof_geomean", "roof_min", "roof_min_at", "bf16_geomean", "bf16_min", "bf16_min_at",
+)  # fmt: skip
+HEADINGS = (
+    "method", "dtype", "layout", "measured", "not served", "failed",
+    "roof/this geomean", "minimum", "at", "bf16/this geomean", "minimum",
+)  # fmt: skip
+
+
+def summarize(rows: Sequence[Mapping[str, Any]], roof: str) -> list[dict[str, Any]]:
+    """One row per method and dtype for each layout, and one for all of them, from the rows of all tables.
+
+    The method called `roof` is left out, as its ratio is 1.
+    """
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for layout_of in (lambda row: row["layout"], lambda _: ALL):
+        for row in rows:
+            if row["method"] != roof:
+                groups.setdefault((row["method"], row["dtype"], layout_of(row)), []).append(row)
+    return [_group(*key, members) for key, members in groups.items()]
+
+
+def _group(method: str, dtype: str, layout: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    measured = [row for row in rows if row["status"] == "ok"]
+    not_served = sum(row["status"].startswith("NOT SERVED") for row in rows)
+    result: dict[str, Any] = dict.fromkeys(COLUMNS)
+    result |= {"method": method, "dtype": dtype, "layout": layout, "problems": len(rows), "measured": len(measured)}
+    result |= {"not_served": not_served, "failed": len(rows) - len(measured) - not_served}
+    for name, column in _RATIOS.items():
+        with_ratio = [row for row in measured if row[column] is not None]
+        if not with_ratio:
+            continue
+        worst = min(with_ratio, key=lambda row: row[column])
+        result[f"{name}_geomean"] = math.exp(math.fsum(math.log(row[column]) for row in with_ratio) / len(with_ratio))
+        result[f"{name}_min"] = worst[column]
+        result[f"{name}_min_at"] = f"{worst['shape']} {worst['layout']}"
+    return result
+
+
+def texts(row: Mapping[str, Any]) -> list[str]:
+    """A row as `HEADINGS` name its cells."""
+
+    def number(name: str) -> str:
+        return "–" if row[name] is None else f"{row[name]:.3f}"
+
+    counts = [f"{row['measured']} of {row['problems']}", str(row["not_served"]), str(row["failed"])]
+    ratios = [number("roof_geomean"), number("roof_min"), row["roof_min_at"] or "–"]
+    return [row["method"], row["dtype"], row["layout"], *counts, *ratios, number("bf16_geomean"), number("bf16_min")]
+
+
+def remarks(rows: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> list[str]:
+    """Which problems failed, and which were left out."""
+    failed = [
+        f"{row['method']} failed: {row['shape']} {row['dtype']} {row['layout']}: {row['status']}"
+        for row in rows
+        if row["status"] != "ok" and not row["status"].startswith("NOT SERVED")
+    ]
+    return [*failed, *(f"left out for want of time: {problem}" for problem in left_out)]

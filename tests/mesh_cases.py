@@ -1,0 +1,172 @@
+"""Meshes of several axes and of permuted devices, and the collective matmul's errors along any of their axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from tests import assembly, oracle
+
+Axes = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh, and the axes along which the operands are sharded and gathered.
+
+    `sizes` are the mesh's axes, major to minor; `order` permutes the devices (None: as they come).
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    over: Axes
+    order: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        sizes = "x".join(f"{name}{size}" for name, size in self.sizes)
+        over = self.over if isinstance(self.over, str) else "-".join(self.over)
+        return f"{sizes} over {over}" + (f" of {self.order}" if self.order else "")
+
+    @property
+    def ring(self) -> tuple[str, ...]:
+        """The names in `over`."""
+        return (self.over,) if isinstance(self.over, str) else self.over
+
+    @property
+    def size(self) -> int:
+        """Devices per ring."""
+        return math.prod(dict(self.sizes)[name] for name in self.ring)
+
+    def mesh(self) -> Mesh:
+        """The mesh, over the first devices."""
+        shape = tuple(size for _, size in self.sizes)
+        devices = np.array(jax.devices()[: math.prod(shape)])
+        devices = devices if self.order is None else devices[list(self.order)]
+        return Mesh(devices.reshape(shape), tuple(n for n, _ in self.sizes), axis_types=(AxisType.Auto,) * len(shape))
+
+    def specs(self) -> tuple[P, P, P]:
+        """Of the left operand, the right operand and the result."""
+        return P(self.over, None), P(None, self.over), P(None, self.over)
+
+
+def layout(over: Axes, order: tuple[int, ...] | None = None, **sizes: int) -> Layout:
+    return Layout(tuple(sizes.items()), over, order)
+
+
+def operands(case: Layout, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Normal operands for per-shard sizes (m_shard, n_shard, k)."""
+    m_shard, n_shard, k = shape
+
+    def make() -> tuple[jax.Array, jax.Array]:
+        lhs_key, rhs_key = jax.random.split(jax.random.key(seed))
+        return (
+            jax.random.normal(lhs_key, (case.size * m_shard, k), dtype),
+            jax.random.normal(rhs_key, (k, case.size * n_shard), dtype),
+        )
+
+    mesh, (lhs, rhs, _) = case.mesh(), case.specs()
+    return jax.jit(make, out_shardings=(NamedSharding(mesh, lhs), NamedSharding(mesh, rhs)))()
+
+
+def fused(case: Layout, **kwargs: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The operation along the layout's ring, from per-shard operands."""
+    return lambda lhs, rhs: overlap.all_gather_lhs_matmul(lhs, rhs, case.over, implementation="fused", **kwargs)
+
+
+def unfused(case: Layout) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What a user would write instead."""
+    return lambda lhs, rhs: oracle.rounded(lax.all_gather(lhs, case.over, axis=0, tiled=True) @ rhs)
+
+
+def errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A jitted function from operands to (error of `op`, error of the unfused product), the worst over devices.
+
+    Each ring of the mesh has a left operand of its own, so that a shard from another ring shows.
+    """
+    mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
+    others = tuple(name for name, _ in case.sizes if name not in case.ring)
+
+    def measure(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        lhs = lhs * (1 + lax.axis_index(others)).astype(lhs.dtype) if others else lhs
+        gathered = lax.all_gather(lhs, case.over, axis=0, tiled=True).astype(jnp.float32)
+        expected = lax.dot(gathered, rhs.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        worst = lambda value: oracle.worst(oracle.distance(value, expected), mesh)  # noqa: E731
+        return worst(op(lhs, rhs)), worst(unfused(case)(lhs, rhs))
+
+    return oracle.on_mesh(mesh, measure, in_specs=(lhs_spec, rhs_spec), out_specs=(P(), P()))
+
+
+def gradient_errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A jitted function from operands to the distances of both gradients through `op` from those through XLA."""
+    mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
+
+    def loss(f: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+        return lambda lhs, rhs: jnp.sum(jnp.sin(f(lhs, rhs).astype(jnp.float32)))
+
+    def measure(lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
+        ours = jax.grad(loss(op), argnums=(0, 1))(lhs, rhs)
+        theirs = jax.grad(loss(unfused(case)), argnums=(0, 1))(lhs, rhs)
+        pairs = zip(ours, theirs, strict=True)
+        return [oracle.worst(oracle.distance(a, b.astype(jnp.float32)), mesh) for a, b in pairs]
+
+    return oracle.on_mesh(mesh, measure, in_specs=(lhs_spec, rhs_spec), out_specs=[P(), P()])
+
+
+def errors_in_a_loop(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Any:
+    """A jitted function from operands to the worst distance to the unfused product over launches in one program.
+
+    The left operand is overwritten right after each launch.
+    """
+    mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
+
+    def measure(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        def step(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            lhs, worst = carry
+            expected = unfused(case)(lhs, rhs).astype(jnp.float32)
+            worst = jnp.maximum(worst, oracle.distance(op(lhs, rhs), expected))
+            return jnp.roll(-lhs, 1, axis=1), worst
+
+        _, worst = lax.fori_loop(0, iterations, step, (lhs, jnp.float32(0)))
+        return oracle.worst(worst, mesh)
+
+    return oracle.on_mesh(mesh, measure, in_specs=(lhs_spec, rhs_spec), out_specs=P())
+
+
+def errors_of_two_rings(first: Layout, second: Layout, op: Callable[[Layout], Any]) -> Any:
+    """A jitted function from replicated operands of one shard to the distances of two products in one program.
+
+    Both layouts are of the same mesh; the devices' operands differ by a factor.
+    """
+    mesh = first.mesh()
+    everywhere = mesh.axis_names
+
+    def measure(lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
+        lhs = lhs * (1 + lax.axis_index(everywhere)).astype(lhs.dtype)
+        pairs = [(op(case)(lhs, rhs), unfused(case)(lhs, rhs).astype(jnp.float32)) for case in (first, second)]
+        return [oracle.worst(oracle.distance(a, b), mesh) for a, b in pairs]
+
+    return oracle.on_mesh(mesh, measure, in_specs=(P(), P()), out_specs=[P(), P()])
+
+
+def reversed_axes_of_permuted_devices(case: Any, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """For `tests.assembly`: all axes of the mesh as one ring, in reverse, and the devices in reverse as well."""
+    over = mesh.axis_names[::-1]
+    mesh = Mesh(mesh.devices.ravel()[::-1].reshape(mesh.devices.shape), mesh.axis_names)
+    m_shard, n_shard, k = case.shape
+    dtype = assembly.dtype_of(case.dtype)
+    lhs_spec, rhs_spec, out_spec = P(over, None), P(None, over), P(None, over)
+    op = lambda lhs, rhs: overlap.all_gather_lhs_matmul(lhs, rhs, over, implementation="fused")  # noqa: E731
+    mapped = jax.shard_map(op, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=out_spec, check_vma=False)
+    return mapped, (
+        assembly.struct(mesh, (mesh.size * m_shard, k), dtype, lhs_spec),
+        assembly.struct(mesh, (k, mesh.size * n_shard), dtype, rhs_spec),
+    )

@@ -1,0 +1,341 @@
+"""The benchmark of single-GPU matmuls on a CPU device: layouts, dtypes, suites, what is not served, and the summary."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from benchmarks import command, harness, matmul, methods, report, summary
+from benchmarks.harness import Method, Result, Session, Settings
+from benchmarks.problems import AXIS, DTYPES, LAYOUTS, SUITES, Problem, parse
+from benchmarks.programs import inputs
+from tests import assembly
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+QUICK = Settings(rounds=2, iterations=2, launches=1, calls=1, warmup_s=0.0)
+PROBLEM = Problem("matmul", 1, 96, 160, 64, "bf16")
+FORMS = [("f16", layout) for layout in LAYOUTS] + [("bf16", "tn"), ("f8_e4m3fn", "nt"), ("f8_e5m2", "nt")]
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), (AXIS,))
+
+
+def measure(problem: Problem, mesh: Mesh, *candidates: Method, settings: Settings = QUICK) -> list[Result]:
+    session = Session(problem, mesh, settings)
+    for method in candidates:
+        session.add(method)
+    session.measure_overhead()
+    for number in range(settings.rounds):
+        session.run_round(number)
+    session.finish()
+    return session.results
+
+
+# --- Layouts and dtypes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "layout"), FORMS)
+def test_operands_lie_as_the_layout_says(mesh: Mesh, dtype: str, layout: str) -> None:
+    problem = dataclasses.replace(PROBLEM, dtype=dtype, layout=layout)
+    lhs, rhs = inputs(problem, mesh, 1)
+    assert lhs.shape == ((64, 96) if layout[0] == "t" else (96, 64))
+    assert rhs.shape == ((160, 64) if layout[1] == "t" else (64, 160))
+    assert lhs.dtype == rhs.dtype == DTYPES[dtype]
+    left, right = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
+    expected = (left.T if layout[0] == "t" else left) @ (right.T if layout[1] == "t" else right)
+    out = problem.dot(lhs, rhs)
+    assert out.dtype == (jnp.bfloat16 if dtype.startswith("f8") else DTYPES[dtype])
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), FORMS)
+def test_in_every_form_right_methods_are_timed_and_wrong_ones_are_not(mesh: Mesh, dtype: str, layout: str) -> None:
+    problem = dataclasses.replace(PROBLEM, dtype=dtype, layout=layout)
+
+    def one_tile_missing(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return problem.dot(lhs, rhs).at[:8, :8].set(0)
+
+    ours = methods.matmul_methods(problem, ["fused", "fused_bf16", "xla"], [], 1)
+    *right, wrong = measure(problem, mesh, *ours, Method("wrong", one_tile_missing))
+    assert [result.method for result in right] == ["fused"] + ["fused_bf16"] * problem.is_float8 + ["xla"]
+    for result in right:
+        assert result.ok, result.status
+        assert len(result.loop_us) == QUICK.rounds and min(result.loop_us) > 0
+        assert result.first_call_s is not None and result.first_call_s > 0
+    assert wrong.status.startswith("FAILED: error ")
+
+
+def test_the_lhs_of_an_all_gather_is_gathered_along_its_m_dimension() -> None:
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices: the tests' conftest asks for several CPU devices")
+    mesh = Mesh(np.array(jax.devices()[:2]), (AXIS,))
+    problem = Problem("all_gather_lhs_matmul", 2, 96, 160, 64, "f16", "tn")
+    (result,) = measure(problem, mesh, Method("roof", problem.dot, gathered=True))
+    assert result.ok and result.error is not None and 0 < result.error < 1e-3
+
+
+def test_fused_bf16_takes_the_values_of_the_f8_operands(mesh: Mesh) -> None:
+    problem = dataclasses.replace(PROBLEM, dtype="f8_e4m3fn", layout="nt")
+    session = Session(problem, mesh, QUICK)
+    seen = []
+
+    def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        seen.append((lhs.dtype, rhs.dtype))
+        return problem.dot(lhs, rhs)
+
+    session.add(Method("fused_bf16", call, dtype=jnp.bfloat16))
+    (prepared,) = session.prepared
+    assert seen and all(dtype == jnp.bfloat16 for pair in seen for dtype in pair)
+    np.testing.assert_array_equal(np.asarray(prepared.rhs, np.float32), np.asarray(session.rhs, np.float32))
+    rows = report.Table(
+        problem,
+        [Result("fused", loop_us=[2.0, 4.0], wall_us=[1, 1]), Result("fused_bf16", loop_us=[3.0, 8.0], wall_us=[1, 1])],
+    ).rows()
+    assert [row["bf16_over_this"] for row in rows] == [pytest.approx(1.75), 1.0]
+
+
+def test_f8_sums_may_err_as_tensor_cores_do_and_no_more() -> None:
+    problem = Problem("matmul", 1, 8192, 8192, 8192, "f8_e4m3fn", "nt")
+    one_lost_tile = 128 / 8192
+    assert 3.3e-3 < problem.error_floor < one_lost_tile / 2
+    assert dataclasses.replace(problem, dtype="bf16").error_floor == 0
+
+
+COMPILED_FOR_H200 = """
+import json
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from benchmarks import problems, programs
+from tests import assembly
+
+mesh = Mesh(np.array(assembly.topology("h200", 1)), ("x",))
+found = {}
+for dtype, layout in (("bf16", "nt"), ("bf16", "tn"), ("f16", "tt"), ("f8_e4m3fn", "nt")):
+    problem = problems.Problem("matmul", 1, 4096, 8192, 4096, dtype, layout)
+    struct = lambda shape, spec, type_: jax.ShapeDtypeStruct(shape, type_, sharding=NamedSharding(mesh, spec))
+    lhs = struct(problem.lhs_shape, problem.lhs_spec, problem.element_type)
+    rhs = struct(problem.rhs_shape, problem.rhs_spec, problem.element_type)
+    out = struct((4096, 8192), problems.OUT, problem.out_type)
+    loop = programs.loop_program(problem, problem.dot, mesh, 20).lower((lhs, out), rhs).compile().as_text()
+    oracle = programs.error_program(problem, mesh).lower(lhs, rhs, out).compile().as_text()
+    found[f"{dtype} {layout}"] = [programs.copies_in_loops(loop), "transpose(" in loop, "$f8" in oracle]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+def test_for_h200_the_roof_transposes_nothing_and_the_oracle_is_in_f32() -> None:
+    line = [sys.executable, "-c", COMPILED_FOR_H200]
+    environment = assembly.child_environment()
+    done = subprocess.run(
+        line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4 and all(value == [[], False, False] for value in found.values()), found
+
+
+# --- Which problems, and how long -------------------------------------------------------------------------------------
+
+
+def test_shapes_carry_a_dtype_and_a_layout() -> None:
+    given = ["1x2x3", "4x5x6:bf16:nt", "7x8x9:tt", "7x8x9:f8_e5m2"]
+    found = [str(problem) for problem in parse("matmul", 1, given, "f16", ["nn", "tn"])]
+    assert found[:4] == ["1x2x3 f16 nn", "1x2x3 f16 tn", "4x5x6 bf16 nt", "7x8x9 f16 tt"]
+    assert [str(problem) for problem in parse("matmul", 1, given, "f16", None)][-2:] == [
+        "7x8x9 f16 tt",
+        "7x8x9 f8_e5m2 nt",
+    ]
+    for wrong in ("1x2", "1x2x3:f64", "1x2x3:nn:nt", "1x2x3:xx"):
+        with pytest.raises(SystemExit, match="MxNxK"):
+            parse("matmul", 1, [wrong], "f16", None)
+    with pytest.raises(SystemExit, match="MxNxK"):
+        parse("matmul", 1, ["1x2x3"], "f64", None)
+
+
+def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() -> None:
+    parser = command.parser("", matmul.SHAPES, "xla", layouts=True)
+    problems = command.problems(parser.parse_args(["--suite", "standard", "--dtype", "bf16"]), "matmul", 1)
+    assert len(problems) == len(set(problems)) == 13 * 3
+    assert {problem.layout for problem in problems} == {"nn", "nt", "tn"}
+    in_f8 = command.problems(parser.parse_args(["--suite", "standard", "--dtype", "f8_e4m3fn"]), "matmul", 1)
+    assert len(in_f8) == 13 and {problem.layout for problem in in_f8} == {"nt"}
+    for wrong, words in ((["--suite", "none"], "standard"), (["--layouts", "nn,xy"], "nn, nt, tn, tt")):
+        with pytest.raises(SystemExit, match=words):
+            command.problems(parser.parse_args(wrong), "matmul", 1)
+    only_nn = command.parser("", "1x2x3:nt", "xla").parse_args([])
+    with pytest.raises(SystemExit, match="layout nn alone"):
+        command.problems(only_nn, "ladder", 1)
+
+
+def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
+    settings = Settings()
+    for problem in parse("matmul", 1, SUITES["standard"].shapes, "bf16", None):
+        work_us = settings.loop_iterations(problem) * problem.expected_us
+        assert 10_000 < work_us < 25_000, problem
+    assert dataclasses.replace(settings, iterations=7).loop_iterations(PROBLEM) == 7
+    assert dataclasses.replace(settings, calls=3).calls_in_a_row(PROBLEM) == 3
+
+
+# --- What is not served, which kernels ran ----------------------------------------------------------------------------
+
+
+def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh) -> None:
+    problem = dataclasses.replace(PROBLEM, m=97, layout="tn")
+    results = measure(problem, mesh, *methods.matmul_methods(problem, ["fused", "xla"], [], 1))
+    assert results[0].status.startswith("NOT SERVED: the copy engine needs the rows of lhs")
+    assert not results[0].served and results[1].ok and results[1].served
+    text = report.markdown([report.Table(problem, results, roof="xla")], {})
+    assert "| fused | not served |" in text and "fused: NOT SERVED: the copy engine" in text
+
+
+def test_a_config_that_does_not_fit_is_an_error(mesh: Mesh) -> None:
+    variant = methods.Variant.parse("fused:stages=99")
+    (result,) = measure(PROBLEM, mesh, *methods.matmul_methods(PROBLEM, ["fused"], [variant], 1))
+    assert result.status.startswith("ERROR ValueError")
+
+
+def test_kernel_names_are_written_and_stay_empty_without_cupti(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(QUICK, kernel_names=True)
+    run = functools.partial(measure, PROBLEM, mesh, Method("xla", PROBLEM.dot), settings=settings)
+    (result,) = run()
+    assert result.ok and result.kernel_names == "" and result.kernel_us is None
+    monkeypatch.setattr(harness, "_kernels", lambda *_: [[("nvjet_hsh", 0.5), ("reduce", 0.1)]] * 5)
+    (result,) = run()
+    assert result.ok and result.kernel_us is None
+    assert "xla: kernels nvjet_hsh; reduce" in report.markdown([report.Table(PROBLEM, [result])], {})
+
+
+# --- The summary ------------------------------------------------------------------------------------------------------
+
+
+def table(shape: str, layout: str, fused_us: float | None, status: str = "ok") -> report.Table:
+    (problem,) = parse("matmul", 1, [shape], "bf16", [layout])
+    times = [] if fused_us is None else [fused_us] * 2
+    results = [
+        Result("fused", status=status, loop_us=times, wall_us=times),
+        Result("xla", loop_us=[100.0] * 2, wall_us=[100.0] * 2),
+    ]
+    return report.Table(problem, results, roof="xla")
+
+
+TABLES = [
+    table("1x2x3", "nn", 50.0),
+    table("4x5x6", "nn", 200.0),
+    table("7x8x9", "tn", None, "NOT SERVED: rows"),
+    table("1x2x3", "tn", 125.0),
+    table("4x5x6", "tn", None, "FAILED: error 1 > 0"),
+]
+
+
+def test_the_summary_has_geometric_mean_and_minimum_of_what_was_measured() -> None:
+    rows = summary.summarize([row for each in TABLES for row in each.rows()], "xla")
+    assert [(row["method"], row["dtype"], row["layout"]) for row in rows] == [
+        ("fused", "bf16", "nn"), ("fused", "bf16", "tn"), ("fused", "bf16", "all"),
+    ]  # fmt: skip
+    nn, tn, both = rows
+    assert (nn["roof_geomean"], nn["roof_min"], nn["roof_min_at"]) == (pytest.approx(1.0), 0.5, "4x5x6 nn")
+    assert [tn[name] for name in ("problems", "measured", "not_served", "failed")] == [3, 1, 1, 1]
+    assert tn["roof_geomean"] == pytest.approx(0.8)
+    assert both["measured"] == 3 and both["roof_geomean"] == pytest.approx(0.8 ** (1 / 3)) and both["roof_min"] == 0.5
+    assert both["bf16_geomean"] is None
+
+
+def test_the_summary_is_on_disk_after_every_problem(tmp_path: pathlib.Path) -> None:
+    writer = report.Writer(tmp_path, "run", {"gpu": "none"})
+    for count, each in enumerate(TABLES, 1):
+        writer.add_table(each)
+        text = (tmp_path / "run.md.partial").read_text()
+        assert text.count("\n## matmul") == count and ("## All problems" in text) == (count > 1)
+    writer.leave_out([PROBLEM])
+    assert "left out for want of time: 96x160x64 bf16 nn" in (tmp_path / "run.md.partial").read_text()
+    writer.finish()
+    text = (tmp_path / "run.md").read_text()
+    assert "fused failed: 4x5x6 bf16 tn: FAILED: error 1 > 0" in text and "fused failed: 7x8x9" not in text
+    rows = list(csv.DictReader((tmp_path / "run.summary.csv").open()))
+    assert tuple(rows[0]) == summary.COLUMNS and rows[0]["roof_min"] == "0.5"
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+
+def run(folder: pathlib.Path, *options: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    """A dry run of the table, after some Python."""
+    program = (
+        f"import sys\nfrom benchmarks import command, harness, matmul\n{before}\nsys.exit(matmul.main(sys.argv[1:]))"
+    )
+    line = [sys.executable, "-c", program, "--dry-run", "--out", str(folder), "--name", "dry", *options]
+    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_a_dry_run_of_the_suite_measures_all_layouts_and_sums_up(tmp_path: pathlib.Path) -> None:
+    done = run(tmp_path, "--suite", "standard", "--dtype", "bf16", "--kernel-names")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "dry.csv").open()))
+    assert [row["layout"] for row in rows if row["method"] == "fused"] == ["nn", "nt", "tn"] * 2
+    not_served = [row["shape"] for row in rows if row["status"].startswith("NOT SERVED")]
+    assert not_served == ["97x136x72"] and all(float(row["first_call_s"]) > 0 for row in rows if row["status"] == "ok")
+    total = list(csv.DictReader((tmp_path / "dry.summary.csv").open()))[-1]
+    assert (total["layout"], total["measured"], total["not_served"], total["failed"]) == ("all", "5", "1", "0")
+    assert 0 < float(total["roof_min"]) <= float(total["roof_geomean"])
+    assert "all problems" in done.stdout
+
+
+FAIL_IN_THE_SECOND = """
+problems = []
+measure_overhead = harness.Session.measure_overhead
+def fail(self):
+    problems.append(self.problem)
+    if len(problems) == 2:
+        raise RuntimeError("out of memory")
+    measure_overhead(self)
+harness.Session.measure_overhead = fail
+"""
+
+
+def test_if_one_problem_fails_the_rest_goes_on(tmp_path: pathlib.Path) -> None:
+    shapes = ["--shapes", "32x64x64,64x64x64,96x64x64", "--methods", "xla"]
+    done = run(tmp_path, *shapes, before=FAIL_IN_THE_SECOND)
+    assert done.returncode == 1
+    rows = list(csv.DictReader((tmp_path / "dry.csv").open()))
+    assert [row["status"] for row in rows] == ["ok", "ERROR RuntimeError: out of memory", "ok"]
+    assert "xla failed: 64x64x64 f16 nn: ERROR RuntimeError: out of memory" in done.stdout
+
+
+A_MINUTE_EACH = """
+import time, types
+clock = [0.0]
+command.time = types.SimpleNamespace(monotonic=lambda: clock[0], time=time.time, strftime=time.strftime)
+measure_overhead = harness.Session.measure_overhead
+def a_minute_passes(self):
+    clock[0] += 60
+    measure_overhead(self)
+harness.Session.measure_overhead = a_minute_passes
+"""
+
+
+def test_what_does_not_fit_into_the_budget_is_left_out_and_said(tmp_path: pathlib.Path) -> None:
+    shapes = ["--shapes", "32x64x64,64x64x64,96x64x64", "--methods", "xla", "--budget-s", "150"]
+    done = run(tmp_path, *shapes, before=A_MINUTE_EACH)
+    assert done.returncode == 0, done.stderr
+    # The third would begin after 120 seconds and end after 180.
+    rows = list(csv.DictReader((tmp_path / "dry.csv").open()))
+    assert [row["shape"] for row in rows] == ["32x64x64", "64x64x64"]
+    assert "no time left for 1 of 3 problems" in done.stderr
+    for text in (done.stdout, (tmp_path / "dry.md").read_text()):
+        assert text.count("left out for want of time: ") == 1 and "left out for want of time: 96x64x64 f16 nn" in text
