@@ -10,38 +10,10 @@ import pytest
 import overlap
 from overlap.emulation import emulate
 from tests import oracle
+from tests.product_cases import check, in_f32, normal
 
 FORMS = list(itertools.product([False, True], repeat=2))
 F8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-
-
-def normal(seed, *shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
-def in_f32(x, transposed=False):
-    x = jnp.asarray(x, jnp.float32)
-    return jnp.swapaxes(x, -1, -2) if transposed else x
-
-
-def check(lhs, rhs, *, config=None, cores=2, limit=None, **kwargs):
-    """Compares with the f32 oracle; by default allows twice the error of rounding the exact result."""
-    forms = kwargs.get("transpose_lhs", False), kwargs.get("transpose_rhs", False)
-    exact = in_f32(lhs, forms[0]) @ in_f32(rhs, forms[1])
-    for part in kwargs["scale"] if isinstance(kwargs.get("scale"), tuple) else (kwargs.get("scale", 1.0),):
-        exact = exact * part
-    exact = exact + in_f32(kwargs.get("bias", 0.0)) + in_f32(kwargs.get("c", 0.0))
-    if kwargs.get("activation"):
-        exact = kwargs["activation"](exact)
-    with emulate(cores=cores):
-        actual = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused", **kwargs))(lhs, rhs)
-        ours = float(oracle.distance(actual, exact))
-    rounding = float(oracle.distance(exact.astype(actual.dtype), exact))
-    assert ours <= (limit or 2 * rounding + 1e-6), (ours, rounding)
-    with_xla = overlap.matmul(lhs, rhs, implementation="xla", **kwargs)
-    assert with_xla.shape == actual.shape and with_xla.dtype == actual.dtype
-    assert float(oracle.distance(with_xla, exact)) <= (limit or 4 * rounding + 1e-6)
-    return actual
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

@@ -92,14 +92,17 @@ def _layouts(text: str) -> list[Layout]:
 def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
     for problem in problems:
         configs = space.candidates(problem, target)
-        table = Table(title=f"{problem}: {len(configs)} configurations for {target.kind}", title_justify="left")
+        table = Table()
         table.add_column("configuration")
         for heading in ("waves", "predicted, µs"):
             table.add_column(heading, justify="right")
         for config in configs[: settings.max_configs]:
             us = predicted_us(config, problem, target)
             table.add_row(space.differences(config), f"{waves(config, problem, target):.2f}", f"{us:.1f}")
-        Console().print(table)
+        # Not as the table's title, which would be wrapped to its width.
+        console = Console(soft_wrap=True)
+        console.print(f"{problem}: {len(configs)} configurations for {target.kind}", style="italic", highlight=False)
+        console.print(table)
     return 0
 
 

@@ -38,8 +38,8 @@ class Config:
       epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles (of a cluster) per band of the order (`TileOrder`).
-      stream_k: into how many parts a tile of the last, partial wave may be cut along k, so that all cores work to
-        the end (`StreamK`); 1: none is.
+      stream_k: into how many parts each tile of the last, partial wave may be cut along k, so that cores that would
+        idle take a share (`StreamK`); 1: none is.
       split_k: into how many parts the contraction is cut, each a tile of its own, summed by XLA in f32 in a fixed order
         afterwards: for results of few tiles (plain matmul only).
       cluster: how many CTAs (1 or 2) compute adjacent tiles and share the loads of the operand common to them.
@@ -129,7 +129,7 @@ class Config:
         """
         target.require_hopper()
         dtype, out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
-        in_dtypes, out_dtypes = (FLOAT16, FLOAT16) if pulls else (FLOAT16 + FLOAT8, (*FLOAT16, jnp.dtype(jnp.float32)))
+        in_dtypes, out_dtypes = FLOAT16 + FLOAT8, FLOAT16 if pulls else (*FLOAT16, jnp.dtype(jnp.float32))
         if dtype not in in_dtypes:
             raise NotImplementedError(
                 f"the fused kernel multiplies {_names(in_dtypes)}, got {dtype.name} operands: cast them, or use "

@@ -1,17 +1,20 @@
-"""How the output tiles are dealt to the CTAs, the last partial wave cut along k (stream-K).
+"""How the output tiles are dealt to the CTAs: whole tiles in full waves, the rest cut along k.
 
-132 CTAs that compute one tile each at a time finish 140 tiles no sooner than 264. So the tiles that are left after the
-last full wave are not dealt out whole: their k steps, laid end to end, are cut into equal stretches, one per *worker*:
+132 CTAs that compute one tile each at a time finish 180 tiles no sooner than 264. So of the tiles that are left after
+the last full wave, each may be cut into equal parts along k, as many as there are CTAs for:
 
-    tile      |      0      |      1      |      2      |      each `k_steps` long
-    worker    |    0    |    1    |    2    |    3    |      worker c carries [begin(c), begin(c + 1))
+    48 tiles left, 132 CTAs, 2 parts:    CTA      0        1        2        3     …     95      96 … 131
+                                         tile     0        0        1        1     …     47      idle
+                                         k     1st half 2nd half 1st half 2nd half    2nd half
 
-The worker that begins a tile (k = 0) finishes it: it adds the parts of the workers behind it, always in the same order,
-so that results are deterministic. Each worker carries the end of a tile *before* the beginning of the next, so what
-others wait for is computed first, and nobody who waits is waited for.
+The CTA with the first part finishes the tile: it adds the sums of the others, always in the same order, so that results
+are deterministic. Nobody else waits for anybody, and they are the CTAs right behind it, so two resident CTAs suffice.
+
+Stretches of unequal parts that fill all CTAs exactly (stream-K) were measured too: what the last 5% of the cores save,
+the longer chains of sums and the loss of lockstep between tiles that share operands cost again (H200).
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
-(PPoPP 2023); this is its "data-parallel + one-tile" hybrid.
+(PPoPP 2023), which this is the fixed-split hybrid of.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from overlap.primitives.integers import choose, larger, quotient, smaller
+from overlap.primitives.integers import choose, quotient, remainder, smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class StreamK:
-    """The pieces of each CTA: whole tiles in full waves, then its stretch of what is left.
+    """The pieces of each CTA: whole tiles in full waves, then at most one tile or part of what is left.
 
     Attributes:
       tiles: output tiles of the device.
@@ -69,65 +72,45 @@ class StreamK:
         return self.tiles % self.num_ctas
 
     @property
-    def workers(self) -> int:
-        """How many CTAs share what is left: at least one per tile, and none without a k step."""
-        return min(self.num_ctas, self.left * min(self.most_parts, self.k_steps))
+    def parts(self) -> int:
+        """Into how many parts each tile that is left is cut: no more than there are CTAs and k steps for."""
+        return min(self.most_parts, self.num_ctas // max(self.left, 1), self.k_steps) if self.left else 1
 
     @property
     def cuts(self) -> bool:
         """Whether any tile is cut."""
-        return self.workers > self.left
+        return self.parts > 1
 
     @property
-    def _stretch(self) -> tuple[int, int]:
-        """Length of a worker's stretch, and how many workers carry one step more."""
-        return divmod(self.left * self.k_steps, max(self.workers, 1))
-
-    def _begin(self, worker: Any) -> Any:
-        length, longer = self._stretch
-        return worker * length + smaller(worker, longer)
-
-    def _worker(self, step: Any) -> Any:
-        """The worker whose stretch holds a step."""
-        length, longer = self._stretch
-        in_longer = longer * (length + 1)
-        return choose(step < in_longer, quotient(step, length + 1), longer + quotient(step - in_longer, length))
+    def workers(self) -> int:
+        """How many CTAs share what is left."""
+        return self.left * self.parts
 
     def pieces(self, cta: Any) -> Any:
         """How many pieces a CTA carries."""
-        if not self.cuts:
-            return quotient(self.tiles + self.num_ctas - 1 - cta, self.num_ctas)
-        first = quotient(self._begin(cta), self.k_steps)
-        last = quotient(self._begin(cta + 1) - 1, self.k_steps)
-        return self.full_waves + choose(cta < self.workers, last - first + 1, 0)
+        return self.full_waves + choose(cta < self.workers, 1, 0)
 
     def total_steps(self, cta: Any) -> Any:
         """How many k steps a CTA carries in all."""
-        if not self.cuts:
-            return self.pieces(cta) * self.k_steps
-        stretch = choose(cta < self.workers, self._begin(cta + 1) - self._begin(cta), 0)
-        return self.full_waves * self.k_steps + stretch
+        return self.full_waves * self.k_steps + choose(cta < self.workers, self._part(cta)[1], 0)
+
+    def _part(self, cta: Any) -> tuple[Any, Any]:
+        """First k step of the part of a worker, and its length; the first parts may be one step longer."""
+        length, longer = divmod(self.k_steps, self.parts)
+        part = remainder(cta, self.parts)
+        return part * length + smaller(part, longer), length + choose(part < longer, 1, 0)
 
     def piece(self, cta: Any, ordinal: Any) -> Piece:
         """Piece number `ordinal` of a CTA."""
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, cta)
         if not self.cuts:
             return whole
-        begin, end = self._begin(cta), self._begin(cta + 1)
-        # A stretch is no longer than a tile, so it touches at most two.
-        tile = quotient(begin, self.k_steps) + (ordinal - self.full_waves)
-        tile_begin = tile * self.k_steps
-        first = larger(begin, tile_begin)
-        last = smaller(end, tile_begin + self.k_steps)
-        cut = Piece(
-            tile=self.full_waves * self.num_ctas + tile,
-            k_first=first - tile_begin,
-            k_steps=last - first,
-            before=self.full_waves * self.k_steps + first - begin,
-            last_worker=self._worker(tile_begin + self.k_steps - 1),
+        tile, (k_first, k_steps) = quotient(cta, self.parts), self._part(cta)
+        is_cut = ordinal == self.full_waves
+        return Piece(
+            tile=choose(is_cut, self.full_waves * self.num_ctas + tile, whole.tile),
+            k_first=choose(is_cut, k_first, 0),
+            k_steps=choose(is_cut, k_steps, self.k_steps),
+            before=whole.before,
+            last_worker=choose(is_cut, tile * self.parts + self.parts - 1, cta),
         )
-        if not self.full_waves:
-            return cut
-        fields = [field.name for field in dataclasses.fields(Piece)]
-        is_cut = ordinal >= self.full_waves
-        return Piece(**{name: choose(is_cut, getattr(cut, name), getattr(whole, name)) for name in fields})

@@ -7,7 +7,8 @@ imports it.
 """
 
 from overlap.tuning.choose import choose_config
+from overlap.tuning.crossover import xla_is_faster
 from overlap.tuning.problem import Problem
 from overlap.tuning.space import candidates, heuristic
 
-__all__ = ["Problem", "candidates", "choose_config", "heuristic"]
+__all__ = ["Problem", "candidates", "choose_config", "heuristic", "xla_is_faster"]

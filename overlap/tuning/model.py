@@ -57,8 +57,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
 def waves(config: Config, problem: Problem, target: Target) -> float:
     """How many tiles' worth of k steps the busiest core carries."""
     work = work_of(config, problem, target)
-    stretch = ceil_div(work.left * work.k_steps, max(work.workers, 1))
-    return work.full_waves + stretch / work.k_steps
+    return work.total_steps(0) / work.k_steps
 
 
 def predicted_us(config: Config, problem: Problem, target: Target) -> float:
@@ -82,8 +81,8 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     cycles = depth * (max(multiply, read, load) + HIDDEN_LOADS_COST * load + STEP_CYCLES / config.tile_k)
     cycles += epilogues * (elements * out_bytes / STORE_BYTES_PER_CYCLE + TILE_CYCLES)
     if work.cuts:
-        added = ceil_div(work.workers, work.left) - (work.workers % work.left == 0)
-        cycles += elements * F32_BYTES * (1 / STORE_BYTES_PER_CYCLE + added / ADD_BYTES_PER_CYCLE) + FLAG_CYCLES
+        added = (work.parts - 1) / ADD_BYTES_PER_CYCLE
+        cycles += elements * F32_BYTES * (1 / STORE_BYTES_PER_CYCLE + added) + FLAG_CYCLES
     hbm_rate = HBM_BYTES_PER_US * active / target.num_cores
     on_cores, from_hbm = cycles / CYCLES_PER_US, problem.bytes_per_device / hbm_rate
     us = max(on_cores, from_hbm) + HIDDEN_COST * min(on_cores, from_hbm) + LAUNCH_US

@@ -13,6 +13,8 @@ from overlap.kernels.target import Target
 Layout = Literal["nn", "nt", "tn", "tt"]
 LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 _SIGNIFICANT_BITS = 4
+# Which dimension of one shard's product is gathered, where it is not m.
+_GATHERED = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Problem:
       op: the operation's name.
       m: rows of the left operand (of one shard, in a collective).
       n: columns of the right operand, likewise.
-      k: the contraction dimension.
+      k: the contraction dimension; if the right operand is gathered along it, that of one shard.
       dtype: name of the operands' dtype.
       out_dtype: name of the result's dtype.
       devices: how many take part.
@@ -63,16 +65,29 @@ class Problem:
         return self.devices > 1
 
     @property
+    def gathered(self) -> str:
+        """The dimension in which the devices' shards are put together: "m", "n" or "k"."""
+        return _GATHERED.get(self.op, "m")
+
+    @property
+    def whole(self) -> tuple[int, int, int]:
+        """m, n and k of the product that one device computes."""
+        m, n, k = (size * (self.devices if name == self.gathered else 1) for name, size in
+                   (("m", self.m), ("n", self.n), ("k", self.k)))  # fmt: skip
+        return m, n, k
+
+    @property
     def flops_per_device(self) -> float:
         """Floating-point operations of one device."""
-        return 2.0 * self.batch * self.devices * self.m * self.n * self.k
+        m, n, k = self.whole
+        return 2.0 * self.batch * m * n * k
 
     @property
     def bytes_per_device(self) -> float:
         """Bytes of the operands and the result of one device, each counted once."""
-        operands = (self.devices * self.m + self.n) * self.k * jnp.dtype(self.dtype).itemsize
-        result = self.devices * self.m * self.n * jnp.dtype(self.out_dtype).itemsize
-        return float(self.batch * (operands + result))
+        m, n, k = self.whole
+        operands = (m + n) * k * jnp.dtype(self.dtype).itemsize
+        return float(self.batch * (operands + m * n * jnp.dtype(self.out_dtype).itemsize))
 
     @property
     def row_bytes(self) -> tuple[int, int]:

@@ -139,7 +139,11 @@ def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
         if old is None or entry.complete or not old.complete:
             table[entry.key] = entry
     lines = [json.dumps(table[key].to_json(), sort_keys=True) for key in sorted(table, key=str)]
-    text = f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n"
+    replace(path, f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file, made with its folder if need be, in one atomic step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,0 +1,84 @@
+"""Writes the table by which the library chooses between its kernels and XLA, from results of other benchmarks.
+
+    cd benchmarks/results/2026-11-21
+    python3 -m benchmarks.crossover suite_bf16.csv f8.csv sweep.csv --out ../../../overlap/tuning/crossover.csv
+
+Of several results for one problem the last one given counts. Only the method `fused`, whose configuration the library
+has chosen itself, is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pathlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from benchmarks.problems import DTYPES
+from overlap.tuning import tables
+
+FIELDS = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout", "fused_us", "xla_us")
+_KEY = FIELDS[:-2]
+
+
+def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The problems of one result file for which both times are there.
+
+    Raises:
+      ValueError: the file is no result of a benchmark.
+    """
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            try:
+                m, n, k = map(int, row["shape"].split("x"))
+                dtype = jnp.dtype(DTYPES[row["dtype"]])
+                key = (
+                    row["op"],
+                    int(row["devices"]),
+                    m,
+                    n,
+                    k,
+                    dtype.name,
+                    _out_dtype(dtype),
+                    row.get("layout") or "nn",
+                )
+                if row["method"] in ("fused", "xla") and row["status"] == "ok":
+                    times.setdefault(key, {})[row["method"]] = float(row["loop_us"])
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{path} is no result of a benchmark: {type(error).__name__}: {error}") from error
+    pairs = {key: time for key, time in times.items() if len(time) == 2}
+    return [dict(zip(FIELDS, (*key, time["fused"], time["xla"]), strict=True)) for key, time in pairs.items()]
+
+
+def _out_dtype(dtype: Any) -> str:
+    return dtype.name if dtype.itemsize > 1 else "bfloat16"
+
+
+def merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each problem, the last one, in the order of operations and sizes."""
+    by_key = {tuple(row[name] for name in _KEY): row for row in rows}
+    return [by_key[key] for key in sorted(by_key)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", nargs="+", type=pathlib.Path, help="CSV files of benchmarks")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the table to write")
+    arguments = parser.parse_args(argv)
+    rows = merged(row for path in arguments.results for row in rows_of(path))
+    if not rows:
+        print("no problem has the times of both `fused` and `xla`: nothing is written", file=sys.stderr)
+        return 1
+    lines = [FIELDS, *([row[name] for name in FIELDS] for row in rows)]
+    tables.replace(arguments.out, "\n".join(",".join(map(str, line)) for line in lines) + "\n")
+    print(f"{len(rows)} problems in {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

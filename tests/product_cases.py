@@ -1,0 +1,101 @@
+"""What the tests of `matmul` and of its mainloop share: operands, and two ways to judge a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import overlap
+from overlap.emulation import emulate
+from overlap.kernels.stream_k import Piece, StreamK
+from overlap.primitives.integers import ceil_div
+from tests import oracle
+
+# Operands and oracles come from NumPy: jax would compile a program for each new shape.
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+
+
+def integers(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Small integers: their products are exact in f32, in any order of summation."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype))
+
+
+def in_f32(x: Any, transposed: bool = False) -> np.ndarray:
+    x = np.asarray(x).astype(np.float32)
+    return np.swapaxes(x, -1, -2) if transposed else x
+
+
+def oracle_of(lhs: Any, rhs: Any, *, transpose_lhs: bool = False, transpose_rhs: bool = False, scale: Any = 1.0,
+              bias: Any = 0.0, c: Any = 0.0, activation: Any = None, **_: Any) -> Any:  # fmt: skip
+    """What `matmul` computes, in f32."""
+    exact = in_f32(lhs, transpose_lhs) @ in_f32(rhs, transpose_rhs)
+    for part in scale if isinstance(scale, tuple) else (scale,):
+        exact = exact * in_f32(part)
+    exact = exact + in_f32(bias) + in_f32(c)
+    return exact if activation is None else np.asarray(activation(exact))
+
+
+def check(lhs: Any, rhs: Any, *, config: Any = None, cores: int = 2, limit: Any = None, **kwargs: Any) -> jax.Array:
+    """Compares with the f32 oracle; by default allows twice the error of rounding the exact result."""
+    exact = oracle_of(lhs, rhs, **kwargs)
+    with emulate(cores=cores):
+        actual = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused", **kwargs))(lhs, rhs)
+        ours = float(oracle.distance(actual, exact))
+    rounding = float(oracle.distance(jnp.asarray(exact.astype(actual.dtype)), exact))
+    assert ours <= (limit or oracle.ALLOWED * rounding + 1e-6), (ours, rounding)
+    with_xla = overlap.matmul(lhs, rhs, implementation="xla", **kwargs)
+    assert with_xla.shape == actual.shape and with_xla.dtype == actual.dtype
+    assert float(oracle.distance(with_xla, exact)) <= (limit or 4 * rounding + 1e-6)
+    return actual
+
+
+def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores: int, batch: tuple[int, ...] = (),
+                  dtype: Any = jnp.bfloat16, settings: Any = None, **kwargs: Any) -> Any:  # fmt: skip
+    """Integer operands: a k step left out, taken twice or added to another tile shows in every bit of the result.
+
+    Returns the emulator's `Run`, for what it has counted.
+    """
+    (m, n, k), left, right = shape, kwargs.get("transpose_lhs", False), kwargs.get("transpose_rhs", False)
+    lhs = integers(1, *batch, *((k, m) if left else (m, k)), dtype=dtype)
+    rhs = integers(2, *((n, k) if right else (k, n)), dtype=dtype)
+    kwargs = {"preferred_element_type": jnp.float32} | kwargs
+    expected = oracle_of(lhs, rhs, **kwargs).astype(kwargs["preferred_element_type"])
+    with emulate(cores=cores, **settings or {}) as run:
+        actual = overlap.matmul(lhs, rhs, config=config, implementation="fused", **kwargs)
+        run.check()
+    np.testing.assert_array_equal(in_f32(actual), in_f32(expected))
+    return run
+
+
+def check_gathered(devices: int, cores: int, shape: tuple[int, int, int], config: overlap.Config) -> None:
+    """The same of the fused all-gather matmul, for per-shard sizes (m_shard, n_shard, k), under two schedules."""
+    (m, n, k), mesh = shape, oracle.make_mesh(x=devices)
+    lhs, rhs = integers(3, devices * m, k, dtype=jnp.float16), integers(4, k, devices * n, dtype=jnp.float16)
+    call = oracle.on_mesh(mesh, lambda a, b: oracle.fused(a, b, config=config))
+    for seed, completion in enumerate(("late", "random")):
+        with emulate(cores=cores, completion=completion, seed=seed) as run:
+            actual = call(lhs, rhs)
+            run.check()
+        np.testing.assert_array_equal(in_f32(actual), in_f32(oracle_of(lhs, rhs).astype(np.float16)))
+
+
+def pieces_of(work: StreamK, cta: int) -> list[Piece]:
+    return [work.piece(cta, ordinal) for ordinal in range(work.pieces(cta))]
+
+
+def handed_over(work: StreamK) -> int:
+    """How many pieces go through global memory: all that do not begin a tile."""
+    return sum(piece.k_first > 0 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
+
+
+def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int) -> StreamK:
+    """What the kernel of such a product walks."""
+    (m, n, k), (rows, columns) = shape, config.cluster_tile
+    tiles = ceil_div(m, rows) * ceil_div(n, columns)
+    return StreamK(tiles, ceil_div(k, config.tile_k), cores // config.cluster, config.stream_k)

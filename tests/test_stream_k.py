@@ -1,0 +1,274 @@
+"""Stream-K: its pieces walked as pure integers, and the mainloop that carries them, emulated."""
+
+import collections
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import overlap
+from overlap.emulation import DeadlockError, emulate
+from overlap.kernels.stream_k import Piece, StreamK
+from tests import oracle
+from tests.product_cases import (
+    check,
+    check_exactly,
+    check_gathered,
+    handed_over,
+    integers,
+    normal,
+    oracle_of,
+    pieces_of,
+    work_of,
+)
+
+# ---- the pieces ------------------------------------------------------------------------------------------------------
+
+REALISTIC = [
+    StreamK(561, 65, 132, 4),  # 33 tiles are left for 132 CTAs.
+    StreamK(561, 65, 132, 3),
+    StreamK(140, 128, 132, 16),
+    StreamK(133, 224, 132, 132),  # One tile, shared by all.
+    StreamK(198, 65, 132, 2),  # 66 left: two CTAs for each.
+    StreamK(8, 128, 132, 16),
+    StreamK(61, 1 << 16, 132, 8),  # k = 1 << 22.
+    StreamK(5 * 132 + 40, 1 << 16, 132, 1 << 20),
+    StreamK(77, 65, 66, 4),  # Clusters of two.
+]
+
+
+def check_walk(work):
+    """Walks all pieces of all CTAs; what the mainloop relies on must hold."""
+    carriers = collections.defaultdict(list)  # tile -> [(k_first, k_steps, cta, last_worker)]
+    whole, stretches = work.full_waves, []
+    for cta in range(work.num_ctas):
+        pieces, before = pieces_of(work, cta), 0
+        for ordinal, piece in enumerate(pieces):
+            assert piece.before == before
+            assert piece.k_steps >= 1
+            before += piece.k_steps
+            carriers[piece.tile].append((piece.k_first, piece.k_steps, cta, piece.last_worker))
+            if ordinal < whole or not work.cuts:
+                assert piece == Piece(cta + ordinal * work.num_ctas, 0, work.k_steps, ordinal * work.k_steps, cta)
+        assert work.total_steps(cta) == before
+        if not work.cuts:
+            continue
+        shared = pieces[whole:]
+        assert bool(shared) == (cta < work.workers)
+        if shared:
+            stretches.append(sum(piece.k_steps for piece in shared))
+        # What a CTA hands over it has computed before it waits for anyone, and there is one slot in `sums` for it.
+        assert all(piece.k_first == 0 for piece in shared[1:]) and len(shared) <= 2
+    assert sorted(carriers) == list(range(work.tiles))
+    for tile, parts in carriers.items():
+        # Every k step once, by CTAs in a row, the finishing one first; it knows the last one.
+        parts.sort()
+        ends = [k_first + k_steps for k_first, k_steps, *_ in parts]
+        assert [k_first for k_first, *_ in parts] == [0, *ends[:-1]] and ends[-1] == work.k_steps
+        ctas = [cta for _, _, cta, _ in parts]
+        assert ctas == list(range(ctas[0], ctas[0] + len(ctas)))
+        assert {last for *_, last in parts} == {ctas[-1]}
+        if len(parts) > 1:
+            assert tile >= whole * work.num_ctas
+            assert pieces_of(work, ctas[0])[-1].tile == tile
+            assert all(pieces_of(work, cta)[whole].tile == tile for cta in ctas[1:])
+    assert work.cuts == bool(stretches)
+    if work.cuts:
+        assert len(stretches) == work.workers <= min(work.num_ctas, work.left * work.most_parts)
+        assert sum(stretches) == work.left * work.k_steps
+        assert max(stretches) - min(stretches) <= 1
+        assert max(stretches) <= work.k_steps
+
+
+@pytest.mark.parametrize("num_ctas", range(1, 10))
+def test_every_k_step_of_every_tile_is_carried_once(num_ctas):
+    for tiles, k_steps, most_parts in itertools.product(range(1, 2 * num_ctas + 1), range(1, 8), (1, 2, 3, 4, 9)):
+        check_walk(StreamK(tiles, k_steps, num_ctas, most_parts))
+
+
+@given(st.builds(StreamK, st.integers(1, 600), st.integers(1, 300), st.integers(1, 150), st.integers(1, 40)))
+@settings(max_examples=40, deadline=None)
+@example(REALISTIC[0])
+@example(REALISTIC[3])
+@example(StreamK(3, 6, 12, 4))  # Parts of unequal length.
+def test_every_k_step_is_carried_once_at_sizes_of_real_devices(work):
+    check_walk(work)
+
+
+@pytest.mark.parametrize("work", REALISTIC, ids=str)
+def test_traced_indices_agree_with_python_ones(work):
+    """No int32 overflows either: Python's integers have no end."""
+    assert work.cuts
+    check_walk(work)
+    most = max(work.pieces(cta) for cta in range(work.num_ctas))
+    ctas, ordinals = np.divmod(np.arange(work.num_ctas * most, dtype=np.int32), most)
+
+    def traced(cta, ordinal):
+        return work.pieces(cta), work.total_steps(cta), *vars(work.piece(cta, ordinal)).values()
+
+    pieces, steps, *fields = map(np.asarray, jax.jit(jax.vmap(traced))(ctas, ordinals))
+    assert all(field.dtype == np.int32 for field in (pieces, steps, *fields))
+    for i, (cta, ordinal) in enumerate(zip(map(int, ctas), map(int, ordinals), strict=True)):
+        assert (pieces[i], steps[i]) == (work.pieces(cta), work.total_steps(cta))
+        if ordinal < work.pieces(cta):
+            assert Piece(*(int(field[i]) for field in fields)) == work.piece(cta, ordinal)
+
+
+def test_nothing_is_cut_without_need():
+    assert not StreamK(264, 65, 132, 8).cuts  # Full waves alone.
+    assert not StreamK(561, 65, 132).cuts  # Not asked for.
+    assert not StreamK(561, 1, 132, 8).cuts  # Nothing to cut.
+    assert not StreamK(199, 65, 132, 8).cuts  # 67 tiles left: no two CTAs for each.
+    assert StreamK(561, 65, 132, 8).workers == 132  # No more than there are,
+    assert StreamK(137, 65, 132, 8).workers == 40  # or than are asked for,
+    assert StreamK(133, 3, 132, 8).workers == 3  # or than there are k steps.
+
+
+# ---- the mainloop ----------------------------------------------------------------------------------------------------
+
+SMALL = dict(tile_n=128, epilogue_tile_n=64)
+
+SIZES = [  # cores, shape, config
+    (4, (64, 128, 640), overlap.Config(stream_k=4, **SMALL)),  # One tile, shared by all.
+    (5, (256, 128, 448), overlap.Config(stream_k=8, **SMALL)),  # Two tiles, a CTA idle.
+    (8, (128, 256, 192), overlap.Config(stream_k=8, **SMALL)),  # Fewer k steps than it could be cut into.
+    (9, (128, 128, 192), overlap.Config(stream_k=9, **SMALL)),  # Six CTAs have nothing to do.
+    (3, (512, 128, 256), overlap.Config(stream_k=3, stages=2, **SMALL)),  # A full wave before.
+    (2, (384, 384, 200), overlap.Config(stream_k=2, stages=3, **SMALL)),  # Four of them.
+    (4, (384, 256, 328), overlap.Config(stream_k=2, order_minor="n", order_width=1, **SMALL)),
+    (6, (64, 512, 320), overlap.Config(tile_m=64, stream_k=3, stages=3)),  # A warpgroup has half of the columns.
+    (3, (256, 128, 320), overlap.Config(tile_m=256, stream_k=4, stages=3, **SMALL)),  # Half of the rows.
+    (5, (128, 256, 320), overlap.Config(stream_k=5, stages=3, epilogue_slots=2)),
+    (5, (130, 264, 328), overlap.Config(tile_n=128, stream_k=3, epilogue_tile_n=128)),  # Ragged in all dimensions.
+]
+
+
+@pytest.mark.parametrize(("cores", "shape", "config"), SIZES)
+def test_results_are_exact(cores, shape, config):
+    work = work_of(shape, config, cores)
+    assert work.cuts
+    run = check_exactly(shape, config, cores=cores)
+    # It was cut: each warpgroup of a CTA that does not begin a tile raises a flag.
+    assert run.counts["signals"] == 2 * handed_over(work)
+
+
+def test_one_by_itself_does_not_cut():
+    run = check_exactly((256, 128, 448), overlap.Config(**SMALL), cores=5)
+    assert run.counts["signals"] == 0
+    run = check_exactly((256, 128, 448), overlap.Config(stream_k=4, **SMALL), cores=2)
+    assert run.counts["signals"] == 0
+
+
+SCALES = jnp.array([0.25, 0.5, 1.0, 2.0])
+EPILOGUE = dict(
+    bias=integers(5, 264), activation=jax.nn.relu,
+    scale=(jnp.resize(SCALES, (136, 1)), jnp.resize(SCALES, (264,))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), list(itertools.product([False, True], repeat=2)))
+def test_all_layouts_and_the_whole_epilogue_on_a_batch(left, right):
+    config = overlap.Config(stream_k=3, stages=3, **SMALL)
+    check_exactly((136, 264, 328), config, cores=5, batch=(2,), transpose_lhs=left, transpose_rhs=right,
+                  c=integers(6, 2, 136, 264), **EPILOGUE)  # fmt: skip
+
+
+@pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_float8(out):
+    config = overlap.Config(tile_k=128, stream_k=4, **SMALL)
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        check_exactly((130, 136, 656), config, cores=5, dtype=dtype, transpose_rhs=True, preferred_element_type=out)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"), [(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32)]
+)
+def test_error_within_twice_that_of_rounding(dtype, out):
+    extra = dict(scale=(0.1, jnp.exp(normal(9, 1, 264, dtype=jnp.float32))), bias=normal(10, 264), activation=jnp.tanh)
+    config = overlap.Config(stream_k=3, **SMALL)
+    lhs, rhs = normal(7, 200, 456, dtype=dtype), normal(8, 456, 264, dtype=dtype)
+    check(lhs, rhs, config=config, cores=5, preferred_element_type=out)
+    check(lhs, rhs, config=config, cores=5, preferred_element_type=out, limit=6e-3, **extra)
+
+
+def test_gradients():
+    lhs, rhs = 0.1 * normal(11, 136, 328), 0.1 * normal(12, 328, 136)
+    config = overlap.Config(stream_k=4, **SMALL)
+
+    def loss(a, b, **kwargs):
+        return jnp.sum(jnp.sin(overlap.matmul(a, b, activation=jnp.tanh, **kwargs).astype(jnp.float32)))
+
+    with emulate(cores=5):
+        ours = jax.grad(lambda a, b: loss(a, b, config=config, implementation="fused"), argnums=(0, 1))(lhs, rhs)
+        jax.block_until_ready(ours)
+    for a, b in zip(ours, jax.grad(lambda a, b: loss(a, b, implementation="xla"), argnums=(0, 1))(lhs, rhs)):
+        assert float(oracle.distance(a, b.astype(jnp.float32))) < 2e-2
+
+
+SCHEDULES = [
+    (completion, scheduler, seed)
+    for seed, (completion, scheduler) in enumerate(
+        itertools.product(("late", "eager", "random"), ("pct", "random", "round_robin"))
+    )
+]
+
+
+@pytest.mark.parametrize(("cores", "stream_k"), [(5, 3), (13, 8)])
+def test_the_same_bits_under_every_schedule(cores, stream_k):
+    lhs, rhs = normal(13, 200, 520), normal(14, 520, 264)
+    config = overlap.Config(stream_k=stream_k, stages=3, **SMALL)
+    results = []
+    for completion, scheduler, seed in SCHEDULES:
+        with emulate(cores=cores, completion=completion, scheduler=scheduler, seed=seed):
+            out = overlap.matmul(lhs, rhs, config=config, implementation="fused", preferred_element_type=jnp.float32)
+            results.append(np.asarray(out))
+    assert all((result == results[0]).all() for result in results)
+    # In another order the sums differ in their last bits, so that these can tell orders apart.
+    with emulate(cores=cores):
+        whole = overlap.matmul(lhs, rhs, config=overlap.Config(**SMALL), implementation="fused",
+                               preferred_element_type=jnp.float32)  # fmt: skip
+        assert not (np.asarray(whole) == results[0]).all()
+
+
+def test_launches_in_a_row():
+    """Flags are zero and `sums` hold nothing at each start: the second launch must not live on the first one's."""
+    xs, w = integers(15, 3, 130, 520), integers(16, 520, 264)
+    config = overlap.Config(stream_k=4, **SMALL)
+
+    def step(w, x):
+        y = overlap.matmul(x, w, config=config, implementation="fused", preferred_element_type=jnp.float32)
+        return -w, y
+
+    with emulate(cores=5) as run:
+        _, ys = jax.jit(lambda w, xs: jax.lax.scan(step, w, xs))(w, xs)
+        run.check()
+    assert run.counts["launches"] == 3
+    signs = np.array([1, -1, 1])[:, None, None]
+    np.testing.assert_array_equal(np.asarray(ys), signs * oracle_of(xs, w))
+
+
+@pytest.mark.parametrize("scheduler", ["pct", "random", "round_robin"])
+def test_two_ctas_at_a_time_are_enough(scheduler):
+    """Only who finishes a tile waits, so that of the CTAs under way at most one waits for those not yet launched."""
+    config = overlap.Config(stream_k=8, **SMALL)
+    shape = (256, 128, 1024)
+    check_exactly(shape, config, cores=9, settings=dict(resident=2, scheduler=scheduler))
+    with pytest.raises(DeadlockError, match="CTAs were never launched"):
+        check_exactly(shape, config, cores=9, settings=dict(resident=1, scheduler=scheduler))
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "shape", "stream_k"),
+    [
+        (2, 5, (128, 128, 320), 8),  # Each device's one partial wave.
+        (3, 2, (200, 136, 200), 2),  # Full waves before, and shards whose last block is short.
+        (3, 7, (131, 264, 328), 3),
+    ],
+)
+def test_all_gather(devices, cores, shape, stream_k):
+    config = overlap.Config(stream_k=stream_k, stages=3, **SMALL)
+    check_gathered(devices, cores, shape, config)
