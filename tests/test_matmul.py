@@ -60,9 +60,10 @@ HOOKED = {
 def test_hooks_see_each_operand_tile_and_the_accumulator(name):
     """A matmul that also forwards its left operand from shared memory, and applies a function to its result."""
     config, (m, n, k) = HOOKED[name], (384, 256, 192)
-    cores = 4 * config.cluster
+    groups = 6 if name == "cut tiles of clusters" else 4
+    cores = groups * config.cluster
     order = TileOrder.of(m, n, config)
-    work = hopper.StreamK(order.tiles, k // config.tile_k, 4, config.stream_k)
+    work = hopper.StreamK(order.tiles, k // config.tile_k, groups, config.stream_k)
     assert work.cuts == (config.stream_k > 1)
     lhs, rhs = normal(4, m, k), normal(5, k, n)
 

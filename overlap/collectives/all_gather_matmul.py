@@ -7,13 +7,15 @@ Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lh
                        an own tile:   load from lhs
     communicator   for each of this CTA's chunks, in the order in which tiles need them:
                        peer's lhs → shared memory → scratch; when it has landed, raise the flag of its row block
-                   at the end: the exit handshake
+                   at the end: the own shard's chunks, if the gathered operand is asked for; the exit handshake
     compute        the mainloop of `overlap.kernels.hopper`
 
 The shards are pulled (read by who needs them), so a flag never crosses NVLink: the only remote signals are the
 handshake's. Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
 
-Constraints: f16 or bf16; rows of all matrices multiples of 16 bytes; a mesh of D devices with ids 0 … D − 1, in any
+Several right operands share one gather: their tiles lie side by side in the list of tiles (`AllGatherSchedule`).
+
+Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; a mesh of D devices with ids 0 … D − 1, in any
 order, that can all address each other. Source: the collective matmul of Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 
@@ -22,6 +24,7 @@ Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes; chunk: `PullPlan
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -31,18 +34,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import tuning
-from overlap.collectives import reference
+from overlap.collectives import gathered_lhs, reference
 from overlap.collectives.axis import require_all_manual, ring_of
+from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels import differentiable, dispatch, hopper, matmul
+from overlap.kernels import differentiable, dispatch, hopper, product
 from overlap.kernels.config import Config
-from overlap.kernels.product import Operands, Plan
 from overlap.kernels.target import Target
-from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
-    PullPlan,
     Ring,
     exit_handshake,
     fence_async_proxy,
@@ -56,73 +56,117 @@ from overlap.primitives.integers import ceil_div
 NAME = "all_gather_lhs_matmul"
 
 
-def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, config: Config, target: Target) -> None:
-    """Whether the fused kernel can serve a call. Raises as `Config.check` does."""
-    (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
-    config.check(
-        m=m_shard, n=n_shard, k=k, dtype=lhs.dtype, out_dtype=out_dtype, target=target, pulls=ring.size > 1,
-        m_name="m_shard",
-    )  # fmt: skip
-
-
-def make_schedule(devices: int, m_shard: int, n_shard: int, k: int, itemsize: int, config: Config) -> AllGatherSchedule:
-    """The schedule of a problem of the given per-shard sizes."""
-    plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
-    return AllGatherSchedule(devices, TileOrder.of(m_shard, n_shard, config), config.tile_m, plan)
+def _within(ref: Any, schedule: AllGatherSchedule, batch: Any, *index: Any) -> Any:
+    """A piece of one batch element, where there are several."""
+    index = (batch, *index) if schedule.batch > 1 else index
+    return ref.at[index] if index else ref
 
 
 def _pull(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
           ring: Ring, schedule: AllGatherSchedule) -> None:  # fmt: skip
     """The communicator's transfers: this CTA's share of the chunks."""
-    plan = schedule.plan
+    plan, me = schedule.plan, ring.me()
 
-    def at(ordinal: Any) -> tuple[Any, Any, Any]:
-        return schedule.chunk(cta + ordinal * num_ctas)
+    def piece(row: Any, column: Any) -> tuple[Any, tuple[Any, Any]]:
+        batch, row = schedule.batch_of_row(row)
+        return batch, (pl.ds(row, plan.rows), pl.ds(column, plan.cols))
 
-    def piece(row: Any, column: Any) -> tuple[Any, Any]:
-        return pl.ds(row, plan.rows), pl.ds(column, plan.cols)
+    def at(ordinal: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+        step, row, column = schedule.chunk(cta + ordinal * num_ctas)
+        return step, *piece(row, column)
 
     def source(ordinal: Any) -> Any:
-        step, row, column = at(ordinal)
-        return ring.remote(lhs_gmem, ring.peer(step)).at[piece(row, column)]
+        step, batch, place = at(ordinal)
+        return _within(ring.remote(lhs_gmem, ring.peer(step)), schedule, batch, *place)
 
     def destination(ordinal: Any) -> Any:
-        step, row, column = at(ordinal)
-        return scratch_gmem.at[(step - 1, *piece(row, column))]
+        step, batch, place = at(ordinal)
+        return _within(scratch_gmem, schedule, batch, schedule.slot(me, step), *place)
 
     def landed(ordinal: Any) -> None:
-        step, row, _ = at(ordinal)
+        step, row, _ = schedule.chunk(cta + ordinal * num_ctas)
         signal(flags.at[schedule.flag(step, row)])
 
-    mine = lax.div(jnp.int32(schedule.pulls + num_ctas - 1) - cta, jnp.int32(num_ctas))
-    pull_chunks(mine, source=source, destination=destination, landed=landed, slots_smem=slots_smem, loaded=loaded)
+    def share(chunks: int) -> Any:
+        return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
+
+    pull_chunks(share(schedule.pulls), source=source, destination=destination, landed=landed, slots_smem=slots_smem,
+                loaded=loaded)  # fmt: skip
+    if not schedule.keeps_own:
+        return
+
+    def own(ordinal: Any) -> tuple[Any, tuple[Any, Any]]:
+        return piece(*schedule.origin(cta + ordinal * num_ctas))
+
+    def own_destination(ordinal: Any) -> Any:
+        batch, place = own(ordinal)
+        return _within(scratch_gmem, schedule, batch, schedule.slot(me, 0), *place)
+
+    def own_source(ordinal: Any) -> Any:
+        batch, place = own(ordinal)
+        return _within(lhs_gmem, schedule, batch, *place)
+
+    # Nobody in this kernel reads the copy, so it comes last, and without flags.
+    pull_chunks(share(schedule.chunks), source=own_source, destination=own_destination, landed=lambda ordinal: None,
+                slots_smem=slots_smem, loaded=loaded)  # fmt: skip
 
 
-def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sums_gmem: Any, ring: Ring,
-            schedule: AllGatherSchedule, work: hopper.StreamK, config: Config) -> None:  # fmt: skip
-    """The kernel's body: hooks and buffers for the mainloop."""
-    plan, num_ctas = schedule.plan, work.num_ctas * config.cluster
-    me = ring.me()
+def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedule, work: hopper.StreamK,
+            plan: Plan) -> None:  # fmt: skip
+    """The kernel's body: hooks and buffers for the mainloop.
+
+    `inputs` are `Operands` of references; `outputs`: results, where the pulled shards lie, partial sums (if any).
+    """
+    (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, *sums_gmem) = (inputs.lhs, inputs.sides), outputs
+    config: Any = plan.config
+    num_ctas, me = work.num_ctas * config.cluster, ring.me()
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
     flags, exit_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
     cta = hopper.cta(config)
 
     def tile_at(index: Any) -> hopper.Tile:
-        step, m, n = schedule.tile(index)
-        m, n = hopper.own_tile(config, m, n)
-        return hopper.Tile(step, m, n, out_row=m * config.tile_m)
+        step, row, column = schedule.tile(index)
+        (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
+        m, n = hopper.own_tile(config, row, column)
+        return hopper.Tile(step, m, n, out_row=m * config.tile_m, side=side, batch=batch)
 
     def wait_for_rows(tile: hopper.Tile) -> None:
         # The second tile of a cluster may lie wholly below the last row; it then waits for nothing.
         @pl.when(jnp.logical_and(tile.step > 0, tile.m < schedule.row_blocks))
         def _wait() -> None:
-            wait_at_least(flags.at[schedule.flag(tile.step, tile.m * config.tile_m)], schedule.flag_target(tile.m))
+            first_row = tile.batch * schedule.plan.shard_rows + tile.m * config.tile_m
+            wait_at_least(flags.at[schedule.flag(tile.step, first_row)], schedule.flag_target(tile.m))
             fence_async_proxy()
 
     def load_rows(tile: hopper.Tile, load: Any) -> None:
-        pl.when(tile.step == 0)(lambda: load(lhs_gmem))
-        pl.when(tile.step > 0)(lambda: load(scratch_gmem.at[tile.step - 1]))
+        pl.when(tile.step == 0)(lambda: load(_within(lhs_gmem, schedule, tile.batch)))
+        slot = schedule.slot(me, tile.step)
+        pl.when(tile.step > 0)(lambda: load(_within(scratch_gmem, schedule, tile.batch, slot)))
+
+    def out_at(tile: hopper.Tile) -> hopper.OneOf:
+        # A dimension of its own for the shards, so that the last rows of one are clipped there.
+        shard = schedule.shard(me, tile.step)
+        return hopper.OneOf([_within(out, schedule, tile.batch, shard) for out in outs_gmem], tile.side)
+
+    def epilogue_at(tile: hopper.Tile) -> Any:
+        # Both vectors are filled up as the tiles are: by batch element and by right operand.
+        tile_rows, tile_columns = config.cluster_tile
+        element = schedule.shard(me, tile.step) * schedule.batch + tile.batch
+        first_row = element * (schedule.order.m_tiles // schedule.batch * tile_rows)
+        first_column = schedule.first_column(tile.side) * tile_columns
+
+        def epilogue(values: jax.Array, rows: Any, columns: Any, addend: Any) -> jax.Array:
+            del addend
+            if inputs.row_scale is not None:
+                where = pl.ds(first_row + rows.start, rows.size)
+                values = values * hopper.spread(inputs.row_scale, where, values.shape, 0)
+            if inputs.column_scales is not None:
+                where = pl.ds(first_column + columns.start, columns.size)
+                values = values * hopper.spread(inputs.column_scales, where, values.shape, 1)
+            return values
+
+        return epilogue
 
     def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
         def communicate() -> None:
@@ -135,125 +179,190 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
             config=config,
             buffers=buffers,
             partial=partial,
+            forms=plan.forms,
             hooks=hopper.Hooks(
                 load_lhs=load_rows,
-                rhs_at=lambda tile: rhs_gmem,
-                # A dimension of its own for the shards, so that the last rows of one are clipped there.
-                out_at=lambda tile: out_gmem.at[schedule.shard(me, tile.step)],
+                rhs_at=lambda tile: hopper.OneOf(sides_gmem, tile.side),
+                out_at=out_at,
                 before_load=wait_for_rows,
                 communicate=communicate,
+                epilogue_at=None if inputs.row_scale is None and inputs.column_scales is None else epilogue_at,
             ),
         )
 
     pl.run_scoped(
         run,
-        hopper.buffer_types(config, lhs_gmem.dtype, out_gmem.dtype),
-        plgpu.SMEM((config.chunk_slots, plan.rows, plan.cols), lhs_gmem.dtype),
+        hopper.buffer_types(config, lhs_gmem.dtype, outs_gmem[0].dtype, forms=plan.forms,
+                            rhs_dtype=sides_gmem[0].dtype),
+        plgpu.SMEM((config.chunk_slots, schedule.plan.rows, schedule.plan.cols), lhs_gmem.dtype),
         plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
         collective_axes=hopper.THREAD_AXIS,
-    )
+    )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _fused(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, target: Target) -> jax.Array:
-    if ring.size == 1:
-        return differentiable.fused(Operands(lhs, rhs), Plan(config, target, hopper.PLAIN, out_dtype))
-    (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
-    schedule = make_schedule(ring.size, m_shard, n_shard, k, lhs.dtype.itemsize, config)
+def _filled_rows(row_scale: Any, plan: Plan) -> Any:
+    """The row scales of all shards, each batch element filled up to whole tiles: a vector."""
+    if row_scale is None:
+        return None
+    assert plan.config is not None
+    gathered = lax.all_gather(row_scale, plan.ring.axis_name)
+    filler = -gathered.shape[-1] % plan.config.cluster_tile[0]
+    return jnp.pad(gathered, ((0, 0),) * (gathered.ndim - 1) + ((0, filler),)).reshape(-1)
+
+
+def _filled_columns(column_scales: Any, config: Config) -> Any:
+    """The column scales of all right operands, each filled up to whole tiles: a vector."""
+    if column_scales is None:
+        return None
+    return jnp.concatenate([jnp.pad(x, (0, -x.shape[0] % config.cluster_tile[1])) for x in column_scales])
+
+
+def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
+    lhs, devices, config = operands.lhs, plan.ring.size, plan.config
+    assert config is not None
+    *batch, m_shard, k = lhs.shape
+    widths = [side.shape[0 if plan.forms.transpose_rhs else 1] for side in operands.sides]
+    schedule = AllGatherSchedule.of(
+        devices, m_shard, widths, k, lhs.dtype.itemsize, config, batch=batch[0] if batch else 1,
+        keeps_own=plan.returns_gathered,
+    )  # fmt: skip
+    if schedule.batch == 1:
+        batch = []
     work = hopper.StreamK(
-        schedule.tiles, ceil_div(k, config.tile_k), target.num_cores // config.cluster, config.stream_k
+        schedule.tiles, ceil_div(k, config.tile_k), plan.target.num_cores // config.cluster, config.stream_k
     )
-    body = functools.partial(_kernel, ring=ring, schedule=schedule, work=work, config=config)
-    out, *_ = hopper.launch(
-        lambda *refs: body(*refs),
-        out_type=(
-            jax.ShapeDtypeStruct((ring.size, m_shard, n_shard), out_dtype),
-            jax.ShapeDtypeStruct((ring.size - 1, m_shard, k), lhs.dtype),
-            *([hopper.partial_sums_type(work, config)] if work.cuts else []),
-        ),
-        num_ctas=target.num_cores,
+    leaves, structure = jax.tree.flatten(
+        dataclasses.replace(
+            operands, lhs=lhs.reshape(*batch, m_shard, k), row_scale=_filled_rows(operands.row_scale, plan),
+            column_scales=_filled_columns(operands.column_scales, config),
+        )
+    )  # fmt: skip
+    out_types = (
+        [jax.ShapeDtypeStruct((*batch, devices, m_shard, n), plan.out_dtype) for n in widths],
+        jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
+        *([hopper.partial_sums_type(work, config)] if work.cuts else []),
+    )
+    types, out_structure = jax.tree.flatten(out_types)
+
+    def body(*refs: Any) -> None:
+        inputs = jax.tree.unflatten(structure, refs[: len(leaves)])
+        outputs = jax.tree.unflatten(out_structure, refs[len(leaves) :])
+        _kernel(inputs, outputs, ring=plan.ring, schedule=schedule, work=work, plan=plan)
+
+    results = hopper.launch(
+        body,
+        out_type=tuple(types),
+        num_ctas=plan.target.num_cores,
         cluster=config.cluster,
         name=f"overlap_{NAME}",
-    )(lhs, rhs)
-    return out.reshape(ring.size * m_shard, n_shard)
+    )(*leaves)
+    outs, scratch, *_ = jax.tree.unflatten(out_structure, results)
+    rows = (*lhs.shape[:-2], devices * m_shard)
+    gathered = scratch.reshape(*rows, k) if plan.returns_gathered else None
+    return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered
 
 
-def _fused_forward(lhs: jax.Array, rhs: jax.Array, ring: Ring, out_dtype: Any, config: Config, target: Target) -> Any:
-    return _fused(lhs, rhs, ring, out_dtype, config, target), (lhs, rhs)
+def _on_one_device(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """The same where there is nothing to gather: products, the batch folded into the rows."""
+    assert plan.config is not None
+    lhs, scales = operands.lhs, operands.column_scales or (None,) * len(operands.sides)
+    rows = None if operands.row_scale is None else operands.row_scale.reshape(-1)
+    of_one = product.Plan(plan.config, plan.target, plan.forms, plan.out_dtype)
+    folded = lhs.reshape(-1, lhs.shape[-1])
+    outs = [
+        differentiable.fused(product.Operands(folded, side, row_scale=rows, column_scale=columns), of_one)
+        for side, columns in zip(operands.sides, scales, strict=True)
+    ]
+    return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if plan.returns_gathered else None
 
 
-def _fused_backward(
-    ring: Ring, out_dtype: Any, config: Config, target: Target, saved: Any, cotangent: jax.Array
-) -> Any:
-    del out_dtype, config, target  # The transpose, matmul + reduce-scatter, runs by XLA.
-    lhs, rhs = saved
-    return reference.all_gather_lhs_matmul_backward(lhs, rhs, ring.axis_name, cotangent)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fused(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    return (_launch if plan.ring.size > 1 else _on_one_device)(operands, plan)
+
+
+def _fused_forward(operands: Operands, plan: Plan) -> Any:
+    return _fused(operands, plan), operands
+
+
+def _fused_backward(plan: Plan, operands: Operands, cotangents: Any) -> tuple[Operands]:
+    # The transpose, matmul + reduce-scatter, runs by XLA.
+    return (reference.all_gather_lhs_matmul_backward(operands, plan, *cotangents),)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-def _check_matrices(lhs: Any, rhs: Any, preferred_element_type: Any) -> Any:
-    out_dtype = matmul.check_operands(lhs, rhs, preferred_element_type)
-    for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if len(array.shape) != 2:
-            raise ValueError(f"`{name}` must have 2 dimensions, got {len(array.shape)} (shape {tuple(array.shape)})")
-    return out_dtype
-
-
-def decide(
-    lhs: Any, rhs: Any, axis_name: Any, *, preferred_element_type: Any = None, config: Config | None = None,
-    implementation: str | None = None, mesh: Any = None,
-) -> dispatch.Explanation:  # fmt: skip
-    """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
-    ring = ring_of(NAME, axis_name, mesh)
-    out_dtype = _check_matrices(lhs, rhs, preferred_element_type)
-    (m_shard, k), n_shard = lhs.shape, rhs.shape[1]
-    problem = tuning.Problem(NAME, m_shard, n_shard, k, lhs.dtype.name, out_dtype.name, devices=ring.size)
-
-    def check_call(config: Config, target: Target) -> None:
-        check(lhs, rhs, out_dtype, ring, config, target)
-        matmul.require_unchecked_vma(lhs, rhs)
+def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None,
+            mesh: Any = None) -> dispatch.Explanation:  # fmt: skip
+    def check(config: Config, target: Target) -> None:
+        call.check(ring, config, target)
         if mesh is None:
             require_all_manual()
 
-    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check_call, problem)
+    problem = call.problem(NAME, ring.size)
+    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check, problem)
+
+
+def decide(
+    lhs: Any, rhs: Any, axis_name: Any, *, config: Config | None = None, implementation: str | None = None,
+    mesh: Any = None, return_gathered: bool = False, **keywords: Any,
+) -> dispatch.Explanation:  # fmt: skip
+    """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
+    del return_gathered  # It changes nothing about the choice.
+    ring = ring_of(NAME, axis_name, mesh)
+    return _decide(gathered_lhs.normalize(lhs, rhs, **keywords), ring, config, implementation, mesh)
 
 
 def all_gather_lhs_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: Any,
     axis_name: str | tuple[str, ...],
     *,
+    scale: Any = None,
+    transpose_rhs: bool = False,
+    return_gathered: bool = False,
     preferred_element_type: Any = None,
     config: Config | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Any:
     """Gathers `lhs` along a mesh axis and multiplies it by `rhs`, communication hidden behind computation.
 
-    To be called inside `jax.shard_map`; equals `lax.all_gather(lhs, axis_name, tiled=True) @ rhs`.
+    To be called inside `jax.shard_map`; equals `lax.all_gather(lhs, axis_name, axis=-2, tiled=True) @ rhs`. Several
+    right operands (Q, K and V; gate and up) share one gather and one kernel.
 
     Args:
-      lhs: [m_shard, k] per shard; globally [D · m_shard, k], rows sharded over the D devices of `axis_name`. float16 or
-        bfloat16 in the fused kernel.
-      rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype.
+      lhs: [..., m_shard, k] per shard; globally [..., D · m_shard, k], rows sharded over the D devices of `axis_name`.
+        In the fused kernel float16, bfloat16, or (with `transpose_rhs`) float8, which then crosses the links as such.
+        Each leading index has output tiles of its own: where m_shard is far below a tile's rows, they are mostly empty.
+      rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype (float8 kinds
+        may be mixed). Or a list or tuple of such matrices, each with its own n_shard; nothing is concatenated.
       axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
         the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
-      preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
-      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
+      scale: a factor of the product, in float32: a scalar (the same on all devices of the axis), [..., m_shard, 1] for
+        the rows of this shard (gathered by XLA beforehand), (n_shard,) per column, or a tuple of these to be
+        multiplied. Of several right operands, scalars or columns are given as a list with one entry for each.
+      transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
+      return_gathered: whether to return the gathered `lhs` as well.
+      preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. Accumulation is
+        in float32.
+      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model (which sees
+        several right operands as one of their total width).
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
         choose: fused where it can serve the call on a GPU. The choice is logged once at INFO level, logger "overlap".
 
     Returns:
-      [D · m_shard, n_shard] per shard; globally [D · m_shard, D · n_shard], columns sharded. Deterministic:
-      repeated calls give the same bits.
+      [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. A list or tuple
+      of such if `rhs` is one. With `return_gathered` a pair of that and [..., D · m_shard, k], which is the same on all
+      devices of the axis. Deterministic: repeated calls give the same bits.
 
     Raises:
       ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable: the backward pass runs by XLA. Under `vmap`, use implementation="xla".
+    Differentiable: the backward pass runs by XLA. Under `vmap`, use leading dimensions or implementation="xla".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -262,14 +371,17 @@ def all_gather_lhs_matmul(
       ...     mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False,
       ... )
       >>> y = jax.jit(layer)(x, w)
+      >>> gate, up = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x")  # inside such a layer
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    choice = decide(
-        lhs, rhs, axis_name, preferred_element_type=preferred_element_type, config=config, implementation=implementation
-    )
-    out_dtype = _check_matrices(lhs, rhs, preferred_element_type)
     ring = ring_of(NAME, axis_name)
+    call = gathered_lhs.normalize(
+        lhs, rhs, scale=scale, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
+    )
+    choice = _decide(call, ring, config, implementation)
+    plan = Plan(ring, call.forms, call.out_dtype, choice.config, choice.target, return_gathered)
     if choice.config is None:
-        return reference.all_gather_lhs_matmul(lhs, rhs, ring.axis_name, out_dtype)
-    return _fused(lhs, rhs, ring, out_dtype, choice.config, choice.target)
+        return call.restore(*reference.all_gather_lhs_matmul(call.operands, plan))
+    results: Any = _fused(call.operands, plan)
+    return call.restore(*results)

@@ -8,8 +8,10 @@ different peers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from overlap.kernels.config import Config
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import PullPlan
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder
@@ -22,17 +24,38 @@ class AllGatherSchedule:
     There is no device-wide step: a CTA takes every `num_ctas`-th tile of the list, whichever shard it belongs to, and
     waits for nothing but its own rows. Chunks are dealt to the CTAs' communicators in the same manner.
 
+    Batch elements lie below each other and right operands side by side in the grid of a shard's tiles, each filled up
+    to whole tiles: so the order of tiles keeps its locality across them, and one list still balances them all.
+
     Attributes:
       devices: devices on the ring.
-      order: the tiles (of a cluster) of one shard's product.
+      order: the tiles (of a cluster) of one shard's product, batch elements and right operands included.
       block_rows: rows of one tile, and of one flag.
-      plan: how one shard is cut into chunks.
+      plan: how one batch element of a shard is cut into chunks.
+      batch: how many batch elements a shard has; its rows are counted through them.
+      sides: tile columns of each right operand; () for a single one.
+      keeps_own: whether the pulled shards lie where they belong among all, beside a copy of the own one.
     """
 
     devices: int
     order: TileOrder
     block_rows: int
     plan: PullPlan
+    batch: int = 1
+    sides: tuple[int, ...] = ()
+    keeps_own: bool = False
+
+    @staticmethod
+    def of(
+        devices: int, m_shard: int, n_shards: Sequence[int], k: int, itemsize: int, config: Config, *, batch: int = 1,
+        keeps_own: bool = False,
+    ) -> AllGatherSchedule:  # fmt: skip
+        """The schedule of a problem of the given per-shard sizes."""
+        rows, columns = config.cluster_tile
+        sides = tuple(ceil_div(n, columns) for n in n_shards)
+        order = TileOrder(batch * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
+        plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
+        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own)
 
     @property
     def tiles(self) -> int:
@@ -40,44 +63,96 @@ class AllGatherSchedule:
         return self.devices * self.order.tiles
 
     def tile(self, index: Any) -> tuple[Any, Any, Any]:
-        """Step, tile row within that step's shard, and tile column of tile `index`."""
+        """Step, tile row within that step's shard (all its batch elements), and tile column of tile `index`."""
         step = quotient(index, self.order.tiles)
         m, n = self.order(index - step * self.order.tiles)
         return step, m, n
+
+    def batch_of(self, m: Any) -> tuple[Any, Any]:
+        """Batch element of a tile row, and the tile row within it."""
+        return _split(m, self.order.m_tiles // self.batch, self.batch)
+
+    def side_of(self, n: Any) -> tuple[Any, Any]:
+        """Right operand of a tile column, and the tile column within it."""
+        side, first, begin = 0, 0, 0
+        for tiles in self.sides[:-1]:
+            begin += tiles
+            is_behind = n >= begin
+            side, first = side + choose(is_behind, 1, 0), choose(is_behind, begin, first)
+        return side, n - first
+
+    def first_column(self, side: Any) -> Any:
+        """The first tile column of a right operand."""
+        first = 0
+        for index, tiles in enumerate(self.sides[:-1]):
+            first = first + choose(side > index, tiles, 0)
+        return first
 
     def shard(self, me: Any, step: Any) -> Any:
         """Whose shard device `me` multiplies in `step`."""
         return remainder(me + step, self.devices)
 
     @property
+    def slots(self) -> int:
+        """How many shards the pulled ones lie among."""
+        return self.devices if self.keeps_own else self.devices - 1
+
+    def slot(self, me: Any, step: Any) -> Any:
+        """Where device `me` lays the shard of `step` ≥ 1, and its own one (0) if it keeps that."""
+        return self.shard(me, step) if self.keeps_own else step - 1
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one shard."""
+        return self.batch * self.plan.chunks
+
+    @property
     def pulls(self) -> int:
         """Chunks that one device pulls."""
-        return (self.devices - 1) * self.plan.chunks
+        return (self.devices - 1) * self.chunks
 
     def chunk(self, index: Any) -> tuple[Any, Any, Any]:
         """Step that pull `index` serves, and its first row and column within the shard."""
-        before = quotient(index, self.plan.chunks)
-        row, column = self.plan.origin(index - before * self.plan.chunks)
-        return before + 1, row, column
+        before = quotient(index, self.chunks)
+        return before + 1, *self.origin(index - before * self.chunks)
+
+    def origin(self, chunk: Any) -> tuple[Any, Any]:
+        """First row and column of a chunk of a shard."""
+        element, within = _split(chunk, self.plan.chunks, self.batch)
+        row, column = self.plan.origin(within)
+        return element * self.plan.shard_rows + row, column
+
+    def batch_of_row(self, row: Any) -> tuple[Any, Any]:
+        """Batch element of a row of a shard, and the row within it."""
+        return _split(row, self.plan.shard_rows, self.batch)
 
     @property
     def row_blocks(self) -> int:
-        """Blocks of rows in a shard; the last may have fewer rows."""
+        """Blocks of rows in a batch element of a shard; the last may have fewer rows."""
         return ceil_div(self.plan.shard_rows, self.block_rows)
 
     @property
     def flags(self) -> tuple[int, int]:
         """Shape of the flags: [steps with a pulled shard, row blocks]; at least one of each, since none cannot be."""
-        return max(self.devices - 1, 1), self.row_blocks
+        return max(self.devices - 1, 1), self.batch * self.row_blocks
 
     def flag(self, step: Any, row: Any) -> tuple[Any, Any]:
         """The flag of a row of the shard of `step` ≥ 1."""
-        return step - 1, quotient(row, self.block_rows)
+        element, within = self.batch_of_row(row)
+        return step - 1, element * self.row_blocks + quotient(within, self.block_rows)
 
     def flag_target(self, block: Any) -> Any:
-        """How often the flag of a row block is raised: once per chunk. The last block may have fewer rows."""
+        """How often the flag of a batch element's row block is raised: once per chunk."""
         per_row = self.plan.chunks_per_row_group
         last = self.row_blocks - 1
         whole = self.block_rows // self.plan.rows * per_row
         rest = (self.plan.shard_rows - last * self.block_rows) // self.plan.rows * per_row
         return whole if rest == whole else choose(block == last, rest, whole)
+
+
+def _split(index: Any, size: int, count: int) -> tuple[Any, Any]:
+    """Which of `count` pieces of `size` an index lies in, and where in it."""
+    if count == 1:
+        return 0, index
+    piece = quotient(index, size)
+    return piece, index - piece * size

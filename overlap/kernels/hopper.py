@@ -21,7 +21,8 @@ counts slots on its own across them, so that the next tile's operands are on the
 stored. Of a tile that several share, all but the first write their f32 sums to global memory and raise a flag; the
 first one adds them to its own and goes on as with any other tile.
 
-Either operand may lie in memory with k along its rows or down its columns (`Forms`); the tensor cores read both.
+Either operand may lie in memory with k along its rows or down its columns (`Forms`); the tensor cores read both. There
+may be several right operands, each with an output of its own (`OneOf`): only the copies differ by which it is.
 
 Constraints: see `Config.check`. Source: the Mosaic GPU pipelining guide and CUTLASS's cooperative persistent kernel.
 
@@ -42,6 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import COMPUTE_WARPGROUPS, Config
+from overlap.kernels.hooks import Hooks, OneOf, Tile, spread, with_reference
 from overlap.kernels.staging import PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, half, load_step, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives import signal, wait_at_least, wait_stores_read
@@ -61,6 +63,7 @@ __all__ = [
     "Buffers",
     "Forms",
     "Hooks",
+    "OneOf",
     "PartialSums",
     "StreamK",
     "Tile",
@@ -72,56 +75,9 @@ __all__ = [
     "partial_sums_flags",
     "partial_sums_type",
     "rank",
+    "spread",
     "swizzled",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """One output tile on its way through the mainloop; all indices are int32 scalars.
-
-    Attributes:
-      step: which operands the tile comes from, as the tile order numbers them (shard, batch element, or just 0).
-      m: tile row within the left operand.
-      n: tile column.
-      out_row: first row of the tile in the output.
-      k_first: the first k step of the tile, if the contraction is split into tiles of their own.
-    """
-
-    step: Any
-    m: Any
-    n: Any
-    out_row: Any
-    k_first: Any = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Hooks:
-    """Where a fused operation enters the mainloop (the pipeline callbacks).
-
-    Attributes:
-      before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
-      load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the reference that holds the
-        tile's rows (under `pl.when` if there are several such).
-      rhs_at: from a tile to the reference that holds its columns.
-      out_at: from a tile to the [rows, n] reference that it is stored to.
-      communicate: the communicator warp's whole work; called once.
-      in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step
-        `k` are in shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else
-        [boxes, k, width]. It must not return before its copies have read them (`wait_stores_read`).
-      addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
-      epilogue: called as `epilogue(values, rows, columns, addend)` with f32 values of the product, the (traced) slices
-        of the output that they are for, and the addend's values there (or None); returns what is stored.
-    """
-
-    load_lhs: Callable[[Tile, Callable[[Any], None]], None]
-    rhs_at: Callable[[Tile], Any]
-    out_at: Callable[[Tile], Any]
-    before_load: Callable[[Tile], None] | None = None
-    communicate: Callable[[], None] | None = None
-    in_smem: Callable[[Tile, Any, Any, Any], None] | None = None
-    addend_at: Callable[[Tile], Any] | None = None
-    epilogue: Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -170,9 +126,8 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
     if hooks.before_load is not None:
         hooks.before_load(tile)
     (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
-    rhs_gmem = hooks.rhs_at(tile)
 
-    def load(lhs_gmem: Any) -> None:
+    def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
         @pl.loop(0, piece.k_steps)
         def _step(k: Any) -> None:
             slot = remainder(piece.before + k, config.stages)
@@ -188,7 +143,7 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
             load_step(rhs_gmem, rhs_box.at[slot], full, tile.n * config.tile_n, k_start, not forms.transpose_rhs,
                       shared_by=RANK_AXIS if config.cluster > 1 and config.cluster_along == "m" else None)  # fmt: skip
 
-    hooks.load_lhs(tile, load)
+    hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
 
 
 def _wait_until_consumed(filled: Any, buffers: Buffers, config: Config) -> None:
@@ -308,8 +263,8 @@ def _store(
     add_parts: Callable[[jax.Array, int], jax.Array] | None = None,
 ) -> None:
     """Registers → shared memory → output, `epilogue_tile_n` columns at a time. The half begins at `corner`."""
-    (row, column), (wg_m, wg_n) = corner, config.halves
-    out_gmem, width = hooks.out_at(tile), config.epilogue_tile_n
+    (row, column), (wg_m, wg_n), width = corner, config.halves, config.epilogue_tile_n
+    epilogue = hooks.epilogue if hooks.epilogue_at is None else hooks.epilogue_at(tile)
     rows = pl.ds(tile.out_row + row, wg_m)
     box_views, register_views = (view.at[warpgroup] for view in buffers.out)
     boxes, _, box_width = box_views.shape[1:]
@@ -332,13 +287,17 @@ def _store(
             plgpu.barrier_wait(loaded)
         for box, (place, part) in enumerate(zip(places, parts, strict=True)):
             slot_smem, part_values = register_views.at[slot, box], piece[:, part]
-            if hooks.epilogue is not None:
+            if epilogue is not None:
                 addend = None if hooks.addend_at is None else slot_smem[...].astype(jnp.float32)
-                part_values = hooks.epilogue(part_values, *place, addend)
-            slot_smem[...] = part_values.astype(out_gmem.dtype)
+                part_values = epilogue(part_values, *place, addend)
+            slot_smem[...] = part_values.astype(slot_smem.dtype)
         plgpu.commit_smem()
-        for box, place in enumerate(places):
-            plgpu.copy_smem_to_gmem(box_views.at[slot, box], out_gmem.at[place], commit_group=box == boxes - 1)
+
+        def send(out_gmem: Any, slot: int = slot, places: list[Any] = places) -> None:
+            for box, place in enumerate(places):
+                plgpu.copy_smem_to_gmem(box_views.at[slot, box], out_gmem.at[place], commit_group=box == boxes - 1)
+
+        with_reference(hooks.out_at(tile), send)
 
 
 def mainloop(

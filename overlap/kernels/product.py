@@ -15,9 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import tuning
 from overlap.kernels import hopper
@@ -150,18 +148,12 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
             partial = hopper.PartialSums(sums[0], flags)
 
         def epilogue(values: jax.Array, rows: Any, columns: Any, addend: jax.Array | None) -> jax.Array:
-            def spread(name: str, where: Any, dimension: int) -> jax.Array:
-                # In the accumulator's layout, less the dimension that a vector does not have.
-                layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
-                vector = plgpu.load(given[name].at[where], layout=layout, optimized=False)
-                return lax.broadcast_in_dim(vector, values.shape, (dimension,))
-
             if "row_scale" in given:
-                values = values * spread("row_scale", rows, 0)
+                values = values * hopper.spread(given["row_scale"], rows, values.shape, 0)
             if "column_scale" in given:
-                values = values * spread("column_scale", columns, 1)
+                values = values * hopper.spread(given["column_scale"], columns, values.shape, 1)
             if "bias" in given:
-                values = values + spread("bias", columns, 1)
+                values = values + hopper.spread(given["bias"], columns, values.shape, 1)
             if addend is not None:
                 values = values + addend
             return values if plan.activation is None else inlined(plan.activation)(values)

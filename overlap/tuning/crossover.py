@@ -1,7 +1,7 @@
 """Where XLA is faster than the fused kernel: measured pairs of times, and the nearest of them for a call.
 
-The measurements lie in `crossover.csv`, made from results of the benchmarks (`python -m benchmarks.crossover`). They are
-of an H200; other GPUs are not far from it in what matters here, the fixed costs of a launch against the sizes.
+The measurements lie in `crossover.csv`, made from results of benchmarks (`python -m benchmarks.crossover`). They are of
+an H200; other GPUs are not far from it in what matters here, the fixed costs of a launch against the sizes.
 """
 
 from __future__ import annotations

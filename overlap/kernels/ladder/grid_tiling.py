@@ -6,9 +6,9 @@ all 32 blocks of 256 columns of the right one. In bands of `width` = 8 rows of p
 wide, and reads 8 + 8 blocks for the same number of products. Every second band is walked backwards (a snake), so that
 it begins where the tiles are that the last one ended with.
 
-Gains: the matmul is no longer bound by memory for large problems; nothing in the kernel changes but the function from
-an index to a tile. Source: `overlap/kernels/tile_order.py`; the planar snake of the Blackwell matmul guide in the JAX
-documentation.
+Gains: less traffic to memory for problems that do not fit into L2; nothing in the kernel changes but the function from
+an index to a tile. Measured at 4096 × 8192 × 4096, whose operands nearly fit: none (0.99 → 0.99 of cuBLAS).
+Source: `overlap/kernels/tile_order.py`; the planar snake of the Blackwell matmul guide in the JAX documentation.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""What a product with a gathered left operand is given: checked, and brought into the kernel's form.
+
+    out[i] = row_scale · (gathered(lhs) @ rhs[i]) · column_scale[i]
+
+The left operand may have leading dimensions, which are folded into one; there may be several right operands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from overlap import tuning
+from overlap.kernels import matmul
+from overlap.kernels.config import Config
+from overlap.kernels.staging import Forms
+from overlap.kernels.target import Target
+from overlap.primitives import Ring
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What goes into the products on one device; None where there is nothing.
+
+    Attributes:
+      lhs: [(batch,) m_shard, k].
+      sides: the right operands, [k, n] each, or [n, k] if transposed.
+      row_scale: [(batch,) m_shard] in f32, of this device's rows.
+      column_scales: [n] in f32 for each right operand.
+    """
+
+    lhs: Any
+    sides: tuple[Any, ...]
+    row_scale: Any = None
+    column_scales: tuple[Any, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about the products.
+
+    Attributes:
+      ring: along which the left operand is gathered.
+      forms: how the operands lie in memory.
+      out_dtype: of all results.
+      config: the fused kernel's sizes; None: by XLA.
+      target: the device.
+      returns_gathered: whether the gathered left operand is a result as well.
+    """
+
+    ring: Ring
+    forms: Forms
+    out_dtype: Any
+    config: Config | None
+    target: Target
+    returns_gathered: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call, and what leads back to the caller's form.
+
+    Attributes:
+      operands: in the kernel's form.
+      forms: how they lie in memory.
+      out_dtype: of all results.
+      batch: the leading dimensions of the left operand.
+      container: list or tuple if the caller gave several right operands, else None.
+    """
+
+    operands: Operands
+    forms: Forms
+    out_dtype: Any
+    batch: tuple[int, ...]
+    container: type | None
+
+    @property
+    def sizes(self) -> tuple[int, int, tuple[int, ...], int]:
+        """Batch (1 if there is none), m_shard, n of each right operand, and k."""
+        m_shard, k = self.operands.lhs.shape[-2:]
+        widths = tuple(side.shape[0 if self.forms.transpose_rhs else 1] for side in self.operands.sides)
+        return math.prod(self.batch), m_shard, widths, k
+
+    def problem(self, op: str, devices: int) -> tuning.Problem:
+        """The call's sizes, as the choice of a configuration sees them: the right operands as one."""
+        batch, m_shard, widths, k = self.sizes
+        dtypes = self.operands.lhs.dtype.name, self.out_dtype.name
+        layout = "nt" if self.forms.transpose_rhs else "nn"
+        return tuning.Problem(op, m_shard, sum(widths), k, *dtypes, devices=devices, layout=layout, batch=max(batch, 1))
+
+    def check(self, ring: Ring, config: Config, target: Target) -> None:
+        """Whether the fused kernel can serve the call. Raises as `Config.check` does."""
+        (batch, m_shard, widths, k), lhs, sides = self.sizes, self.operands.lhs, self.operands.sides
+        if batch < 1:
+            raise NotImplementedError(
+                f"the fused kernel needs leading dimensions of at least 1, got {self.batch} in `lhs`: use "
+                'implementation="xla"'
+            )
+        if len({side.dtype for side in sides}) > 1:
+            raise NotImplementedError(
+                "the fused kernel needs all matrices of `rhs` to have the same dtype, got "
+                f'{", ".join(side.dtype.name for side in sides)}: cast them, or use implementation="xla"'
+            )
+        for index, n in enumerate(widths):
+            try:
+                config.check(
+                    m=m_shard, n=n, k=k, dtype=lhs.dtype, out_dtype=self.out_dtype, target=target, pulls=ring.size > 1,
+                    m_name="m_shard", transpose_rhs=self.forms.transpose_rhs,
+                )  # fmt: skip
+            except NotImplementedError as cannot:
+                raise NotImplementedError(f"{self._which(index)}{cannot}") from None
+        matmul.require_unchecked_vma(lhs, *sides)
+
+    def _which(self, index: int) -> str:
+        return "" if self.container is None else f"`rhs[{index}]`: "
+
+    def restore(self, outs: tuple[jax.Array, ...], gathered: jax.Array | None) -> Any:
+        """The results as the caller expects them."""
+        shaped = [out.reshape(*self.batch, *out.shape[-2:]) for out in outs]
+        result = shaped[0] if self.container is None else self.container(shaped)
+        return result if gathered is None else (result, gathered.reshape(*self.batch, *gathered.shape[-2:]))
+
+
+def normalize(
+    lhs: Any, rhs: Any, *, scale: Any = None, transpose_rhs: bool = False, preferred_element_type: Any = None
+) -> Call:
+    """Checks shapes and brings the operands into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
+    container = type(rhs) if type(rhs) in (list, tuple) else None
+    sides = (rhs,) if container is None else tuple(rhs)
+    if not sides:
+        raise ValueError(f"`rhs` must hold at least one matrix, got an empty {type(rhs).__name__}: name the weights")
+    forms = Forms(transpose_rhs=transpose_rhs)
+    out_dtypes = []
+    for index, side in enumerate(sides):
+        try:
+            out_dtypes.append(matmul.check_operands(lhs, side, preferred_element_type, forms))
+            if len(side.shape) != 2:
+                raise ValueError(f"`rhs` must have 2 dimensions, got {len(side.shape)} (shape {tuple(side.shape)})")
+        except ValueError as wrong:
+            if container is None:
+                raise
+            raise ValueError(f"`rhs[{index}]` of {len(sides)} right operands: {wrong}") from None
+    *batch, m_shard, k = lhs.shape
+    widths = [side.shape[0 if transpose_rhs else 1] for side in sides]
+    row_scale, column_scales = _scales(scale, (*batch, m_shard), widths, container is not None)
+    folded = (math.prod(batch),) if batch else ()
+    operands = Operands(
+        _reshaped(lhs, (*folded, m_shard, k)), tuple(_reshaped(side, side.shape) for side in sides),
+        None if row_scale is None else row_scale.reshape(*folded, m_shard), column_scales,
+    )  # fmt: skip
+    return Call(operands, forms, out_dtypes[0], tuple(batch), container)
+
+
+def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(x, (jax.Array, np.ndarray)):
+        return jnp.reshape(x, shape)
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _scales(scale: Any, rows: tuple[int, ...], widths: list[int], several: bool) -> tuple[Any, Any]:
+    """Row scale [*rows] and column scales [n] in f32 of what the caller gave: one part, or a tuple to be multiplied."""
+    row: Any = None
+    columns: list[Any] | None = None
+    for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
+        if not isinstance(part, list) and np.shape(part) == (*rows, 1):
+            part = jnp.asarray(part, jnp.float32)[..., 0]
+            row = part if row is None else row * part
+            continue
+        of_sides = part if isinstance(part, list) else [part] * len(widths)
+        if isinstance(part, list) and (not several or len(part) != len(widths)):
+            expected = (
+                f"have {len(widths)} entries, one per matrix of `rhs`" if several else "be a list only if `rhs` is"
+            )
+            raise ValueError(f"`scale` must {expected}, got a list of {len(part)}: give one array, or one per matrix")
+        spread = [
+            _spread(x, n, rows, of_one=isinstance(part, list) or not several)
+            for x, n in zip(of_sides, widths, strict=True)
+        ]
+        columns = spread if columns is None else [a * b for a, b in zip(columns, spread, strict=True)]
+    return row, None if columns is None else tuple(columns)
+
+
+def _spread(scale: Any, n: int, rows: tuple[int, ...], *, of_one: bool) -> jax.Array:
+    """A scale of one right operand as [n]; `of_one`: it may differ by column."""
+    scalars, vectors = {(), (1,), (1, 1)}, {(n,), (1, n)}
+    if np.shape(scale) not in (scalars | vectors if of_one else scalars):
+        per_column = f"({n},) or (1, {n}) per column" if of_one else "a list with one entry per matrix of `rhs`"
+        raise ValueError(
+            f"`scale` must be a scalar, {(*rows, 1)} per row of the shard, {per_column}, or a tuple of these, got "
+            f"shape {np.shape(scale)}: reshape it"
+        )
+    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(-1), (n,))

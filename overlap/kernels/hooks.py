@@ -1,0 +1,101 @@
+"""Where a fused operation enters the mainloop: what it says about each tile, and what it wants to see of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One output tile on its way through the mainloop; all indices are int32 scalars.
+
+    Attributes:
+      step: which operands the tile comes from, as the tile order numbers them (shard, batch element, or just 0).
+      m: tile row within the left operand.
+      n: tile column within the right operand.
+      out_row: first row of the tile in the output.
+      k_first: the first k step of the tile, if the contraction is split into tiles of their own.
+      side: which of several right operands it is a tile of.
+      batch: which batch element, where `step` says something else.
+    """
+
+    step: Any
+    m: Any
+    n: Any
+    out_row: Any
+    k_first: Any = 0
+    side: Any = 0
+    batch: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """References of which a tile uses one. A kernel can choose among references only by a branch for each.
+
+    Attributes:
+      refs: the references, alike but for their sizes.
+      which: the index of the one that is meant, an int32 scalar.
+    """
+
+    refs: Sequence[Any]
+    which: Any
+
+
+def with_reference(choice: Any, use: Callable[[Any], None]) -> None:
+    """Calls `use` with a reference, or with the one that a `OneOf` means."""
+    if not isinstance(choice, OneOf):
+        use(choice)
+    elif len(choice.refs) == 1:
+        use(choice.refs[0])
+    else:
+        for index, ref in enumerate(choice.refs):
+            pl.when(choice.which == index)(lambda ref=ref: use(ref))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Where a fused operation enters the mainloop (the pipeline callbacks).
+
+    Attributes:
+      before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
+      load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the reference that holds the
+        tile's rows (under `pl.when` if there are several such).
+      rhs_at: from a tile to the reference that holds its columns, or to a `OneOf`.
+      out_at: from a tile to the [rows, n] reference that it is stored to, or to a `OneOf`.
+      communicate: the communicator warp's whole work; called once.
+      in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step
+        `k` are in shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else
+        [boxes, k, width]. It must not return before its copies have read them (`wait_stores_read`).
+      addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
+      epilogue: called as `epilogue(values, rows, columns, addend)` with f32 values of the product, the (traced) slices
+        of the output that they are for, and the addend's values there (or None); returns what is stored.
+      epilogue_at: from a tile to its `epilogue`, where that depends on more than the place in the output.
+    """
+
+    load_lhs: Callable[[Tile, Callable[[Any], None]], None]
+    rhs_at: Callable[[Tile], Any]
+    out_at: Callable[[Tile], Any]
+    before_load: Callable[[Tile], None] | None = None
+    communicate: Callable[[], None] | None = None
+    in_smem: Callable[[Tile, Any, Any, Any], None] | None = None
+    addend_at: Callable[[Tile], Any] | None = None
+    epilogue: Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array] | None = None
+    epilogue_at: Callable[[Tile], Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array]] | None = None
+
+
+def spread(vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
+    """Entries of a vector in global memory over the rows (`dimension` 0) or columns (1) of an epilogue's values.
+
+    Threads read it without looking where it ends: it must have the length of whole tiles.
+    """
+    # In the accumulator's layout, less the dimension that a vector does not have.
+    layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
+    vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
+    return lax.broadcast_in_dim(vector, shape, (dimension,))
