@@ -63,6 +63,28 @@ def all_gather_methods(
     return _select(names, variants, fused, makers)
 
 
+def all_gather_rhs_methods(
+    problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
+) -> list[Method]:
+    """The methods for `all_gather_rhs_matmul`: to the harness, lhs are the weights. There is no example to compare."""
+    del num_examples
+
+    def fused(variant: Variant) -> Method:
+        def call(weights: jax.Array, rows: jax.Array) -> jax.Array:
+            return overlap.all_gather_rhs_matmul(
+                rows, weights, AXIS, gather_dimension=problem.lhs_m_axis, config=_config(variant.config),
+                implementation="fused",
+            )  # fmt: skip
+
+        return Method(variant.name, call)
+
+    makers: dict[str, Callable[[], Method]] = {
+        "xla": lambda: Method("xla", functools.partial(reference, problem)),
+        "roof": lambda: Method("roof", problem.dot, gathered=True),
+    }
+    return _select(names, variants, fused, makers)
+
+
 def matmul_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:

@@ -138,6 +138,61 @@ class Problem:
         return 0.6 * 2.0**-13 * self.k**0.5 if self.is_float8 else 0.0
 
 
+class GatheredWeights(Problem):
+    """Rows of one's own times gathered weights, `m`, `n` and `k` being those of one device's whole product.
+
+    To the harness, lhs is what is gathered: here the shard of the weights, and rhs are the activations (m, k).
+    """
+
+    @property
+    def lhs_m_axis(self) -> int:
+        """Along which dimension the weights are gathered."""
+        return 0 if self.op.endswith("_k") else 1
+
+    @property
+    def lhs_shape(self) -> tuple[int, int]:
+        """One device's shard of the weights."""
+        return (self.k // self.devices, self.n) if self.lhs_m_axis == 0 else (self.k, self.n // self.devices)
+
+    @property
+    def rhs_shape(self) -> tuple[int, int]:
+        """One device's activations."""
+        return self.m, self.k
+
+    @property
+    def lhs_spec(self) -> P:
+        """The weights' sharding."""
+        return P(AXIS, None) if self.lhs_m_axis == 0 else P(None, AXIS)
+
+    @property
+    def rhs_spec(self) -> P:
+        """Each device has rows of its own."""
+        return P(AXIS, None)
+
+    def dot(self, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
+        """XLA's product of the activations `rhs` and the complete weights `lhs`."""
+        keywords = {"preferred_element_type": self.out_type} | keywords
+        return lax.dot(rhs, lhs, **keywords)
+
+    @property
+    def flops_per_device(self) -> float:
+        """Floating-point operations of one device."""
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def bytes_per_device(self) -> float:
+        """Bytes of operands and result of one device, each counted once."""
+        return float((self.m + self.n) * self.k * self.element_type.itemsize + self.m * self.n * self.out_type.itemsize)
+
+    @property
+    def received_bytes_per_device(self) -> float:
+        """Bytes that one device receives from the others."""
+        return (self.devices - 1) / self.devices * self.n * self.k * self.element_type.itemsize
+
+
+_KINDS = {"all_gather_rhs_matmul_n": GatheredWeights, "all_gather_rhs_matmul_k": GatheredWeights}
+
+
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +232,7 @@ def parse(op: str, devices: int, shapes: Sequence[str], dtype: str, layouts: Seq
                 f"{', '.join(LAYOUTS)}, got {text!r}"
             )
         m, n, k = map(int, match.group("m", "n", "k"))
-        problem = Problem(op, devices, m, n, k, match["dtype"] or dtype)
+        problem = _KINDS.get(op, Problem)(op, devices, m, n, k, match["dtype"] or dtype)
         default = layouts or (("nt",) if problem.is_float8 else ("nn",))
         for layout in [match["layout"]] if match["layout"] else default:
             result.append(dataclasses.replace(problem, layout=layout))

@@ -5,6 +5,7 @@ Importing this touches no device.
 
 from overlap import emulation
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
+from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.collectives.explain import explain
 from overlap.distributed import initialize
 from overlap.kernels.config import Config
@@ -14,4 +15,14 @@ from overlap.tuning.autotune import autotune
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Config", "Explanation", "all_gather_lhs_matmul", "autotune", "emulation", "explain", "initialize", "matmul"]
+__all__ = [
+    "Config",
+    "Explanation",
+    "all_gather_lhs_matmul",
+    "all_gather_rhs_matmul",
+    "autotune",
+    "emulation",
+    "explain",
+    "initialize",
+    "matmul",
+]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap.collectives import all_gather_matmul
+from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul
 from overlap.kernels import matmul
 from overlap.kernels.dispatch import Explanation
 
 _DECIDE = {
     matmul.matmul: matmul.decide,
     all_gather_matmul.all_gather_lhs_matmul: all_gather_matmul.decide,
+    all_gather_rhs_matmul.all_gather_rhs_matmul: all_gather_rhs_matmul.decide,
 }
 
 

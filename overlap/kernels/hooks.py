@@ -48,6 +48,23 @@ class OneOf:
     which: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class ByStep:
+    """An operand whose k steps lie in several places.
+
+    Attributes:
+      where: called by the producer in its k loop, once the slot is free: from the index of a k step within the tile to
+        the reference (or `OneOf`) that holds it, and the step's first k there. It may wait for the data.
+    """
+
+    where: Callable[[Any], tuple[Any, Any]]
+
+
+def at_step(operand: Any, step: Any, tile_k: int) -> tuple[Any, Any]:
+    """Where k step `step` of an operand lies: its reference (or `OneOf`), and the step's first k there."""
+    return operand.where(step) if isinstance(operand, ByStep) else (operand, step * tile_k)
+
+
 def with_reference(choice: Any, use: Callable[[Any], None]) -> None:
     """Calls `use` with a reference, or with the one that a `OneOf` means."""
     if not isinstance(choice, OneOf):
@@ -66,8 +83,8 @@ class Hooks:
     Attributes:
       before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
       load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the reference that holds the
-        tile's rows (under `pl.when` if there are several such).
-      rhs_at: from a tile to the reference that holds its columns, or to a `OneOf`.
+        tile's rows (under `pl.when` if there are several such), or with a `ByStep`.
+      rhs_at: from a tile to the reference that holds its columns, or to a `OneOf` or a `ByStep`.
       out_at: from a tile to the [rows, n] reference that it is stored to, or to a `OneOf`.
       communicate: the communicator warp's whole work; called once.
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step

@@ -43,7 +43,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import COMPUTE_WARPGROUPS, Config
-from overlap.kernels.hooks import Hooks, OneOf, Tile, spread, with_reference
+from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile, at_step, spread, with_reference
 from overlap.kernels.staging import PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, half, load_step, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives import signal, wait_at_least, wait_stores_read
@@ -61,6 +61,7 @@ __all__ = [
     "PLAIN",
     "THREAD_AXIS",
     "Buffers",
+    "ByStep",
     "Forms",
     "Hooks",
     "OneOf",
@@ -127,21 +128,28 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
         hooks.before_load(tile)
     (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
 
+    shared = RANK_AXIS if config.cluster > 1 else None
+    lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
+
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
         @pl.loop(0, piece.k_steps)
         def _step(k: Any) -> None:
             slot = remainder(piece.before + k, config.stages)
-            k_start = (tile.k_first + piece.k_first + k) * config.tile_k
             full = buffers.full.at[slot]
 
             @pl.when(piece.before + k >= config.stages)
             def _wait_until_free() -> None:
                 plgpu.barrier_wait(buffers.consumed.at[slot])
 
-            load_step(lhs_gmem, lhs_box.at[slot], full, tile.m * config.tile_m, k_start, forms.transpose_lhs,
-                      shared_by=RANK_AXIS if config.cluster > 1 and config.cluster_along == "n" else None)  # fmt: skip
-            load_step(rhs_gmem, rhs_box.at[slot], full, tile.n * config.tile_n, k_start, not forms.transpose_rhs,
-                      shared_by=RANK_AXIS if config.cluster > 1 and config.cluster_along == "m" else None)  # fmt: skip
+            def load_operand(operand: Any, box: Any, start: Any, across: bool, shared_by: str | None) -> None:
+                choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
+                with_reference(
+                    choice, lambda ref: load_step(ref, box.at[slot], full, start, k_start, across, shared_by=shared_by)
+                )  # fmt: skip
+
+            # The left one first: its `ByStep` may wait for both.
+            load_operand(lhs_gmem, lhs_box, tile.m * config.tile_m, forms.transpose_lhs, lhs_shared)
+            load_operand(rhs_gmem, rhs_box, tile.n * config.tile_n, not forms.transpose_rhs, rhs_shared)
 
     hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
 

@@ -49,8 +49,10 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
     rows, columns = config.cluster_tile
     of_one = ceil_div(problem.m, rows) * ceil_div(problem.n, columns)
-    tiles = problem.batch * problem.devices * of_one * config.split_k
-    k_steps = ceil_div(problem.k, config.split_k * config.tile_k)
+    # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
+    tile_sets, lengths = (1, problem.devices) if problem.gathered == "k" else (problem.devices, 1)
+    tiles = problem.batch * tile_sets * of_one * config.split_k
+    k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
     return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
 
 

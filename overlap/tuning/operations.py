@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
+from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.kernels.config import Config
 from overlap.kernels.matmul import matmul
 from overlap.tuning.problem import Problem
@@ -51,15 +52,28 @@ def _all_gather_lhs_matmul(
     )
 
 
+def _all_gather_rhs_matmul(
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
+) -> jax.Array:
+    out_dtype = problem.out_dtype if str(lhs.dtype) == problem.dtype else lhs.dtype
+    return all_gather_rhs_matmul(
+        lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, preferred_element_type=out_dtype,
+        config=config, implementation=implementation,
+    )  # fmt: skip
+
+
 OPERATIONS: dict[str, Operation] = {
     "matmul": Operation(_matmul, P(), P(), P()),
     "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, P(AXIS, None), P(None, AXIS), P(None, AXIS)),
+    "all_gather_rhs_matmul_n": Operation(_all_gather_rhs_matmul, P(AXIS, None), P(None, AXIS), P(AXIS, None)),
+    "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, P(AXIS, None), P(AXIS, None), P(AXIS, None)),
 }
 
 
 def shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of both operands, per shard."""
-    lhs = (problem.k, problem.m) if problem.transpose_lhs else (problem.m, problem.k)
+    lhs_k = problem.whole[2]
+    lhs = (lhs_k, problem.m) if problem.transpose_lhs else (problem.m, lhs_k)
     rhs = (problem.n, problem.k) if problem.transpose_rhs else (problem.k, problem.n)
     batch = (problem.batch,) if problem.batch > 1 else ()
     return (*batch, *lhs), (*batch, *rhs)

@@ -85,7 +85,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     cuts = ("split_k", "stream_k")
     names = [name for name in SHAPE if name not in cuts]
     for values in itertools.product(*(SHAPE[name] for name in names)):
-        whole = dataclasses.replace(Config(), **dict(zip(names, values, strict=True)))
+        whole = dataclasses.replace(_usual(problem), **dict(zip(names, values, strict=True)))
         if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole):
             continue
         yield whole
@@ -102,6 +102,15 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
             if cut.workers not in seen and work.k_steps >= 2 * parts:
                 seen.add(cut.workers)
                 yield dataclasses.replace(whole, stream_k=parts)
+
+
+def _usual(problem: Problem) -> Config:
+    """Where the search begins.
+
+    Of weights gathered along k a tile needs its columns of every shard. So all rows come first, then the next columns:
+    the first wave of tiles then waits for few of them.
+    """
+    return Config(order_minor="n") if problem.gathered == "k" else Config()
 
 
 def _adjacent(shape: Config, problem: Problem) -> int:

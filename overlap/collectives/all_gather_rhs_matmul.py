@@ -1,0 +1,359 @@
+"""All-gather of the right operand and matmul as one kernel: the weights are sharded (FSDP), the activations are not.
+
+Device d of D holds its own rows lhs[m, k] and a shard of the weights, and computes lhs @ gathered(rhs). The weights are
+cut along n (each shard gives columns of the result) or along k (each shard gives a part of every sum):
+
+    producer       for each output tile, for each k step; at the first step of each block of rows of a peer's shard:
+                       wait for the block's flag; then load from scratch
+                   along n: tiles of the own shard's columns first, then the peers' in the order d+1, d+2, …
+                   along k: every tile needs all shards: it begins with the own one, then d+1, d+2, …
+    communicator   for each of this CTA's chunks, in the order in which tiles need them:
+                       peer's rhs → shared memory → scratch; when it has landed, raise the flag of its block
+                   at the end: the exit handshake
+    compute        the mainloop of `overlap.kernels.hopper`
+
+A wait stands inside the k loop, so that a tile begins as soon as the first rows of its columns are there.
+
+Constraints: f16 or bf16; rows of all matrices, and along k also of one shard's part of lhs, multiples of 16 bytes; a
+mesh of D devices with ids 0 … D − 1, in any order, that can all address each other. Source: Zhao et al., "PyTorch FSDP"
+(VLDB 2023) for the layout; Wang et al. (ASPLOS 2023) for the overlap.
+
+Shape legend: D: devices; m, k, n: sizes of the product of one device; k_shard = k / D or n_shard = n / D.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap import tuning
+from overlap.collectives.axis import require_all_manual, ring_of
+from overlap.collectives.rhs_schedule import GatherRhsSchedule
+from overlap.kernels import differentiable, dispatch, hopper, matmul
+from overlap.kernels.config import TMA_ROW_BYTES, Config
+from overlap.kernels.product import Operands, Plan
+from overlap.kernels.target import Target
+from overlap.primitives import (
+    HANDSHAKE_FLAGS,
+    Ring,
+    exit_handshake,
+    fence_async_proxy,
+    pull_chunks,
+    shared_flags,
+    signal,
+    wait_at_least,
+)
+from overlap.primitives.integers import choose
+
+NAME = "all_gather_rhs_matmul"
+Along = Literal["n", "k"]
+
+
+def by_xla(lhs: jax.Array, rhs: jax.Array, axis_name: Any, along: Along, out_dtype: Any) -> jax.Array:
+    """The whole operation by XLA: NCCL, then cuBLAS."""
+    return lax.dot(lhs, _gathered(rhs, axis_name, along), preferred_element_type=out_dtype)
+
+
+def backward_by_xla(
+    lhs: jax.Array, rhs: jax.Array, axis_name: Any, along: Along, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of both operands: a matmul with the right operand gathered anew, and a matmul + reduce-scatter."""
+    gathered = _gathered(rhs, axis_name, along)
+    d_lhs = lax.dot_general(cotangent, gathered, (((1,), (1,)), ((), ())), preferred_element_type=lhs.dtype)
+    d_gathered = lax.dot_general(lhs, cotangent, (((0,), (0,)), ((), ())), preferred_element_type=rhs.dtype)
+    return d_lhs, lax.psum_scatter(d_gathered, axis_name, scatter_dimension=_dimension(along), tiled=True)
+
+
+def _gathered(rhs: jax.Array, axis_name: Any, along: Along) -> jax.Array:
+    return lax.all_gather(rhs, axis_name, axis=_dimension(along), tiled=True)
+
+
+def _dimension(along: Along) -> int:
+    return 0 if along == "k" else 1
+
+
+def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, along: Along, config: Config, target: Target) -> None:
+    """Whether the fused kernel can serve a call. Raises as `Config.check` does."""
+    (m, k), (k_shard, n) = lhs.shape, rhs.shape
+    unit = TMA_ROW_BYTES // jnp.dtype(lhs.dtype).itemsize
+    if along == "k" and k_shard % unit and ring.size > 1:
+        raise NotImplementedError(
+            f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {TMA_ROW_BYTES} bytes, got "
+            f"k_shard={k_shard} elements of {jnp.dtype(lhs.dtype).itemsize} bytes: pad k_shard to a multiple of "
+            f'{unit}, or use implementation="xla"'
+        )
+    config.check(m=m, n=n, k=k, dtype=lhs.dtype, out_dtype=out_dtype, target=target, pulls=ring.size > 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile(hopper.Tile):
+    """A tile, and the first k step of it that this CTA carries (not 0 if several CTAs share it)."""
+
+    first: Any = 0
+
+
+def _pull(cta: Any, num_ctas: int, rhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
+          ring: Ring, schedule: GatherRhsSchedule) -> None:  # fmt: skip
+    """The communicator's transfers: this CTA's share of the chunks."""
+    plan = schedule.plan
+
+    def at(ordinal: Any) -> tuple[Any, Any, Any]:
+        return schedule.chunk(cta + ordinal * num_ctas)
+
+    def piece(row: Any, column: Any) -> tuple[Any, Any]:
+        return pl.ds(row, plan.rows), pl.ds(column, plan.cols)
+
+    def source(ordinal: Any) -> Any:
+        step, row, column = at(ordinal)
+        return ring.remote(rhs_gmem, ring.peer(step)).at[piece(row, column)]
+
+    def destination(ordinal: Any) -> Any:
+        step, row, column = at(ordinal)
+        return scratch_gmem.at[(step - 1, *piece(row, column))]
+
+    def landed(ordinal: Any) -> None:
+        signal(flags.at[schedule.flag(*at(ordinal))])
+
+    mine = lax.div(jnp.int32(schedule.pulls + num_ctas - 1) - cta, jnp.int32(num_ctas))
+    pull_chunks(mine, source=source, destination=destination, landed=landed, slots_smem=slots_smem, loaded=loaded)
+
+
+def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sums_gmem: Any, ring: Ring,
+            schedule: GatherRhsSchedule, work: hopper.StreamK, config: Config) -> None:  # fmt: skip
+    """The kernel's body. Along n, `out_gmem` is [m, D, n_shard]; along k, `lhs_gmem` is [m, D, k_shard]."""
+    plan, num_ctas, along_k = schedule.plan, work.num_ctas * config.cluster, schedule.along == "k"
+    me = ring.me()
+    shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
+    flags, exit_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
+    cta, group = hopper.cta(config), lax.axis_index(hopper.GRID_AXIS)
+
+    def tile_at(index: Any) -> _Tile:
+        step, m, n = schedule.tile(index)
+        m, n = hopper.own_tile(config, m, n)
+        first = 0
+        if work.cuts:
+            is_cut = index >= work.full_waves * work.num_ctas
+            first = choose(is_cut, work.piece(group, work.full_waves).k_first, 0)
+        return _Tile(step, m, n, out_row=m * config.tile_m, first=first)
+
+    def wait_for_block(tile: _Tile, k: Any) -> None:
+        """Before the first k step of a block of a peer's shard, or of this CTA's part of the tile."""
+        step, row = schedule.rows_of(tile.step, k)
+        column, last_column = schedule.columns_of(tile.n)
+
+        def wait(column: Any) -> None:
+            wait_at_least(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
+
+        # The second tile of a cluster may lie wholly beyond the last column; it then waits for nothing.
+        needed = jnp.logical_and(step > 0, column < plan.shard_cols)
+
+        @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k), k == tile.first)))
+        def _wait() -> None:
+            wait(column)
+            if schedule.straddles:
+                wait(last_column)
+            fence_async_proxy()
+
+    def load_rows(tile: _Tile, load: Any) -> None:
+        def where(k: Any) -> tuple[Any, Any]:
+            wait_for_block(tile, k)
+            if not along_k:
+                return lhs_gmem, k * config.tile_k
+            step, row = schedule.rows_of(tile.step, k)
+            # A dimension of its own for the shards, so that the last step of one is clipped there, as in `rhs_at`.
+            return lhs_gmem.at[:, schedule.shard(me, step)], row
+
+        load(hopper.ByStep(where))
+
+    def rhs_at(tile: _Tile) -> Any:
+        def of_step(step: Any) -> Any:
+            return hopper.OneOf((rhs_gmem, scratch_gmem.at[jnp.maximum(step - 1, 0)]), (step > 0).astype(jnp.int32))
+
+        def where(k: Any) -> tuple[Any, Any]:
+            step, row = schedule.rows_of(tile.step, k)
+            return of_step(step), row
+
+        return hopper.ByStep(where) if along_k else of_step(tile.step)
+
+    def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
+        def communicate() -> None:
+            _pull(cta, num_ctas, rhs_gmem, scratch_gmem, flags, slots_smem, loaded, ring, schedule)
+            exit_handshake(exit_flags, ring, cta, num_ctas)
+
+        hopper.mainloop(
+            work=work,
+            tile_at=tile_at,
+            config=config,
+            buffers=buffers,
+            partial=partial,
+            hooks=hopper.Hooks(
+                load_lhs=load_rows,  # pyright: ignore[reportArgumentType]
+                rhs_at=rhs_at,  # pyright: ignore[reportArgumentType]
+                # A dimension of its own for the shards, so that the last columns of one are clipped there.
+                out_at=lambda tile: out_gmem if along_k else out_gmem.at[:, schedule.shard(me, tile.step)],
+                communicate=communicate,
+            ),
+        )
+
+    pl.run_scoped(
+        run,
+        hopper.buffer_types(config, lhs_gmem.dtype, out_gmem.dtype),
+        plgpu.SMEM((config.chunk_slots, plan.rows, plan.cols), rhs_gmem.dtype),
+        plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
+        collective_axes=hopper.THREAD_AXIS,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _fused(
+    lhs: jax.Array, rhs: jax.Array, ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target
+) -> jax.Array:
+    if ring.size == 1:
+        return differentiable.fused(Operands(lhs, rhs), Plan(config, target, hopper.PLAIN, out_dtype))
+    (m, _), (rows, columns), size = lhs.shape, rhs.shape, ring.size
+    schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
+    work = hopper.StreamK(schedule.tiles, schedule.k_steps, target.num_cores // config.cluster, config.stream_k)
+    body = functools.partial(_kernel, ring=ring, schedule=schedule, work=work, config=config)
+    out, *_ = hopper.launch(
+        lambda *refs: body(*refs),
+        out_type=(
+            jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), out_dtype),
+            jax.ShapeDtypeStruct((schedule.pulled, rows, columns), rhs.dtype),
+            *([hopper.partial_sums_type(work, config)] if work.cuts else []),
+        ),
+        num_ctas=target.num_cores,
+        cluster=config.cluster,
+        name=f"overlap_{NAME}_{along}",
+    )(lhs.reshape(m, size, rows) if along == "k" else lhs, rhs)
+    return out.reshape(m, -1)
+
+
+def _fused_forward(
+    lhs: jax.Array, rhs: jax.Array, ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target
+) -> Any:
+    return _fused(lhs, rhs, ring, along, out_dtype, config, target), (lhs, rhs)
+
+
+def _fused_backward(
+    ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target, saved: Any, cotangent: jax.Array
+) -> Any:
+    del out_dtype, config, target
+    lhs, rhs = saved
+    return backward_by_xla(lhs, rhs, ring.axis_name, along, cotangent)
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _check_call(lhs: Any, rhs: Any, devices: int, gather_dimension: Any, preferred_element_type: Any) -> Any:
+    """Checks the operands; returns along which dimension of the product they are gathered, and the output's dtype."""
+    if gather_dimension not in (0, 1) or isinstance(gather_dimension, bool):
+        raise ValueError(
+            f"`gather_dimension` must be 0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D]), got {gather_dimension!r}"
+        )
+    along: Along = "k" if gather_dimension == 0 else "n"
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        if hasattr(array, "shape") and len(array.shape) != 2:
+            raise ValueError(f"`{name}` must have 2 dimensions, got {len(array.shape)} (shape {tuple(array.shape)})")
+    if along == "k" and hasattr(lhs, "shape") and hasattr(rhs, "shape") and lhs.shape[1] != devices * rhs.shape[0]:
+        raise ValueError(
+            "`lhs` and `rhs` must agree in the contraction dimension once `rhs` is gathered, got "
+            f"k={lhs.shape[1]} in lhs {tuple(lhs.shape)} and k={devices * rhs.shape[0]} from {devices} shards "
+            f"{tuple(rhs.shape)} of rhs: is it sharded along n (gather_dimension=1)?"
+        )
+    gathered = rhs
+    if along == "k" and hasattr(rhs, "dtype"):
+        gathered = jax.ShapeDtypeStruct((devices * rhs.shape[0], rhs.shape[1]), rhs.dtype)
+    return along, matmul.check_operands(lhs, gathered, preferred_element_type)
+
+
+def decide(
+    lhs: Any, rhs: Any, axis_name: Any, *, gather_dimension: int, preferred_element_type: Any = None,
+    config: Config | None = None, implementation: str | None = None, mesh: Any = None,
+) -> dispatch.Explanation:  # fmt: skip
+    """Checks a call of `all_gather_rhs_matmul` and says what would run. Same arguments and errors."""
+    ring = ring_of(NAME, axis_name, mesh)
+    along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
+    k, n = rhs.shape
+    op = f"{NAME}_{along}"
+    problem = tuning.Problem(op, lhs.shape[0], n, k, lhs.dtype.name, out_dtype.name, devices=ring.size)
+
+    def check_call(config: Config, target: Target) -> None:
+        check(lhs, rhs, out_dtype, ring, along, config, target)
+        matmul.require_unchecked_vma(lhs, rhs)
+        if mesh is None:
+            require_all_manual()
+
+    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check_call, problem)
+
+
+def all_gather_rhs_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | tuple[str, ...],
+    *,
+    gather_dimension: int,
+    preferred_element_type: Any = None,
+    config: Config | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Gathers `rhs` along a mesh axis and multiplies `lhs` by it, communication hidden behind computation.
+
+    For fully sharded data parallelism: the weights are sharded over the axis, and each device has rows of its own. To
+    be called inside `jax.shard_map`; equals `lhs @ lax.all_gather(rhs, axis_name, axis=gather_dimension, tiled=True)`.
+
+    Args:
+      lhs: [m, k] per shard; globally [D · m, k], rows sharded over the D devices of `axis_name`. float16 or bfloat16 in
+        the fused kernel.
+      rhs: one shard of the [k, n] weights, in the same dtype. With gather_dimension=1 it is [k, n_shard] per shard,
+        globally [k, D · n_shard]; with gather_dimension=0 it is [k_shard, n] per shard, globally [D · k_shard, n].
+      axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
+        the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
+      gather_dimension: the dimension of `rhs` that is sharded: 0 (k) or 1 (n).
+      preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
+      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
+      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
+        choose: fused where it can serve the call on a GPU. The choice is logged once at INFO level, logger "overlap".
+
+    Returns:
+      [m, n] per shard, n = D · n_shard with gather_dimension=1; globally [D · m, n], rows sharded. Deterministic:
+      repeated calls give the same bits. With gather_dimension=0 each device begins its sums with its own shard, so
+      equal rows on two devices may differ in the last bit.
+
+    Raises:
+      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes, dimension or config.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
+        to do).
+
+    The kernel keeps the peers' D − 1 shards of the weights in scratch memory of its own.
+
+    Differentiable: the backward pass runs by XLA (the gradient of `rhs` is reduce-scattered). Under `vmap`, use
+    implementation="xla".
+
+    Example:
+      >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> layer = jax.shard_map(
+      ...     lambda x, w: overlap.all_gather_rhs_matmul(x, w, "x", gather_dimension=0),
+      ...     mesh=mesh, in_specs=(P("x", None), P("x", None)), out_specs=P("x", None), check_vma=False,
+      ... )
+      >>> y = jax.jit(layer)(x, w)
+
+    Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023).
+    """
+    choice = decide(
+        lhs, rhs, axis_name, gather_dimension=gather_dimension, preferred_element_type=preferred_element_type,
+        config=config, implementation=implementation,
+    )  # fmt: skip
+    ring = ring_of(NAME, axis_name)
+    along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
+    if choice.config is None:
+        return by_xla(lhs, rhs, ring.axis_name, along, out_dtype)
+    return _fused(lhs, rhs, ring, along, out_dtype, choice.config, choice.target)

@@ -1,0 +1,190 @@
+"""`all_gather_rhs_matmul` on 2, 4 and 8 GPUs: exact to rounding, repeatable, and so whoever is late."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives import all_gather_rhs_matmul as op
+from tests import oracle
+from tests.oracle import make_mesh
+from tests.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
+
+SHAPES = [  # m, and the shard of the weights: along n, and along k
+    (2048, {"n": (4096, 1024), "k": (1024, 4096)}),
+    (1000, {"n": (1032, 520), "k": (520, 10248)}),  # Ragged; along k in several blocks of columns.
+    (8, {"n": (64, 8), "k": (8, 64)}),
+]
+CONFIGS = [
+    ("n", overlap.Config(cluster=2, stream_k=2)),
+    ("n", overlap.Config(tile_n=192, chunk_bytes=1024, chunk_slots=4)),
+    ("k", overlap.Config(cluster=2, cluster_along="n")),
+    ("k", overlap.Config(stream_k=2, order_minor="n", chunk_bytes=4096)),
+]
+STALL_NS = 200_000
+
+
+def stall(_):
+    for _ in range(2):
+        mgpu_utils.inline_ptx(f"nanosleep.u32 {STALL_NS // 2};", has_side_effects=True)
+
+
+stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def late_pulls(monkeypatch, victim):
+    """The communicators of device `victim` stall before they say that a chunk is there."""
+    pull = op.pull_chunks
+
+    def pull_late(count, *, landed, **kwargs):
+        def landed_late(ordinal):
+            pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())
+            landed(ordinal)
+
+        pull(count, landed=landed_late, **kwargs)
+
+    monkeypatch.setattr(op, "pull_chunks", pull_late)
+
+
+def operands(mesh, along, m, shard, dtype, seed):
+    devices = mesh.shape["x"]
+    k, n = (devices * shard[0], shard[1]) if along == "k" else (shard[0], devices * shard[1])
+
+    def make():
+        keys = jax.random.split(jax.random.key(seed))
+        return jax.random.normal(keys[0], (devices * m, k), dtype), jax.random.normal(keys[1], (k, n), dtype)
+
+    shardings = NamedSharding(mesh, ROWS), NamedSharding(mesh, weights(along))
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def fused(along, config=None):
+    return call(along, config=config, implementation="fused")
+
+
+def unfused(along):
+    return lambda lhs, rhs: oracle.rounded(lhs @ gathered(rhs, along))
+
+
+def errors(mesh, along, config=None):
+    """A jitted function from operands to (error of ours, error of the unfused product), the worst over devices."""
+
+    def measure(lhs, rhs):
+        wide = lhs.astype(jnp.float32), gathered(rhs, along).astype(jnp.float32)
+        exact = lax.dot(*wide, precision=lax.Precision.HIGHEST)
+        pair = (oracle.distance(f(lhs, rhs), exact) for f in (fused(along, config), unfused(along)))
+        return tuple(oracle.worst(error, mesh) for error in pair)
+
+    return mapped(mesh, along, measure, (P(), P()))
+
+
+def repeated(mesh, along, iterations):
+    """The worst distance to the unfused product over iterations, with new operands and random skew each time.
+
+    The weights are overwritten right after the kernel: whoever leaves while a peer still reads them is caught.
+    """
+
+    def body(lhs, rhs):
+        me = lax.axis_index("x")
+
+        def step(i, carry):
+            rhs, worst = carry
+            expected = unfused(along)(lhs, rhs).astype(jnp.float32)
+            turns = jax.random.randint(jax.random.fold_in(jax.random.key(i), me), (), 0, 40)
+            # Work that only this device has, which its operand depends on: it enters the kernel's barrier late.
+            zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
+            late = rhs + zero.astype(rhs.dtype)
+            actual = fused(along)(lhs, late)
+            return jnp.roll(-late, 1, axis=1), jnp.maximum(worst, oracle.distance(actual, expected))
+
+        return oracle.worst(lax.fori_loop(0, iterations, step, (rhs, jnp.float32(0)))[1], mesh)
+
+    return mapped(mesh, along, body, P())
+
+
+MEDIUM = {"n": (1024, 512), "k": (512, 1024)}
+
+
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("m, shards", SHAPES, ids=str)
+def test_error_within_twice_the_unfused_product(devices, m, shards, along):
+    mesh = make_mesh(x=devices)
+    measure = errors(mesh, along)
+    for seed, dtype in enumerate((jnp.bfloat16, jnp.float16, jnp.bfloat16)):
+        oracle.assert_close(measure(*operands(mesh, along, m, shards[along], dtype, seed)))
+
+
+@pytest.mark.parametrize("along, config", CONFIGS, ids=str)
+def test_other_configs(devices, along, config):
+    mesh = make_mesh(x=devices)
+    shard = {"n": (1096, 968), "k": (584, 2056)}[along]
+    oracle.assert_close(errors(mesh, along, config)(*operands(mesh, along, 1500, shard, jnp.bfloat16, seed=1)))
+
+
+@pytest.mark.parametrize("along", ALONG)
+def test_repeated_launches_agree_bit_for_bit(devices, along):
+    mesh = make_mesh(x=devices)
+    lhs, rhs = operands(mesh, along, *SHAPES[0][:1], SHAPES[0][1][along], jnp.float16, seed=2)
+    launch = mapped(mesh, along, fused(along))
+    first, same = launch(lhs, rhs), jax.jit(lambda a, b: (a == b).all())
+    assert all(bool(same(first, launch(lhs, rhs))) for _ in range(5))
+
+
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("victim", [None, 1])
+def test_skewed_devices_late_pulls_and_weights_overwritten_right_after(devices, victim, along, monkeypatch):
+    if victim is not None:
+        late_pulls(monkeypatch, victim)
+    mesh = make_mesh(x=devices)
+    run = repeated(mesh, along, 30 if victim is None else 5)
+    assert float(run(*operands(mesh, along, 512, MEDIUM[along], jnp.bfloat16, seed=3))) < 1e-2
+
+
+@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("name", ["wait_at_least", "exit_handshake"])
+def test_negative_control_without_it_the_result_is_wrong(devices, name, along, monkeypatch):
+    late_pulls(monkeypatch, 1)
+    monkeypatch.setattr(op, name, lambda *_, **__: None)
+    mesh = make_mesh(x=devices)
+    # Few rows and large shards: a late device has most of its chunks still to pull when the others have left.
+    shard = {"n": (4096, 1024), "k": (1024, 4096)}[along]
+    assert float(repeated(mesh, along, 5)(*operands(mesh, along, 128, shard, jnp.bfloat16, seed=4))) > 1e-2
+
+
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize(
+    "axes, along", [({"data": 2, "x": 2}, "n"), ({"x": 2, "data": 2}, "k")], ids=["minor", "major"]
+)
+def test_one_axis_of_a_larger_mesh(axes, along):
+    if jax.process_count() > 1 and jax.device_count() != 4:
+        pytest.skip("one process per GPU: this test is for a job of 4")
+    mesh = make_mesh(**axes)
+
+    def measure(lhs, rhs):
+        lhs = lhs * (1 + lax.axis_index("data")).astype(lhs.dtype)
+        expected = unfused(along)(lhs, rhs).astype(jnp.float32)
+        return oracle.worst(oracle.distance(fused(along)(lhs, rhs), expected), mesh)
+
+    error = mapped(mesh, along, measure, P())(*operands(mesh, along, 256, MEDIUM[along], jnp.bfloat16, seed=5))
+    assert float(error) < 5e-3
+
+
+@pytest.mark.parametrize("along", ALONG)
+def test_gradients(devices, along):
+    mesh = make_mesh(x=devices)
+
+    def gradients(f):
+        return jax.grad(lambda lhs, rhs: jnp.sum(jnp.sin(f(lhs, rhs).astype(jnp.float32))), argnums=(0, 1))
+
+    def body(lhs, rhs):
+        pairs = zip(gradients(fused(along))(lhs, rhs), gradients(unfused(along))(lhs, rhs), strict=True)
+        return [oracle.worst(oracle.distance(a, b.astype(jnp.float32)), mesh) for a, b in pairs]
+
+    lhs, rhs = operands(mesh, along, 128, {"n": (64, 256), "k": (64, 256)}[along], jnp.bfloat16, seed=6)
+    assert all(float(error) < 2e-2 for error in mapped(mesh, along, body, [P(), P()])(lhs * 0.1, rhs * 0.1))
