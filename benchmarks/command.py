@@ -26,16 +26,16 @@ _DRY_SHAPE = "128x256x128"
 def parser(
     description: str, shapes: str, methods: str, *, devices: bool = False, layouts: bool = False
 ) -> argparse.ArgumentParser:
-    """The options, with a table's own defaults. `layouts`: whether the table measures others than nn, and suites."""
+    """The options, with a table's own defaults. `layouts`: whether the table measures others than nn."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     if devices:
         result.add_argument("--devices", type=int, default=None, help="how many devices; none: all of them")
     result.add_argument("--shapes", default=shapes, help="MxNxK[:dtype][:layout] per shard, separated by commas")
     result.add_argument("--dtype", default="f16", help="f16, bf16, f8_e4m3fn or f8_e5m2, for shapes that name none")
-    result.set_defaults(layouts=None, suite=None, nn_only=not layouts)
+    result.add_argument("--suite", default=None, help="shapes (and layouts) by a name, standard or sweep: see SUITES")
+    result.set_defaults(layouts=None, nn_only=not layouts)
     if layouts:
         result.add_argument("--layouts", default=None, help="nn,nt,tn,tt: for shapes that name none")
-        result.add_argument("--suite", default=None, help="shapes and layouts by a name: standard; instead of --shapes")
     result.add_argument("--methods", default=methods, help="separated by commas")
     result.add_argument("--variants", nargs="*", default=[], metavar="fused:FIELD=VALUE,...", help="configs of fused")
     result.add_argument("--rounds", type=int, default=7, help="how often every method is timed")
@@ -68,7 +68,8 @@ def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Probl
             raise SystemExit(f"`--suite` must be one of {', '.join(SUITES)}, got {arguments.suite!r}")
         suite = SUITES[arguments.suite]
         shapes = suite.shapes
-        layouts = layouts or (None if arguments.dtype.startswith("f8") else suite.layouts)
+        if not arguments.nn_only:
+            layouts = layouts or (None if arguments.dtype.startswith("f8") else suite.layouts)
     result = parse(op, devices, shapes, arguments.dtype, layouts)
     if arguments.nn_only and any(problem.layout != "nn" for problem in result):
         raise SystemExit(f"this table measures layout nn alone (which 8-bit operands do not have), got {result[0]}")

@@ -1,10 +1,11 @@
 """Writes the table by which the library chooses between its kernels and XLA, from results of other benchmarks.
 
-    cd benchmarks/results/2026-11-21
-    python3 -m benchmarks.crossover suite_bf16.csv f8.csv sweep.csv --out ../../../overlap/tuning/crossover.csv
+    python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 --out results
+    cd results
+    python3 -m benchmarks.crossover suite_bf16.csv f8.csv sweep_*.csv --out ../overlap/tuning/crossover.csv
 
-Of several results for one problem the last one given counts. Only the method `fused`, whose configuration the library
-has chosen itself, is compared.
+(`--warmup-s 0.2 --budget-s 120` for a quick one.) Of several results for one problem the last one given counts. Only
+the method `fused`, whose configuration the library has chosen itself, is compared.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from overlap.tuning import tables
 
 FIELDS = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout", "fused_us", "xla_us")
 _KEY = FIELDS[:-2]
+_GATHERED_WEIGHTS = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 
 
 def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -35,14 +37,11 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             try:
-                m, n, k = map(int, row["shape"].split("x"))
-                dtype = jnp.dtype(DTYPES[row["dtype"]])
+                dtype, devices = jnp.dtype(DTYPES[row["dtype"]]), int(row["devices"])
                 key = (
                     row["op"],
-                    int(row["devices"]),
-                    m,
-                    n,
-                    k,
+                    devices,
+                    *_of_one_shard(row["op"], devices, *map(int, row["shape"].split("x"))),
                     dtype.name,
                     _out_dtype(dtype),
                     row.get("layout") or "nn",
@@ -53,6 +52,12 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
                 raise ValueError(f"{path} is no result of a benchmark: {type(error).__name__}: {error}") from error
     pairs = {key: time for key, time in times.items() if len(time) == 2}
     return [dict(zip(FIELDS, (*key, time["fused"], time["xla"]), strict=True)) for key, time in pairs.items()]
+
+
+def _of_one_shard(op: str, devices: int, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """The sizes as the chooser counts them; the tables of gathered weights count the whole product of a device."""
+    gathered = _GATHERED_WEIGHTS.get(op)
+    return m, n // (devices if gathered == "n" else 1), k // (devices if gathered == "k" else 1)
 
 
 def _out_dtype(dtype: Any) -> str:

@@ -50,8 +50,11 @@ def all_gather_methods(
 
     def fused(variant: Variant) -> Method:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            config = _config(variant.config)
-            return overlap.all_gather_lhs_matmul(lhs, rhs, AXIS, config=config, implementation="fused")
+            fields = dict(variant.config)
+            transport = fields.pop("transport", None)  # `fused:transport=ring`
+            return overlap.all_gather_lhs_matmul(
+                lhs, rhs, AXIS, config=_config(fields), implementation="fused", transport=transport
+            )
 
         return Method(variant.name, call)
 

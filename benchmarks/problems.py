@@ -204,7 +204,9 @@ class Suite:
     layouts: tuple[str, ...]
 
 
-# The first is what the project's targets for `matmul` are stated over, the second tests the harness.
+# The first is what the project's targets for `matmul` are stated over, the last tests the harness. By the second the
+# library chooses between its collective kernels and XLA (`benchmarks.crossover`): m_shard from 16 to 8192, n_shard from
+# 256 to 16384 and k from 512 to 16384, the corners and the shapes of layers; quickest first, for `--budget-s`.
 SUITES = {
     "standard": Suite(
         (
@@ -213,6 +215,16 @@ SUITES = {
             "128x8192x8192", "16x8192x8192", "4097x4104x4104",
         ),
         ("nn", "nt", "tn"),
+    ),
+    "sweep": Suite(
+        (
+            "16x256x512", "512x256x512", "16x1024x4096", "16x256x16384", "64x1024x4096", "16x16384x512",
+            "128x1024x4096", "16x4096x4096", "32x4096x4096", "64x4096x4096", "8192x256x512", "128x4096x4096",
+            "512x1024x4096", "16x8192x8192", "64x8192x8192", "128x8192x8192", "512x4096x4096", "2048x256x16384",
+            "16x16384x16384", "512x3584x8192", "2048x16384x512", "2048x4096x4096", "8192x1024x4096", "8192x4096x4096",
+            "2048x16384x16384", "8192x8192x8192",
+        ),
+        ("nn",),
     ),
     "tiny": Suite(("128x256x128", "97x136x72"), ("nn", "nt", "tn")),
 }  # fmt: skip

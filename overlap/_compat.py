@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["backends_are_initialized", "offer_square_wgmma_tiles"]
+__all__ = ["backends_are_initialized", "let_warps_arrive_at_cluster_barriers", "offer_square_wgmma_tiles"]
 
 
 def backends_are_initialized() -> bool:
@@ -49,3 +49,59 @@ def offer_square_wgmma_tiles() -> None:
 
     mma_tiling_constraint.offers_square_tiles = True  # pyright: ignore[reportFunctionMemberAccess]
     layout_inference.mma_tiling_constraint = mma_tiling_constraint
+
+
+def let_warps_arrive_at_cluster_barriers() -> None:
+    """Lets a warp of its own (`plgpu.warp_map`) arrive at a `ClusterBarrier`, as a warpgroup can. Idempotent.
+
+    Mosaic GPU has the arrival of a warpgroup only, though all that it needs is a thread per CTA of the cluster: it
+    refuses others in the lowering rule. Same code in jax 0.11.2 and 0.12.0.1; the assembled tests would tell of a
+    change.
+    """
+    from jax._src.pallas.mosaic_gpu import core, lowering, primitives
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    rules: Any = lowering.mosaic_lowering_rules[core.WGxWARP_SEMANTICS]
+    rule = rules[primitives.barrier_arrive_p]
+    if getattr(rule, "reaches_clusters", False):
+        return
+
+    class OfWarp:
+        """A cluster barrier to the rule, which only indexes it and arrives."""
+
+        def __init__(self, barrier: Any) -> None:
+            self.barrier = barrier
+
+        def __getitem__(self, index: Any) -> OfWarp:
+            return OfWarp(self.barrier[index])
+
+        def arrive(self, *, orders_tensor_core: bool = False, predicate: Any = None) -> None:
+            assert not orders_tensor_core and predicate is None
+            # What any lane has done comes before the arrival of each.
+            utils.warp_barrier()
+            # Lane i arrives at CTA i, where that is one of those in question.
+            constant = lambda value: utils.c(value, ir.IntegerType.get_signless(32))  # noqa: E731
+            lane = arith.remui(utils.thread_idx(), constant(utils.WARP_SIZE))
+            bit = arith.andi(arith.shrui(self.barrier.cluster_mask, lane), constant(1))
+            utils.inline_ptx(
+                """
+                {
+                    .reg .b32 there;
+                    @$0 mapa.shared::cluster.u32 there, $1, $2;
+                    @$0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];
+                }
+                """,
+                arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0)),
+                self.barrier.barrier.get_ptr(),
+                lane,
+                has_side_effects=True,
+            )
+
+    def arrive(ctx: Any, barrier: Any, *args: Any, **params: Any) -> Any:
+        of_warp = OfWarp(barrier) if isinstance(barrier, utils.CollectiveBarrierRef) else barrier
+        return rule(ctx, of_warp, *args, **params)
+
+    arrive.reaches_clusters = True  # pyright: ignore[reportFunctionMemberAccess]
+    rules[primitives.barrier_arrive_p] = arrive

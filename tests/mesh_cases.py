@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -158,13 +159,16 @@ def errors_of_two_rings(first: Layout, second: Layout, op: Callable[[Layout], An
 
 
 def reversed_axes_of_permuted_devices(case: Any, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """For `tests.assembly`: all axes of the mesh as one ring, in reverse, and the devices in reverse as well."""
+    """For `tests.assembly`: all axes of the mesh as one ring, in reverse, and the devices in reverse as well.
+
+    `case.config` holds further keywords of the operation.
+    """
     over = mesh.axis_names[::-1]
     mesh = Mesh(mesh.devices.ravel()[::-1].reshape(mesh.devices.shape), mesh.axis_names)
     m_shard, n_shard, k = case.shape
     dtype = assembly.dtype_of(case.dtype)
     lhs_spec, rhs_spec, out_spec = P(over, None), P(None, over), P(None, over)
-    op = lambda lhs, rhs: overlap.all_gather_lhs_matmul(lhs, rhs, over, implementation="fused")  # noqa: E731
+    op = functools.partial(overlap.all_gather_lhs_matmul, axis_name=over, implementation="fused", **case.config)
     mapped = jax.shard_map(op, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=out_spec, check_vma=False)
     return mapped, (
         assembly.struct(mesh, (mesh.size * m_shard, k), dtype, lhs_spec),

@@ -73,11 +73,12 @@ def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores:
     return run
 
 
-def check_gathered(devices: int, cores: int, shape: tuple[int, int, int], config: overlap.Config) -> None:
+def check_gathered(devices: int, cores: int, shape: tuple[int, int, int], config: overlap.Config,
+                   transport: str | None = None) -> None:  # fmt: skip
     """The same of the fused all-gather matmul, for per-shard sizes (m_shard, n_shard, k), under two schedules."""
     (m, n, k), mesh = shape, oracle.make_mesh(x=devices)
     lhs, rhs = integers(3, devices * m, k, dtype=jnp.float16), integers(4, k, devices * n, dtype=jnp.float16)
-    call = oracle.on_mesh(mesh, lambda a, b: oracle.fused(a, b, config=config))
+    call = oracle.on_mesh(mesh, lambda a, b: oracle.fused(a, b, config=config, transport=transport))
     for seed, completion in enumerate(("late", "random")):
         with emulate(cores=cores, completion=completion, seed=seed) as run:
             actual = call(lhs, rhs)
@@ -90,8 +91,8 @@ def pieces_of(work: StreamK, cta: int) -> list[Piece]:
 
 
 def handed_over(work: StreamK) -> int:
-    """How many pieces go through global memory: all that do not begin a tile."""
-    return sum(piece.k_first > 0 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
+    """How many pieces are parts of tiles: each CTA hands over what the others finish."""
+    return sum(piece.parts > 1 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
 
 
 def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int) -> StreamK:

@@ -120,7 +120,7 @@ def assert_exact(form: Form, arrays: Any, results: Any) -> None:
 def assembled(case: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     """For `tests.assembly`: `case.shape` is (m_shard, n, k), `case.config` holds fields of `Config` and of `Form`.
 
-    Tuples are text there: widths=4096+1024+1024, batch=2x3, scales=rows+columns.
+    Tuples are text there: widths=4096+1024+1024, batch=2x3, scales=rows+columns. Also transport=ring.
     """
     from tests import assembly
 
@@ -131,6 +131,7 @@ def assembled(case: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     scales = tuple(name for name in str(options.pop("scales", "")).split("+") if name)
     fields = {f.name for f in dataclasses.fields(Form)} & set(options)
     given = {name: options.pop(name) for name in fields}
+    transport = options.pop("transport", None)
     form = Form(m, widths, k, batch, scales=scales, **given)
     devices, (lhs, sides, rows, columns) = mesh.shape["x"], specs(form)
     right = [(devices * n, k) if form.transpose_rhs else (k, devices * n) for n in widths]
@@ -140,5 +141,6 @@ def assembled(case: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
         assembly.struct(mesh, (*batch, devices * m, 1), "float32", rows),
         [assembly.struct(mesh, (devices * n,), "float32", spec) for n, spec in zip(widths, columns, strict=True)],
     )
-    body = call(form, implementation="fused", config=overlap.Config(**options) if options else None)
+    config = overlap.Config(**options) if options else None
+    body = call(form, implementation="fused", config=config, transport=transport)
     return on_mesh(form, mesh, body), structs

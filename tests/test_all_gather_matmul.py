@@ -15,20 +15,25 @@ from tests.oracle import make_mesh, on_mesh, operands
 SMALL = overlap.Config(tile_n=128)
 
 
-def fused(lhs, rhs):
-    return oracle.fused(lhs, rhs, config=SMALL)
+TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
+def fused(lhs, rhs, transport=None):
+    return oracle.fused(lhs, rhs, config=SMALL, transport=transport)
+
+
+@TRANSPORTS
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_error_within_twice_the_unfused_product(devices, dtype):
+def test_error_within_twice_the_unfused_product(devices, dtype, transport):
     mesh = make_mesh(x=devices)
     with emulate(cores=2, seed=devices):
-        measure = oracle.errors(mesh, fused)
+        measure = oracle.errors(mesh, lambda a, b: fused(a, b, transport))
         for seed in range(2):
             oracle.assert_close(measure(*operands(mesh, (128, 128, 128), dtype, seed)))
 
 
+@TRANSPORTS
 @pytest.mark.parametrize(
     ("cores", "shape", "config"),
     [
@@ -43,42 +48,46 @@ def test_error_within_twice_the_unfused_product(devices, dtype):
         (2, (1, 24, 8), SMALL),
     ],
 )
-def test_other_sizes(cores, shape, config):
+def test_other_sizes(cores, shape, config, transport):
     mesh = make_mesh(x=2)
     with emulate(cores=cores, seed=1):
-        oracle.assert_close(oracle.errors(mesh, lambda a, b: oracle.fused(a, b, config=config))(
+        oracle.assert_close(oracle.errors(mesh, lambda a, b: oracle.fused(a, b, config=config, transport=transport))(
             *operands(mesh, shape, jnp.bfloat16, seed=2)))  # fmt: skip
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("axes", [{"data": 2, "x": 2}, {"x": 2, "data": 2}], ids=["minor", "major"])
-def test_one_axis_of_a_larger_mesh(axes):
+def test_one_axis_of_a_larger_mesh(axes, transport):
     mesh = make_mesh(**axes)
 
     def measure(lhs, rhs):
         lhs = lhs * (1 + lax.axis_index("data")).astype(lhs.dtype)
-        return oracle.worst(oracle.distance(fused(lhs, rhs), oracle.exact(lhs, rhs)), mesh)
+        return oracle.worst(oracle.distance(fused(lhs, rhs, transport), oracle.exact(lhs, rhs)), mesh)
 
     with emulate(cores=2):
         error = on_mesh(mesh, measure, out_specs=P())(*operands(mesh, (128, 128, 128), jnp.bfloat16, seed=3))
     assert float(error) < 5e-3
 
 
-def test_repeated_launches_agree_bit_for_bit():
+def test_repeated_launches_agree_bit_for_bit_by_either_transport():
     mesh = make_mesh(x=3)
     lhs, rhs = operands(mesh, (128, 128, 128), jnp.float16, seed=4)
     results = []
-    for seed, completion in enumerate(("late", "eager", "random")):
-        with emulate(cores=2, seed=seed, completion=completion):
-            results.append(np.asarray(on_mesh(mesh, fused)(lhs, rhs)))
+    for transport in ("pull", "ring"):
+        launch = on_mesh(mesh, lambda a, b, transport=transport: fused(a, b, transport))
+        for seed, completion in enumerate(("late", "eager", "random")):
+            with emulate(cores=2, seed=seed, completion=completion):
+                results.append(np.asarray(launch(lhs, rhs)))
     assert all((r == results[0]).all() for r in results)
 
 
-def test_in_a_loop_beside_another_collective_with_operands_that_change():
+@TRANSPORTS
+def test_in_a_loop_beside_another_collective_with_operands_that_change(transport):
     mesh = make_mesh(x=2)
 
     def body(lhs, rhs):
         def step(lhs, _):
-            actual, expected = fused(lhs, rhs), oracle.unfused(lhs, rhs).astype(jnp.float32)
+            actual, expected = fused(lhs, rhs, transport), oracle.unfused(lhs, rhs).astype(jnp.float32)
             return -lhs, oracle.worst(oracle.distance(actual, expected), mesh)
 
         return lax.scan(step, lhs, length=3)[1]
@@ -88,14 +97,15 @@ def test_in_a_loop_beside_another_collective_with_operands_that_change():
     assert float(errors.max()) < 5e-3
 
 
-def test_gradients():
+@TRANSPORTS
+def test_gradients(transport):
     mesh = make_mesh(x=2)
 
     def loss(op):
         return lambda lhs, rhs: jnp.sum(jnp.sin(op(lhs, rhs).astype(jnp.float32)))
 
     def body(lhs, rhs):
-        ours = jax.grad(loss(fused), argnums=(0, 1))(lhs, rhs)
+        ours = jax.grad(loss(lambda a, b: fused(a, b, transport)), argnums=(0, 1))(lhs, rhs)
         theirs = jax.grad(loss(oracle.unfused), argnums=(0, 1))(lhs, rhs)
         return [
             oracle.worst(oracle.distance(a, b.astype(jnp.float32)), mesh) for a, b in zip(ours, theirs, strict=True)

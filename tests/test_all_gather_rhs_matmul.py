@@ -14,6 +14,8 @@ from overlap.collectives.rhs_schedule import STEPS_PER_FLAG
 from overlap.emulation import emulate
 from overlap.kernels import dispatch
 from overlap.kernels.target import Target
+from overlap.tuning import crossover
+from overlap.tuning.problem import Problem
 from tests import assembly, oracle
 from tests.assembly import Case
 from tests.oracle import make_mesh, on_mesh
@@ -237,9 +239,14 @@ def test_explain(monkeypatch):
     )
     assert explain(*GOOD_N, **ALONG_N).implementation == "xla"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    monkeypatch.setattr(crossover, "_measurements", lambda: ())
+    unknown = explain(*GOOD_N, **ALONG_N)
+    assert unknown.implementation == "xla" and "not measured" in str(unknown)
+    problem = Problem("all_gather_rhs_matmul_n", 128, 128, 64, "bfloat16", "bfloat16", devices=2)
+    monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(problem, 90.0, 100.0),))
     assert explain(*GOOD_N, **ALONG_N).implementation == "fused"
     large = struct(8192, 8192), struct(4096, 8192)
-    chosen = explain(*large, **ALONG_K)
+    chosen = explain(*large, **ALONG_K, implementation="fused")
     # Along k all rows come before the next columns; what the caller gives is left as it is.
     assert chosen.implementation == "fused" and chosen.config.order_minor == "n" and chosen.source == "heuristic"
     assert explain(*large, **ALONG_K, config=SMALL).config == SMALL

@@ -183,6 +183,23 @@ def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() 
         command.problems(only_nn, "ladder", 1)
 
 
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_the_sweep_covers_what_the_chooser_is_asked_about(devices: int) -> None:
+    parser = command.parser("", "1x2x3", "fused,xla", devices=True)
+    problems = command.problems(parser.parse_args(["--suite", "sweep", "--dtype", "bf16"]), "all_gather", devices)
+    assert 20 <= len(problems) == len(set(problems)) <= 26
+    assert {problem.layout for problem in problems} == {"nn"}
+    assert {problem.m for problem in problems} == {16, 32, 64, 128, 512, 2048, 8192}
+    assert (min(p.n for p in problems), max(p.n for p in problems)) == (256, 16384)
+    assert (min(p.k for p in problems), max(p.k for p in problems)) == (512, 16384)
+    # What a budget leaves out is what takes longest.
+    times = [problem.expected_us for problem in problems]
+    assert devices != 4 or times == sorted(times)
+    assert max(times[:10]) < min(times[-5:])
+    # Results are given in the shards' sizes, and fit on a GPU with their oracle in f32.
+    assert all(10 * problem.bytes_per_device < 60e9 for problem in problems)
+
+
 def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
     settings = Settings()
     for problem in parse("matmul", 1, SUITES["standard"].shapes, "bf16", None):

@@ -115,6 +115,7 @@ def test_two_clusters_at_a_time_are_enough():
         check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=3))
 
 
+@pytest.mark.parametrize("transport", ["pull", "ring"])
 @pytest.mark.parametrize(
     ("devices", "cores", "shape", "along", "stream_k"),
     [
@@ -128,8 +129,9 @@ def test_two_clusters_at_a_time_are_enough():
         (3, 5, (131, 264, 200), "n", 3),
     ],
 )
-def test_all_gather_with_an_odd_number_of_tiles(devices, cores, shape, along, stream_k):
-    check_gathered(devices, cores, shape, overlap.Config(stages=3, cluster_along=along, stream_k=stream_k, **SMALL))
+def test_all_gather_with_an_odd_number_of_tiles(devices, cores, shape, along, stream_k, transport):
+    config = overlap.Config(stages=3, cluster_along=along, stream_k=stream_k, **SMALL)
+    check_gathered(devices, cores, shape, config, transport)
 
 
 @pytest.mark.parametrize(("cluster", "cores"), [(3, 6), (4, 4), (2, 1)])

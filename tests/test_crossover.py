@@ -1,7 +1,9 @@
 """The choice between the fused kernel and XLA by what was measured."""
 
 import dataclasses
+import itertools
 import logging
+import math
 
 import jax
 import pytest
@@ -11,12 +13,20 @@ from benchmarks import crossover as command
 from overlap.kernels import dispatch
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import crossover
-from overlap.tuning.crossover import Measured, nearest, xla_is_faster
+from overlap.tuning import choose, crossover, tables
+from overlap.tuning.autotune import Tuning
+from overlap.tuning.crossover import NEVER_MEASURED, Measured, expected_ratio, neighbours, xla_is_faster
 from overlap.tuning.problem import Problem
+from overlap.tuning.search import Outcome
+from tests.tuning_cases import no_tables  # noqa: F401
 
 GATHER = Problem("all_gather_lhs_matmul", 1024, 4096, 4096, "bfloat16", "bfloat16", devices=4)
 H200 = Target("gpu", "NVIDIA H200", 132)
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(dispatch, "_said", set())
 
 
 @pytest.fixture
@@ -33,7 +43,8 @@ def test_the_shipped_table_is_sound():
     assert {row.problem.op for row in rows} >= {"matmul", "all_gather_lhs_matmul"}
     assert len({row.problem for row in rows}) == len(rows)
     for row in rows:
-        assert nearest(row.problem) is row
+        (distance, nearest), *_ = neighbours(row.problem)
+        assert distance == 0 and nearest.problem == row.problem
         assert row.fused_us > 0 and row.xla_us > 0
         # It says what it was measured to be.
         assert (xla_is_faster(row.problem) is None) == (row.ratio >= crossover.LEAST_RATIO)
@@ -50,8 +61,86 @@ def test_the_nearest_measurement_speaks(measured, sizes, slower):
     assert bool(xla_is_faster(dataclasses.replace(GATHER, **sizes))) == slower
 
 
-def test_an_operation_that_was_never_measured_is_left_alone(measured):
-    assert xla_is_faster(dataclasses.replace(GATHER, op="another", m=16)) is None
+def test_an_operation_that_was_never_measured_is_left_to_xla(measured, caplog):
+    other = dataclasses.replace(GATHER, op="another")
+    assert xla_is_faster(other) == NEVER_MEASURED
+    choice = decide(other)
+    assert choice.implementation == "xla" and choice.config is None
+    # The way to the kernel is in the reason, so in what `explain` returns, and in the log.
+    assert "not measured" in str(choice) and 'implementation="fused"' in choice.reason
+    assert [record.levelname for record in caplog.records if "not measured" in record.getMessage()] == ["WARNING"]
+    assert decide(other, implementation="fused").implementation == "fused"
+    assert decide(other, config=Config()).implementation == "fused"
+
+
+def test_on_a_cpu_the_reason_is_the_cpu(measured):
+    other = dataclasses.replace(GATHER, op="another")
+    on_cpu = dispatch.decide("another", None, Target("cpu", "cpu", 4), None, lambda *_: None, other)
+    assert on_cpu.implementation == "xla" and "CPU" in on_cpu.reason
+
+
+def grid(monkeypatch, ratios):
+    """Measurements by m_shard: how much faster the fused kernel was."""
+    pairs = tuple(Measured(dataclasses.replace(GATHER, m=m), 100.0, 100.0 * ratio) for m, ratio in ratios.items())
+    monkeypatch.setattr(crossover, "_measurements", lambda: pairs)
+
+
+def test_the_ratio_is_interpolated(monkeypatch):
+    grid(monkeypatch, {16: 0.5, 64: 2.0, 4096: 9.0})
+    ratio = lambda m: expected_ratio(neighbours(dataclasses.replace(GATHER, m=m)))  # noqa: E731
+    assert ratio(16) == 0.5 and ratio(64) == 2.0
+    assert math.isclose(ratio(32), 1.0)
+    assert ratio(20) < ratio(32) < ratio(50)
+    assert ratio(1) == 0.5 and math.isclose(ratio(1 << 20), 9.0)
+
+
+def test_fused_is_never_picked_where_the_neighbours_say_xla(monkeypatch):
+    """Whatever is measured: between two points that are for XLA there is none for fused, nor next to one of them."""
+    sizes = [16, 64, 512, 2048]
+    for ratios in itertools.product((0.6, 0.94, 1.0, 3.0), repeat=len(sizes)):
+        grid(monkeypatch, dict(zip(sizes, ratios, strict=True)))
+        for (low, a), (high, b) in itertools.pairwise(zip(sizes, ratios, strict=True)):
+            for m in {low, low + 1, math.isqrt(low * high), high - 1, high}:
+                answer = xla_is_faster(dataclasses.replace(GATHER, m=m))
+                nearest = a if m * m < low * high else b
+                if m * m == low * high:
+                    nearest = min(a, b)
+                if max(a, b) < crossover.LEAST_RATIO or nearest < crossover.LEAST_RATIO:
+                    assert answer is not None, (ratios, m)
+                if min(a, b) >= crossover.LEAST_RATIO:
+                    assert answer is None, (ratios, m)
+
+
+def test_halfway_between_a_loss_and_a_small_gain_xla_runs(monkeypatch):
+    grid(monkeypatch, {16: 0.6, 64: 1.1})
+    reason = xla_is_faster(dataclasses.replace(GATHER, m=33))
+    assert reason is not None and "between" in reason and "x33x" not in reason
+
+
+def test_rows_of_all_devices_count(monkeypatch):
+    """With twice the devices, half the rows on each are the nearest."""
+    few, many = (Measured(dataclasses.replace(GATHER, m=m), 100.0, xla) for m, xla in ((16, 60.0), (64, 200.0)))
+    monkeypatch.setattr(crossover, "_measurements", lambda: (few, many))
+    assert xla_is_faster(dataclasses.replace(GATHER, m=8, devices=8)) is not None
+    assert xla_is_faster(dataclasses.replace(GATHER, m=32, devices=8)) is None
+
+
+@pytest.mark.usefixtures("no_tables")
+def test_who_tuned_a_problem_has_measured_it(measured):
+    """XLA's time in a tuning entry is about the very configuration that would run."""
+    other = dataclasses.replace(GATHER, op="another")
+    for xla_us, implementation in ((90.0, "xla"), (110.0, "fused")):
+        entry = tables.Entry(other, H200.kind, jax.__version__, Config(stages=3), 100.0, {"xla": xla_us})
+        path = tables.user_file(H200.kind)
+        assert path is not None
+        tables.add(path, [entry])
+        choice = decide(other)
+        assert choice.implementation == implementation, choice
+        with Tuning([Outcome(GATHER, result=dataclasses.replace(entry, problem=GATHER))], None):
+            assert decide(GATHER).implementation == implementation
+    assert choice.config == Config(stages=3)
+    # A tuning that has not got as far as XLA says nothing.
+    assert choose.xla_is_faster(dataclasses.replace(other, m=1 << 14), H200) == NEVER_MEASURED
 
 
 def test_a_tie_goes_to_the_fused_kernel(monkeypatch):
@@ -109,6 +198,17 @@ def test_the_table_is_made_of_results(tmp_path, monkeypatch, capsys):
     assert set(rows) == {128, 64}
     assert (rows[128].fused_us, rows[128].problem.layout) == (8.0, "nt")
     assert (rows[64].problem.dtype, rows[64].problem.out_dtype) == ("float8_e4m3fn", "bfloat16")
+
+
+def test_sizes_of_gathered_weights_are_those_of_one_shard(tmp_path, monkeypatch):
+    rows = [f"all_gather_rhs_matmul_{along},4,128x256x512,bf16,nn,{method},ok,10.0"
+            for along in "nk" for method in ("fused", "xla")]  # fmt: skip
+    out = tmp_path / "crossover.csv"
+    assert command.main([str(result_file(tmp_path / "weights.csv", *rows)), "--out", str(out)]) == 0
+    monkeypatch.setattr(crossover, "FILE", out)
+    problems = {row.problem.gathered: row.problem for row in crossover._measurements.__wrapped__()}
+    assert (problems["n"].m, problems["n"].n, problems["n"].k) == (128, 64, 512)
+    assert (problems["k"].m, problems["k"].n, problems["k"].k) == (128, 256, 128)
 
 
 def test_what_is_no_result_writes_nothing(tmp_path):

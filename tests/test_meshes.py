@@ -44,27 +44,33 @@ LAYOUTS = [
 ]
 
 
-def fused(case):
-    return mesh_cases.fused(case, config=CONFIG)
+TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
+# The ring differs in that a device sends to the one before it: fewer layouts show all that can go wrong there.
+CASES = [*((case, "pull") for case in LAYOUTS), *((case, "ring") for case in (*LAYOUTS[::3], layout("x", x=6)))]
 
 
-def check(case, shape=SHAPE, seed=1):
+def fused(case, transport=None):
+    return mesh_cases.fused(case, config=CONFIG, transport=transport)
+
+
+def check(case, shape=SHAPE, seed=1, transport=None):
     with emulate(cores=2, seed=seed):
-        measure = mesh_cases.errors(case, fused(case))
+        measure = mesh_cases.errors(case, fused(case, transport))
         oracle.assert_close(measure(*mesh_cases.operands(case, shape, jnp.bfloat16, seed)))
 
 
 # ---- The operation, emulated -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_error_within_twice_the_unfused_product(case):
-    check(case)
+@pytest.mark.parametrize(("case", "transport"), CASES, ids=str)
+def test_error_within_twice_the_unfused_product(case, transport):
+    check(case, transport=transport)
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("case", [layout("x", x=7), layout(("b", "a"), TRANSPOSED, a=3, b=2)], ids=str)
-def test_ragged_shards(case):
-    check(case, shape=(72, 136, 40))
+def test_ragged_shards(case, transport):
+    check(case, shape=(72, 136, 40), transport=transport)
 
 
 @pytest.mark.parametrize("case", [layout(("b", "a"), PERMUTED, a=2, b=2), layout(("b", "a"), a=2, b=3)], ids=str)
@@ -99,19 +105,22 @@ def test_gradients(case):
     assert max(map(float, errors)) < 2e-2
 
 
-def test_launches_in_a_loop_with_operands_that_change():
+@TRANSPORTS
+def test_launches_in_a_loop_with_operands_that_change(transport):
     case = layout(("b", "a"), PERMUTED, a=2, b=2)
     with emulate(cores=2):
-        worst = mesh_cases.errors_in_a_loop(case, fused(case), 3)(*mesh_cases.operands(case, SHAPE, jnp.bfloat16, 4))
+        loop = mesh_cases.errors_in_a_loop(case, fused(case, transport), 3)
+        worst = loop(*mesh_cases.operands(case, SHAPE, jnp.bfloat16, 4))
     assert float(worst) < 5e-3
 
 
-def test_two_rings_of_one_mesh_in_one_program():
+@TRANSPORTS
+def test_two_rings_of_one_mesh_in_one_program(transport):
     first, second = (layout(over, TRANSPOSED, a=3, b=2) for over in ("a", ("b", "a")))
     lhs = jax.random.normal(jax.random.key(5), (128, 64), jnp.bfloat16)
     rhs = jax.random.normal(jax.random.key(6), (64, 128), jnp.bfloat16)
     with emulate(cores=2):
-        errors = mesh_cases.errors_of_two_rings(first, second, fused)(lhs, rhs)
+        errors = mesh_cases.errors_of_two_rings(first, second, lambda case: fused(case, transport))(lhs, rhs)
     assert max(map(float, errors)) < 5e-3
 
 
@@ -221,7 +230,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
 
 
-def lowered(case, mesh, *, sharded=False):
+def lowered(case, mesh, *, sharded=False, transport=None):
     """The text of the operation on `mesh`, lowered for CUDA."""
     specs = case.specs()
     shapes = (case.size * 256, 512), (512, case.size * 512)
@@ -229,7 +238,8 @@ def lowered(case, mesh, *, sharded=False):
         jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=jax.NamedSharding(case.mesh(), spec) if sharded else None)
         for s, spec in zip(shapes, specs)
     ]
-    call = oracle.on_mesh(mesh, mesh_cases.fused(case), in_specs=specs[:2], out_specs=specs[2])
+    op = mesh_cases.fused(case, transport=transport)
+    call = oracle.on_mesh(mesh, op, in_specs=specs[:2], out_specs=specs[2])
     return call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -238,10 +248,11 @@ def ids_for_xla(text):
     return [int(i) for i in ids.split(",")]
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_xla_is_given_positions(case, hopper):
+@pytest.mark.parametrize(("case", "transport"), CASES, ids=str)
+def test_xla_is_given_positions(case, transport, hopper):
+    """And Mosaic can work out on the host whom a device sends to, along any axes."""
     mesh = case.mesh()
-    assert ids_for_xla(lowered(case, mesh)) == list(range(mesh.size))
+    assert ids_for_xla(lowered(case, mesh, transport=transport)) == list(range(mesh.size))
 
 
 def test_xla_is_given_positions_of_an_abstract_mesh(hopper):
@@ -285,11 +296,13 @@ def test_a_kernel_without_peers_takes_any_devices(hopper):
 
 
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+@TRANSPORTS
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 2, "b": 3}], ids=str)
-def test_assembled_over_both_axes_in_reverse_of_permuted_devices(sizes):
+def test_assembled_over_both_axes_in_reverse_of_permuted_devices(sizes, transport):
     """The assembled kernel needs no more registers or shared memory than along one axis, and does not spill."""
-    along_one = assembly.Case("all_gather_lhs_matmul", devices=math.prod(sizes.values()))
-    along_both = assembly.Case("tests.mesh_cases:reversed_axes_of_permuted_devices", mesh=sizes)
+    given, devices = {"transport": transport}, math.prod(sizes.values())
+    along_one = assembly.Case("tests.several_sides_cases:assembled", devices=devices, config=given)
+    along_both = assembly.Case("tests.mesh_cases:reversed_axes_of_permuted_devices", mesh=sizes, config=given)
     (one,), (both,) = assembly.assemble_case(along_one), assembly.assemble_case(along_both)
     assert both.spill_store_bytes == both.spill_load_bytes == 0 and both.architecture == "sm_90a"
     assert both.shared_memory_bytes == one.shared_memory_bytes and both.registers == one.registers

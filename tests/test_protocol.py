@@ -5,7 +5,7 @@ import pytest
 
 import overlap
 from overlap import primitives
-from overlap.collectives import all_gather_matmul
+from overlap.collectives import pull
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels import hopper, staging
@@ -33,11 +33,11 @@ def test_clean(completion, seed):
 
 
 def drop_wait_for_flags(patch):
-    patch.setattr(all_gather_matmul, "wait_at_least", NOTHING)
+    patch.setattr(pull, "wait_at_least", NOTHING)
 
 
 def drop_proxy_fence(patch):
-    patch.setattr(all_gather_matmul, "fence_async_proxy", NOTHING)
+    patch.setattr(pull, "fence_async_proxy", NOTHING)
 
 
 def signal_when_only_read(patch):
@@ -64,7 +64,7 @@ def count_too_many(patch):
 
 
 def drop_handshake(patch):
-    patch.setattr(all_gather_matmul, "exit_handshake", NOTHING)
+    patch.setattr(pull, "exit_handshake", NOTHING)
 
 
 def release_slots_at_once(patch):
@@ -80,11 +80,11 @@ def drop_epilogue_commit(patch):
 
 
 def raise_flags_twice(patch):
-    patch.setattr(all_gather_matmul, "signal", lambda flag: primitives.signal(flag, 2))
+    patch.setattr(pull, "signal", lambda flag: primitives.signal(flag, 2))
 
 
 def wait_for_one_chunk_only(patch):
-    patch.setattr(all_gather_matmul, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
+    patch.setattr(pull, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
 
 
 def pull_a_chunk_twice(patch):

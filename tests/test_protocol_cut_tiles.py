@@ -14,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap import primitives
-from overlap.collectives import all_gather_matmul
+from overlap.collectives import pull, transport
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.kernels import hopper, product, staging
+from overlap.kernels import hopper, partial_sums, product, staging
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives.integers import remainder
@@ -32,6 +32,7 @@ BOTH = dataclasses.replace(STREAM_K, cluster=2)
 CASES = {  # devices, cores, (m, n, k) of a shard, config
     "stream k": (1, 7, (256, 128, 448), STREAM_K),
     "stream k after a wave": (1, 4, (640, 128, 320), STREAM_K),
+    "stream k, two slots": (1, 4, (640, 128, 320), dataclasses.replace(STREAM_K, epilogue_slots=2)),
     "cluster": (1, 4, (384, 128, 320), CLUSTER),
     "cluster along n": (1, 4, (128, 264, 320), dataclasses.replace(CLUSTER, cluster_along="n")),
     "both": (1, 12, (384, 128, 448), BOTH),
@@ -90,8 +91,10 @@ def move_flags(patch, *, signalled=lambda *index: index, awaited=lambda *index: 
     """Changes which flag is raised and which is waited for."""
     make = hopper.PartialSums
     patch.setattr(hopper, "PartialSums", lambda sums, flags: make(sums, types.SimpleNamespace(at=Unresolved(flags))))
-    patch.setattr(hopper, "signal", lambda flag: primitives.signal(flag[0].at[signalled(*flag[1])]))
-    patch.setattr(hopper, "wait_at_least", lambda flag, n: primitives.wait_at_least(flag[0].at[awaited(*flag[1])], n))
+    patch.setattr(partial_sums, "signal", lambda flag: primitives.signal(flag[0].at[signalled(*flag[1])]))
+    patch.setattr(
+        partial_sums, "wait_at_least", lambda flag, n: primitives.wait_at_least(flag[0].at[awaited(*flag[1])], n)
+    )
 
 
 class Unresolved:
@@ -103,30 +106,39 @@ class Unresolved:
 
 
 def do_not_wait_for_the_parts(patch):
-    patch.setattr(hopper, "wait_at_least", NOTHING)
+    patch.setattr(partial_sums, "wait_at_least", NOTHING)
 
 
-def raise_the_flag_before_the_sums(patch):
-    later, make = [], hopper.PartialSums
+def raise_the_flag_with_the_first_sums(patch):
+    make = hopper.PartialSums
 
-    class Late(Moved):
-        def __setitem__(self, index, value):
-            later.append(lambda: self.ref.__setitem__(index, value))
+    def early(sums, flags):
+        class Early(Moved):
+            def __setitem__(self, index, value):
+                primitives.signal(flags.at[index[0], 0, lax.axis_index(hopper.THREAD_AXIS)])
+                self.ref[index] = value
 
-    def signal(flag):
-        primitives.signal(flag)
-        later.pop()()
+        return make(Early(sums, lambda *index: index), flags)
 
-    patch.setattr(hopper, "PartialSums", lambda sums, flags: make(Late(sums, lambda *index: index), flags))
-    patch.setattr(hopper, "signal", signal)
+    patch.setattr(hopper, "PartialSums", early)
+    patch.setattr(partial_sums, "signal", NOTHING)
 
 
 def never_raise_the_flag(patch):
-    patch.setattr(hopper, "signal", NOTHING)
+    patch.setattr(partial_sums, "signal", NOTHING)
 
 
 def raise_the_next_workers_flag(patch):
     move_flags(patch, signalled=lambda worker, *rest: (lax.rem(worker + 1, 6), *rest))
+
+
+def raise_the_first_workers_flag(patch):
+    move_flags(patch, signalled=lambda worker, *rest: (first_of_tile(worker), *rest))
+
+
+def first_of_tile(worker):
+    """In the case "stream k", where tiles have three parts."""
+    return worker - lax.rem(worker, 3)
 
 
 def wait_for_the_other_warpgroups_flag(patch):
@@ -138,7 +150,7 @@ def wait_for_the_other_ranks_flag(patch):
 
 
 def wait_for_the_first_part_only(patch):
-    move_flags(patch, awaited=lambda worker, *rest: (lax.axis_index(hopper.GRID_AXIS) + 1, *rest))
+    move_flags(patch, awaited=lambda worker, *rest: (first_of_tile(worker), *rest))
 
 
 def one_flag_for_both_warpgroups(patch):
@@ -162,6 +174,10 @@ def one_slot_for_two_workers(patch):
 
 def one_slot_for_both_ranks(patch):
     move_sums(patch, lambda worker, rows, columns: (worker, pl.ds(lax.rem(rows.start, 128), rows.size), columns))
+
+
+def do_not_drain_the_slots(patch):
+    patch.setattr(hopper, "wait_stores_read", lambda *n: None if n == (0,) else primitives.wait_stores_read(*n))
 
 
 def count_the_slots_anew_for_each_piece(patch):
@@ -216,7 +232,7 @@ def one_rank_leaves_its_half_out(patch):
 
 def wait_for_the_rows_of_a_phantom_tile(patch):
     every_tile = {**vars(jnp), "logical_and": lambda step, row: step}
-    patch.setattr(all_gather_matmul, "jnp", types.SimpleNamespace(**every_tile))
+    patch.setattr(transport, "jnp", types.SimpleNamespace(**every_tile))
 
 
 def wait_for_a_phantom_flag(patch):
@@ -227,7 +243,7 @@ def wait_for_a_phantom_flag(patch):
 def one_rank_waits_for_both(patch):
     # The ranks have their rows in common, and each loads half of them.
     at_rank_0 = lambda f: lambda *args: pl.when(lax.axis_index(staging.RANK_AXIS) == 0)(lambda: f(*args))  # noqa: E731
-    patch.setattr(all_gather_matmul, "wait_at_least", at_rank_0(primitives.wait_at_least))
+    patch.setattr(pull, "wait_at_least", at_rank_0(primitives.wait_at_least))
 
 
 def both_ranks_pull_the_same_chunks(patch):
@@ -235,8 +251,8 @@ def both_ranks_pull_the_same_chunks(patch):
 
 
 def count_an_idle_core(patch):
-    leave = all_gather_matmul.exit_handshake
-    patch.setattr(all_gather_matmul, "exit_handshake", lambda flags, ring, cta, n: leave(flags, ring, cta, n + 1))
+    leave = pull.exit_handshake
+    patch.setattr(pull, "exit_handshake", lambda flags, ring, cta, n: leave(flags, ring, cta, n + 1))
 
 
 @pytest.mark.parametrize("name", ["stream k", "both"])
@@ -251,9 +267,11 @@ def test_what_the_defects_are_made_of_is_harmless_by_itself(name, monkeypatch):
 GATHER, GATHER_N = "all-gather, both", "all-gather, along n"
 DEFECTS = [  # defect, case, error, words of some message
     (do_not_wait_for_the_parts, "stream k", RaceError, "output 1"),
-    (raise_the_flag_before_the_sums, "stream k", RaceError, "output 1"),
+    (raise_the_flag_with_the_first_sums, "stream k", RaceError, "output 1"),
     (never_raise_the_flag, "stream k", DeadlockError, "to reach 1, got 0"),
-    (raise_the_next_workers_flag, "stream k", DeadlockError, "to reach 1, got 0"),
+    (raise_the_first_workers_flag, "stream k", DeadlockError, "to reach 1, got 0"),
+    (raise_the_next_workers_flag, "stream k", RaceError, "output 1"),
+    (do_not_drain_the_slots, "stream k, two slots", RaceError, "TMA store, read"),
     (wait_for_the_other_warpgroups_flag, "stream k", RaceError, "output 1"),
     (wait_for_the_other_ranks_flag, "both", RaceError, "output 1"),
     (wait_for_the_first_part_only, "stream k", RaceError, "output 1"),
@@ -294,19 +312,19 @@ def test_each_defect_is_reported(defect, name, error, words, monkeypatch):
             assert "device" in str(found[0]) and "CTA" in str(found[0]) and ".py:" in str(found[0])
 
 
-def leave_the_last_part_out(add, sums, others, *rest):
-    return add(sums, (others[0], others[1] - 1), *rest)
+def leave_the_last_part_out(total, sums, parts):
+    return total(sums, parts - 1)
 
 
-def add_the_parts_twice(add, sums, others, rows, half, piece, column):
-    return add(sums, others, rows, half, add(sums, others, rows, half, piece, column), column)
+def add_the_parts_twice(total, sums, parts):
+    return total(sums, parts) + total(sums, parts)
 
 
 @pytest.mark.parametrize("mistake", [leave_the_last_part_out, add_the_parts_twice], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["stream k", "all-gather, both"])
 def test_wrong_sums_show_in_the_numbers(name, mistake, monkeypatch):
     """Whoever waits for all parts and then adds others is no race, so it is the oracle that has to catch them."""
-    monkeypatch.setattr(hopper, "_add_parts", functools.partial(mistake, hopper._add_parts))
+    monkeypatch.setattr(partial_sums, "_total", functools.partial(mistake, partial_sums._total))
     cores, run_kernel, expected = kernel_of(name)
     with emulate(cores=cores):
         result = run_kernel()

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import all_gather_matmul
+from overlap.collectives import pull
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.stream_k import StreamK
@@ -35,18 +35,23 @@ def cuts(form, devices, cores, config):
     return StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k).cuts
 
 
-def check(form, devices, cores, config, completions=("late", "random")):
+TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
+
+
+def check(form, devices, cores, config, transport=None, completions=("late", "random")):
     """Every bit of the fused kernel's results under several schedules, and of XLA's."""
     assert devices == 1 or cuts(form, devices, cores, config) == (config.stream_k > 1)
     mesh, arrays = oracle.make_mesh(x=devices), several_sides_cases.operands(form, devices)
     given = several_sides_cases.put(form, mesh, arrays)
-    body = several_sides_cases.call(form, implementation="fused", config=config)
+    body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
     fused = several_sides_cases.on_mesh(form, mesh, body)
     for seed, completion in enumerate(completions):
         with emulate(cores=cores, completion=completion, seed=seed) as run:
             results = fused(*given)
             run.check()
         several_sides_cases.assert_exact(form, arrays, results)
+    if transport == "ring":
+        return  # XLA's results are the same for both.
     by_xla = several_sides_cases.on_mesh(form, mesh, several_sides_cases.call(form, implementation="xla"))
     several_sides_cases.assert_exact(form, arrays, by_xla(*given))
 
@@ -62,9 +67,10 @@ SIDES = [  # devices, cores, form, config
 ]
 
 
+@TRANSPORTS
 @pytest.mark.parametrize(("devices", "cores", "form", "config"), SIDES, ids=str)
-def test_several_right_sides(devices, cores, form, config):
-    check(form, devices, cores, config)
+def test_several_right_sides(devices, cores, form, config, transport):
+    check(form, devices, cores, config, transport)
 
 
 GATHERED = [
@@ -77,9 +83,10 @@ GATHERED = [
 ]
 
 
+@TRANSPORTS
 @pytest.mark.parametrize(("devices", "cores", "form", "config"), GATHERED, ids=str)
-def test_the_gathered_operand_as_well(devices, cores, form, config):
-    check(form, devices, cores, config)
+def test_the_gathered_operand_as_well(devices, cores, form, config, transport):
+    check(form, devices, cores, config, transport)
 
 
 BATCHES = [
@@ -93,9 +100,10 @@ BATCHES = [
 ]
 
 
+@TRANSPORTS
 @pytest.mark.parametrize(("devices", "cores", "form", "config"), BATCHES, ids=str)
-def test_leading_dimensions(devices, cores, form, config):
-    check(form, devices, cores, config)
+def test_leading_dimensions(devices, cores, form, config, transport):
+    check(form, devices, cores, config, transport)
 
 
 SCALED = [
@@ -116,9 +124,10 @@ SCALED = [
 ]  # fmt: skip
 
 
+@TRANSPORTS
 @pytest.mark.parametrize(("devices", "cores", "form", "config"), SCALED, ids=str)
-def test_scales_and_forms(devices, cores, form, config):
-    check(form, devices, cores, config)
+def test_scales_and_forms(devices, cores, form, config, transport):
+    check(form, devices, cores, config, transport)
 
 
 # --- Errors, before anything is traced --------------------------------------------------------------------------------
@@ -289,15 +298,15 @@ def test_right_sides_are_as_local_and_as_balanced_as_one_of_their_total_width():
 MIXED = Form(136, (72, 64), 72, (2,), gathered=True, scales=("rows", "columns"))
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("seed", range(6))
-def test_clean_under_many_schedules(seed):
+def test_clean_under_many_schedules(seed, transport):
     form, mesh = MIXED, oracle.make_mesh(x=3)
     config = [CUT, ALONG_M, SMALL][seed % 3]
     assert cuts(form, 3, 5, CUT)
     given = several_sides_cases.put(form, mesh, several_sides_cases.operands(form, 3))
-    fused = several_sides_cases.on_mesh(
-        form, mesh, several_sides_cases.call(form, implementation="fused", config=config)
-    )
+    body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
+    fused = several_sides_cases.on_mesh(form, mesh, body)
     with emulate(cores=5 + seed % 3, completion=["late", "eager", "random"][seed // 2], scheduler="pct", seed=seed):
         fused(*given)
 
@@ -315,8 +324,8 @@ def keep_the_own_shard_in_a_peers_place(patch):
 
 
 def leave_a_chunk_of_the_own_shard(patch):
-    pull, fewer = all_gather_matmul.pull_chunks, itertools.cycle((0, 1))  # The peers' chunks, then the own ones.
-    patch.setattr(all_gather_matmul, "pull_chunks", lambda count, **kwargs: pull(count - next(fewer), **kwargs))
+    carry, fewer = pull.pull_chunks, itertools.cycle((0, 1))  # The peers' chunks, then the own ones.
+    patch.setattr(pull, "pull_chunks", lambda count, **kwargs: carry(count - next(fewer), **kwargs))
 
 
 def swap_the_sides(patch):
@@ -350,11 +359,16 @@ def test_each_defect_is_noticed(defect, monkeypatch):
 
 
 EVERYTHING = {"widths": "4096+1024+1024", "scales": "rows+columns", "batch": "2x2", "gathered": True}
+RING = {"transport": "ring", "gathered": True}
 ASSEMBLED = [  # dtype, shape, what is given
     ("f16", (1024, 4096, 4096), {"widths": "4096+1024+1024"}),
     ("bf16", (1024, 4096, 4096), EVERYTHING | {"stream_k": 2, "cluster": 2}),
     ("bf16", (1000, 4096, 4104), EVERYTHING | {"cluster": 2, "cluster_along": "n", "transpose_rhs": True}),
     ("float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | {"tile_k": 128, "stream_k": 2, "transpose_rhs": True}),
+    ("f16", (1024, 4096, 4096), RING),
+    ("bf16", (1024, 4096, 4096), EVERYTHING | RING | {"stream_k": 2, "cluster": 2}),
+    ("bf16", (1000, 4096, 4104), EVERYTHING | RING | {"cluster": 2, "cluster_along": "n", "transpose_rhs": True}),
+    ("float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | RING | {"tile_k": 128, "stream_k": 2, "transpose_rhs": True}),
 ]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import overlap
 from overlap.emulation import DeadlockError, emulate
+from overlap.kernels.partial_sums import share
 from overlap.kernels.stream_k import Piece, StreamK
 from tests import oracle
 from tests.product_cases import (
@@ -43,7 +44,7 @@ REALISTIC = [
 
 def check_walk(work):
     """Walks all pieces of all CTAs; what the mainloop relies on must hold."""
-    carriers = collections.defaultdict(list)  # tile -> [(k_first, k_steps, cta, last_worker)]
+    carriers = collections.defaultdict(list)  # tile -> [(k_first, k_steps, cta, part, parts)]
     whole, stretches = work.full_waves, []
     for cta in range(work.num_ctas):
         pieces, before = pieces_of(work, cta), 0
@@ -51,31 +52,27 @@ def check_walk(work):
             assert piece.before == before
             assert piece.k_steps >= 1
             before += piece.k_steps
-            carriers[piece.tile].append((piece.k_first, piece.k_steps, cta, piece.last_worker))
+            carriers[piece.tile].append((piece.k_first, piece.k_steps, cta, piece.part, piece.parts))
             if ordinal < whole or not work.cuts:
-                assert piece == Piece(cta + ordinal * work.num_ctas, 0, work.k_steps, ordinal * work.k_steps, cta)
+                assert piece == Piece(cta + ordinal * work.num_ctas, 0, work.k_steps, ordinal * work.k_steps, 1, 0)
         assert work.total_steps(cta) == before
         if not work.cuts:
             continue
+        # A CTA waits for others in its last piece only, and there is one slot in `sums` for it.
         shared = pieces[whole:]
-        assert bool(shared) == (cta < work.workers)
-        if shared:
-            stretches.append(sum(piece.k_steps for piece in shared))
-        # What a CTA hands over it has computed before it waits for anyone, and there is one slot in `sums` for it.
-        assert all(piece.k_first == 0 for piece in shared[1:]) and len(shared) <= 2
+        assert len(shared) == (cta < work.workers)
+        stretches.extend(piece.k_steps for piece in shared)
     assert sorted(carriers) == list(range(work.tiles))
     for tile, parts in carriers.items():
-        # Every k step once, by CTAs in a row, the finishing one first; it knows the last one.
+        # Every k step once, by CTAs in a row; each knows its part.
         parts.sort()
         ends = [k_first + k_steps for k_first, k_steps, *_ in parts]
         assert [k_first for k_first, *_ in parts] == [0, *ends[:-1]] and ends[-1] == work.k_steps
-        ctas = [cta for _, _, cta, _ in parts]
-        assert ctas == list(range(ctas[0], ctas[0] + len(ctas)))
-        assert {last for *_, last in parts} == {ctas[-1]}
+        first_cta = parts[0][2]
+        for part, (_, _, cta, *which) in enumerate(parts):
+            assert cta == first_cta + part and which == [part, len(parts)]
         if len(parts) > 1:
-            assert tile >= whole * work.num_ctas
-            assert pieces_of(work, ctas[0])[-1].tile == tile
-            assert all(pieces_of(work, cta)[whole].tile == tile for cta in ctas[1:])
+            assert tile >= whole * work.num_ctas and len(parts) == work.parts
     assert work.cuts == bool(stretches)
     if work.cuts:
         assert len(stretches) == work.workers <= min(work.num_ctas, work.left * work.most_parts)
@@ -152,7 +149,7 @@ def test_results_are_exact(cores, shape, config):
     work = work_of(shape, config, cores)
     assert work.cuts
     run = check_exactly(shape, config, cores=cores)
-    # It was cut: each warpgroup of a CTA that does not begin a tile raises a flag.
+    # It was cut: each warpgroup of a CTA that has a part of a tile raises a flag.
     assert run.counts["signals"] == 2 * handed_over(work)
 
 
@@ -252,15 +249,25 @@ def test_launches_in_a_row():
 
 
 @pytest.mark.parametrize("scheduler", ["pct", "random", "round_robin"])
-def test_two_ctas_at_a_time_are_enough(scheduler):
-    """Only who finishes a tile waits, so that of the CTAs under way at most one waits for those not yet launched."""
-    config = overlap.Config(stream_k=8, **SMALL)
+def test_as_many_ctas_at_a_time_as_a_tile_has_parts_are_enough(scheduler):
+    """Who shares a tile waits for each other, and they are CTAs in a row."""
+    config = overlap.Config(stream_k=4, **SMALL)
     shape = (256, 128, 1024)
-    check_exactly(shape, config, cores=9, settings=dict(resident=2, scheduler=scheduler))
+    assert work_of(shape, config, 9).parts == 4
+    check_exactly(shape, config, cores=9, settings=dict(resident=4, scheduler=scheduler))
     with pytest.raises(DeadlockError, match="CTAs were never launched"):
-        check_exactly(shape, config, cores=9, settings=dict(resident=1, scheduler=scheduler))
+        check_exactly(shape, config, cores=9, settings=dict(resident=3, scheduler=scheduler))
 
 
+@pytest.mark.parametrize(("pieces", "parts"), list(itertools.product((1, 2, 4, 8), (2, 3, 4, 5, 8, 16))))
+def test_shares_are_adjacent_and_even(pieces, parts):
+    shares = [share(part, pieces, parts) for part in range(parts)]
+    assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == pieces
+    assert max(end - begin for begin, end in shares) == -(-pieces // parts)
+    assert min(end - begin for begin, end in shares) == pieces // parts
+
+
+@pytest.mark.parametrize("transport", ["pull", "ring"])
 @pytest.mark.parametrize(
     ("devices", "cores", "shape", "stream_k"),
     [
@@ -269,6 +276,6 @@ def test_two_ctas_at_a_time_are_enough(scheduler):
         (3, 7, (131, 264, 328), 3),
     ],
 )
-def test_all_gather(devices, cores, shape, stream_k):
+def test_all_gather(devices, cores, shape, stream_k, transport):
     config = overlap.Config(stream_k=stream_k, stages=3, **SMALL)
-    check_gathered(devices, cores, shape, config)
+    check_gathered(devices, cores, shape, config, transport)

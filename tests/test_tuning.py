@@ -340,4 +340,4 @@ def test_what_a_call_asks_stands_on_the_kernels_floor():
                     todo += {module.split(".")[2]} - seen
                 else:
                     assert module.startswith(("overlap.kernels.", "overlap.primitives.")), (name, module)
-    assert seen == {"choose", "problem", "space", "model", "tables"}
+    assert seen == {"choose", "crossover", "problem", "space", "model", "tables"}

@@ -2,16 +2,11 @@
 
 Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lhs) @ rhs:
 
-    producer       for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
-                       a peer's tile: wait for the flag of its row block; then load from scratch
-                       an own tile:   load from lhs
-    communicator   for each of this CTA's chunks, in the order in which tiles need them:
-                       peer's lhs → shared memory → scratch; when it has landed, raise the flag of its row block
-                   at the end: the own shard's chunks, if the gathered operand is asked for; the exit handshake
-    compute        the mainloop of `overlap.kernels.hopper`
-
-The shards are pulled (read by who needs them), so a flag never crosses NVLink: the only remote signals are the
-handshake's. Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
+    producer     for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
+                     a peer's tile: wait for the flag of its row block; then load from scratch
+                     an own tile:   load from lhs
+    transport    brings the peers' shards into scratch and raises the flags: `pull.py`, `ring.py`
+    compute      the mainloop of `overlap.kernels.hopper`
 
 Several right operands share one gather: their tiles lie side by side in the list of tiles (`AllGatherSchedule`).
 
@@ -19,7 +14,7 @@ Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; a mesh
 order, that can all address each other. Source: the collective matmul of Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 
-Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes; chunk: `PullPlan`.
+Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes.
 """
 
 from __future__ import annotations
@@ -32,98 +27,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.collectives import gathered_lhs, reference
+from overlap.collectives import gathered_lhs, joined, reference
 from overlap.collectives.axis import require_all_manual, ring_of
 from overlap.collectives.gathered_lhs import Operands, Plan
+from overlap.collectives.pull import Pull
+from overlap.collectives.ring import Forward
 from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.transport import GatherExplanation, Site, Transport, choose_transport, explained
 from overlap.kernels import differentiable, dispatch, hopper, product
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.primitives import (
-    HANDSHAKE_FLAGS,
-    Ring,
-    exit_handshake,
-    fence_async_proxy,
-    pull_chunks,
-    shared_flags,
-    signal,
-    wait_at_least,
-)
+from overlap.primitives import Ring, shared_flags
 from overlap.primitives.integers import ceil_div
 
 NAME = "all_gather_lhs_matmul"
-
-
-def _within(ref: Any, schedule: AllGatherSchedule, batch: Any, *index: Any) -> Any:
-    """A piece of one batch element, where there are several."""
-    index = (batch, *index) if schedule.batch > 1 else index
-    return ref.at[index] if index else ref
-
-
-def _pull(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
-          ring: Ring, schedule: AllGatherSchedule) -> None:  # fmt: skip
-    """The communicator's transfers: this CTA's share of the chunks."""
-    plan, me = schedule.plan, ring.me()
-
-    def piece(row: Any, column: Any) -> tuple[Any, tuple[Any, Any]]:
-        batch, row = schedule.batch_of_row(row)
-        return batch, (pl.ds(row, plan.rows), pl.ds(column, plan.cols))
-
-    def at(ordinal: Any) -> tuple[Any, Any, tuple[Any, Any]]:
-        step, row, column = schedule.chunk(cta + ordinal * num_ctas)
-        return step, *piece(row, column)
-
-    def source(ordinal: Any) -> Any:
-        step, batch, place = at(ordinal)
-        return _within(ring.remote(lhs_gmem, ring.peer(step)), schedule, batch, *place)
-
-    def destination(ordinal: Any) -> Any:
-        step, batch, place = at(ordinal)
-        return _within(scratch_gmem, schedule, batch, schedule.slot(me, step), *place)
-
-    def landed(ordinal: Any) -> None:
-        step, row, _ = schedule.chunk(cta + ordinal * num_ctas)
-        signal(flags.at[schedule.flag(step, row)])
-
-    def share(chunks: int) -> Any:
-        return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
-
-    pull_chunks(share(schedule.pulls), source=source, destination=destination, landed=landed, slots_smem=slots_smem,
-                loaded=loaded)  # fmt: skip
-    if not schedule.keeps_own:
-        return
-
-    def own(ordinal: Any) -> tuple[Any, tuple[Any, Any]]:
-        return piece(*schedule.origin(cta + ordinal * num_ctas))
-
-    def own_destination(ordinal: Any) -> Any:
-        batch, place = own(ordinal)
-        return _within(scratch_gmem, schedule, batch, schedule.slot(me, 0), *place)
-
-    def own_source(ordinal: Any) -> Any:
-        batch, place = own(ordinal)
-        return _within(lhs_gmem, schedule, batch, *place)
-
-    # Nobody in this kernel reads the copy, so it comes last, and without flags.
-    pull_chunks(share(schedule.chunks), source=own_source, destination=own_destination, landed=lambda ordinal: None,
-                slots_smem=slots_smem, loaded=loaded)  # fmt: skip
+TRANSPORTS: dict[str, Transport] = {"pull": Pull(), "ring": Forward()}
 
 
 def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedule, work: hopper.StreamK,
             plan: Plan) -> None:  # fmt: skip
     """The kernel's body: hooks and buffers for the mainloop.
 
-    `inputs` are `Operands` of references; `outputs`: results, where the pulled shards lie, partial sums (if any).
+    `inputs` are `Operands` of references; `outputs`: results, where the peers' shards lie, partial sums (if any).
     """
     (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, *sums_gmem) = (inputs.lhs, inputs.sides), outputs
     config: Any = plan.config
-    num_ctas, me = work.num_ctas * config.cluster, ring.me()
+    num_ctas, me, carrier = work.num_ctas * config.cluster, ring.me(), TRANSPORTS[plan.transport]
+    shapes = carrier.flag_shapes(schedule)
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    flags, exit_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    all_flags = shared_flags(*shapes, *shared)
+    flags, sums_flags = all_flags[: len(shapes)], all_flags[len(shapes) :]
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
-    cta = hopper.cta(config)
+    site = Site(ring, schedule, config, work.parts, hopper.cta(config), num_ctas, lhs_gmem, scratch_gmem)
 
     def tile_at(index: Any) -> hopper.Tile:
         step, row, column = schedule.tile(index)
@@ -131,23 +67,15 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
         m, n = hopper.own_tile(config, row, column)
         return hopper.Tile(step, m, n, out_row=m * config.tile_m, side=side, batch=batch)
 
-    def wait_for_rows(tile: hopper.Tile) -> None:
-        # The second tile of a cluster may lie wholly below the last row; it then waits for nothing.
-        @pl.when(jnp.logical_and(tile.step > 0, tile.m < schedule.row_blocks))
-        def _wait() -> None:
-            first_row = tile.batch * schedule.plan.shard_rows + tile.m * config.tile_m
-            wait_at_least(flags.at[schedule.flag(tile.step, first_row)], schedule.flag_target(tile.m))
-            fence_async_proxy()
-
     def load_rows(tile: hopper.Tile, load: Any) -> None:
-        pl.when(tile.step == 0)(lambda: load(_within(lhs_gmem, schedule, tile.batch)))
+        pl.when(tile.step == 0)(lambda: load(site.within(lhs_gmem, tile.batch)))
         slot = schedule.slot(me, tile.step)
-        pl.when(tile.step > 0)(lambda: load(_within(scratch_gmem, schedule, tile.batch, slot)))
+        pl.when(tile.step > 0)(lambda: load(site.within(scratch_gmem, tile.batch, slot)))
 
     def out_at(tile: hopper.Tile) -> hopper.OneOf:
         # A dimension of its own for the shards, so that the last rows of one are clipped there.
         shard = schedule.shard(me, tile.step)
-        return hopper.OneOf([_within(out, schedule, tile.batch, shard) for out in outs_gmem], tile.side)
+        return hopper.OneOf([site.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
 
     def epilogue_at(tile: hopper.Tile) -> Any:
         # Both vectors are filled up as the tiles are: by batch element and by right operand.
@@ -168,11 +96,14 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
 
         return epilogue
 
-    def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
-        def communicate() -> None:
-            _pull(cta, num_ctas, lhs_gmem, scratch_gmem, flags, slots_smem, loaded, ring, schedule)
-            exit_handshake(exit_flags, ring, cta, num_ctas)
+    hooks = hopper.Hooks(
+        load_lhs=load_rows,
+        rhs_at=lambda tile: hopper.OneOf(sides_gmem, tile.side),
+        out_at=out_at,
+        epilogue_at=None if inputs.row_scale is None and inputs.column_scales is None else epilogue_at,
+    )
 
+    def run(buffers: hopper.Buffers, *smem: Any) -> None:
         hopper.mainloop(
             work=work,
             tile_at=tile_at,
@@ -180,22 +111,14 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
             buffers=buffers,
             partial=partial,
             forms=plan.forms,
-            hooks=hopper.Hooks(
-                load_lhs=load_rows,
-                rhs_at=lambda tile: hopper.OneOf(sides_gmem, tile.side),
-                out_at=out_at,
-                before_load=wait_for_rows,
-                communicate=communicate,
-                epilogue_at=None if inputs.row_scale is None and inputs.column_scales is None else epilogue_at,
-            ),
+            hooks=carrier.hook_in(hooks, site, flags, smem),
         )
 
     pl.run_scoped(
         run,
         hopper.buffer_types(config, lhs_gmem.dtype, outs_gmem[0].dtype, forms=plan.forms,
-                            rhs_dtype=sides_gmem[0].dtype),
-        plgpu.SMEM((config.chunk_slots, schedule.plan.rows, schedule.plan.cols), lhs_gmem.dtype),
-        plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
+                            rhs_dtype=sides_gmem[0].dtype, forwards=carrier.forwards),
+        *carrier.smem_types(schedule, config, lhs_gmem.dtype),
         collective_axes=hopper.THREAD_AXIS,
     )  # fmt: skip
 
@@ -279,6 +202,8 @@ def _on_one_device(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _fused(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    if joined.serves(plan):
+        return joined.launch(operands, plan)
     return (_launch if plan.ring.size > 1 else _on_one_device)(operands, plan)
 
 
@@ -294,25 +219,28 @@ def _fused_backward(plan: Plan, operands: Operands, cotangents: Any) -> tuple[Op
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None,
-            mesh: Any = None) -> dispatch.Explanation:  # fmt: skip
+def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None, by: str | None,
+            mesh: Any = None) -> GatherExplanation:  # fmt: skip
+    carrier = TRANSPORTS[choose_transport(by)[0]]
+
     def check(config: Config, target: Target) -> None:
-        call.check(ring, config, target)
+        call.check(ring, config, target, forwards=carrier.forwards)
         if mesh is None:
             require_all_manual()
 
     problem = call.problem(NAME, ring.size)
-    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check, problem)
+    choice = dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check, problem)
+    return explained(choice, by, ring.size)
 
 
 def decide(
     lhs: Any, rhs: Any, axis_name: Any, *, config: Config | None = None, implementation: str | None = None,
-    mesh: Any = None, return_gathered: bool = False, **keywords: Any,
-) -> dispatch.Explanation:  # fmt: skip
+    transport: str | None = None, mesh: Any = None, return_gathered: bool = False, **keywords: Any,
+) -> GatherExplanation:  # fmt: skip
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
     del return_gathered  # It changes nothing about the choice.
     ring = ring_of(NAME, axis_name, mesh)
-    return _decide(gathered_lhs.normalize(lhs, rhs, **keywords), ring, config, implementation, mesh)
+    return _decide(gathered_lhs.normalize(lhs, rhs, **keywords), ring, config, implementation, transport, mesh)
 
 
 def all_gather_lhs_matmul(
@@ -326,6 +254,7 @@ def all_gather_lhs_matmul(
     preferred_element_type: Any = None,
     config: Config | None = None,
     implementation: str | None = None,
+    transport: str | None = None,
 ) -> Any:
     """Gathers `lhs` along a mesh axis and multiplies it by `rhs`, communication hidden behind computation.
 
@@ -335,7 +264,7 @@ def all_gather_lhs_matmul(
     Args:
       lhs: [..., m_shard, k] per shard; globally [..., D · m_shard, k], rows sharded over the D devices of `axis_name`.
         In the fused kernel float16, bfloat16, or (with `transpose_rhs`) float8, which then crosses the links as such.
-        Each leading index has output tiles of its own: where m_shard is far below a tile's rows, they are mostly empty.
+        Where each leading index has few rows, those of all shards are computed as one product (`joined.py`).
       rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype (float8 kinds
         may be mixed). Or a list or tuple of such matrices, each with its own n_shard; nothing is concatenated.
       axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
@@ -350,7 +279,12 @@ def all_gather_lhs_matmul(
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model (which sees
         several right operands as one of their total width).
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
-        choose: fused where it can serve the call on a GPU. The choice is logged once at INFO level, logger "overlap".
+        choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
+        once, logger "overlap".
+      transport: how the shards travel in the fused kernel; the results are the same bits. "pull", which None means:
+        every device reads each peer's shard itself, right where all peers are one hop away, as the GPUs of one host are
+        behind its switch. "ring": every device passes the rows that it has multiplied on to the device before it, right
+        where only neighbours in the order of `axis_name` have a link, and traffic to the others would share it.
 
     Returns:
       [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. A list or tuple
@@ -379,8 +313,8 @@ def all_gather_lhs_matmul(
     call = gathered_lhs.normalize(
         lhs, rhs, scale=scale, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
     )
-    choice = _decide(call, ring, config, implementation)
-    plan = Plan(ring, call.forms, call.out_dtype, choice.config, choice.target, return_gathered)
+    choice = _decide(call, ring, config, implementation, transport)
+    plan = Plan(ring, call.forms, call.out_dtype, choice.config, choice.target, return_gathered, choice.transport)
     if choice.config is None:
         return call.restore(*reference.all_gather_lhs_matmul(call.operands, plan))
     results: Any = _fused(call.operands, plan)

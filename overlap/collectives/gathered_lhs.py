@@ -52,6 +52,7 @@ class Plan:
       config: the fused kernel's sizes; None: by XLA.
       target: the device.
       returns_gathered: whether the gathered left operand is a result as well.
+      transport: how the shards travel in the fused kernel; empty where they do not.
     """
 
     ring: Ring
@@ -60,6 +61,7 @@ class Plan:
     config: Config | None
     target: Target
     returns_gathered: bool = False
+    transport: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +96,11 @@ class Call:
         layout = "nt" if self.forms.transpose_rhs else "nn"
         return tuning.Problem(op, m_shard, sum(widths), k, *dtypes, devices=devices, layout=layout, batch=max(batch, 1))
 
-    def check(self, ring: Ring, config: Config, target: Target) -> None:
-        """Whether the fused kernel can serve the call. Raises as `Config.check` does."""
+    def check(self, ring: Ring, config: Config, target: Target, *, forwards: bool = False) -> None:
+        """Whether the fused kernel can serve the call. Raises as `Config.check` does.
+
+        `forwards`: the shards are passed on from the operand tiles instead of being pulled in chunks.
+        """
         (batch, m_shard, widths, k), lhs, sides = self.sizes, self.operands.lhs, self.operands.sides
         if batch < 1:
             raise NotImplementedError(
@@ -111,7 +116,7 @@ class Call:
             try:
                 config.check(
                     m=m_shard, n=n, k=k, dtype=lhs.dtype, out_dtype=self.out_dtype, target=target, pulls=ring.size > 1,
-                    m_name="m_shard", transpose_rhs=self.forms.transpose_rhs,
+                    forwards=forwards, m_name="m_shard", transpose_rhs=self.forms.transpose_rhs,
                 )  # fmt: skip
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{self._which(index)}{cannot}") from None

@@ -19,10 +19,11 @@ from overlap.primitives.integers import ceil_div, choose, quotient, remainder
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherSchedule:
-    """All-gather of the left operand by pulling, then matmul, as one flat list of output tiles.
+    """All-gather of the left operand, then matmul, as one flat list of output tiles.
 
     There is no device-wide step: a CTA takes every `num_ctas`-th tile of the list, whichever shard it belongs to, and
-    waits for nothing but its own rows. Chunks are dealt to the CTAs' communicators in the same manner.
+    waits for nothing but its own rows. Where shards are pulled, their chunks are dealt to the CTAs' communicators in
+    the same manner; on a ring, rows are passed on from the tiles themselves.
 
     Batch elements lie below each other and right operands side by side in the grid of a shard's tiles, each filled up
     to whole tiles: so the order of tiles keeps its locality across them, and one list still balances them all.
@@ -31,10 +32,10 @@ class AllGatherSchedule:
       devices: devices on the ring.
       order: the tiles (of a cluster) of one shard's product, batch elements and right operands included.
       block_rows: rows of one tile, and of one flag.
-      plan: how one batch element of a shard is cut into chunks.
+      plan: its sizes, and how one batch element of a shard is cut into chunks to be pulled.
       batch: how many batch elements a shard has; its rows are counted through them.
       sides: tile columns of each right operand; () for a single one.
-      keeps_own: whether the pulled shards lie where they belong among all, beside a copy of the own one.
+      keeps_own: whether the peers' shards lie where they belong among all, beside a copy of the own one.
     """
 
     devices: int
@@ -94,7 +95,7 @@ class AllGatherSchedule:
 
     @property
     def slots(self) -> int:
-        """How many shards the pulled ones lie among."""
+        """How many shards the peers' ones lie among."""
         return self.devices if self.keeps_own else self.devices - 1
 
     def slot(self, me: Any, step: Any) -> Any:
@@ -133,7 +134,7 @@ class AllGatherSchedule:
 
     @property
     def flags(self) -> tuple[int, int]:
-        """Shape of the flags: [steps with a pulled shard, row blocks]; at least one of each, since none cannot be."""
+        """Shape of the flags: [steps with a peer's shard, row blocks]; at least one of each, since none cannot be."""
         return max(self.devices - 1, 1), self.batch * self.row_blocks
 
     def flag(self, step: Any, row: Any) -> tuple[Any, Any]:
@@ -141,8 +142,16 @@ class AllGatherSchedule:
         element, within = self.batch_of_row(row)
         return step - 1, element * self.row_blocks + quotient(within, self.block_rows)
 
+    def passes_on(self, step: Any, m: Any, side: Any, n: Any) -> Any:
+        """On a ring: whether a CTA with this tile passes its rows on, for step + 1 of the device before this one.
+
+        Each row block's are passed on once, from the first tile column; those of the last step nobody needs. The second
+        tile of a cluster may lie wholly below the last row.
+        """
+        return (side == 0) & (n == 0) & (m < self.row_blocks) & (step < self.devices - 1)
+
     def flag_target(self, block: Any) -> Any:
-        """How often the flag of a batch element's row block is raised: once per chunk."""
+        """How often the flag of a batch element's row block is raised where shards are pulled: once per chunk."""
         per_row = self.plan.chunks_per_row_group
         last = self.row_blocks - 1
         whole = self.block_rows // self.plan.rows * per_row

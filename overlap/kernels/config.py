@@ -46,6 +46,8 @@ class Config:
       cluster_along: in which dimension they are adjacent: "m" (they share the right operand) or "n" (the left one).
       chunk_bytes: the most that the communicator of one CTA pulls in one copy (fused operations only).
       chunk_slots: how many such copies are in flight per CTA (fused operations only).
+      joined: whether the gathered rows of all shards are tiled as those of one matrix, so that few rows per shard fill
+        a tile together (`all_gather_lhs_matmul` by the transport "pull" only; elsewhere it means nothing).
     """
 
     tile_m: int = 128
@@ -62,6 +64,7 @@ class Config:
     cluster_along: Literal["m", "n"] = "m"
     chunk_bytes: int = 8192
     chunk_slots: int = 2
+    joined: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -69,6 +72,9 @@ class Config:
             if field.name in ("order_minor", "cluster_along"):
                 if value not in ("m", "n"):
                     raise ValueError(f"`{field.name}` must be 'm' or 'n', got {value!r}")
+            elif field.name == "joined":
+                if not isinstance(value, bool):
+                    raise ValueError(f"`joined` must be True or False, got {value!r}")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{field.name}` must be an int of at least 1, got {value!r}")
 
@@ -86,8 +92,12 @@ class Config:
             return self.cluster * self.tile_m, self.tile_n
         return self.tile_m, self.cluster * self.tile_n
 
-    def smem_bytes(self, dtype: Any, out_dtype: Any, *, pulls: bool) -> int:
-        """Shared memory of one CTA in bytes, barriers included. `pulls`: with the communicator's chunk buffers."""
+    def smem_bytes(self, dtype: Any, out_dtype: Any, *, pulls: bool, forwards: bool = False) -> int:
+        """Shared memory of one CTA in bytes, barriers included.
+
+        `pulls`: with the communicator's chunk buffers, unless it `forwards` the operand tiles themselves.
+        """
+        pulls = pulls and not forwards
         operand_bytes = self.stages * (self.tile_m + self.tile_n) * self.tile_k * jnp.dtype(dtype).itemsize
         epilogue_rows = COMPUTE_WARPGROUPS * self.halves[0]
         epilogue_bytes = self.epilogue_slots * epilogue_rows * self.epilogue_tile_n * jnp.dtype(out_dtype).itemsize
@@ -105,6 +115,7 @@ class Config:
         out_dtype: Any,
         target: Target,
         pulls: bool,
+        forwards: bool = False,
         m_name: str = "m",
         transpose_lhs: bool = False,
         transpose_rhs: bool = False,
@@ -119,6 +130,7 @@ class Config:
           out_dtype: of the result.
           target: the device.
           pulls: whether this is a fused collective, whose communicator needs its buffers as well.
+          forwards: whether that collective passes shards on from the operand tiles, and needs no such buffers.
           m_name: what the caller calls `m`.
           transpose_lhs: the left operand is [k, m] in memory.
           transpose_rhs: the right operand is [n, k] in memory.
@@ -146,7 +158,7 @@ class Config:
                 f"{transpose_lhs} and transpose_rhs={transpose_rhs}: keep lhs as [m, k] and rhs as [n, k] "
                 '(transpose_rhs=True), or use implementation="xla"'
             )
-        self._check_itself(dtype, out_dtype, target, pulls)
+        self._check_itself(dtype, out_dtype, target, pulls, forwards)
         for name, size in ((m_name, m), ("n", n), ("k", k)):
             if size < 1:
                 raise NotImplementedError(
@@ -169,7 +181,7 @@ class Config:
                 f"`split_k` must divide the {steps} steps of k={k} (tile_k={self.tile_k}), got {self.split_k}"
             )
 
-    def _check_itself(self, dtype: Any, out_dtype: Any, target: Target, pulls: bool) -> None:
+    def _check_itself(self, dtype: Any, out_dtype: Any, target: Target, pulls: bool, forwards: bool) -> None:
         if self.tile_m not in (64, 128, 256):
             raise ValueError(f"`tile_m` must be 64, 128 or 256, got {self.tile_m}")
         swizzle_elements = SWIZZLE_BYTES // dtype.itemsize
@@ -210,7 +222,8 @@ class Config:
             raise ValueError(f"`split_k` must be 1 {where}, got {self.split_k}")
         if self.cluster not in (1, 2) or self.cluster > target.num_cores:
             raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {self.cluster}")
-        if (needed := self.smem_bytes(dtype, out_dtype, pulls=pulls) + RESERVED_BYTES) > target.smem_limit_bytes:
+        needed = self.smem_bytes(dtype, out_dtype, pulls=pulls, forwards=forwards) + RESERVED_BYTES
+        if needed > target.smem_limit_bytes:
             raise ValueError(
                 f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
                 f"CTA: reduce `stages` ({self.stages}), `tile_n` ({self.tile_n}) or `epilogue_slots` "

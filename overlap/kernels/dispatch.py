@@ -88,25 +88,27 @@ def decide(
                 )
             emulation.enable()
         return Explanation(op, "fused", config, "asked for", device, source)
-    unserved = False
+    missed = False
     if device.platform == "cpu":
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
     else:
         try:
             check(config, device)
             # A configuration that the caller gives is a wish for the kernel.
-            slower = tuning.xla_is_faster(problem) if source != "given" else None
+            slower = tuning.xla_is_faster(problem, device) if source != "given" else None
+            missed = slower == tuning.NEVER_MEASURED
             choice = (
                 Explanation(op, "xla", None, slower, device)
                 if slower
                 else Explanation(op, "fused", config, "the fused kernel serves this problem", device, source)
             )
         except NotImplementedError as cannot:
-            unserved = True
+            missed = True
             choice = Explanation(op, "xla", None, str(cannot), device)
     if (op, problem, choice) not in _said:
         _said.add((op, problem, choice))
-        # On a GPU that the kernels are for, XLA is not what the user came for: that must not pass unnoticed.
-        missed = unserved and device.platform == "gpu" and device.is_hopper
-        logger.log(logging.WARNING if missed else logging.INFO, "%s", choice)
+        # On a GPU that the kernels are for, XLA is not what the user came for: that must not pass unnoticed, unless it
+        # was measured to be faster.
+        warns = missed and device.platform == "gpu" and device.is_hopper
+        logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
     return choice

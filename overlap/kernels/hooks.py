@@ -82,6 +82,8 @@ class Hooks:
 
     Attributes:
       before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
+      before_lhs: called by the producer before it loads the left operand of a `Tile`; of a CTA's first tile, as much of
+        the right operand is then on its way as there are slots for: wait here for what only the left one depends on.
       load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the reference that holds the
         tile's rows (under `pl.when` if there are several such), or with a `ByStep`.
       rhs_at: from a tile to the reference that holds its columns, or to a `OneOf` or a `ByStep`.
@@ -90,6 +92,8 @@ class Hooks:
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step
         `k` are in shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else
         [boxes, k, width]. It must not return before its copies have read them (`wait_stores_read`).
+      piece_done: called by the forwarder warp as `piece_done(tile, parts)` when `in_smem` has seen all k steps of a
+        tile that this CTA carries; `parts`: into how many parts it is cut, of which this is one. Needs `in_smem`.
       addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
       epilogue: called as `epilogue(values, rows, columns, addend)` with f32 values of the product, the (traced) slices
         of the output that they are for, and the addend's values there (or None); returns what is stored.
@@ -100,8 +104,10 @@ class Hooks:
     rhs_at: Callable[[Tile], Any]
     out_at: Callable[[Tile], Any]
     before_load: Callable[[Tile], None] | None = None
+    before_lhs: Callable[[Tile], None] | None = None
     communicate: Callable[[], None] | None = None
     in_smem: Callable[[Tile, Any, Any, Any], None] | None = None
+    piece_done: Callable[[Tile, Any], None] | None = None
     addend_at: Callable[[Tile], Any] | None = None
     epilogue: Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array] | None = None
     epilogue_at: Callable[[Tile], Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array]] | None = None

@@ -18,8 +18,7 @@ lie wholly beyond the result's edge: it is computed from zeros, and none of it i
 
 Every role walks the same sequence of pieces (`StreamK`: whole tiles, then the CTA's part of the last, partial wave) and
 counts slots on its own across them, so that the next tile's operands are on their way while this one's accumulator is
-stored. Of a tile that several share, all but the first write their f32 sums to global memory and raise a flag; the
-first one adds them to its own and goes on as with any other tile.
+stored. Those that share a tile exchange their sums and finish a share of its columns each (`PartialSums`).
 
 Either operand may lie in memory with k along its rows or down its columns (`Forms`); the tensor cores read both. There
 may be several right operands, each with an output of its own (`OneOf`): only the copies differ by which it is.
@@ -31,7 +30,6 @@ Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` slots; wg
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -42,11 +40,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.config import COMPUTE_WARPGROUPS, Config
+from overlap.kernels.config import COMPUTE_WARPGROUPS, WGMMA_M, Config
 from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile, at_step, spread, with_reference
-from overlap.kernels.staging import PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, half, load_step, swizzled
+from overlap.kernels.partial_sums import PartialSums, finish_together, partial_sums_flags, partial_sums_type
+from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, half, load_step, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
-from overlap.primitives import signal, wait_at_least, wait_stores_read
+from overlap.primitives import wait_stores_read
 from overlap.primitives.integers import remainder
 
 COMPUTE_REGISTERS = 232
@@ -54,7 +53,7 @@ TRANSFER_REGISTERS = 40
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
-GRID_AXIS, THREAD_AXIS = "cluster", "warpgroup"
+THREAD_AXIS = "warpgroup"
 
 __all__ = [
     "GRID_AXIS",
@@ -79,30 +78,6 @@ __all__ = [
     "spread",
     "swizzled",
 ]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PartialSums:
-    """Where the CTAs that share a tile meet, in global memory.
-
-    Attributes:
-      sums: [workers, cluster · tile_m, tile_n] in f32: what each adds to the tile that the one before it finishes.
-      flags: [workers, cluster, COMPUTE_WARPGROUPS]: whether a warpgroup's half of that is there.
-    """
-
-    sums: Any
-    flags: Any
-
-
-def partial_sums_type(work: StreamK, config: Config) -> jax.ShapeDtypeStruct:
-    """The type of `PartialSums.sums`, to be allocated as an output of the kernel."""
-    return jax.ShapeDtypeStruct((work.workers, config.cluster * config.tile_m, config.tile_n), jnp.float32)
-
-
-def partial_sums_flags(work: StreamK, config: Config) -> tuple[int, ...]:
-    """The shape of `PartialSums.flags`."""
-    return work.workers, config.cluster, COMPUTE_WARPGROUPS
 
 
 def rank(config: Config) -> Any:
@@ -132,24 +107,37 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
     lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
 
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
-        @pl.loop(0, piece.k_steps)
-        def _step(k: Any) -> None:
+        def load_operand(k: Any, operand: Any, box: Any, start: Any, across: bool, shared_by: str | None) -> None:
             slot = remainder(piece.before + k, config.stages)
+            choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
             full = buffers.full.at[slot]
+            with_reference(
+                choice, lambda ref: load_step(ref, box.at[slot], full, start, k_start, across, shared_by=shared_by)
+            )  # fmt: skip
 
+        def load_lhs(k: Any) -> None:
+            load_operand(k, lhs_gmem, lhs_box, tile.m * config.tile_m, forms.transpose_lhs, lhs_shared)
+
+        def load_rhs(k: Any) -> None:
+            load_operand(k, rhs_gmem, rhs_box, tile.n * config.tile_n, not forms.transpose_rhs, rhs_shared)
+
+        early: Any = 0
+        if hooks.before_lhs is not None:
+            # At the start all slots are free, and the right operand may fill its part of them.
+            early = jnp.where(piece.before == 0, jnp.minimum(piece.k_steps, config.stages), 0)
+            pl.loop(0, early)(load_rhs)
+            hooks.before_lhs(tile)
+            pl.loop(0, early)(load_lhs)
+
+        @pl.loop(early, piece.k_steps)
+        def _step(k: Any) -> None:
             @pl.when(piece.before + k >= config.stages)
             def _wait_until_free() -> None:
-                plgpu.barrier_wait(buffers.consumed.at[slot])
-
-            def load_operand(operand: Any, box: Any, start: Any, across: bool, shared_by: str | None) -> None:
-                choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
-                with_reference(
-                    choice, lambda ref: load_step(ref, box.at[slot], full, start, k_start, across, shared_by=shared_by)
-                )  # fmt: skip
+                plgpu.barrier_wait(buffers.consumed.at[remainder(piece.before + k, config.stages)])
 
             # The left one first: its `ByStep` may wait for both.
-            load_operand(lhs_gmem, lhs_box, tile.m * config.tile_m, forms.transpose_lhs, lhs_shared)
-            load_operand(rhs_gmem, rhs_box, tile.n * config.tile_n, not forms.transpose_rhs, rhs_shared)
+            load_lhs(k)
+            load_rhs(k)
 
     hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
 
@@ -180,6 +168,9 @@ def _forward(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
         hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
         plgpu.barrier_arrive(buffers.consumed.at[slot])
 
+    if hooks.piece_done is not None:
+        hooks.piece_done(tile, piece.parts)
+
 
 def _compute(
     tile: Tile,
@@ -187,6 +178,7 @@ def _compute(
     *,
     warpgroup: Any,
     partial: PartialSums | None,
+    parts: int,
     buffers: Buffers,
     hooks: Hooks,
     config: Config,
@@ -222,90 +214,83 @@ def _compute(
 
     values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((wg_m, wg_n), jnp.float32))
     plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + piece.k_steps - 1, config.stages)])
-    corner = half_m * wg_m, half_n * wg_n
+    row, column = half_m * wg_m, half_n * wg_n
     store = functools.partial(
-        _store, tile=tile, corner=corner, warpgroup=warpgroup, buffers=buffers, hooks=hooks, config=config
+        _store, tile=tile, corner=(row, column), warpgroup=warpgroup, buffers=buffers, hooks=hooks, config=config
     )
+
+    def store_whole() -> None:
+        for index in range(wg_n // config.epilogue_tile_n):
+            first = index * config.epilogue_tile_n
+            store(index, lambda row, rows, first=first: values[row : row + rows, first:], width=config.epilogue_tile_n)
+
+    def store_share() -> None:
+        assert partial is not None
+        # All slots are free, and the columns of a share lie side by side: its boxes take the slots in turn.
+        wait_stores_read(0)
+        width = buffers.out[0].shape[-1]
+        finish_together(
+            partial, values, functools.partial(store, width=width), part=piece.part, parts=parts, rank=rank(config),
+            warpgroup=warpgroup, corner=(rank(config) * config.tile_m + row, column), width=width,
+        )  # fmt: skip
+
     if partial is None:
-        store(values)
+        store_whole()
         return
-    place = rank(config)
-    rows = pl.ds(place * config.tile_m + corner[0], wg_m)
-
-    @pl.when(piece.k_first == 0)
-    def _finish() -> None:
-        others = lax.axis_index(GRID_AXIS) + 1, piece.last_worker + 1
-
-        @pl.loop(*others)
-        def _wait(worker: Any) -> None:
-            wait_at_least(partial.flags.at[worker, place, warpgroup], 1)
-
-        store(values, add_parts=functools.partial(_add_parts, partial.sums, others, rows, corner[1]))
-
-    @pl.when(piece.k_first > 0)
-    def _hand_over() -> None:
-        worker = lax.axis_index(GRID_AXIS)
-        partial.sums[worker, rows, pl.ds(corner[1], wg_n)] = values
-        signal(partial.flags.at[worker, place, warpgroup])
-
-
-def _add_parts(sums: Any, others: tuple[Any, Any], rows: Any, half: Any, piece: jax.Array, column: int) -> jax.Array:
-    """Adds the other CTAs' sums, first to last, to a piece that begins `column` columns into a half."""
-    columns = pl.ds(half + column, piece.shape[1])
-
-    def add(worker: Any, piece: jax.Array) -> jax.Array:
-        return piece + plgpu.load(sums.at[worker, rows, columns], layout=plgpu.Layout.WGMMA, optimized=False)
-
-    return lax.fori_loop(*others, add, piece)
+    pl.when(piece.parts == 1)(store_whole)
+    pl.when(piece.parts > 1)(store_share)
 
 
 def _store(
-    values: jax.Array,
+    index: Any,
+    block: Callable[[int, int], jax.Array],
     *,
+    width: int,
     tile: Tile,
     corner: tuple[Any, Any],
     warpgroup: Any,
     buffers: Buffers,
     hooks: Hooks,
     config: Config,
-    add_parts: Callable[[jax.Array, int], jax.Array] | None = None,
 ) -> None:
-    """Registers → shared memory → output, `epilogue_tile_n` columns at a time. The half begins at `corner`."""
-    (row, column), (wg_m, wg_n), width = corner, config.halves, config.epilogue_tile_n
+    """Registers → shared memory → output: piece `index` of a warpgroup's half, which begins at `corner`.
+
+    All its pieces are `width` columns wide, and stored one after the other. `block(row, rows)` gives f32 values of some
+    rows from the piece's first column on.
+    """
+    (row, column), slot, wg_m = corner, remainder(index, config.epilogue_slots), config.halves[0]
     epilogue = hooks.epilogue if hooks.epilogue_at is None else hooks.epilogue_at(tile)
-    rows = pl.ds(tile.out_row + row, wg_m)
-    box_views, register_views = (view.at[warpgroup] for view in buffers.out)
-    boxes, _, box_width = box_views.shape[1:]
-    for i in range(wg_n // width):
-        slot = i % config.epilogue_slots
-        first = tile.n * config.tile_n + column + i * width
-        piece = values[:, i * width : (i + 1) * width]
-        if add_parts is not None:
-            piece = add_parts(piece, i * width)
-        # A piece is several boxes side by side, each with its place in the output.
-        places = [(rows, pl.ds(first + box * box_width, box_width)) for box in range(boxes)]
-        parts = [slice(box * box_width, (box + 1) * box_width) for box in range(boxes)]
-        # The slot's last store was `epilogue_slots` stores ago, maybe in the tile before.
-        wait_stores_read(config.epilogue_slots - 1)
+    first_row, first_column = tile.out_row + row, tile.n * config.tile_n + column + index * width
+    box_views, register_views = (view.at[warpgroup, slot] for view in buffers.out)
+    box_width = box_views.shape[-1]
+    boxes = width // box_width
+    # A piece is several boxes side by side, each with its place in the output.
+    places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
+    # The slot's last store was `epilogue_slots` stores ago, maybe in the tile before.
+    wait_stores_read(config.epilogue_slots - 1)
+    loaded: list[Any] = []
+    if hooks.addend_at is not None:
+        # It passes through the slot in which the result then takes its place.
+        loaded = [buffers.addend_loaded.at[warpgroup * box_views.shape[0] + box] for box in range(boxes)]
+        for box, place in enumerate(places):
+            plgpu.copy_gmem_to_smem(hooks.addend_at(tile).at[place], box_views.at[box], loaded[box])
+    for box, (_, columns) in enumerate(places):
         if hooks.addend_at is not None:
-            # It passes through the slot in which the result then takes its place.
-            loaded = buffers.addend_loaded.at[warpgroup]
-            for box, place in enumerate(places):
-                plgpu.copy_gmem_to_smem(hooks.addend_at(tile).at[place], box_views.at[slot, box], loaded)
-            plgpu.barrier_wait(loaded)
-        for box, (place, part) in enumerate(zip(places, parts, strict=True)):
-            slot_smem, part_values = register_views.at[slot, box], piece[:, part]
+            plgpu.barrier_wait(loaded[box])
+        for above in range(0, wg_m, WGMMA_M):
+            values = block(above, WGMMA_M)[:, box * box_width : (box + 1) * box_width]
+            block_smem = register_views.at[box, pl.ds(above, WGMMA_M)]
             if epilogue is not None:
-                addend = None if hooks.addend_at is None else slot_smem[...].astype(jnp.float32)
-                part_values = epilogue(part_values, *place, addend)
-            slot_smem[...] = part_values.astype(slot_smem.dtype)
-        plgpu.commit_smem()
+                addend = None if hooks.addend_at is None else block_smem[...].astype(jnp.float32)
+                values = epilogue(values, pl.ds(first_row + above, WGMMA_M), columns, addend)
+            block_smem[...] = values.astype(block_smem.dtype)
+    plgpu.commit_smem()
 
-        def send(out_gmem: Any, slot: int = slot, places: list[Any] = places) -> None:
-            for box, place in enumerate(places):
-                plgpu.copy_smem_to_gmem(box_views.at[slot, box], out_gmem.at[place], commit_group=box == boxes - 1)
+    def send(out_gmem: Any) -> None:
+        for box, place in enumerate(places):
+            plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == boxes - 1)
 
-        with_reference(hooks.out_at(tile), send)
+    with_reference(hooks.out_at(tile), send)
 
 
 def mainloop(
@@ -346,7 +331,7 @@ def mainloop(
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def _compute_role() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        for_each_piece(_compute, warpgroup=warpgroup, partial=partial)
+        for_each_piece(_compute, warpgroup=warpgroup, partial=partial, parts=work.parts)
         # Shared memory must outlive the stores that read it.
         wait_stores_read()
 

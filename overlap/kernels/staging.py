@@ -25,8 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap import _compat
 from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
 
-# The axis of a cluster: which of its CTAs.
-RANK_AXIS = "rank"
+# The axes of the grid: clusters, and the CTAs of one.
+GRID_AXIS, RANK_AXIS = "cluster", "rank"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,8 @@ def buffer_types(
     rows = 8 if forms.k_major else width
     if not forms.k_major:
         _compat.offer_square_wgmma_tiles()
+    if forwards and config.cluster > 1:
+        _compat.let_warps_arrive_at_cluster_barriers()
     lhs_box, lhs_mma = _operand(config.tile_m, tile_k, width, forms.transpose_lhs)
     rhs_box, rhs_mma = _operand(config.tile_n, tile_k, width, not forms.transpose_rhs)
     wg_m, _ = config.halves
@@ -111,8 +113,9 @@ def buffer_types(
         rhs=_views((stages, *rhs_box), (stages, *rhs_mma), rhs_dtype, rows),
         out=_views(out, out, out_dtype),
         full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, forms), num_barriers=stages),
+        # The forwarder gives slots back as well.
         consumed=_consumed(config.cluster, COMPUTE_WARPGROUPS + forwards, stages),
-        addend_loaded=plgpu.Barrier(num_arrivals=out_boxes, num_barriers=COMPUTE_WARPGROUPS) if addend else None,
+        addend_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTE_WARPGROUPS * out_boxes) if addend else None,
     )
 
 

@@ -7,8 +7,9 @@ the last full wave, each may be cut into equal parts along k, as many as there a
                                          tile     0        0        1        1     …     47      idle
                                          k     1st half 2nd half 1st half 2nd half    2nd half
 
-The CTA with the first part finishes the tile: it adds the sums of the others, always in the same order, so that results
-are deterministic. Nobody else waits for anybody, and they are the CTAs right behind it, so two resident CTAs suffice.
+Those that share a tile each finish a share of its columns: they hand each other their f32 sums (`PartialSums`) and add
+them, always in the same order, so that results are deterministic. They are CTAs in a row, so as many resident ones as a
+tile has parts suffice.
 
 Stretches of unequal parts that fill all CTAs exactly (stream-K) were measured too: what the last 5% of the cores save,
 the longer chains of sums and the loss of lockstep between tiles that share operands cost again (H200).
@@ -31,18 +32,19 @@ class Piece:
 
     Attributes:
       tile: index of the tile in the tile order.
-      k_first: its first k step; 0 for the CTA that finishes the tile.
+      k_first: its first k step.
       k_steps: how many.
       before: k steps that this CTA has carried before, over all its pieces.
-      last_worker: the last CTA that carries a part of this tile; the parts behind the first are those of the CTAs
-        after the one that finishes it, up to this one.
+      parts: into how many parts the tile is cut; 1: it is not.
+      part: which of them this is. The CTA before this one carries the part before it, and so on.
     """
 
     tile: Any
     k_first: Any
     k_steps: Any
     before: Any
-    last_worker: Any
+    parts: Any = 1
+    part: Any = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ class StreamK:
 
     def piece(self, cta: Any, ordinal: Any) -> Piece:
         """Piece number `ordinal` of a CTA."""
-        whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, cta)
+        whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps)
         if not self.cuts:
             return whole
         tile, (k_first, k_steps) = quotient(cta, self.parts), self._part(cta)
@@ -112,5 +114,6 @@ class StreamK:
             k_first=choose(is_cut, k_first, 0),
             k_steps=choose(is_cut, k_steps, self.k_steps),
             before=whole.before,
-            last_worker=choose(is_cut, tile * self.parts + self.parts - 1, cta),
+            parts=choose(is_cut, self.parts, 1),
+            part=choose(is_cut, remainder(cta, self.parts), 0),
         )

@@ -6,9 +6,9 @@ floor of `overlap.kernels`, whose dispatcher asks `choose_config`; it measures n
 imports it.
 """
 
-from overlap.tuning.choose import choose_config
-from overlap.tuning.crossover import xla_is_faster
+from overlap.tuning.choose import choose_config, xla_is_faster
+from overlap.tuning.crossover import NEVER_MEASURED
 from overlap.tuning.problem import Problem
 from overlap.tuning.space import candidates, heuristic
 
-__all__ = ["Problem", "candidates", "choose_config", "heuristic", "xla_is_faster"]
+__all__ = ["NEVER_MEASURED", "Problem", "candidates", "choose_config", "heuristic", "xla_is_faster"]

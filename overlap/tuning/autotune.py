@@ -13,6 +13,7 @@ from overlap.kernels import dispatch
 from overlap.kernels.target import Target
 from overlap.tuning import tables
 from overlap.tuning.choose import Session, session
+from overlap.tuning.crossover import Measured
 from overlap.tuning.interrupt import noticed
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.problem import Problem
@@ -33,7 +34,12 @@ class Tuning:
         self.outcomes = tuple(outcomes)
         self.path = path
         self.configs = {outcome.problem: outcome.result.config for outcome in self.outcomes if outcome.result}
-        self._session = Session(dict(self.configs))
+        measured = {
+            outcome.problem: Measured(outcome.problem, outcome.result.us, outcome.result.others["xla"])
+            for outcome in self.outcomes
+            if outcome.result and "xla" in outcome.result.others
+        }
+        self._session = Session(dict(self.configs), measured)
         self._contexts: list[Any] = []
 
     def __enter__(self) -> Tuning:

@@ -11,7 +11,8 @@ import jax
 
 from overlap.kernels.config import Config, default_config
 from overlap.kernels.target import Target
-from overlap.tuning import tables
+from overlap.tuning import crossover, tables
+from overlap.tuning.crossover import Measured
 from overlap.tuning.problem import Problem
 from overlap.tuning.space import heuristic
 
@@ -25,10 +26,12 @@ class Session:
 
     Attributes:
       configs: comes before any table.
+      measured: the times of these configurations and of XLA.
       asked: the problems, in the order in which they were first asked about.
     """
 
     configs: dict[Problem, Config] = dataclasses.field(default_factory=dict)
+    measured: dict[Problem, Measured] = dataclasses.field(default_factory=dict)
     asked: dict[Problem, None] = dataclasses.field(default_factory=dict)
 
 
@@ -58,12 +61,10 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
         config = active.configs.get(problem)
         if config is not None and problem.accepts(config, target):
             return config, "tuned"
-    if target.platform == "gpu":
-        for source, entries in (("table", _user_entries(target)), ("shipped table", tables.shipped())):
-            entry = tables.find(entries, problem, target, jax.__version__)
-            if entry is not None:
-                other = "" if entry.jax == jax.__version__ else f", jax {entry.jax}"
-                return entry.config, f"{source}: {entry.problem.shape}{other}"
+    source, entry = _entry(problem, target)
+    if entry is not None:
+        other = "" if entry.jax == jax.__version__ else f", jax {entry.jax}"
+        return entry.config, f"{source}: {entry.problem.shape}{other}"
     config = heuristic(problem, target)
     if config is None:
         return default_config(problem.dtype), "default"
@@ -76,6 +77,31 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
             f" --devices {problem.devices}" if problem.devices > 1 else "",
         )  # fmt: skip
     return config, "heuristic"
+
+
+def xla_is_faster(problem: Problem, target: Target) -> str | None:
+    """Why XLA is the better choice for a call with the configuration of `choose_config`; None if it is not.
+
+    Who measured that configuration has measured XLA as well, and that pair of times decides. All other problems are
+    judged by those around them (`overlap.tuning.crossover`).
+    """
+    active: Session | None = session.value
+    if active is not None and problem in active.measured:
+        return active.measured[problem].says_xla
+    _, entry = _entry(problem, target)
+    if entry is not None and "xla" in entry.others:
+        return Measured(entry.problem, entry.us, entry.others["xla"]).says_xla
+    return crossover.xla_is_faster(problem)
+
+
+def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:
+    """What the tables have for a problem, and which of them."""
+    if target.platform == "gpu":
+        for source, entries in (("table", _user_entries(target)), ("shipped table", tables.shipped())):
+            entry = tables.find(entries, problem, target, jax.__version__)
+            if entry is not None:
+                return source, entry
+    return "", None
 
 
 def _user_entries(target: Target) -> tuple[tables.Entry, ...]:

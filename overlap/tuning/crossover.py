@@ -1,7 +1,11 @@
-"""Where XLA is faster than the fused kernel: measured pairs of times, and the nearest of them for a call.
+"""Where XLA is faster than the fused kernel: measured pairs of times, and what those around a call say about it.
 
 The measurements lie in `crossover.csv`, made from results of benchmarks (`python -m benchmarks.crossover`). They are of
 an H200; other GPUs are not far from it in what matters here, the fixed costs of a launch against the sizes.
+
+Between measurements the ratio of the times is interpolated, in the logarithms of ratio and sizes, by inverse squared
+distance. XLA runs where that, or the nearest measurement by itself, says that it is faster by more than noise; and
+wherever nothing at all is known of the operation.
 """
 
 from __future__ import annotations
@@ -20,8 +24,11 @@ from overlap.tuning.problem import Problem
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
 # Below this the difference is no noise: the same pair measured twice differs by up to 4%.
 LEAST_RATIO = 0.95
+NEVER_MEASURED = 'not measured on this GPU yet: implementation="fused" runs the kernel'
 # How far apart two problems are, in doublings of m, n or k, that differ in one of these otherwise.
 _DEVICES, _LAYOUT, _KIND, _ALIGNMENT = 1.0, 0.5, 3.0, 3.0
+# Measurements that are so much farther away than the nearest one have no say.
+_REACH = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,26 +50,59 @@ class Measured:
         """XLA's time over the fused kernel's; above 1 the fused kernel is faster."""
         return self.xla_us / self.fused_us
 
+    @property
+    def says_xla(self) -> str | None:
+        """That XLA was faster, by more than noise; None if it was not."""
+        if self.ratio >= LEAST_RATIO:
+            return None
+        return f"XLA was measured to be {1 / self.ratio:.2f} x as fast for {self.problem}"
 
-def nearest(problem: Problem) -> Measured | None:
-    """The measurement that says most about a problem; None if its operation was never measured."""
+
+def neighbours(problem: Problem) -> list[tuple[float, Measured]]:
+    """The measurements that have a say about a problem, each with its distance, the nearest first.
+
+    Of equally near ones the worst for the fused kernel comes first. Empty if its operation was never measured.
+    """
     alike = [measured for measured in _measurements() if measured.problem.op == problem.op]
-    return min(alike, key=lambda measured: _distance(measured.problem, problem), default=None)
+    pairs = [(_distance(measured.problem, problem), measured) for measured in alike]
+    pairs.sort(key=lambda pair: (pair[0], pair[1].ratio))
+    return [pair for pair in pairs if pair[0] <= pairs[0][0] + _REACH]
+
+
+def expected_ratio(near: list[tuple[float, Measured]]) -> float:
+    """XLA's time over the fused kernel's, interpolated between neighbours."""
+    if near[0][0] == 0:
+        return near[0][1].ratio
+    weights = [distance**-2 for distance, _ in near]
+    logs = [math.log(measured.ratio) for _, measured in near]
+    return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
 
 
 def xla_is_faster(problem: Problem) -> str | None:
     """Why XLA is the better choice for a problem, with the measurement that says so; None if it is not."""
-    measured = nearest(problem)
-    if measured is None or measured.ratio >= LEAST_RATIO:
+    near = neighbours(problem)
+    if not near:
+        return NEVER_MEASURED
+    _, nearest = near[0]
+    if nearest.says_xla:
+        return nearest.says_xla
+    ratio = expected_ratio(near)
+    if ratio >= LEAST_RATIO:
         return None
-    return f"XLA was measured to be {1 / measured.ratio:.2f} x as fast for {measured.problem}"
+    worst = min((measured for _, measured in near), key=lambda measured: measured.ratio)
+    return f"XLA should be {1 / ratio:.2f} x as fast, between {nearest.problem} and {worst.problem}"
 
 
 def _distance(a: Problem, b: Problem) -> float:
-    sizes = sum(abs(math.log2(x / y)) for x, y in ((a.m, b.m), (a.n, b.n), (a.k, b.k), (a.batch, b.batch)))
+    # The rows of all devices: what a device computes depends on the others through them alone.
+    sizes = ((_rows(a), _rows(b)), (a.n, b.n), (a.k, b.k), (a.batch, b.batch))
     devices = _DEVICES * abs(math.log2(a.devices / b.devices))
-    kind = _KIND * (_kind(a) != _kind(b))
-    return sizes + devices + kind + _LAYOUT * (a.layout != b.layout) + _ALIGNMENT * (_aligned(a) != _aligned(b))
+    kind = _KIND * (_kind(a) != _kind(b)) + _LAYOUT * (a.layout != b.layout) + _ALIGNMENT * (_aligned(a) != _aligned(b))
+    return sum(abs(math.log2(x / y)) for x, y in sizes) + devices + kind
+
+
+def _rows(problem: Problem) -> int:
+    return problem.whole[0]
 
 
 def _kind(problem: Problem) -> str:

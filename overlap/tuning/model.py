@@ -41,6 +41,9 @@ F32_BYTES = 4
 FLAG_CYCLES = 8000.0
 ADD_BYTES_PER_CYCLE = 32.0
 ZERO_FLAGS_US = 2.0
+# From the start until the first rows of a peer may be multiplied; and NVLink.
+GATHER_US = 6.0
+PULLED_BYTES_PER_US = 0.35e6
 # Two CTAs begin and end together.
 CLUSTER_US = 0.5
 
@@ -48,10 +51,13 @@ CLUSTER_US = 0.5
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
     rows, columns = config.cluster_tile
-    of_one = ceil_div(problem.m, rows) * ceil_div(problem.n, columns)
-    # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
-    tile_sets, lengths = (1, problem.devices) if problem.gathered == "k" else (problem.devices, 1)
-    tiles = problem.batch * tile_sets * of_one * config.split_k
+    m, tile_sets, lengths = problem.m, problem.batch * problem.devices, 1
+    if problem.gathered == "k":
+        # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
+        tile_sets, lengths = problem.batch, problem.devices
+    elif config.joined:
+        m, tile_sets = tile_sets * m, 1
+    tiles = tile_sets * ceil_div(m, rows) * ceil_div(problem.n, columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
     return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
 
@@ -88,6 +94,8 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     hbm_rate = HBM_BYTES_PER_US * active / target.num_cores
     on_cores, from_hbm = cycles / CYCLES_PER_US, problem.bytes_per_device / hbm_rate
     us = max(on_cores, from_hbm) + HIDDEN_COST * min(on_cores, from_hbm) + LAUNCH_US
+    if problem.pulls and problem.gathered == "m":
+        us = _with_gather(us, work, config, problem, hbm_rate)
     if work.cuts:
         us += ZERO_FLAGS_US
     if config.cluster > 1:
@@ -97,6 +105,22 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
         partial_bytes = config.split_k * problem.batch * problem.m * problem.n * F32_BYTES
         us += NEXT_LAUNCH_US + partial_bytes / SUM_BYTES_PER_US
     return us
+
+
+def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, hbm_rate: float) -> float:
+    """The time of the products and of the gather beside them."""
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    pulled_bytes = (problem.devices - 1) * problem.batch * problem.m * problem.k * itemsize
+    gather_us = GATHER_US + pulled_bytes / PULLED_BYTES_PER_US
+    if not config.joined:
+        # Behind the last rows come the tiles of a shard, or at least one tile.
+        last = max(1 / problem.devices, work.k_steps / max(work.total_steps(0), work.k_steps))
+        return max(us, gather_us + us * last)
+    # No product before the last rows. What fills the slots until then need not be waited for after that.
+    active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
+    early_steps = min(config.stages, work.total_steps(0))
+    early_us = early_steps * config.tile_k * config.tile_n * itemsize * active / hbm_rate
+    return us + gather_us - min(gather_us, early_us, us)
 
 
 def _lines(row_bytes: int) -> int:

@@ -26,15 +26,20 @@ SHAPE: dict[str, tuple[Any, ...]] = {
     "cluster_along": ("m", "n"),
     "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
     "stream_k": (1, 2, 3, 4),
+    "joined": (False, True),
 }
 # The first is what is taken if nothing speaks against it.
 FINE: dict[str, tuple[Any, ...]] = {
-    "epilogue_tile_n": (64, 128, 32),
+    # Wider ones bring nothing that was measured, and some need more registers than there are.
+    "epilogue_tile_n": (64, 32),
     "epilogue_slots": (1, 2),
     "order_minor": ("m", "n"),
     "order_width": (8, 16, 4),
 }
 PULLS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_slots": (2, 4)}
+# Joined rows make few tiles, which more cores may share; more rows than these are better multiplied as they arrive.
+MORE_PARTS = (6, 8, 12, 16)
+MOST_JOINED_ROWS = 1024
 # As many as fit; fewer are tried because they leave more of the L1 to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
 # How much slower a configuration is assumed to be for each fine field that is not the usual one.
@@ -86,7 +91,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     names = [name for name in SHAPE if name not in cuts]
     for values in itertools.product(*(SHAPE[name] for name in names)):
         whole = dataclasses.replace(_usual(problem), **dict(zip(names, values, strict=True)))
-        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole):
+        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole, problem):
             continue
         yield whole
         work = work_of(whole, problem, target)
@@ -97,7 +102,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
                     yield dataclasses.replace(whole, split_k=parts)
             continue
         seen = {work.workers}
-        for parts in SHAPE["stream_k"][1:]:
+        for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
             cut = dataclasses.replace(work, most_parts=parts)
             if cut.workers not in seen and work.k_steps >= 2 * parts:
                 seen.add(cut.workers)
@@ -115,12 +120,21 @@ def _usual(problem: Problem) -> Config:
 
 def _adjacent(shape: Config, problem: Problem) -> int:
     """How many tiles lie side by side in the direction of the cluster."""
-    size, tile = (problem.m, shape.tile_m) if shape.cluster_along == "m" else (problem.n, shape.tile_n)
+    rows = problem.m * (problem.batch * problem.devices if shape.joined else 1)
+    size, tile = (rows, shape.tile_m) if shape.cluster_along == "m" else (problem.n, shape.tile_n)
     return -(-size // tile)
 
 
-def _needless(shape: Config) -> bool:
-    return shape.cluster == 1 and shape.cluster_along != Config().cluster_along
+def _needless(shape: Config, problem: Problem) -> bool:
+    if shape.cluster == 1 and shape.cluster_along != Config().cluster_along:
+        return True
+    if not shape.joined:
+        return False
+    # Rows that fill the tiles of their own shard need not wait for any others; nor should many rows.
+    shards = problem.batch * problem.devices
+    filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)
+    few = problem.m * shards <= MOST_JOINED_ROWS
+    return problem.op != "all_gather_lhs_matmul" or problem.devices == 1 or filled or not few
 
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
@@ -150,7 +164,8 @@ def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
 def _walk(config: Config, problem: Problem) -> Config:
     """The same configuration with its order of tiles as it comes out on the problem's grid: equal ones are one."""
     rows, columns = config.cluster_tile
-    tiles = {"m": -(-problem.m // rows), "n": -(-problem.n // columns)}
+    of_all = problem.batch * problem.devices if config.joined else 1
+    tiles = {"m": -(-problem.m * of_all // rows), "n": -(-problem.n // columns)}
     minor = config.order_minor if min(tiles.values()) > 1 else "m"
     width = min(config.order_width, tiles[minor]) if min(tiles.values()) > 1 else 1
     return dataclasses.replace(config, order_minor=minor, order_width=width)

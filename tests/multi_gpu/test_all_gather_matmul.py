@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import all_gather_matmul
+from overlap.collectives import pull, ring
 from tests import oracle
 from tests.oracle import make_mesh, on_mesh, operands
 
@@ -26,6 +26,9 @@ SHAPES = [
     (1000, 3000, 4104),
     (1, 8, 8),
 ]
+CASES = [(shape, dtype, "pull") for shape in SHAPES for dtype in (jnp.float16, jnp.bfloat16)]
+CASES += [(shape, jnp.bfloat16, "ring") for shape in SHAPES]
+TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 STALL_NS = 200_000
 
 
@@ -37,21 +40,38 @@ def stall(_):
 stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def late_pulls(monkeypatch, victim):
-    """The communicators of device `victim` stall before each chunk."""
-    pull = all_gather_matmul.pull_chunks
+def late_transfers(monkeypatch, victim):
+    """Device `victim` stalls before it says that something has arrived: each chunk, or each piece passed on."""
+    pull_chunks, announce = pull.pull_chunks, ring._announce
+    stall_victim = lambda: pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())  # noqa: E731
 
     def pull_late(count, *, landed, **kwargs):
         def landed_late(ordinal):
-            pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())
+            stall_victim()
             landed(ordinal)
 
-        pull(count, landed=landed_late, **kwargs)
+        pull_chunks(count, landed=landed_late, **kwargs)
 
-    monkeypatch.setattr(all_gather_matmul, "pull_chunks", pull_late)
+    def announce_late(*args):
+        stall_victim()
+        announce(*args)
+
+    monkeypatch.setattr(pull, "pull_chunks", pull_late)
+    monkeypatch.setattr(ring, "_announce", announce_late)
 
 
-def repeated(mesh, iterations, *, flip=True):
+def late_sends(monkeypatch, victim):
+    """Device `victim` stalls before it passes on the first k step of each piece."""
+    pass_on = ring._pass_on
+
+    def pass_on_late(site, tile, k, lhs_smem):
+        pl.when(jnp.logical_and(lax.axis_index("x") == victim, k == 0))(lambda: plgpu.inline_mgpu()(stall)())
+        pass_on(site, tile, k, lhs_smem)
+
+    monkeypatch.setattr(ring, "_pass_on", pass_on_late)
+
+
+def repeated(mesh, iterations, transport="pull", *, flip=True):
     """The worst distance to the unfused product over iterations, with new operands and random skew each time.
 
     The left operand is overwritten right after the kernel: whoever leaves while a peer still reads it is caught.
@@ -67,7 +87,7 @@ def repeated(mesh, iterations, *, flip=True):
             # Work that only this device has, which its operand depends on: it enters the kernel's barrier late.
             zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
             late_lhs = lhs + zero.astype(lhs.dtype)
-            actual = oracle.fused(late_lhs, rhs)
+            actual = oracle.fused(late_lhs, rhs, transport=transport)
             worst = jnp.maximum(worst, oracle.distance(actual, expected))
             lhs = jnp.roll(-late_lhs, 1, axis=1) if flip else late_lhs
             return lhs, worst
@@ -78,55 +98,76 @@ def repeated(mesh, iterations, *, flip=True):
     return on_mesh(mesh, body, out_specs=P())
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_error_within_twice_the_unfused_product(devices, shape, dtype):
+@pytest.mark.parametrize(("shape", "dtype", "transport"), CASES, ids=str)
+def test_error_within_twice_the_unfused_product(devices, shape, dtype, transport):
     mesh = make_mesh(x=devices)
-    measure = oracle.errors(mesh)
+    measure = oracle.errors(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, transport=transport))
     for seed in range(3):  # Three launches in a row, each with operands of its own.
         oracle.assert_close(measure(*operands(mesh, shape, dtype, seed)))
 
 
-def test_repeated_launches_agree_bit_for_bit(devices):
+def test_repeated_launches_agree_bit_for_bit_by_either_transport(devices):
     mesh = make_mesh(x=devices)
     lhs, rhs = operands(mesh, (1024, 4096, 4096), jnp.float16, seed=7)
-    launch = on_mesh(mesh, oracle.fused)
-    first = launch(lhs, rhs)
+    launches = [
+        on_mesh(mesh, lambda lhs, rhs, transport=transport: oracle.fused(lhs, rhs, transport=transport))
+        for transport in ("pull", "ring")
+    ]
+    first = launches[0](lhs, rhs)
     same = jax.jit(lambda a, b: (a == b).all())
-    for _ in range(5):
-        assert bool(same(first, launch(lhs, rhs)))
+    for launch in launches:
+        for _ in range(5):
+            assert bool(same(first, launch(lhs, rhs)))
 
 
-def test_skewed_devices_and_inputs_overwritten_right_after(devices):
+@TRANSPORTS
+def test_skewed_devices_and_inputs_overwritten_right_after(devices, transport):
     mesh = make_mesh(x=devices)
-    assert float(repeated(mesh, 50)(*operands(mesh, (512, 1024, 1024), jnp.bfloat16, seed=3))) < 1e-2
+    assert float(repeated(mesh, 50, transport)(*operands(mesh, (512, 1024, 1024), jnp.bfloat16, seed=3))) < 1e-2
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_device_that_pulls_late(devices, victim, monkeypatch):
-    late_pulls(monkeypatch, victim)
+def test_a_device_that_is_late(devices, victim, transport, monkeypatch):
+    late_transfers(monkeypatch, victim)
     mesh = make_mesh(x=devices)
-    assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
+    assert float(repeated(mesh, 5, transport)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
 
 
 def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
-    late_pulls(monkeypatch, 1)
-    monkeypatch.setattr(all_gather_matmul, "wait_at_least", lambda *_, **__: None)
+    late_transfers(monkeypatch, 1)
+    monkeypatch.setattr(pull, "wait_at_least", lambda *_, **__: None)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
 
 
+def test_negative_control_without_the_flags_of_the_ring_it_is_wrong(devices, monkeypatch):
+    late_sends(monkeypatch, 1)
+    monkeypatch.setattr(ring, "wait_at_least", lambda *_, **__: None)
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 5, "ring")(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_device_that_passes_on_late_while_its_inputs_are_overwritten(devices, victim, monkeypatch):
+    """The same delay as in the control: the others have overwritten their inputs when rows still travel on."""
+    late_sends(monkeypatch, victim)
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 5, "ring")(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
+
+
 def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
-    late_pulls(monkeypatch, 1)
-    monkeypatch.setattr(all_gather_matmul, "exit_handshake", lambda *_: None)
+    late_transfers(monkeypatch, 1)
+    monkeypatch.setattr(pull, "exit_handshake", lambda *_: None)
     mesh = make_mesh(x=devices)
     # Large enough that a late device has most of its chunks still to pull when the others have left.
     assert float(repeated(mesh, 5)(*operands(mesh, (2048, 256, 4096), jnp.bfloat16, seed=4))) > 1e-2
 
 
 @pytest.mark.gpus(4)
+@TRANSPORTS
 @pytest.mark.parametrize("axes", [{"data": 2, "x": 2}, {"x": 2, "data": 2}], ids=["minor", "major"])
-def test_one_axis_of_a_larger_mesh(axes):
+def test_one_axis_of_a_larger_mesh(axes, transport):
     if jax.process_count() > 1 and jax.device_count() != 4:
         pytest.skip("one process per GPU: this test is for a job of 4")
     mesh = make_mesh(**axes)
@@ -134,7 +175,7 @@ def test_one_axis_of_a_larger_mesh(axes):
     def measure(lhs, rhs):
         lhs = lhs * (1 + lax.axis_index("data")).astype(lhs.dtype)  # Different data along the other axis.
         expected = oracle.exact(lhs, rhs)
-        actual = oracle.fused(lhs, rhs)
+        actual = oracle.fused(lhs, rhs, transport=transport)
         total = lax.psum(actual.astype(jnp.float32).sum(), ("data", "x"))  # A collective beside the kernel.
         return oracle.worst(oracle.distance(actual, expected), mesh), total
 
@@ -168,8 +209,20 @@ OTHER_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", OTHER_CONFIGS, ids=str)
-def test_other_configs(devices, config):
+RING_CONFIGS = [
+    overlap.Config(stream_k=4),
+    overlap.Config(tile_n=128, stages=6, order_minor="n", order_width=3),
+    overlap.Config(cluster=2, stages=3),
+    overlap.Config(cluster=2, cluster_along="n", stream_k=3),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "transport"),
+    [*((config, "pull") for config in OTHER_CONFIGS), *((config, "ring") for config in RING_CONFIGS)],
+    ids=str,
+)
+def test_other_configs(devices, config, transport):
     mesh = make_mesh(x=devices)
-    measure = oracle.errors(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, config=config))
+    measure = oracle.errors(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, config=config, transport=transport))
     oracle.assert_close(measure(*operands(mesh, (384, 768, 1024), jnp.float16, seed=8)))

@@ -46,8 +46,9 @@ def test_repeated_launches_agree_bit_for_bit(case):
         assert bool(same(first, launch(lhs, rhs)))
 
 
-def test_launches_in_a_loop_with_operands_that_change(case):
-    worst = mesh_cases.errors_in_a_loop(case, fused(case), 50)
+@pytest.mark.parametrize("transport", ["pull", "ring"])
+def test_launches_in_a_loop_with_operands_that_change(case, transport):
+    worst = mesh_cases.errors_in_a_loop(case, fused(case, transport=transport), 50)
     assert float(worst(*mesh_cases.operands(case, (512, 1024, 1024), jnp.bfloat16, seed=3))) < 1e-2
 
 

@@ -26,12 +26,12 @@ EXACT = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("transport", ["pull", "ring"])
 @pytest.mark.parametrize(("form", "config"), EXACT, ids=str)
-def test_every_bit(devices, form, config):
+def test_every_bit(devices, form, config, transport):
     mesh, launches = oracle.make_mesh(x=devices), []
-    fused = several_sides_cases.on_mesh(
-        form, mesh, several_sides_cases.call(form, implementation="fused", config=config)
-    )
+    body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
+    fused = several_sides_cases.on_mesh(form, mesh, body)
     for seed in range(3):  # Three launches in a row, each with operands of its own.
         arrays = several_sides_cases.operands(form, devices, seed)
         launches.append((arrays, fused(*several_sides_cases.put(form, mesh, arrays))))

@@ -1,0 +1,220 @@
+"""All-gather of the left operand and matmul for few rows per shard: the rows of all shards as one product.
+
+With a tile for each shard, 16 rows of 4 shards would be 4 tiles of 64 rows, each of which passes all weights through
+shared memory. Here the shards are copied into one matrix, whose tiles then are those of a plain matmul:
+
+    producer       first of all: the right operand's tiles of as many k steps as there are slots
+                   for each output tile: wait for the flag of its rows, whosever they are; load
+    communicator   for each of this CTA's chunks, the peers' first:
+                       lhs, a peer's or the own one → shared memory → scratch; when it has landed, raise the flag of its
+                       rows
+                   at the end: the exit handshake
+    compute        the mainloop of `overlap.kernels.hopper`; its few tiles are cut along k (`Config.stream_k`)
+
+Such a product takes as long as its weights take to arrive, and that does not begin with the gather: while the rows are
+on their way, 132 CTAs have up to 25 MB of weights on theirs.
+
+Where it is not used, and why: by the transport "ring", which passes on tiles that are each of one shard; and wherever
+`Config.joined` is not set, as for many rows, where no tile may wait for the last shard.
+
+Constraints, source: those of `overlap.collectives.all_gather_matmul`. A batch is folded into the rows of the shard, and
+the result is transposed by XLA.
+
+Shape legend: D: devices; m_shard: rows of one shard, the batch in them; k, n: as ever; chunk: `PullPlan`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.collectives.gathered_lhs import Operands, Plan
+from overlap.collectives.joined_schedule import JoinedSchedule
+from overlap.kernels import hopper
+from overlap.kernels.config import Config
+from overlap.primitives import (
+    HANDSHAKE_FLAGS,
+    Ring,
+    exit_handshake,
+    fence_async_proxy,
+    pull_chunks,
+    shared_flags,
+    signal,
+    wait_at_least,
+)
+from overlap.primitives.integers import ceil_div
+
+NAME = "all_gather_lhs_matmul_joined"
+
+
+def serves(plan: Plan) -> bool:
+    """Whether a planned call runs by this kernel."""
+    return plan.config is not None and plan.config.joined and plan.transport == "pull" and plan.ring.size > 1
+
+
+def _copy(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
+          ring: Ring, schedule: JoinedSchedule) -> None:  # fmt: skip
+    """The communicator's transfers: this CTA's share of the chunks."""
+    plan, me = schedule.plan, ring.me()
+
+    def share(chunks: int) -> Any:
+        return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
+
+    def copy(first: Any, last: Any, source_of: Any) -> None:
+        """This CTA's chunks from its `first` up to its `last`."""
+
+        def at(ordinal: Any) -> tuple[Any, Any, Any]:
+            return schedule.chunk(cta + (first + ordinal) * num_ctas)
+
+        def source(ordinal: Any) -> Any:
+            step, row, column = at(ordinal)
+            return source_of(step).at[pl.ds(row, plan.rows), pl.ds(column, plan.cols)]
+
+        def destination(ordinal: Any) -> Any:
+            step, row, column = at(ordinal)
+            return scratch_gmem.at[pl.ds(schedule.row(me, step, row), plan.rows), pl.ds(column, plan.cols)]
+
+        def landed(ordinal: Any) -> None:
+            step, row, _ = at(ordinal)
+            signal(flags.at[schedule.flag(schedule.row(me, step, row))])
+
+        pull_chunks(last - first, source=source, destination=destination, landed=landed, slots_smem=slots_smem,
+                    loaded=loaded)  # fmt: skip
+
+    pulls = share(schedule.pulls)
+    copy(0, pulls, lambda step: ring.remote(lhs_gmem, ring.peer(step)))
+    copy(pulls, share(schedule.chunks), lambda step: lhs_gmem)
+
+
+def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper.StreamK, plan: Plan) -> None:
+    """The kernel's body: hooks and buffers for the mainloop.
+
+    `inputs` are `Operands` of references; `outputs`: results, where the rows of all shards lie, partial sums (if any).
+    """
+    (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, *sums_gmem) = (inputs.lhs, inputs.sides), outputs
+    config: Any = plan.config
+    num_ctas, cta = work.num_ctas * config.cluster, hopper.cta(config)
+    shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
+    flags, exit_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
+
+    def tile_at(index: Any) -> hopper.Tile:
+        step, row, column = schedule.product.tile(index)
+        side, column = schedule.product.side_of(column)
+        m, n = hopper.own_tile(config, row, column)
+        return hopper.Tile(step, m, n, out_row=m * config.tile_m, side=side)
+
+    def wait_for_rows(tile: hopper.Tile) -> None:
+        # The second tile of a cluster may lie wholly below the last row; it then waits for nothing.
+        @pl.when(tile.m < schedule.flags[0])
+        def _wait() -> None:
+            wait_at_least(flags.at[tile.m], schedule.flag_target(tile.m))
+            fence_async_proxy()
+
+    def epilogue_at(tile: hopper.Tile) -> Any:
+        first_column = schedule.product.first_column(tile.side) * config.cluster_tile[1]
+
+        def epilogue(values: jax.Array, rows: Any, columns: Any, addend: Any) -> jax.Array:
+            del addend
+            if inputs.row_scale is not None:
+                values = values * hopper.spread(inputs.row_scale, rows, values.shape, 0)
+            if inputs.column_scales is not None:
+                where = pl.ds(first_column + columns.start, columns.size)
+                values = values * hopper.spread(inputs.column_scales, where, values.shape, 1)
+            return values
+
+        return epilogue
+
+    def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
+        def communicate() -> None:
+            _copy(cta, num_ctas, lhs_gmem, scratch_gmem, flags, slots_smem, loaded, plan.ring, schedule)
+            exit_handshake(exit_flags, plan.ring, cta, num_ctas)
+
+        hopper.mainloop(
+            work=work,
+            tile_at=tile_at,
+            config=config,
+            buffers=buffers,
+            partial=partial,
+            forms=plan.forms,
+            hooks=hopper.Hooks(
+                load_lhs=lambda tile, load: load(scratch_gmem),
+                rhs_at=lambda tile: hopper.OneOf(sides_gmem, tile.side),
+                out_at=lambda tile: hopper.OneOf(outs_gmem, tile.side),
+                before_lhs=wait_for_rows,
+                communicate=communicate,
+                epilogue_at=None if inputs.row_scale is None and inputs.column_scales is None else epilogue_at,
+            ),
+        )
+
+    pl.run_scoped(
+        run,
+        hopper.buffer_types(config, lhs_gmem.dtype, outs_gmem[0].dtype, forms=plan.forms,
+                            rhs_dtype=sides_gmem[0].dtype),
+        plgpu.SMEM((config.chunk_slots, schedule.plan.rows, schedule.plan.cols), lhs_gmem.dtype),
+        plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
+        collective_axes=hopper.THREAD_AXIS,
+    )  # fmt: skip
+
+
+def _scales(operands: Operands, plan: Plan, config: Config) -> tuple[Any, Any]:
+    """Row scales of all shards and column scales of all right operands, filled up to whole tiles: two vectors."""
+    tile_rows, tile_columns = config.cluster_tile
+    rows, columns = operands.row_scale, operands.column_scales
+    if rows is not None:
+        rows = lax.all_gather(rows.reshape(-1), plan.ring.axis_name, tiled=True)
+        rows = jnp.pad(rows, (0, -rows.size % tile_rows))
+    if columns is not None:
+        columns = jnp.concatenate([jnp.pad(x, (0, -x.size % tile_columns)) for x in columns])
+    return rows, columns
+
+
+def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
+    lhs, devices, config = operands.lhs, plan.ring.size, plan.config
+    assert config is not None
+    *batch, rows_shard, k = lhs.shape
+    m_shard = math.prod(batch) * rows_shard
+    widths = [side.shape[0 if plan.forms.transpose_rhs else 1] for side in operands.sides]
+    schedule = JoinedSchedule.of(devices, m_shard, widths, k, lhs.dtype.itemsize, config)
+    work = hopper.StreamK(
+        schedule.product.tiles, ceil_div(k, config.tile_k), plan.target.num_cores // config.cluster, config.stream_k
+    )
+    row_scale, column_scales = _scales(operands, plan, config)
+    inputs = Operands(lhs.reshape(m_shard, k), operands.sides, row_scale, column_scales)
+    leaves, structure = jax.tree.flatten(inputs)
+    out_types = (
+        [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in widths],
+        jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
+        *([hopper.partial_sums_type(work, config)] if work.cuts else []),
+    )
+    types, out_structure = jax.tree.flatten(out_types)
+
+    def body(*refs: Any) -> None:
+        given = jax.tree.unflatten(structure, refs[: len(leaves)])
+        outputs = jax.tree.unflatten(out_structure, refs[len(leaves) :])
+        _kernel(given, outputs, schedule=schedule, work=work, plan=plan)
+
+    results = hopper.launch(
+        body,
+        out_type=tuple(types),
+        num_ctas=plan.target.num_cores,
+        cluster=config.cluster,
+        name=f"overlap_{NAME}",
+    )(*leaves)
+    outs, scratch, *_ = jax.tree.unflatten(out_structure, results)
+
+    def by_batch(x: jax.Array) -> jax.Array:
+        """From the shards' order of rows, [D, batch, rows], to [batch, D · rows]."""
+        if math.prod(batch) == 1:
+            return x.reshape(*batch, schedule.rows, -1)
+        apart = x.reshape(devices, *batch, rows_shard, -1)
+        return jnp.moveaxis(apart, 0, len(batch)).reshape(*batch, devices * rows_shard, -1)
+
+    return tuple(map(by_batch, outs)), by_batch(scratch) if plan.returns_gathered else None

@@ -1,0 +1,105 @@
+"""The transport *pull*: every device reads each peer's shard itself.
+
+    communicator   for each of this CTA's chunks, in the order in which tiles need them:
+                       peer's lhs → shared memory → scratch; when it has landed, raise the flag of its row block
+                   at the end: the own shard's chunks, if the gathered operand is asked for; the exit handshake
+    producer       waits for the flag of its row block, at GPU scope
+
+A flag never crosses NVLink: the only remote signals are the handshake's, which keeps a device's inputs alive until all
+peers have read them. Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
+
+Shape legend: chunk: `PullPlan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.transport import Site
+from overlap.kernels.config import Config
+from overlap.kernels.hooks import Hooks, Tile
+from overlap.primitives import HANDSHAKE_FLAGS, exit_handshake, fence_async_proxy, pull_chunks, signal, wait_at_least
+
+
+def _pull(site: Site, flags: Any, slots_smem: Any, loaded: Any) -> None:
+    """The communicator's transfers: this CTA's share of the chunks."""
+    schedule, ring, cta, num_ctas = site.schedule, site.ring, site.cta, site.num_ctas
+    plan, me = schedule.plan, ring.me()
+
+    def piece(row: Any, column: Any) -> tuple[Any, tuple[Any, Any]]:
+        batch, row = schedule.batch_of_row(row)
+        return batch, (pl.ds(row, plan.rows), pl.ds(column, plan.cols))
+
+    def at(ordinal: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+        step, row, column = schedule.chunk(cta + ordinal * num_ctas)
+        return step, *piece(row, column)
+
+    def source(ordinal: Any) -> Any:
+        step, batch, place = at(ordinal)
+        return site.within(ring.remote(site.lhs_gmem, ring.peer(step)), batch, *place)
+
+    def destination(ordinal: Any) -> Any:
+        step, batch, place = at(ordinal)
+        return site.within(site.scratch_gmem, batch, schedule.slot(me, step), *place)
+
+    def landed(ordinal: Any) -> None:
+        step, row, _ = schedule.chunk(cta + ordinal * num_ctas)
+        signal(flags.at[schedule.flag(step, row)])
+
+    def share(chunks: int) -> Any:
+        return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
+
+    pull_chunks(share(schedule.pulls), source=source, destination=destination, landed=landed, slots_smem=slots_smem,
+                loaded=loaded)  # fmt: skip
+    if not schedule.keeps_own:
+        return
+
+    def own(ordinal: Any) -> tuple[Any, tuple[Any, Any]]:
+        return piece(*schedule.origin(cta + ordinal * num_ctas))
+
+    def own_destination(ordinal: Any) -> Any:
+        batch, place = own(ordinal)
+        return site.within(site.scratch_gmem, batch, schedule.slot(me, 0), *place)
+
+    def own_source(ordinal: Any) -> Any:
+        batch, place = own(ordinal)
+        return site.within(site.lhs_gmem, batch, *place)
+
+    # Nobody in this kernel reads the copy, so it comes last, and without flags.
+    pull_chunks(share(schedule.chunks), source=own_source, destination=own_destination, landed=lambda ordinal: None,
+                slots_smem=slots_smem, loaded=loaded)  # fmt: skip
+
+
+class Pull:
+    """See the module's docstring; the methods are those of `transport.Transport`."""
+
+    forwards = False
+
+    def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
+        return schedule.flags, HANDSHAKE_FLAGS
+
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
+        return (
+            plgpu.SMEM((config.chunk_slots, schedule.plan.rows, schedule.plan.cols), dtype),
+            plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
+        )
+
+    def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
+        (row_flags, exit_flags), (slots_smem, loaded) = flags, smem
+
+        def wait(tile: Tile) -> None:
+            wait_at_least(row_flags.at[site.flag(tile.step, tile)], site.schedule.flag_target(tile.m))
+            fence_async_proxy()
+
+        def communicate() -> None:
+            _pull(site, row_flags, slots_smem, loaded)
+            exit_handshake(exit_flags, site.ring, site.cta, site.num_ctas)
+
+        return dataclasses.replace(hooks, before_load=site.wait_for_rows(wait), communicate=communicate)

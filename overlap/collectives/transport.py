@@ -1,0 +1,133 @@
+"""How a peer's rows reach the device that multiplies them: what the transports of the gathered left operand share.
+
+    pull   every device reads each peer's shard itself (`pull.py`)
+    ring   every device passes on what it has just multiplied to the device before it (`ring.py`)
+
+Either way the shard of step s ≥ 1 ends up in the device's own scratch, in the place that `AllGatherSchedule.slot`
+names, and a flag per (step, row block) says that its rows are there. Who multiplies what when is the same as well, and
+so are the bits of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.kernels.config import Config
+from overlap.kernels.dispatch import Explanation
+from overlap.kernels.hooks import Hooks, Tile
+from overlap.primitives import Ring
+
+NAMES = ("pull", "ring")
+_WHY_PULL = "all peers of a host are one hop away behind its switch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a transport works: what the kernel's body tells it.
+
+    Attributes:
+      ring: the devices.
+      schedule: who multiplies which rows when, and which flags say that they are there.
+      config: sizes.
+      parts: into how many parts a tile may be cut along k, if it is cut.
+      cta: this CTA's index on the device.
+      num_ctas: how many there are.
+      lhs_gmem: [(batch,) m_shard, k], this device's shard.
+      scratch_gmem: [(batch,) slots, m_shard, k], where the peers' shards are to lie.
+    """
+
+    ring: Ring
+    schedule: AllGatherSchedule
+    config: Config
+    parts: int
+    cta: Any
+    num_ctas: int
+    lhs_gmem: Any
+    scratch_gmem: Any
+
+    def within(self, ref: Any, batch: Any, *index: Any) -> Any:
+        """A piece of one batch element, where there are several."""
+        index = (batch, *index) if self.schedule.batch > 1 else index
+        return ref.at[index] if index else ref
+
+    def flag(self, step: Any, tile: Tile) -> tuple[Any, Any]:
+        """The flag of a tile's rows, if they are those of the shard of `step` ≥ 1."""
+        return self.schedule.flag(step, tile.batch * self.schedule.plan.shard_rows + tile.m * self.config.tile_m)
+
+    def wait_for_rows(self, wait: Callable[[Tile], None]) -> Callable[[Tile], None]:
+        """A `Hooks.before_load` that calls `wait` for each tile with rows of a peer."""
+
+        def before_load(tile: Tile) -> None:
+            # The second tile of a cluster may lie wholly below the last row; it then waits for nothing.
+            pl.when(jnp.logical_and(tile.step > 0, tile.m < self.schedule.row_blocks))(lambda: wait(tile))
+
+        return before_load
+
+
+class Transport(Protocol):
+    """What the kernel's body needs of a transport.
+
+    Attributes:
+      forwards: whether it has a part for the forwarder warp (`buffer_types`).
+    """
+
+    @property
+    def forwards(self) -> bool: ...
+
+    def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
+        """The flags that it needs, zero at launch."""
+        ...
+
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
+        """The shared memory that it needs beside the mainloop's. `Config.smem_bytes` counts it."""
+        ...
+
+    def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
+        """The mainloop's hooks with its own among them; flags and shared memory as asked for."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherExplanation(Explanation):
+    """An `Explanation` that also says how the shards travel.
+
+    Attributes:
+      transport: "pull" or "ring"; empty if XLA carries them.
+      transport_reason: one clause.
+    """
+
+    transport: str = ""
+    transport_reason: str = ""
+
+    def __str__(self) -> str:
+        if not self.transport:
+            return super().__str__()
+        return f"{super().__str__()}; transport {self.transport}: {self.transport_reason}"
+
+
+def choose_transport(transport: str | None) -> tuple[str, str]:
+    """The transport of a call, and why.
+
+    Raises:
+      ValueError: there is no such transport.
+    """
+    if transport is None:
+        return "pull", _WHY_PULL
+    if transport not in NAMES:
+        raise ValueError(
+            f"`transport` must be None or one of {NAMES}, got {transport!r}: leave it out, or name one of those"
+        )
+    return transport, "asked for"
+
+
+def explained(choice: Explanation, transport: str | None, devices: int) -> GatherExplanation:
+    """A choice, with the transport of its fused kernel."""
+    fields = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
+    name, why = choose_transport(transport) if choice.implementation == "fused" and devices > 1 else ("", "")
+    return GatherExplanation(**fields, transport=name, transport_reason=why)

@@ -1,0 +1,147 @@
+"""Few rows per shard on 2, 4 and 8 GPUs: exact, repeatable, and so whoever is late."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives import joined
+from tests import oracle, several_sides_cases
+from tests.several_sides_cases import Form
+
+E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
+ONE = overlap.Config(tile_m=64, tile_n=128, joined=True)
+CUT = overlap.Config(tile_m=64, tile_n=256, stream_k=8, joined=True)
+ALL = ("rows", "columns")
+# Integers up to 3 in magnitude, k ≤ 200: every sum is exact in f16 and f32. None: what the library chooses.
+EXACT = [
+    (Form(16, (1024,), 192, container=None), None),
+    (Form(1, (24,), 8, container=None), CUT),
+    (Form(16, (520, 136, 8), 200, gathered=True, container=tuple), dataclasses.replace(CUT, stages=3)),
+    (Form(40, (264,), 136, container=None), dataclasses.replace(ONE, tile_m=128, chunk_bytes=256, chunk_slots=3)),
+    (Form(100, (264, 520), 200, gathered=True), dataclasses.replace(ONE, cluster=2)),
+    (Form(24, (264, 520), 136, scales=("scalar", *ALL)), dataclasses.replace(CUT, cluster=2, cluster_along="n")),
+    (Form(3, (264, 136), 200, (2, 3), gathered=True, scales=ALL), CUT),
+    (Form(1, (1032,), 200, (5,), transpose_rhs=True, container=None), None),
+    (Form(16, (264, 136), 208, dtype=E4M3, transpose_rhs=True, gathered=True, scales=ALL),
+     dataclasses.replace(CUT, tile_k=128)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "config"), EXACT, ids=str)
+def test_every_bit(devices, form, config):
+    mesh, launches = oracle.make_mesh(x=devices), []
+    fused = several_sides_cases.on_mesh(
+        form, mesh, several_sides_cases.call(form, implementation="fused", config=config)
+    )
+    for seed in range(3):  # Three launches in a row, each with operands of its own.
+        arrays = several_sides_cases.operands(form, devices, seed)
+        launches.append((arrays, fused(*several_sides_cases.put(form, mesh, arrays))))
+    for arrays, results in launches:
+        several_sides_cases.assert_exact(form, arrays, results)
+
+
+SHAPES = [(16, 4096, 4096), (16, 8192, 8192), (1, 1024, 4096), (32, 1024, 16384), (64, 3584, 8192), (7, 1000, 4104)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_error_within_twice_the_unfused_product(devices, shape):
+    mesh = oracle.make_mesh(x=devices)
+    config = CUT if shape[1] < 2048 else None
+    measure = oracle.errors(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, config=config))
+    for seed in range(3):
+        oracle.assert_close(measure(*oracle.operands(mesh, shape, BF16, seed)))
+
+
+def test_repeated_launches_agree_bit_for_bit(devices):
+    mesh = oracle.make_mesh(x=devices)
+    lhs, rhs = oracle.operands(mesh, (16, 4096, 4096), jnp.float16, seed=7)
+    launch = oracle.on_mesh(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, config=CUT))
+    first, same = launch(lhs, rhs), jax.jit(lambda a, b: (a == b).all())
+    for _ in range(20):
+        assert bool(same(first, launch(lhs, rhs)))
+
+
+STALL_NS = 200_000
+
+
+def stall(_):
+    mgpu_utils.inline_ptx(f"nanosleep.u32 {STALL_NS};", has_side_effects=True)
+
+
+stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def late_copies(monkeypatch, victim, stalls=1):
+    """Device `victim` stalls before it copies its first chunk."""
+    copy = joined._copy
+
+    def copy_late(*args):
+        @pl.when(lax.axis_index("x") == victim)
+        def _stall():
+            for _ in range(stalls):
+                plgpu.inline_mgpu()(stall)()
+
+        copy(*args)
+
+    monkeypatch.setattr(joined, "_copy", copy_late)
+
+
+def repeated(mesh, iterations, config):
+    """The worst distance to the unfused product over iterations, with other operands and skew each time.
+
+    The left operand is overwritten right after the kernel: whoever leaves while a peer still reads it is caught.
+    """
+
+    def body(lhs, rhs):
+        me = lax.axis_index("x")
+
+        def step(i, carry):
+            lhs, worst = carry
+            expected = oracle.unfused(lhs, rhs).astype(jnp.float32)
+            turns = jax.random.randint(jax.random.fold_in(jax.random.key(i), me), (), 0, 40)
+            # Work that only this device has, which its operand depends on: it enters the kernel's barrier late.
+            zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
+            late_lhs = lhs + zero.astype(lhs.dtype)
+            worst = jnp.maximum(worst, oracle.distance(oracle.fused(late_lhs, rhs, config=config), expected))
+            return jnp.roll(-late_lhs, 1, axis=1), worst
+
+        _, worst = lax.fori_loop(0, iterations, step, (lhs, jnp.float32(0)))
+        return oracle.worst(worst, mesh)
+
+    return oracle.on_mesh(mesh, body, out_specs=P())
+
+
+@pytest.mark.parametrize("config", [ONE, CUT], ids=["one", "cut"])
+def test_skewed_devices_and_inputs_overwritten_right_after(devices, config):
+    mesh = oracle.make_mesh(x=devices)
+    assert float(repeated(mesh, 50, config)(*oracle.operands(mesh, (16, 1024, 2048), BF16, seed=3))) < 1e-2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_device_that_is_late(devices, victim, monkeypatch):
+    late_copies(monkeypatch, victim)
+    mesh = oracle.make_mesh(x=devices)
+    assert float(repeated(mesh, 5, CUT)(*oracle.operands(mesh, (16, 512, 2048), BF16, seed=4))) < 1e-2
+
+
+def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
+    late_copies(monkeypatch, 1)
+    monkeypatch.setattr(joined, "wait_at_least", lambda *_, **__: None)
+    mesh = oracle.make_mesh(x=devices)
+    assert float(repeated(mesh, 5, CUT)(*oracle.operands(mesh, (16, 512, 2048), BF16, seed=4))) > 1e-1
+
+
+def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
+    # Until long after the others have overwritten what it is to copy.
+    late_copies(monkeypatch, 1, stalls=10)
+    monkeypatch.setattr(joined, "exit_handshake", lambda *_: None)
+    mesh = oracle.make_mesh(x=devices)
+    assert float(repeated(mesh, 5, ONE)(*oracle.operands(mesh, (256, 256, 4096), BF16, seed=4))) > 1e-2

@@ -1,0 +1,153 @@
+"""The choice between the transports, what each one needs, and the ring's schedule walked exhaustively."""
+
+import collections
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.kernels import dispatch
+from overlap.kernels.config import BARRIER_BYTES
+from overlap.kernels.stream_k import StreamK
+from overlap.kernels.target import HOPPER_SMEM_BYTES, Target
+from tests import assembly, oracle
+from tests.assembly import Case
+from tests.product_cases import pieces_of
+
+OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+H200 = Target("gpu", "NVIDIA H200", 132)
+
+
+def explain(devices=4, **keywords):
+    mesh = oracle.make_mesh(x=devices)
+    return overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=mesh, **keywords)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+
+
+# --- The choice -------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_which_and_why(hopper):
+    default, pull, ring = explain(), explain(transport="pull"), explain(transport="ring")
+    assert (default.transport, pull.transport, ring.transport) == ("pull", "pull", "ring")
+    assert "one hop" in default.transport_reason and ring.transport_reason == pull.transport_reason == "asked for"
+    assert default.config == ring.config and default.reason == ring.reason
+    for choice in (default, ring):
+        assert f"transport {choice.transport}: {choice.transport_reason}" in str(choice)
+
+
+def test_without_the_kernel_or_without_peers_there_is_no_transport(hopper):
+    for choice in (explain(implementation="xla", transport="ring"), explain(devices=1, transport="ring")):
+        assert choice.transport == choice.transport_reason == "" and "transport" not in str(choice)
+
+
+@pytest.mark.parametrize("transport", ["push", "", "Ring", 1])
+@pytest.mark.parametrize("implementation", [None, "xla", "fused"])
+def test_a_transport_that_there_is_not(transport, implementation):
+    keywords = {"implementation": implementation, "transport": transport}
+    with pytest.raises(ValueError) as caught:
+        explain(**keywords)
+    for fragment in ("`transport`", "None", "pull", "ring", repr(transport), "leave it out"):
+        assert fragment in str(caught.value)
+    lhs, rhs = jnp.zeros((128, 64), jnp.bfloat16), jnp.zeros((64, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match="`transport`"):
+        oracle.on_mesh(
+            oracle.make_mesh(x=2), lambda: overlap.all_gather_lhs_matmul(lhs, rhs, "x", **keywords), (), P()
+        )()
+
+
+def test_the_ring_needs_no_chunk_buffers(hopper):
+    config, bf16 = overlap.Config(), jnp.bfloat16
+    pulled, plain = (config.smem_bytes(bf16, bf16, pulls=pulls) for pulls in (True, False))
+    assert config.smem_bytes(bf16, bf16, pulls=True, forwards=True) == plain
+    assert pulled - plain == config.chunk_slots * (config.chunk_bytes + BARRIER_BYTES)
+    # So a configuration may fit the ring alone; all other limits are the same.
+    large = overlap.Config(chunk_bytes=16384)
+    assert large.smem_bytes(bf16, bf16, pulls=True) > HOPPER_SMEM_BYTES
+    assert explain(config=large, transport="ring").implementation == "fused"
+    with pytest.raises(ValueError, match="shared memory"):
+        explain(config=large, transport="pull")
+    for transport in ("pull", "ring"):
+        with pytest.raises(ValueError, match="split_k"):
+            explain(config=overlap.Config(split_k=2), transport=transport)
+
+
+# --- The ring's schedule ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [2, 3, 6])
+@pytest.mark.parametrize(("cluster", "along"), [(1, "m"), (2, "m"), (2, "n")])
+@pytest.mark.parametrize("stream_k", [1, 3])
+@pytest.mark.parametrize(("batch", "widths"), [(1, (264,)), (2, (136, 8)), (3, (64,))])
+def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along, stream_k, batch, widths):
+    """Of every step and row block, each k step exactly once; and the flag's final count is what producers wait for."""
+    for m_shard, order, num_ctas in itertools.product((1, 200, 384), ("m", "n"), (2, 13)):
+        config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, stream_k=stream_k)
+        schedule = AllGatherSchedule.of(devices, m_shard, widths, 200, 2, config, batch=batch)
+        work = StreamK(schedule.tiles, math.ceil(200 / config.tile_k), num_ctas, config.stream_k)
+        passed, raised = collections.Counter(), collections.Counter()
+        for group, rank in itertools.product(range(num_ctas), range(cluster)):
+            steps = []
+            for piece in pieces_of(work, group):
+                step, row, column = schedule.tile(piece.tile)
+                steps.append(step)
+                (element, m), (side, n) = schedule.batch_of(row), schedule.side_of(column)
+                m, n = (m * cluster + rank, n) if along == "m" else (m, n * cluster + rank)
+                if schedule.passes_on(step, m, side, n):
+                    flag = schedule.flag(step + 1, element * m_shard + m * config.tile_m)
+                    assert all(0 <= i < size for i, size in zip(flag, schedule.flags, strict=True))
+                    raised[flag] += work.parts if piece.parts == 1 else 1
+                    for k in range(piece.k_first, piece.k_first + piece.k_steps):
+                        passed[step, element, m, k] += 1
+            # A tile waits for tiles of the step before it, on another device: so no circle of waits can close.
+            assert steps == sorted(steps)
+        every = itertools.product(range(devices - 1), range(batch), range(schedule.row_blocks), range(work.k_steps))
+        assert passed == dict.fromkeys(every, 1)
+        assert raised == dict.fromkeys(itertools.product(*map(range, schedule.flags)), work.parts)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 6])
+@pytest.mark.parametrize("keeps_own", [False, True])
+def test_what_a_device_passes_on_is_what_the_one_before_it_needs_next(devices, keeps_own):
+    schedule = AllGatherSchedule.of(devices, 200, (64,), 64, 2, overlap.Config(), keeps_own=keeps_own)
+    for me in range(devices):
+        previous = (me + devices - 1) % devices
+        places = [schedule.slot(previous, step + 1) for step in range(devices - 1)]
+        for step in range(devices - 1):
+            assert schedule.shard(me, step) == schedule.shard(previous, step + 1)
+        kept = [schedule.slot(previous, 0)] if keeps_own else []
+        assert sorted(places + kept) == list(range(schedule.slots))
+
+
+# --- Assembled --------------------------------------------------------------------------------------------------------
+
+ASSEMBLED = [  # devices, m of a shard, config; of 384 rows, tiles of all steps are cut
+    (2, 1024, {"stages": 4}),
+    (8, 1024, {"stages": 4}),
+    (3, 384, {"stream_k": 4}),
+    (4, 1000, {"tile_n": 128, "stages": 6}),
+    (4, 1024, {"cluster": 2, "tile_m": 64, "stages": 5}),
+    (4, 1024, {"cluster": 2, "cluster_along": "n", "stages": 3, "epilogue_slots": 2}),
+    (2, 384, {"cluster": 2, "cluster_along": "n", "stream_k": 4}),
+]
+
+
+@pytest.mark.skipif(bool(assembly.unavailable_reason()), reason=str(assembly.unavailable_reason()))
+@pytest.mark.parametrize(("devices", "m", "config"), ASSEMBLED, ids=str)
+def test_the_ring_assembles_without_spills_and_with_the_shared_memory_it_announces(devices, m, config):
+    shape, given = (m, 4096 if m > 384 else 1024, 4096), config | {"transport": "ring"}
+    case = Case("tests.several_sides_cases:assembled", devices, shape, config=given)
+    (report,) = assembly.assemble_case(case)
+    assert report.spills == report.stack_frame_bytes == 0 and report.warnings == ()
+    assert report.architecture == "sm_90a"
+    announced = overlap.Config(**config).smem_bytes(jnp.float16, jnp.float16, pulls=True, forwards=True)
+    assert report.shared_memory_bytes == announced
