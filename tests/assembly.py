@@ -4,9 +4,9 @@ A compile-only topology takes the place of the GPUs: the function is lowered for
 assembles every Mosaic kernel. What ptxas and the host code say about each kernel (registers, spills, shared memory,
 grid, warnings) comes back as a `KernelReport`.
 
-Two ways in. `assemble` works in this process; Mosaic prints its figures to file descriptor 1 and keeps a cache of
-compiled kernels, so a kernel is reported once per process. `assemble_case` therefore runs one `Case` in a child
-process with a clean environment, and is what tests use. From the command line (more by --help):
+Two ways in. `assemble` works in this process, whose environment must be `child_environment`; Mosaic prints its figures
+to file descriptor 1. `assemble_case` asks a child process for one `Case`, always the same child, and is what tests use.
+From the command line (more by --help):
 
     python -m tests.assembly --op all_gather_lhs_matmul --devices 4 --shape 1024,4096,4096 --dtype f16
         [--target b200] [--config tile_n=128,stages=3] [--mesh data=2,x=8 --hosts 2] [--sass FILE] [--ptx FILE]
@@ -18,74 +18,33 @@ Constraints: needs the wheels of the extra `aot` (jax-cuda13-plugin, jax-cuda13-
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import json
 import math
 import os
 import pathlib
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.assembly_report import KernelReport, dumped_code, parse_reports
+from tests.assembly_targets import TARGETS, topology
+from tests.assembly_worker import Worker
 
 if TYPE_CHECKING:
     import jax
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+_KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The data-sheet figures of one GPU that the compiler asks for."""
-
-    name: str
-    compute_capability: tuple[int, int]
-    core_count: int
-    memory_bytes: int
-    memory_bytes_per_s: int
-    l2_bytes: int
-    clock_ghz: float
-    shared_memory_per_block_optin: int = 232448
-
-    def text(self) -> str:
-        """The text form of XLA's GpuTargetConfigProto."""
-        major, minor = self.compute_capability
-        return f"""
-            gpu_device_info {{
-              name: "{self.name}"  device_vendor: "NVIDIA Corporation"
-              cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
-              core_count: {self.core_count}  fpus_per_core: 128  clock_rate_ghz: {self.clock_ghz}
-              threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
-              registers_per_block_limit: 65536  registers_per_core_limit: 65536
-              shared_memory_per_block: 49152  shared_memory_per_core: 233472
-              shared_memory_per_block_optin: {self.shared_memory_per_block_optin}
-              block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-              thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
-              device_memory_size: {self.memory_bytes}  memory_bandwidth: {self.memory_bytes_per_s}
-              l2_cache_size: {self.l2_bytes}
-              driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"
-              dnn_version: "9.10.0"
-            }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 10 }}
-            device_description_str: "{self.name}"
-        """
-
-
-TARGETS = {
-    "h200": Target("NVIDIA H200", (9, 0), 132, 141 * 2**30, 4_800_000_000_000, 50 * 2**20, 1.98),
-    "b200": Target("NVIDIA B200", (10, 0), 148, 178 * 2**30, 7_700_000_000_000, 126 * 2**20, 1.965),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +64,11 @@ class Case:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     hosts: int = 1
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Case:
+        """The inverse of `dataclasses.asdict` after a trip through JSON, which knows no tuples."""
+        return cls(**{**fields, "shape": tuple(fields["shape"])})
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -149,15 +113,12 @@ def child_environment() -> dict[str, str]:
 # --- Compiling in this process ----------------------------------------------------------------------------------------
 
 
-@functools.cache
-def topology(target: str = "h200", devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
-    """Compile-only devices: `hosts` hosts of `devices` GPUs each, in id order."""
-    from jax.experimental import topologies
+class AssembledBefore(RuntimeError):
+    """This process has compiled a kernel before: Mosaic has it in a cache, and prints nothing."""
 
-    description = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGETS[target].text(), topology=f"1x{hosts}x{devices}"
-    )
-    return tuple(description.devices)
+
+_seen: set[str] = set()
+_assembled: dict[frozenset[str], list[KernelReport]] = {}
 
 
 def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str | None) -> list[KernelReport]:
@@ -167,11 +128,33 @@ def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str |
         fn: What to compile.
         *args: Global shapes with shardings.
         **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code itself.
+
+    Raises:
+        AssembledBefore: some of the kernels, or all of them but without the code that is to be kept.
     """
     import jax
 
     lowered = jax.jit(fn).lower(*args)
     files = {kind: path for kind, path in dumps.items() if path}
+    kernels = frozenset(_KERNEL_HASH.findall(lowered.as_text()))
+    if kernels in _assembled and not files:
+        return _assembled[kernels]
+    if kernels & _seen:
+        raise AssembledBefore("this process has compiled this kernel before: start another one")
+    _seen.update(kernels)
+    with _environment(_dump_flags(files)), _captured_stdout() as captured:
+        lowered.compile()
+    text = captured()
+    for kind, path in files.items():
+        pathlib.Path(path).write_text(dumped_code(text, kind))
+    reports = parse_reports(text)
+    if len(reports) != len(kernels):
+        raise RuntimeError(f"{len(kernels)} Mosaic kernels were lowered, and {len(reports)} assembled")
+    _assembled[kernels] = reports
+    return reports
+
+
+def _dump_flags(files: Mapping[str, str]) -> dict[str, str]:
     flags = {f"MOSAIC_GPU_DUMP_{kind.upper()}": "1" for kind in ("ptxas", "host_llvm", *files)}
     if "sass" in files:
         disassembler = shutil.which("nvdisasm")
@@ -179,24 +162,21 @@ def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str |
             raise RuntimeError("`sass` needs nvdisasm on PATH: it is in the wheel nvidia-cuda-nvdisasm")
         # jax points this at the folder of the CUDA wheels when it is imported; the disassembler may live elsewhere.
         flags["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(disassembler).parent.parent)
+    return flags
+
+
+@contextlib.contextmanager
+def _environment(flags: Mapping[str, str]) -> Iterator[None]:
     before = {flag: os.environ.get(flag) for flag in flags}
     os.environ.update(flags)
     try:
-        with _captured_stdout() as captured:
-            lowered.compile()
+        yield
     finally:
         for flag, value in before.items():
             if value is None:
                 del os.environ[flag]
             else:
                 os.environ[flag] = value
-    text = captured()
-    for kind, path in files.items():
-        pathlib.Path(path).write_text(dumped_code(text, kind))
-    reports = parse_reports(text)
-    if not reports and "mosaic_gpu" in lowered.as_text():
-        raise RuntimeError("nothing was assembled: this process compiled the same kernel before; use `assemble_case`")
-    return reports
 
 
 @contextlib.contextmanager
@@ -301,27 +281,49 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 # --- A child process --------------------------------------------------------------------------------------------------
 
 
+class Assembler:
+    """Assembles cases one after the other in a child process of its own."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+
+    def assemble(self, case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
+        """Assembles a case; see `assemble_case`."""
+        request = {"case": dataclasses.asdict(case), "dumps": dumps}
+        for _ in range(2):
+            if self._worker is None:
+                self._worker = Worker(child_environment())
+                atexit.register(self._worker.close)
+            try:
+                answer = self._worker.ask(request, timeout_s)
+            except RuntimeError as died:
+                self._worker = None
+                raise RuntimeError(f"assembling {case} failed: {died}") from died
+            if "reports" in answer:
+                return [KernelReport.from_json(report) for report in answer["reports"]]
+            if "error" in answer:
+                raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
+            # Some of its kernels were assembled before: a new process prints them again.
+            self._worker.close()
+            self._worker = None
+        raise RuntimeError(f"assembling {case} failed: a new process had assembled it before")
+
+
+_assembler = Assembler()
+
+
 def assemble_case(case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
-    """Assembles `case` in a child process.
+    """Assembles `case` in the child process of this one, which is started if need be.
 
     Args:
         case: What to compile.
-        timeout_s: Limit for the child.
+        timeout_s: Limit for the answer.
         **dumps: `sass=FILE` or `ptx=FILE` to keep the machine code (needs nvdisasm) or the PTX.
 
     Raises:
-        RuntimeError: if the child fails; the message ends with what it printed last.
+        RuntimeError: if it cannot be compiled; the message ends with the child's traceback, or what it printed last.
     """
-    command = [sys.executable, "-m", "tests.assembly", "--case", json.dumps(dataclasses.asdict(case)), "--json"]
-    for kind, path in dumps.items():
-        command += [f"--{kind}", path]
-    environment = child_environment()
-    done = subprocess.run(
-        command, cwd=_REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"assembling {case} failed (exit {done.returncode}):\n{done.stderr[-4000:]}")
-    return [KernelReport.from_json(report) for report in json.loads(done.stdout.splitlines()[-1])]
+    return _assembler.assemble(case, timeout_s, **dumps)
 
 
 def _parse_pairs(text: str) -> dict[str, Any]:
@@ -345,7 +347,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--sass", metavar="FILE", help="write the machine code here (needs nvdisasm)")
     parser.add_argument("--ptx", metavar="FILE", help="write the PTX here")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the reports as one line of JSON")
     return parser.parse_args()
 
@@ -355,14 +356,10 @@ def main() -> None:
     arguments = _arguments()
     if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1" or os.environ.get("JAX_PLATFORMS") != "cpu":
         os.execve(sys.executable, [sys.executable, "-m", "tests.assembly", *sys.argv[1:]], child_environment())
-    if arguments.case:
-        fields = json.loads(arguments.case)
-        case = Case(**{**fields, "shape": tuple(fields["shape"])})
-    else:
-        shape = tuple(int(size) for size in arguments.shape.split(","))
-        pairs = {"config": _parse_pairs(arguments.config), "mesh": _parse_pairs(arguments.mesh)}
-        names = ("op", "devices", "dtype", "target", "hosts")
-        case = Case(shape=shape, **pairs, **{name: getattr(arguments, name) for name in names})
+    shape = tuple(int(size) for size in arguments.shape.split(","))
+    pairs = {"config": _parse_pairs(arguments.config), "mesh": _parse_pairs(arguments.mesh)}
+    names = ("op", "devices", "dtype", "target", "hosts")
+    case = Case(shape=shape, **pairs, **{name: getattr(arguments, name) for name in names})
     fn, args = build(case)
     reports = assemble(fn, *args, sass=arguments.sass, ptx=arguments.ptx)
     if arguments.json:

@@ -13,7 +13,10 @@ _USED = re.compile(r"Used (\d+) registers(?:, used (\d+) barriers)?")
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _REMARK = re.compile(r"\(C\d+\)|[Ww]arning|Potential Performance Loss")
 _HOST_FUNCTION = re.compile(r"^define .*@(?P<name>\w+?)_mosaic_gpu\(", re.MULTILINE)
-_LAUNCH = re.compile(r"call i32 @mosaic_gpu_launch_kernel\(ptr [^,]+, (?P<sizes>(?:i32 \d+, ){11})")
+# jax 0.11 launches in the host code; 0.12 describes the launch there.
+_LAUNCH = re.compile(
+    r"call \w+ @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]+, (?P<sizes>(?:i32 \d+, ){10})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,7 @@ def _parse_launches(text: str) -> dict[str, dict[str, Any]]:
         launch = _LAUNCH.search(text, function.end())
         if launch is not None:
             sizes = [int(size) for size in re.findall(r"i32 (\d+)", launch["sizes"])]
-            grid, cluster, threads, (smem,) = sizes[:3], sizes[3:6], sizes[6:9], sizes[9:10]
+            grid, cluster, threads, smem = sizes[:3], sizes[3:6], sizes[6:9], sizes[9]
             launches[function["name"]] = {
                 "grid": tuple(grid),
                 "cluster": tuple(cluster),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from typing import Any
 
 import jax
@@ -13,8 +15,11 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.tuning.choose import choose_config
+from overlap.tuning.problem import Problem
 from tests import assembly
 from tests.assembly import Case
+from tests.assembly_space import TARGET
 
 plgpu: Any = mosaic_gpu  # Its types say less than it can do.
 pytestmark = pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
@@ -84,6 +89,23 @@ def test_the_helper_reads_back_a_known_kernel(devices: int) -> None:
     assert report.threads == (128, 1, 1)
 
 
+def dies(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    del case, mesh
+    print("last words", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+def test_the_helper_survives_what_it_assembles(tmp_path) -> None:
+    case = Case("tests.test_assembled:wgmma_probe", 1, (64, 64, 64))
+    first = assembly.assemble_case(case)
+    with pytest.raises(RuntimeError, match=r"ended(.|\n)*last words"):
+        assembly.assemble_case(Case("tests.test_assembled:dies"))
+    # Twice in one process, where Mosaic assembles once; and with its code, which was not kept then.
+    assert [assembly.assemble_case(case), assembly.assemble_case(case)] == [first, first]
+    assert assembly.assemble_case(case, ptx=str(tmp_path / "ptx")) == first
+    assert "wgmma_probe" in (tmp_path / "ptx").read_text()
+
+
 def test_the_helper_sees_spills() -> None:
     # 192 x 256 f32 accumulators in one warpgroup are 384 registers a thread; there are 255.
     (report,) = assembly.assemble_case(Case("tests.test_assembled:wgmma_probe", 1, (192, 256, 64)))
@@ -107,9 +129,9 @@ def check(case: Case, *, pulls: bool) -> assembly.KernelReport:
     assert report.registers * math.prod(report.threads) <= 65536
     # One CTA per SM, all resident: a persistent kernel with flags between its CTAs hangs otherwise.
     assert math.prod(report.grid) <= target.core_count
-    config = overlap.Config(**case.config)
     dtype = assembly.dtype_of(case.dtype)
-    assert report.shared_memory_bytes is not None
+    problem = Problem(case.op, *case.shape, dtype, dtype, devices=case.mesh.get("x", case.devices) if pulls else 1)
+    config = overlap.Config(**case.config) if case.config else choose_config(problem, TARGET)[0]
     assert report.shared_memory_bytes == config.smem_bytes(dtype, dtype, pulls=pulls)
     assert report.shared_memory_bytes + report.static_shared_memory_bytes <= target.shared_memory_per_block_optin
     return report

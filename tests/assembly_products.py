@@ -1,0 +1,103 @@
+"""Products, and products with a gathered operand, in all their forms: cases for `tests.assembly`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests import assembly
+from tests.assembly import Case
+
+if TYPE_CHECKING:
+    import jax
+
+# What the epilogue is given, by name; "all" asks for every operand at once, and for an activation of many operations.
+EPILOGUES = {
+    "bias": ("bias",),
+    "c": ("c",),
+    "scales": ("row_scale", "column_scale"),
+    "gelu": ("bias",),
+    "relu": (),
+    "all": ("bias", "c", "row_scale", "column_scale"),
+}
+
+
+def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """A product; `case.config` holds fields of `Config` and what is popped here."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+
+    options = dict(case.config)
+    layout, out, batch = options.pop("layout", "nn"), options.pop("out", None), tuple(options.pop("batch", ()))
+    rhs_dtype, epilogue = options.pop("rhs_dtype", case.dtype), options.pop("epilogue", None)
+    config = overlap.Config(**options) if options else None
+    activations = {"all": jax.nn.gelu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+    left, right = (letter == "t" for letter in layout)
+    m, n, k = case.shape
+    structs = [
+        assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),
+        assembly.struct(mesh, (*batch, *((n, k) if right else (k, n))), rhs_dtype),
+    ]
+    names = EPILOGUES.get(epilogue, ())
+    shapes = {"bias": (n,), "c": (*batch, m, n), "row_scale": (m, 1), "column_scale": (n,)}
+    structs += [assembly.struct(mesh, shapes[name], (out or case.dtype) if name == "c" else "f32") for name in names]
+
+    def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
+        given = dict(zip(names, rest, strict=True))
+        scales = tuple(given.pop(name) for name in ("row_scale", "column_scale") if name in given)
+        return overlap.matmul(
+            lhs, rhs, transpose_lhs=left, transpose_rhs=right, preferred_element_type=out, config=config,
+            activation=activations.get(epilogue), scale=scales or None, implementation="fused", **given,
+        )  # fmt: skip
+
+    return jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), tuple(structs)
+
+
+def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """A product with a gathered operand, on the axis x; `case.shape` is that of a shard, as in `tuning.Problem`."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+
+    options = dict(case.config)
+    op, out, epilogue = options.pop("op"), options.pop("out"), options.pop("epilogue", None)
+    layout, batch = options.pop("layout", "nn"), tuple(options.pop("batch", ()))
+    rhs_dtype, keeps = options.pop("rhs_dtype", case.dtype), options.pop("return_gathered", False)
+    keywords: dict[str, Any] = dict(
+        preferred_element_type=out, config=overlap.Config(**options), implementation="fused"
+    )
+    (m, n, k), size, transposed = case.shape, mesh.shape["x"], layout[1] == "t"
+    if op != "all_gather_lhs_matmul":
+        along_k = op.endswith("_k")
+        lhs_shape, rhs_shape = (size * m, size * k if along_k else k), (size * k, n) if along_k else (k, size * n)
+        rhs_spec = P("x", None) if along_k else P(None, "x")
+
+        def call_rhs(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return overlap.all_gather_rhs_matmul(lhs, rhs, "x", gather_dimension=0 if along_k else 1, **keywords)
+
+        mapped = jax.shard_map(call_rhs, mesh=mesh, in_specs=(P("x"), rhs_spec), out_specs=P("x"), check_vma=False)
+        lhs, rhs = (
+            assembly.struct(mesh, lhs_shape, case.dtype, P("x")),
+            assembly.struct(mesh, rhs_shape, rhs_dtype, rhs_spec),
+        )
+        return mapped, (lhs, rhs)
+
+    def call(lhs: jax.Array, rhs: jax.Array, *scales: jax.Array) -> Any:
+        return overlap.all_gather_lhs_matmul(
+            lhs, rhs, "x", transpose_rhs=transposed, return_gathered=keeps, scale=scales or None, **keywords
+        )
+
+    every = (None,) * len(batch)
+    lhs_spec, rhs_spec = P(*every, "x", None), P("x", None) if transposed else P(None, "x")
+    operands = [
+        ((*batch, size * m, k), case.dtype, lhs_spec),
+        ((size * n, k) if transposed else (k, size * n), rhs_dtype, rhs_spec),
+    ]
+    if epilogue is not None:
+        operands += [((*batch, size * m, 1), "f32", lhs_spec), ((size * n,), "f32", P("x"))]
+    in_specs, out_spec = tuple(spec for *_, spec in operands), P(*every, None, "x")
+    out_specs = (out_spec, P()) if keeps else out_spec
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped, tuple(assembly.struct(mesh, *operand) for operand in operands)

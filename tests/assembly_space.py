@@ -1,0 +1,285 @@
+"""All kernels that the tuner and the heuristic can choose, up to what changes the registers that they need.
+
+Most fields of a `Config` move little but the numbers in the code: how deep the pipeline is, in which order tiles are
+visited, into how many parts the last wave is cut. So do the sizes of the problem. What is left is a `KernelClass`; the
+space that can be chosen has finitely many, and `classify` says into which a choice falls. That its members need the
+same number of registers, to within `RESERVE`, is measured by `python -m tests.assembly_sweep`.
+
+A class is a *loop* (operation, layout, bytes of an operand), a *tile* (sizes, bytes of a result) and an *ending* (cut
+tiles, cluster, epilogue). `cover` is the part of all classes that every run of the tests assembles: every loop with
+every tile, and every tile with every ending. What a warpgroup holds from the loop to the ending is the accumulator,
+which the tile determines; so a pair of loop and ending that is left out needs no more than the two that are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from overlap.kernels.config import BARRIER_BYTES, COMPUTE_WARPGROUPS, FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
+from overlap.kernels.target import Target
+from overlap.tuning import space
+from overlap.tuning.model import work_of
+from overlap.tuning.problem import LAYOUTS, Layout, Problem
+from tests import assembly_registers
+from tests.assembly import TARGETS, Case
+from tests.assembly_registers import Registers
+from tests.assembly_report import KernelReport
+
+TARGET = Target("gpu", TARGETS["h200"].name, TARGETS["h200"].core_count)
+# What each class must leave unused, since its other members may need a step or two of setmaxnreg more.
+RESERVE = Registers(compute=16, transfer=8)
+MATMUL, GATHER_LHS = "matmul", "all_gather_lhs_matmul"
+GATHER_RHS = ("all_gather_rhs_matmul_n", "all_gather_rhs_matmul_k")
+# Layouts, bytes of an operand, and whether the epilogue may do more than to convert; `Config.check` refuses some.
+OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
+    MATMUL: (LAYOUTS, (2, 1), True),
+    GATHER_LHS: (("nn", "nt"), (2, 1), True),
+    **{op: (("nn",), (2,), False) for op in GATHER_RHS},
+}
+
+# The fields of a Config in which a class shows. tile_k is the operand's bytes; of split_k > 1 remains that the result
+# is f32 and the epilogue XLA's; of stream_k > 1 that tiles are cut, if the problem has such.
+SEEN = frozenset({"tile_m", "tile_n", "tile_k", "epilogue_tile_n", "cluster", "split_k", "stream_k"})
+# The others, with all values that can be chosen.
+UNSEEN: dict[str, tuple[Any, ...]] = {
+    "stages": space.STAGES,
+    **{name: values for name, values in (space.SHAPE | space.FINE | space.PULLS).items() if name not in SEEN},
+}
+DTYPES = {2: [dtype.name for dtype in FLOAT16], 4: ["float32"], 1: [dtype.name for dtype in FLOAT8]}
+# Whole and ragged tiles, few and many, one and several k steps; with a batch for plain products.
+SHAPES = (
+    (4096, 4608, 4096),
+    (1024, 1024, 14336),
+    (2064, 1552, 4112),
+    (512, 8192, 8192),
+    (272, 528, 2064),
+    (16, 8192, 64),
+)
+# Rows of which whole chunks can be made, so that these are as large as announced.
+PULL_SHAPES = ((1024, 4096, 4096), (1000, 2048, 8192), (512, 8192, 4096), (264, 1024, 4096))
+BATCHES, DEVICES = (1, 1, 3), (2, 3, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class KernelClass:
+    """What of a choice changes the registers that its kernel needs.
+
+    Attributes:
+        op: the operation.
+        layout: which operands lie transposed.
+        operand_bytes: of an element; the dtypes of one size differ by one word of an instruction.
+        out_bytes: of an element of what the kernel writes.
+        tile_m: as in `Config`, like the next two.
+        tile_n: columns.
+        epilogue_tile_n: columns per store.
+        cluster: CTAs per cluster.
+        cuts: whether CTAs share tiles.
+        epilogue: whether the epilogue does more than to convert; then bias, c, scales and an activation all at once.
+    """
+
+    op: str
+    layout: Layout
+    operand_bytes: int
+    out_bytes: int
+    tile_m: int
+    tile_n: int
+    epilogue_tile_n: int
+    cluster: int
+    cuts: bool
+    epilogue: bool
+
+    @property
+    def loop(self) -> tuple[Any, ...]:
+        return self.op, self.layout, self.operand_bytes
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        return self.tile_m, self.tile_n, self.epilogue_tile_n, self.out_bytes
+
+    @property
+    def ending(self) -> tuple[Any, ...]:
+        return self.cluster, self.cuts, self.epilogue
+
+    @property
+    def tile_k(self) -> int:
+        return 128 // self.operand_bytes
+
+    @property
+    def pulls(self) -> bool:
+        return self.op != MATMUL
+
+    def __str__(self) -> str:
+        op = {MATMUL: "", GATHER_LHS: "gather-lhs-", GATHER_RHS[0]: "gather-rhs-n-", GATHER_RHS[1]: "gather-rhs-k-"}
+        flags = [name for name in ("cuts", "epilogue") if getattr(self, name)]
+        tile = f"{self.tile_m}x{self.tile_n}-{self.epilogue_tile_n}"
+        bits = f"{8 * self.operand_bytes}to{8 * self.out_bytes}"
+        return " ".join([op[self.op] + self.layout, bits, tile, *(["cluster"] if self.cluster > 1 else []), *flags])
+
+
+def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass:
+    """The class of a choice. `epilogue`: the call has more to its result than the product."""
+    split = config.split_k > 1
+    return KernelClass(
+        op=problem.op,
+        layout=problem.layout,
+        operand_bytes=jnp.dtype(problem.dtype).itemsize,
+        out_bytes=4 if split else jnp.dtype(problem.out_dtype).itemsize,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        epilogue_tile_n=config.epilogue_tile_n,
+        cluster=config.cluster,
+        cuts=_cuts(config, problem),
+        epilogue=epilogue and not split,
+    )
+
+
+def _cuts(config: Config, problem: Problem) -> bool:
+    if problem.gathered == "k":  # The devices' shards lie behind one another in one product.
+        problem = dataclasses.replace(problem, k=problem.whole[2], devices=1)
+    return work_of(config, problem, TARGET).cuts
+
+
+def every() -> list[KernelClass]:
+    """All classes of the space: the product of what can be chosen, less what `Config.check` refuses."""
+    tiles = list(
+        itertools.product(
+            (2, 4), space.SHAPE["tile_m"], space.SHAPE["tile_n"], space.FINE["epilogue_tile_n"], space.SHAPE["cluster"]
+        )
+    )
+    classes = [
+        KernelClass(op, layout, operand_bytes, *tile, cuts, epilogue)
+        for op, (layouts, sizes, epilogues) in OPERATIONS.items()
+        for layout, operand_bytes, tile, cuts in itertools.product(layouts, sizes, tiles, (False, True))
+        for epilogue in (False, True)[: 1 + epilogues]
+    ]
+    return sorted(kernel for kernel in classes if _exists(kernel))
+
+
+def _exists(kernel: KernelClass) -> bool:
+    fields = {name: min(values) for name, values in UNSEEN.items()} | {"stream_k": 2 if kernel.cuts else 1}
+    problem = Problem(
+        kernel.op, *SHAPES[0], DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
+        devices=2 if kernel.pulls else 1, layout=kernel.layout,
+    )  # fmt: skip
+    return problem.accepts(_config(kernel, fields), TARGET)
+
+
+def cover() -> list[KernelClass]:
+    """The classes that the tests assemble: every (loop, tile), every (tile, ending)."""
+
+    def pairs(kernel: KernelClass) -> set[Any]:
+        return {(kernel.loop, kernel.tile), (kernel.pulls, kernel.tile, kernel.ending)}
+
+    kernels, chosen = every(), []
+    random.Random(0).shuffle(kernels)
+    missing = set().union(*map(pairs, kernels))
+    for new in (2, 1):  # Those that bring two such pairs come first.
+        for kernel in kernels:
+            if len(pairs(kernel) & missing) >= new:
+                chosen.append(kernel)
+                missing -= pairs(kernel)
+    return sorted(chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One choice of a class, ready to be assembled.
+
+    Attributes:
+        kernel: the class.
+        config: the choice.
+        problem: for which it is made.
+        rhs_dtype: of the right operand, since float8 kinds may be mixed.
+        keeps: whether a gathered left operand is a result as well.
+    """
+
+    kernel: KernelClass
+    config: Config
+    problem: Problem
+    rhs_dtype: str
+    keeps: bool = False
+
+    @property
+    def case(self) -> Case:
+        """The case; what has defaults is stated as well, so that nothing is looked up in a table."""
+        problem, config = self.problem, dataclasses.asdict(self.config)
+        config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
+        config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
+        config |= {"epilogue": "all"} if self.kernel.epilogue else {}
+        config |= {"op": problem.op, "return_gathered": self.keeps} if problem.pulls else {}
+        function = f"tests.assembly_products:{'gathered' if problem.pulls else 'product'}"
+        return Case(function, problem.devices, (problem.m, problem.n, problem.k), problem.dtype, config=config)
+
+    @property
+    def smem_bytes(self) -> int:
+        """What `Config.smem_bytes` says, and the barriers for `c`."""
+        out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
+        announced = self.config.smem_bytes(self.problem.dtype, out_dtype, pulls=self.problem.pulls)
+        if not self.kernel.epilogue or self.kernel.pulls:
+            return announced
+        boxes = self.kernel.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES
+        return announced + COMPUTE_WARPGROUPS * boxes * BARRIER_BYTES
+
+
+def members(kernel: KernelClass) -> Iterator[Member]:
+    """Choices of a class without end, as different as chance makes them, the same in every process."""
+    chance = random.Random(str(kernel))
+    while True:
+        config, problem = _draw(kernel, chance)
+        if problem.accepts(config, TARGET) and classify(config, problem, epilogue=kernel.epilogue) == kernel:
+            mixed, keeps = chance.choice(DTYPES[1]), chance.choice((False, True))
+            rhs_dtype = mixed if kernel.operand_bytes == 1 else problem.dtype
+            yield Member(kernel, config, problem, rhs_dtype, keeps and kernel.op == GATHER_LHS)
+
+
+def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
+    fields = {name: chance.choice(values) for name, values in UNSEEN.items()}
+    fields["stream_k"] = chance.choice([parts for parts in space.SHAPE["stream_k"] if (parts > 1) == kernel.cuts])
+    dtype, out_dtype = (chance.choice(DTYPES[size]) for size in (kernel.operand_bytes, kernel.out_bytes))
+    m, n, k = chance.choice(PULL_SHAPES if kernel.pulls else SHAPES)
+    if not (kernel.pulls or kernel.cuts or kernel.epilogue) and kernel.out_bytes == 4:
+        fields["split_k"] = chance.choice(space.SHAPE["split_k"])
+        out_dtype = chance.choice(DTYPES[2] + DTYPES[4]) if fields["split_k"] > 1 else out_dtype
+    batches = (1,) if kernel.op in GATHER_RHS else BATCHES
+    problem = Problem(
+        kernel.op, m, n, k, dtype, out_dtype, devices=chance.choice(DEVICES) if kernel.pulls else 1,
+        layout=kernel.layout, batch=chance.choice(batches),
+    )  # fmt: skip
+    return _config(kernel, fields), problem
+
+
+def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
+    return Config(
+        tile_m=kernel.tile_m, tile_n=kernel.tile_n, tile_k=kernel.tile_k, epilogue_tile_n=kernel.epilogue_tile_n,
+        cluster=kernel.cluster, **fields,
+    )  # fmt: skip
+
+
+def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
+    """What is wrong with an assembled kernel, in words; nothing, it is hoped."""
+    limits, threads = assembly_registers.stated(ptx), math.prod(report.threads)
+    taken = 128 * (COMPUTE_WARPGROUPS * limits.compute + limits.transfer)
+    smem, most = report.shared_memory_bytes, TARGETS["h200"].shared_memory_per_block_optin
+    checks = {
+        f"assembled for {report.architecture}": report.architecture == "sm_90a",
+        f"{report.spills} bytes of spills": report.spills == 0,
+        f"{report.stack_frame_bytes} bytes of local memory": report.stack_frame_bytes == 0,
+        # Serialized wgmma, an ignored setmaxnreg: whatever ptxas remarks costs time.
+        f"remarks: {report.warnings}": not report.warnings,
+        # What the roles take must be what the kernel was launched with, or setmaxnreg waits forever.
+        f"{taken} registers taken of {report.registers * threads}": taken <= report.registers * threads <= 65536,
+        f"{smem} bytes of shared memory, announced {member.smem_bytes}": smem == member.smem_bytes,
+        f"{smem} + {report.static_shared_memory_bytes} bytes of shared memory of {most}":
+            smem is not None and smem + report.static_shared_memory_bytes <= most,
+        # All CTAs must be resident: with flags between them, one that waits for its turn hangs the others.
+        f"a grid of {report.grid}": math.prod(report.grid) <= TARGET.num_cores,
+        f"fewer than {RESERVE} of {limits} are left": assembly_registers.leaves(ptx, RESERVE),
+    }  # fmt: skip
+    return [fault for fault, good in checks.items() if not good]

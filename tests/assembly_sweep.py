@@ -1,0 +1,216 @@
+"""Assembles every class of kernels that can be chosen, and measures what the classes rest on; writes a report.
+
+    python -m tests.assembly_sweep --out benchmarks/results/2026-11-21/assembled_space.md
+
+About an hour on two cores; the tests assemble the `cover` alone (`tests/test_assembled_space.py`). Three parts:
+
+    classes    of every class so many members as --draws says, checked as the tests check them
+    registers  of every tile and ending, the fewest registers with which it assembles without spills
+    members    of some classes, how these move with each field, size and dtype that the classes do not tell apart
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import itertools
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from overlap.kernels.hopper import COMPUTE_REGISTERS, TRANSFER_REGISTERS
+from overlap.tuning import space
+from tests import assembly, assembly_registers, assembly_space
+from tests.assembly_registers import Registers
+from tests.assembly_space import (
+    BATCHES,
+    DEVICES,
+    DTYPES,
+    PULL_SHAPES,
+    SHAPES,
+    TARGET,
+    UNSEEN,
+    KernelClass,
+    Member,
+    classify,
+)
+
+_of_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was found of a member: `faults`, and the registers of a compute and a transfer thread if asked for."""
+
+    member: Member
+    faults: Sequence[str]
+    registers: Registers | None = None
+
+
+def examine(member: Member, *, registers: bool) -> Result:
+    """Assembles a member in this thread's process."""
+    if not hasattr(_of_thread, "assembler"):
+        _of_thread.assembler = assembly.Assembler()
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+        try:
+            (report,) = _of_thread.assembler.assemble(member.case, ptx=file.name)
+        except RuntimeError as error:
+            return Result(member, [str(error).splitlines()[-1]])
+        ptx = pathlib.Path(file.name).read_text()
+    needed = assembly_registers.needed(ptx) if registers else None
+    return Result(member, assembly_space.faults(member, report, ptx), needed)
+
+
+def relatives(member: Member) -> Iterator[tuple[str, Member]]:
+    """Members of the same class that differ in one field, in sizes or in dtypes; and in which."""
+    config, problem, kernel = member.config, member.problem, member.kernel
+    pulls = problem.pulls
+    fields = {**UNSEEN, "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
+    others = [
+        (name, dataclasses.replace(member, config=dataclasses.replace(config, **{name: value})))
+        for name, values in fields.items()
+        for value in values
+        if pulls or name not in space.PULLS
+    ]
+    for (m, n, k), count in itertools.product(PULL_SHAPES if pulls else SHAPES, DEVICES if pulls else set(BATCHES)):
+        sizes = dict(m=m, n=n, k=k, **{"devices" if pulls else "batch": count})
+        others.append(("sizes", dataclasses.replace(member, problem=dataclasses.replace(problem, **sizes))))
+    for dtype, out in itertools.product(DTYPES[kernel.operand_bytes], DTYPES[kernel.out_bytes]):
+        kind = dataclasses.replace(problem, dtype=dtype, out_dtype=out)
+        others.append(("dtypes", dataclasses.replace(member, problem=kind, rhs_dtype=dtype)))
+    for name, other in others:
+        accepted = other.problem.accepts(other.config, TARGET)
+        if accepted and classify(other.config, other.problem, epilogue=kernel.epilogue) == kernel:
+            yield name, other
+
+
+def _samples(kernels: Sequence[KernelClass]) -> list[KernelClass]:
+    """Classes whose members are compared: of a few tiles, all endings."""
+    tiles = [(128, 256, 64, 2), (256, 128, 128, 2), (64, 256, 32, 4)]
+    endings = {(kernel.tile, kernel.ending, kernel.pulls): kernel for kernel in kernels if kernel.tile in tiles}
+    return list(endings.values())
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines] + [""]
+
+
+def _registers_table(results: Sequence[Result]) -> list[str]:
+    endings = sorted({(result.member.kernel.pulls, result.member.kernel.ending) for result in results})
+    found: dict[Any, list[Registers | None]] = {}
+    for result in results:
+        kernel = result.member.kernel
+        found.setdefault((kernel.tile, kernel.pulls, kernel.ending), []).append(result.registers)
+    rows = []
+    for tile in sorted({result.member.kernel.tile for result in results}):
+        tile_m, tile_n, width, out_bytes = tile
+        cells = [_span(found.get((tile, *ending), [])) for ending in endings]
+        rows.append([f"{tile_m}×{tile_n}", width, f"{8 * out_bytes} bit", *cells])
+    return _table(["tile", "store", "result", *itertools.starmap(_words, endings)], rows)
+
+
+def _words(pulls: bool, ending: tuple[int, bool, bool]) -> str:
+    cluster, cuts, epilogue = ending
+    words = ["gather" if pulls else "plain", *["cuts"] * cuts, *["epilogue"] * epilogue]
+    return " ".join([*words, *["cluster"] * (cluster > 1)])
+
+
+def _span(needs: Sequence[Registers | None]) -> str:
+    """The fewest and the most registers of compute threads; "–" if there is no such kernel."""
+    if None in needs:
+        return "**spills**"
+    numbers = sorted({need.compute for need in needs if need is not None})
+    return "–".join(map(str, (numbers[0], numbers[-1])[: len(numbers)])) if numbers else "–"
+
+
+def _members_table(related: Sequence[tuple[str, Result]]) -> list[str]:
+    names = list(dict.fromkeys(name for name, _ in related))
+    found: dict[Any, list[Registers | None]] = {}
+    for name, result in related:
+        found.setdefault((result.member.kernel, name), []).append(result.registers)
+    kernels = dict.fromkeys(result.member.kernel for _, result in related)
+    return _table(["class", *names], [[k, *(_span(found.get((k, name), [])) for name in names)] for k in kernels])
+
+
+def _each(members: Sequence[Member], workers: int, what: str, *, registers: bool) -> list[Result]:
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for result in pool.map(functools.partial(examine, registers=registers), members):
+            results.append(result)
+            if result.faults or len(results) % 50 == 0:
+                done = f"{what} {len(results)} of {len(members)}"
+                print(f"{done}: {result.member.kernel} {list(result.faults)}", file=sys.stderr, flush=True)
+    return results
+
+
+def sweep(draws: int, workers: int, every: int) -> str:
+    """Does everything; returns the report."""
+    kernels, cover = assembly_space.every()[::every], assembly_space.cover()[::every]
+    firsts = [next(assembly_space.members(kernel)) for kernel in cover]
+    draw = [member for kernel in kernels for member in itertools.islice(assembly_space.members(kernel), draws)]
+    relations = [pair for kernel in _samples(cover) for pair in relatives(next(assembly_space.members(kernel)))]
+    started = datetime.datetime.now(datetime.UTC)
+    drawn = _each(draw, workers, "classes", registers=False)
+    needs = _each(firsts, workers, "registers", registers=True)
+    moved = _each([member for _, member in relations], workers, "members", registers=True)
+    related = [(name, result) for (name, _), result in zip(relations, moved, strict=True)]
+    minutes = (datetime.datetime.now(datetime.UTC) - started).total_seconds() / 60
+    root = assembly.cuda_root()
+    assert root is not None
+    ptxas = subprocess.run([root / "bin" / "ptxas", "--version"], capture_output=True, text=True, check=True).stdout
+    bad = {
+        f"- {r.member.kernel}: {'; '.join(r.faults)}\n  {r.member.case}" for r in (*drawn, *needs, *moved) if r.faults
+    }
+    transfer = max((r.registers.transfer for r in (*needs, *moved) if r.registers), default=0)
+    reserve = assembly_space.RESERVE
+    lines = [
+        "# The space that can be chosen, assembled for sm_90a",
+        "",
+        f"{started:%Y-%m-%d}, jax {jax.__version__}, {ptxas.splitlines()[-1]}; {minutes:.0f} minutes.",
+        f"Made by `python -m tests.assembly_sweep --draws {draws}`" + f", every {every}th class only." * (every > 1),
+        "",
+        f"**{len(drawn)} kernels, {draws} of each of {len(kernels)} classes: {sum(bool(r.faults) for r in drawn)} with "
+        "faults.** A fault is a spill, local memory, a remark of ptxas (serialized wgmma, ignored setmaxnreg), other "
+        f"shared memory than announced, or less than {reserve.compute} registers per thread left over.",
+        "",
+        f"The fewest registers with which a compute thread does not spill, of {COMPUTE_REGISTERS}: the least and the "
+        f"most of the classes. A transfer thread has {TRANSFER_REGISTERS} and needs {transfer} at most.",
+        "",
+        *_registers_table(needs),
+        f"The same for {len(moved)} kernels of {len(_samples(cover))} classes, which differ from the first of their "
+        "class in one thing at a time. What moves them within a class must be no more than the reserve.",
+        "",
+        *_members_table(related),
+        *sorted(bad),
+    ]  # fmt: skip
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.assembly_sweep", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, help="the report; standard output by default")
+    parser.add_argument("--draws", type=int, default=2, help="members of each class")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--every", type=int, default=1, help="only every so-manieth class, for a trial")
+    arguments = parser.parse_args()
+    text = sweep(arguments.draws, arguments.workers, arguments.every)
+    if arguments.out is None:
+        print(text)
+        return
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

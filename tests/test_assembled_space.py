@@ -1,0 +1,128 @@
+"""Everything that the tuner and the heuristic can choose is in a class, and the classes assemble: nothing spills."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap.kernels.config import Config
+from overlap.tuning import space, tables
+from overlap.tuning.problem import LAYOUTS, Problem
+from tests import assembly, assembly_registers, assembly_space
+from tests.assembly_registers import Registers
+from tests.assembly_space import MATMUL, OPERATIONS, TARGET, UNSEEN, KernelClass, classify
+
+EVERY = frozenset(assembly_space.every())
+COVER = assembly_space.cover()
+
+# --- The classes, without a compiler ----------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_config_is_seen_or_is_not():
+    # A new field belongs into one of both; the sweep then measures whether it is right there.
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert fields == assembly_space.SEEN | UNSEEN.keys()
+    assert not assembly_space.SEEN & UNSEEN.keys()
+    assert {*space.SHAPE, *space.FINE, *space.PULLS, "stages"} == fields
+
+
+def assert_in_a_class(problem: Problem, configs: list[Config]) -> None:
+    for config in configs:
+        for epilogue in (False, True)[: 1 + OPERATIONS[problem.op][2]]:
+            assert classify(config, problem, epilogue=epilogue) in EVERY, (problem, config)
+        for name, values in UNSEEN.items():
+            # Less than what fits or is filled may be tried, but at least two stages.
+            allowed = values if name != "stages" else range(min(values), max(values) + 1)
+            assert getattr(config, name) in allowed, (problem, name, config)
+
+
+INPUTS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+KINDS = list(itertools.product(INPUTS, ("float16", "bfloat16", "float32")))
+# The shapes for which the library is built (m, n, k), and decode.
+SHAPES = [
+    (4096, 8192, 4096), (4096, 4096, 4096), (8192, 8192, 8192), (1024, 4096, 4096), (1024, 1024, 14336),
+    (8192, 28672, 8192), (16384, 1536, 4096), (512, 8192, 8192), (128, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_choices_for_common_products_are_enumerated(layout):
+    for shape in SHAPES:
+        problem = Problem(MATMUL, *shape, "bfloat16", "bfloat16", layout=layout)
+        configs = space.candidates(problem, TARGET)
+        assert bool(configs) == (shape[0] > 1 or layout[0] == "n")  # One row, transposed, is none that TMA takes.
+        assert_in_a_class(problem, configs)
+        assert space.heuristic(problem, TARGET) in [*configs, None]
+
+
+sizes = st.integers(1, 40000) | st.integers(1, 4000).map(lambda x: 8 * x)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    m=sizes, n=sizes, k=sizes, kinds=st.sampled_from(KINDS), layout=st.sampled_from(LAYOUTS), batch=st.integers(1, 9)
+)
+def test_every_candidate_for_a_product_is_enumerated(m, n, k, kinds, layout, batch):
+    problem = Problem(MATMUL, m, n, k, *kinds, layout=layout, batch=batch)
+    assert_in_a_class(problem, space.candidates(problem, TARGET))
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes, sizes, sizes, st.sampled_from(KINDS), st.integers(2, 8), st.sampled_from(list(OPERATIONS)[1:]), st.data())
+def test_every_candidate_for_a_gathered_product_is_enumerated(m, n, k, kinds, devices, op, data):
+    layouts, operand_bytes, _ = OPERATIONS[op]
+    problem = Problem(op, m, n, k, *kinds, devices=devices, layout=data.draw(st.sampled_from(layouts)))
+    if jnp.dtype(problem.dtype).itemsize in operand_bytes:
+        assert_in_a_class(problem, space.candidates(problem, TARGET))
+
+
+def test_what_the_shipped_table_says_is_enumerated():
+    for entry in tables.shipped():
+        assert_in_a_class(entry.problem, [entry.config])
+
+
+def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
+    for parts in (("loop", "tile"), ("pulls", "tile", "ending")):
+        combinations = [
+            {tuple(getattr(kernel, part) for part in parts) for kernel in kernels} for kernels in (EVERY, COVER)
+        ]
+        assert combinations[0] == combinations[1]
+    assert len(COVER) == len(set(COVER))
+    # And every value of every field that the classes do not tell apart, in many of them.
+    members = [next(assembly_space.members(kernel)) for kernel in COVER]
+    for name, values in UNSEEN.items():
+        for value in values:
+            assert sum(getattr(member.config, name) == value for member in members) >= 4, (name, value)
+
+
+# --- The compiler -----------------------------------------------------------------------------------------------------
+
+
+needs_compiler = pytest.mark.skipif(
+    assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason())
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", COVER, ids=str)
+def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
+    member, code = next(assembly_space.members(kernel)), tmp_path / "kernel.ptx"
+    (report,) = assembly.assemble_case(member.case, ptx=str(code))
+    assert assembly_space.faults(member, report, code.read_text()) == []
+
+
+@needs_compiler
+def test_too_few_registers_are_noticed(tmp_path):
+    kernel = next(kernel for kernel in COVER if kernel.tile[:2] == (128, 256) and not kernel.epilogue)
+    code = tmp_path / "kernel.ptx"
+    assembly.assemble_case(next(assembly_space.members(kernel)).case, ptx=str(code))
+    ptx = code.read_text()
+    needed, accumulator = assembly_registers.needed(ptx), 128
+    assert needed is not None and accumulator < needed.compute < assembly_registers.stated(ptx).compute
+    fewer = Registers(needed.compute - assembly_registers.STEP, needed.transfer)
+    assert assembly_registers.suffices(ptx, needed) and not assembly_registers.suffices(ptx, fewer)
