@@ -277,7 +277,7 @@ def test_lowers_for_cuda_with_either_jax(axes, along, monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     mesh, size = make_mesh(**axes), axes["x"]
     shapes = (size * 256, size * 512), (size * 512, size * 512)
-    f = mapped(mesh, along, call(along))  # The chooser takes the kernel.
+    f = mapped(mesh, along, call(along, implementation="fused"))
     lowered = f.trace(*(struct(*shape) for shape in shapes)).lower(lowering_platforms=("cuda",))
     peers = ",".join(str(device) for device in range(mesh.size))
     assert "mosaic_gpu" in lowered.as_text() and f'xla_replica_ids = "{peers}"' in lowered.as_text()

@@ -108,11 +108,12 @@ def test_the_same_bits_under_every_schedule(along, stream_k):
         assert (product(1, cores=8) == results[0]).all()
 
 
-def test_two_clusters_at_a_time_are_enough():
-    config = overlap.Config(stream_k=8, **SMALL)
-    check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=4))
+def test_as_many_clusters_at_a_time_as_a_tile_has_parts_are_enough():
+    config = overlap.Config(stream_k=3, **SMALL)
+    assert work_of((256, 128, 1024), config, 13).parts == 3
+    check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=6))
     with pytest.raises(DeadlockError, match="CTAs were never launched"):
-        check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=3))
+        check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=5))
 
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])

@@ -15,7 +15,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning import choose, crossover, tables
 from overlap.tuning.autotune import Tuning
-from overlap.tuning.crossover import NEVER_MEASURED, Measured, expected_ratio, neighbours, xla_is_faster
+from overlap.tuning.crossover import NOT_MEASURED, Measured, expected_ratio, neighbours, xla_is_faster
 from overlap.tuning.problem import Problem
 from overlap.tuning.search import Outcome
 from tests.tuning_cases import no_tables  # noqa: F401
@@ -63,7 +63,7 @@ def test_the_nearest_measurement_speaks(measured, sizes, slower):
 
 def test_an_operation_that_was_never_measured_is_left_to_xla(measured, caplog):
     other = dataclasses.replace(GATHER, op="another")
-    assert xla_is_faster(other) == NEVER_MEASURED
+    assert xla_is_faster(other) == f'{NOT_MEASURED}: implementation="fused" runs the kernel'
     choice = decide(other)
     assert choice.implementation == "xla" and choice.config is None
     # The way to the kernel is in the reason, so in what `explain` returns, and in the log.
@@ -71,6 +71,15 @@ def test_an_operation_that_was_never_measured_is_left_to_xla(measured, caplog):
     assert [record.levelname for record in caplog.records if "not measured" in record.getMessage()] == ["WARNING"]
     assert decide(other, implementation="fused").implementation == "fused"
     assert decide(other, config=Config()).implementation == "fused"
+
+
+def test_far_from_all_that_was_measured_xla_runs(measured, caplog):
+    far = dataclasses.replace(GATHER, n=128, k=256)
+    assert "near this size" in str(xla_is_faster(far))
+    assert xla_is_faster(dataclasses.replace(GATHER, n=1024, k=512)) is None
+    with caplog.at_level(logging.INFO, logger="overlap"):
+        dispatch.decide(far.op, None, H200, None, lambda *_: None, far)
+    assert [record.levelname for record in caplog.records if "near this size" in record.getMessage()] == ["WARNING"]
 
 
 def test_on_a_cpu_the_reason_is_the_cpu(measured):
@@ -140,7 +149,7 @@ def test_who_tuned_a_problem_has_measured_it(measured):
             assert decide(GATHER).implementation == implementation
     assert choice.config == Config(stages=3)
     # A tuning that has not got as far as XLA says nothing.
-    assert choose.xla_is_faster(dataclasses.replace(other, m=1 << 14), H200) == NEVER_MEASURED
+    assert str(choose.xla_is_faster(dataclasses.replace(other, m=1 << 14), H200)).startswith(NOT_MEASURED)
 
 
 def test_a_tie_goes_to_the_fused_kernel(monkeypatch):

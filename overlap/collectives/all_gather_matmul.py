@@ -34,7 +34,7 @@ from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.collectives.transport import GatherExplanation, Site, Transport, choose_transport, explained
+from overlap.collectives.transport import Site, Transport, choose_transport
 from overlap.kernels import differentiable, dispatch, hopper, product
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -220,23 +220,26 @@ _fused.defvjp(_fused_forward, _fused_backward)
 
 
 def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None, by: str | None,
-            mesh: Any = None) -> GatherExplanation:  # fmt: skip
-    carrier = TRANSPORTS[choose_transport(by)[0]]
+            mesh: Any = None) -> dispatch.Explanation:  # fmt: skip
+    transport = choose_transport(by)
+    forwards = TRANSPORTS[transport[0]].forwards
 
     def check(config: Config, target: Target) -> None:
-        call.check(ring, config, target, forwards=carrier.forwards)
+        call.check(ring, config, target, forwards=forwards)
         if mesh is None:
             require_all_manual()
 
     problem = call.problem(NAME, ring.size)
-    choice = dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check, problem)
-    return explained(choice, by, ring.size)
+    return dispatch.decide(
+        NAME, implementation, dispatch.target(mesh), config, check, problem,
+        transport=transport if ring.size > 1 else ("", ""),
+    )  # fmt: skip
 
 
 def decide(
     lhs: Any, rhs: Any, axis_name: Any, *, config: Config | None = None, implementation: str | None = None,
     transport: str | None = None, mesh: Any = None, return_gathered: bool = False, **keywords: Any,
-) -> GatherExplanation:  # fmt: skip
+) -> dispatch.Explanation:  # fmt: skip
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
     del return_gathered  # It changes nothing about the choice.
     ring = ring_of(NAME, axis_name, mesh)

@@ -25,7 +25,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
         devices of that mesh.
 
     Returns:
-      An `Explanation`; print it for one line. Of `all_gather_lhs_matmul`, one that also has `transport` and its reason.
+      An `Explanation`; print it for one line.
 
     Raises:
       ValueError: `op` is no operation of this library, or whatever the call itself would raise.

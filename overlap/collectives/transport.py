@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
-from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import Ring
 
@@ -93,24 +92,6 @@ class Transport(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class GatherExplanation(Explanation):
-    """An `Explanation` that also says how the shards travel.
-
-    Attributes:
-      transport: "pull" or "ring"; empty if XLA carries them.
-      transport_reason: one clause.
-    """
-
-    transport: str = ""
-    transport_reason: str = ""
-
-    def __str__(self) -> str:
-        if not self.transport:
-            return super().__str__()
-        return f"{super().__str__()}; transport {self.transport}: {self.transport_reason}"
-
-
 def choose_transport(transport: str | None) -> tuple[str, str]:
     """The transport of a call, and why.
 
@@ -124,10 +105,3 @@ def choose_transport(transport: str | None) -> tuple[str, str]:
             f"`transport` must be None or one of {NAMES}, got {transport!r}: leave it out, or name one of those"
         )
     return transport, "asked for"
-
-
-def explained(choice: Explanation, transport: str | None, devices: int) -> GatherExplanation:
-    """A choice, with the transport of its fused kernel."""
-    fields = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
-    name, why = choose_transport(transport) if choice.implementation == "fused" and devices > 1 else ("", "")
-    return GatherExplanation(**fields, transport=name, transport_reason=why)

@@ -141,11 +141,16 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     if core is not None:
         raise NotImplementedError("core_index has no meaning on a GPU")
     path, amount = d.path(transforms), d.leaf(count)
+    if not isinstance(amount, int):
+        raise NotImplementedError(
+            "a signal's increment must be a constant, since Mosaic GPU compiles no other: signal by 1, and count what "
+            "the waiter waits for in such signals"
+        )
     device_id = d.leaves(device_id)
     id_type, scope = p.get("device_id_type"), p.get("memory_scope", "sys")
 
     def run(thread: Any) -> None:
-        _signal_one(thread, thread.env[ref], path, int(value_of(amount, thread.env)), device_id, id_type, scope)
+        _signal_one(thread, thread.env[ref], path, amount, device_id, id_type, scope)
 
     d.emit(run, eqn, visible=True)
     return []

@@ -30,6 +30,8 @@ class Explanation:
       reason: one sentence.
       target: the device that the decision is for.
       source: where the configuration comes from: "given", a table, or the heuristic.
+      transport: how a fused collective moves its operand, "pull" or "ring"; empty if it is not fused, or has no choice.
+      transport_reason: why.
     """
 
     op: str
@@ -38,10 +40,13 @@ class Explanation:
     reason: str
     target: Target
     source: str = ""
+    transport: str = ""
+    transport_reason: str = ""
 
     def __str__(self) -> str:
         config = f" with {self.config} ({self.source})" if self.config else ""
-        return f"{self.op}: {self.implementation}{config}: {self.reason}"
+        transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
+        return f"{self.op}: {self.implementation}{config}: {self.reason}{transport}"
 
 
 def target(mesh: Any = None) -> Target:
@@ -56,6 +61,7 @@ def decide(
     config: Config | None,
     check: Callable[[Config, Target], None],
     problem: tuning.Problem,
+    transport: tuple[str, str] = ("", ""),
 ) -> Explanation:
     """Chooses between the fused kernel and XLA, by the op's own predicate.
 
@@ -66,6 +72,7 @@ def decide(
       config: the fused kernel's configuration; None takes it from a table, else from the heuristic.
       check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
       problem: the call's sizes; each decision is logged once per problem.
+      transport: how the fused kernel would move its operand, and why.
 
     Raises:
       ValueError: an unknown implementation, or whatever `check` raises.
@@ -87,7 +94,7 @@ def decide(
                     'process, or use implementation="xla"'
                 )
             emulation.enable()
-        return Explanation(op, "fused", config, "asked for", device, source)
+        return Explanation(op, "fused", config, "asked for", device, source, *transport)
     missed = False
     if device.platform == "cpu":
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
@@ -96,12 +103,12 @@ def decide(
             check(config, device)
             # A configuration that the caller gives is a wish for the kernel.
             slower = tuning.xla_is_faster(problem, device) if source != "given" else None
-            missed = slower == tuning.NEVER_MEASURED
-            choice = (
-                Explanation(op, "xla", None, slower, device)
-                if slower
-                else Explanation(op, "fused", config, "the fused kernel serves this problem", device, source)
-            )
+            missed = slower is not None and slower.startswith(tuning.NOT_MEASURED)
+            if slower:
+                choice = Explanation(op, "xla", None, slower, device)
+            else:
+                reason = "the fused kernel serves this problem"
+                choice = Explanation(op, "fused", config, reason, device, source, *transport)
         except NotImplementedError as cannot:
             missed = True
             choice = Explanation(op, "xla", None, str(cannot), device)

@@ -7,8 +7,8 @@ imports it.
 """
 
 from overlap.tuning.choose import choose_config, xla_is_faster
-from overlap.tuning.crossover import NEVER_MEASURED
+from overlap.tuning.crossover import NOT_MEASURED
 from overlap.tuning.problem import Problem
 from overlap.tuning.space import candidates, heuristic
 
-__all__ = ["NEVER_MEASURED", "Problem", "candidates", "choose_config", "heuristic", "xla_is_faster"]
+__all__ = ["NOT_MEASURED", "Problem", "candidates", "choose_config", "heuristic", "xla_is_faster"]

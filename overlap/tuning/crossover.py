@@ -5,7 +5,7 @@ an H200; other GPUs are not far from it in what matters here, the fixed costs of
 
 Between measurements the ratio of the times is interpolated, in the logarithms of ratio and sizes, by inverse squared
 distance. XLA runs where that, or the nearest measurement by itself, says that it is faster by more than noise; and
-wherever nothing at all is known of the operation.
+wherever nothing is known of the operation at such sizes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from overlap.tuning.problem import Problem
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
 # Below this the difference is no noise: the same pair measured twice differs by up to 4%.
 LEAST_RATIO = 0.95
-NEVER_MEASURED = 'not measured on this GPU yet: implementation="fused" runs the kernel'
+NOT_MEASURED = "not measured on this GPU yet"
+_WAY_OUT = ': implementation="fused" runs the kernel'
 # How far apart two problems are, in doublings of m, n or k, that differ in one of these otherwise.
 _DEVICES, _LAYOUT, _KIND, _ALIGNMENT = 1.0, 0.5, 3.0, 3.0
 # Measurements that are so much farther away than the nearest one have no say.
 _REACH = 1.0
+# And where the nearest is farther away than this, nothing is known.
+_FAR = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +85,10 @@ def xla_is_faster(problem: Problem) -> str | None:
     """Why XLA is the better choice for a problem, with the measurement that says so; None if it is not."""
     near = neighbours(problem)
     if not near:
-        return NEVER_MEASURED
-    _, nearest = near[0]
+        return NOT_MEASURED + _WAY_OUT
+    distance, nearest = near[0]
+    if distance > _FAR:
+        return f"{NOT_MEASURED} near this size (the nearest is {nearest.problem}){_WAY_OUT}"
     if nearest.says_xla:
         return nearest.says_xla
     ratio = expected_ratio(near)

@@ -236,3 +236,13 @@ def test_delay_scopes_and_parallel_signals():
 def test_what_is_not_emulated_says_so():
     with pytest.raises((NotImplementedError, EmulationError), match="tensor memory"):
         run(lambda o, t: None, out_type=out((1,)), scratch_types=[plgpu.TMEM((128, 128), jnp.float32)])
+
+
+def test_a_signal_by_a_traced_increment_is_refused_as_the_compiler_does():
+    def body(o):
+        ready = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        pl.semaphore_signal(ready, lax.axis_index("i") + 1)
+        o[0] = 1
+
+    with pytest.raises(NotImplementedError, match="increment must be a constant"):
+        run(body, out_type=out((1,), jnp.int32), grid=(1,), grid_names=("i",))
