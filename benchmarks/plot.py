@@ -1,6 +1,7 @@
-"""Draws time and fraction of the roof against the number of devices, from the CSV files of one or more runs.
+"""Draws time and fraction of the roof against the number of devices, or the gain over XLA against the rows.
 
-python3 -m benchmarks.plot benchmarks/results/*-2026-11-21.csv --out benchmarks/results/all_gather_matmul.png
+python3 -m benchmarks.plot benchmarks/results/2026-11-21/all_gather_[24]_gpus_final.csv --out devices.png
+python3 -m benchmarks.plot --against m benchmarks/results/2026-11-21/sweep_*.csv --out rows.png
 """
 
 from __future__ import annotations
@@ -26,6 +27,35 @@ def read(paths: Sequence[str]) -> list[dict[str, str]]:
 def _problem(row: dict[str, str]) -> tuple[str, ...]:
     # Files from before there were layouts hold "nn" alone.
     return (row["op"], row["shape"], row["dtype"], row.get("layout", "nn"))
+
+
+def draw_rows(rows: Sequence[dict[str, str]], out: str) -> None:
+    """A panel for each number of devices: XLA's time / the method's over the rows of all devices, a line per (n, k)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        if row["method"] == "xla" or not row["xla_over_this"]:
+            continue
+        (m, n, k), devices = (int(size) for size in row["shape"].split("x")), int(row["devices"])
+        name = f"{n} x {k}" if row["method"] == "fused" else f"{row['method']} {n} x {k}"
+        lines.setdefault(devices, {}).setdefault(name, []).append((m * devices, float(row["xla_over_this"])))
+    figure, panels = pyplot.subplots(1, len(lines), figsize=(6.2 * len(lines), 4.4), squeeze=False, sharey=True)
+    names = sorted({name for of_devices in lines.values() for name in of_devices})
+    for panel, devices in zip(panels[0], sorted(lines), strict=True):
+        for name in names:
+            points = sorted(lines[devices].get(name, []))
+            panel.plot([m for m, _ in points], [gain for _, gain in points], marker="o", markersize=4, label=name)
+        panel.set_xscale("log", base=2)
+        panel.set(title=f"{devices} devices", xlabel="rows of all devices")
+        panel.axhline(1.0, color="grey", linewidth=0.8)
+    panels[0][0].set_ylabel("XLA's time / this")
+    panels[0][0].legend(title="n x k per shard", fontsize=7)
+    figure.tight_layout()
+    figure.savefig(out, dpi=130)
 
 
 def draw(rows: Sequence[dict[str, str]], out: str) -> None:
@@ -73,12 +103,15 @@ def draw(rows: Sequence[dict[str, str]], out: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", help="CSV files of benchmarks.all_gather_matmul")
+    parser.add_argument("--against", choices=("devices", "m"), default="devices", help="what lies along the x axis")
     parser.add_argument("--out", required=True, help="the picture to write, .png or .svg")
     arguments = parser.parse_args(argv)
     rows = read(arguments.files)
     if not rows:
         raise SystemExit("none of the files holds a time: pass the CSV files that a benchmark wrote with --out")
-    draw(rows, arguments.out)
+    if arguments.against == "m" and not any(row["method"] != "xla" and row["xla_over_this"] for row in rows):
+        raise SystemExit("none of the files compares a method to XLA: pass files of a run with --methods fused,xla")
+    (draw if arguments.against == "devices" else draw_rows)(rows, arguments.out)
     return 0
 
 

@@ -321,7 +321,8 @@ def all_gather_rhs_matmul(
       preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
-        choose: fused where it can serve the call on a GPU. The choice is logged once at INFO level, logger "overlap".
+        choose: fused where it can serve the call on a GPU and was measured to be no slower than XLA for such sizes. The
+        choice is logged once, logger "overlap".
 
     Returns:
       [m, n] per shard, n = D · n_shard with gather_dimension=1; globally [D · m, n], rows sharded. Deterministic:
