@@ -237,8 +237,8 @@ def _compute(
     if partial is None:
         store_whole()
         return
-    pl.when(piece.parts == 1)(store_whole)
-    pl.when(piece.parts > 1)(store_share)
+    # One conditional, not two: else what both compute is computed before, and kept in registers that are not there.
+    lax.cond(piece.parts == 1, store_whole, store_share)
 
 
 def _store(
