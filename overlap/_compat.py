@@ -5,9 +5,17 @@ Nothing else in the library imports private names. When a jax release moves one 
 
 from __future__ import annotations
 
+import contextvars
+import functools
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["backends_are_initialized", "let_warps_arrive_at_cluster_barriers", "offer_square_wgmma_tiles"]
+__all__ = [
+    "backends_are_initialized",
+    "let_warps_arrive_at_cluster_barriers",
+    "lower_by_cliques",
+    "offer_square_wgmma_tiles",
+]
 
 
 def backends_are_initialized() -> bool:
@@ -19,6 +27,90 @@ def backends_are_initialized() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any]) -> None:
+    """Has Pallas lower each Mosaic GPU kernel for its clique instead of its whole mesh. The first call counts.
+
+    `clique_of(mesh, axes)` is asked for each kernel in a `shard_map` over `mesh` that counts along the axes of the
+    names given. It returns what has the fields of `overlap.primitives.clique.Clique`, or None: lower it as jax does.
+
+    There is no other way: neither the devices nor the mesh are known before lowering (one of an abstract mesh is of no
+    use), and a nested `shard_map` keeps the whole mesh. Same code in jax 0.11.2 and 0.12.0.1.
+    """
+    from jax._src.core import NamedAxisEffect
+    from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
+    from jaxlib.mlir import ir
+
+    lower = registration.mpmd_map_mgpu_lowering_rule
+    if getattr(lower, "lowers_by_cliques", False):
+        return
+    _let_ranks_count_backwards()
+
+    @functools.wraps(lower)
+    def lower_by_clique(ctx: Any, *args: Any, jaxprs: Any, **params: Any) -> Any:
+        axis_context = ctx.module_context.axis_context
+        mesh = getattr(axis_context, "mesh", None)
+        effects = [effect for jaxpr in jaxprs for effect in jaxpr.effects]
+        axes = frozenset(str(effect.name) for effect in effects if isinstance(effect, NamedAxisEffect))
+        clique = None if mesh is None else clique_of(mesh, axes)
+        if clique is None:
+            return lower(ctx, *args, jaxprs=jaxprs, **params)
+        context = axis_context.__class__(clique.mesh, frozenset(clique.mesh.axis_names))
+        token = _counts_backwards.set(clique.is_mirrored)
+        try:
+            within = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+            outs = lower(within, *args, jaxprs=jaxprs, **params)
+        finally:
+            _counts_backwards.reset(token)
+        call = outs[0].owner
+        config = call.attributes["mhlo.backend_config"]
+        entries = {entry.name: entry.attr for entry in config}
+        if "xla_replica_ids" in entries:
+            clique.require_known_ids()
+            entries["xla_replica_ids"] = ir.StringAttr.get(",".join(map(str, clique.positions)))
+            call.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries)
+        return outs
+
+    lower_by_clique.lowers_by_cliques = True  # pyright: ignore[reportAttributeAccessIssue]
+    registration.mpmd_map_mgpu_lowering_rule = lower_by_clique
+
+
+# Whether the kernel that is being lowered runs in a clique whose ranks run against the positions in its mesh.
+_counts_backwards: contextvars.ContextVar[bool] = contextvars.ContextVar("counts_backwards", default=False)
+
+
+def _let_ranks_count_backwards() -> None:
+    """Has Mosaic GPU turn ranks into positions and back where `_counts_backwards`: rank 0 is the last position.
+
+    It takes the two for the same in two places: where a kernel asks who it is, and where it looks up a peer's address.
+    """
+    from jax.experimental.mosaic.gpu import launch_context, utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    context: Any = launch_context.LaunchContext
+    device_id, address_on_peer = context.device_id, context._get_parameter_address_on_peer
+
+    def mirrored(self: Any, number: Any) -> Any:
+        return arith.subi(utils.c(self.num_peers - 1, ir.IntegerType.get_signless(32)), number)
+
+    @functools.wraps(device_id)
+    def position(self: Any, on_host: bool = False) -> Any:
+        rank = device_id(self, on_host)
+        if not _counts_backwards.get():
+            return rank
+        own = mirrored(self, rank)
+        # What depends on this is computed again on the host, for TMA descriptors, by calling this function there.
+        own.owner.attributes[launch_context.DEVICE_ID_ATTR] = ir.UnitAttr.get()
+        return own
+
+    @functools.wraps(address_on_peer)
+    def address_at(self: Any, parameter_id: int, peer_id: Any, on_host: bool) -> Any:
+        rank = mirrored(self, peer_id) if _counts_backwards.get() else peer_id
+        return address_on_peer(self, parameter_id, rank, on_host)
+
+    context.device_id, context._get_parameter_address_on_peer = position, address_at
 
 
 def offer_square_wgmma_tiles() -> None:

@@ -63,6 +63,11 @@ class _Job:
 _WINDOW_SPACE_BYTES = 1 << 42
 
 
+# Each host compiles a program with a fused kernel for itself (overlap/primitives/clique.py), and XLA by default has the
+# processes share the work of choosing algorithms, which takes the same program everywhere.
+_OWN_AUTOTUNING = "xla_gpu_shard_autotuning"
+
+
 def initialize(
     *,
     coordinator_port: int | None = None,
@@ -74,8 +79,9 @@ def initialize(
 
     Call it once at the start of the program, before anything touches devices (a second call does nothing). With GPUs,
     the process with local rank r gets GPU r of its host, and NCCL_WIN_STRIDE is set unless it is set already (room for
-    the windows of more than one program). If a rank raises or exits with a non-zero status, the whole
-    job is aborted, so that the others do not wait for it.
+    the windows of more than one program). On several hosts --xla_gpu_shard_autotuning=false is added to XLA_FLAGS,
+    unless they say something of it. If a rank raises or exits with a non-zero status, the whole job is aborted, so that
+    the others do not wait for it.
 
     Args:
       coordinator_port: TCP port of the coordinator on the host of process 0. By default a free one is chosen there.
@@ -121,6 +127,10 @@ def initialize(
         if check_nccl:
             _require_nccl(_cuda.nccl())
             os.environ.setdefault("NCCL_WIN_STRIDE", str(_WINDOW_SPACE_BYTES))
+            flags = os.environ.get("XLA_FLAGS", "")
+            several_hosts = job.local_size != job.size or "JAX_PARTITION_INDEX" in os.environ
+            if several_hosts and _OWN_AUTOTUNING not in flags:
+                os.environ["XLA_FLAGS"] = f"{flags} --{_OWN_AUTOTUNING}=false".strip()
     else:
         local_device_ids = None
     _logger.info("process %d of %d, coordinator %s, GPUs %s", job.rank, job.size, job.coordinator, local_device_ids)

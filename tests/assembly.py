@@ -26,6 +26,7 @@ import importlib
 import importlib.util
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -269,8 +270,12 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     import jax
     import numpy as np
 
+    from overlap.primitives import clique
+
     axes = dict(case.mesh) or {"x": case.devices}
     devices = topology(case.target, math.prod(axes.values()) // case.hosts, case.hosts)
+    # Devices of a topology have the number of their process, and no partition of their own.
+    clique.host_of = operator.attrgetter("process_index")
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
     if ":" in case.op:
         module, attribute = case.op.split(":")

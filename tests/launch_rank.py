@@ -1,5 +1,6 @@
-"""One process of the job that tests/test_launch.py starts. Argument: what goes wrong ("", "raise", "exit", "late")."""
+"""One process of a job that a test starts. Argument: what goes wrong ("", "raise", "exit", "late"), or "hosts"."""
 
+import re
 import sys
 
 import jax
@@ -11,12 +12,34 @@ from jax.sharding import PartitionSpec as P
 import overlap
 
 
+def lower_for_own_host() -> None:
+    """Prints the ids that XLA is given if each process is a host of its own."""
+    from overlap.kernels import dispatch
+    from overlap.kernels.target import Target
+    from overlap.primitives import clique
+
+    clique.host_of = lambda device: device.process_index
+    clique.Clique.require_known_ids = lambda self: None  # CPU devices of process p are numbered from 2048 p.
+    dispatch.target = lambda mesh=None: Target("gpu", "NVIDIA H200", 132)
+    mesh = jax.make_mesh((2, 2), ("data", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layer = jax.shard_map(
+        lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x", implementation="fused"),
+        mesh=mesh, in_specs=(P(("data", "x")), P(None, "x")), out_specs=P("data", "x"), check_vma=False,
+    )  # fmt: skip
+    operands = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (512, 1024)))
+    text = jax.jit(layer).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    (ids,) = re.findall(r'xla_replica_ids = "([^"]*)"', text)
+    print(f"process {jax.process_index()}: ids {ids}", flush=True)
+
+
 def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
     if mode == "late":
         jax.devices()
     overlap.initialize()
     overlap.initialize()  # The second call does nothing.
+    if mode == "hosts":
+        return lower_for_own_host()
     if jax.process_index() == 1:
         if mode == "raise":
             raise ValueError("process 1 gives up")

@@ -164,8 +164,14 @@ def test_other_configs_use_the_shared_memory_they_announce(config: dict[str, Any
 
 @pytest.mark.parametrize(
     ("mesh", "hosts"),
-    [({"data": 2, "x": 4}, 1), ({"x": 4, "data": 2}, 1), ({"x": 16}, 2), ({"data": 2, "x": 8}, 2)],
-    ids=["minor axis", "major axis", "all of 2x8", "one axis of 2x8"],
+    [
+        ({"data": 2, "x": 4}, 1),
+        ({"x": 4, "data": 2}, 1),
+        ({"x": 16}, 1),
+        ({"data": 2, "x": 8}, 2),
+        ({"data": 4, "x": 4}, 2),
+    ],
+    ids=["minor axis", "major axis", "16 of one host", "one host of 2x8", "half a host of 2x8"],
 )
 def test_it_assembles_on_larger_meshes(mesh: dict[str, int], hosts: int) -> None:
     check(Case("all_gather_lhs_matmul", math.prod(mesh.values()), SHAPE, mesh=mesh, hosts=hosts), pulls=True)

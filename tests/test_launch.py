@@ -179,6 +179,13 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch):
     distributed.initialize()
     assert int(os.environ["NCCL_WIN_STRIDE"]) >= 10 * 141 << 30
     monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # So that its end is the test's.
+    # Several hosts compile each for itself.
+    assert "autotuning" not in os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setattr(distributed, "_mpi_job", lambda environ, size, port: _job(size=8))
+    for before, after in [("--a", "--a --xla_gpu_shard_autotuning=false"), ("--xla_gpu_shard_autotuning=true",) * 2]:
+        monkeypatch.setenv("XLA_FLAGS", before)
+        distributed.initialize()
+        assert os.environ["XLA_FLAGS"] == after
 
 
 def test_import_touches_no_device():

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap.collectives import gathered_lhs, joined, reference
-from overlap.collectives.axis import require_all_manual, ring_of
+from overlap.collectives.axis import require_all_manual, ring_of, untried
 from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
@@ -232,7 +232,7 @@ def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implemen
     problem = call.problem(NAME, ring.size)
     return dispatch.decide(
         NAME, implementation, dispatch.target(mesh), config, check, problem,
-        transport=transport if ring.size > 1 else ("", ""),
+        transport=transport if ring.size > 1 else ("", ""), untried=untried(ring),
     )  # fmt: skip
 
 

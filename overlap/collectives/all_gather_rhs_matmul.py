@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import tuning
-from overlap.collectives.axis import require_all_manual, ring_of
+from overlap.collectives.axis import require_all_manual, ring_of, untried
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.kernels import differentiable, dispatch, hopper, matmul
 from overlap.kernels.config import TMA_ROW_BYTES, Config
@@ -292,7 +292,9 @@ def decide(
         if mesh is None:
             require_all_manual()
 
-    return dispatch.decide(NAME, implementation, dispatch.target(mesh), config, check_call, problem)
+    return dispatch.decide(
+        NAME, implementation, dispatch.target(mesh), config, check_call, problem, untried=untried(ring)
+    )
 
 
 def all_gather_rhs_matmul(

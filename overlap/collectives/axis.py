@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from overlap.primitives import Ring
+from overlap.primitives.clique import several_hosts
 
 
 def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
@@ -54,6 +55,16 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
             f"{manual}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"
         )
     return Ring(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
+
+
+def untried(ring: Ring) -> str | None:
+    """Why a kernel along `ring` is not chosen unless it is asked for; None if nothing speaks against it."""
+    if ring.size > 1 and several_hosts():
+        return (
+            "the GPUs of this job are on several hosts, where the fused kernels have not run yet: "
+            'implementation="fused" runs them, along axes that lie within a host'
+        )
+    return None
 
 
 def require_all_manual() -> None:

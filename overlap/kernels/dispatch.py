@@ -62,6 +62,7 @@ def decide(
     check: Callable[[Config, Target], None],
     problem: tuning.Problem,
     transport: tuple[str, str] = ("", ""),
+    untried: str | None = None,
 ) -> Explanation:
     """Chooses between the fused kernel and XLA, by the op's own predicate.
 
@@ -73,6 +74,8 @@ def decide(
       check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
       problem: the call's sizes; each decision is logged once per problem.
       transport: how the fused kernel would move its operand, and why.
+      untried: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing speaks against
+        it.
 
     Raises:
       ValueError: an unknown implementation, or whatever `check` raises.
@@ -102,8 +105,8 @@ def decide(
         try:
             check(config, device)
             # A configuration that the caller gives is a wish for the kernel.
-            slower = tuning.xla_is_faster(problem, device) if source != "given" else None
-            missed = slower is not None and slower.startswith(tuning.NOT_MEASURED)
+            slower = untried or (tuning.xla_is_faster(problem, device) if source != "given" else None)
+            missed = slower is not None and (slower == untried or slower.startswith(tuning.NOT_MEASURED))
             if slower:
                 choice = Explanation(op, "xla", None, slower, device)
             else:

@@ -9,8 +9,8 @@ from typing import Any
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.primitives.clique import lower_by_cliques
 from overlap.primitives.integers import quotient, remainder
-from overlap.primitives.mesh_order import number_by_position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Ring:
 
     A kernel never uses a mesh index as a device id: the two agree only while the axis is the whole mesh. It asks for
     `me()` and `peer(distance)`, which are positions on the ring, and hands those back to `remote` and `device_id`,
-    which turn them into whatever the framework wants. In what order the mesh holds its devices is no concern of a
-    kernel: see `overlap/primitives/mesh_order.py`.
+    which turn them into whatever the framework wants. In what order the mesh holds its devices, and which of them are
+    on other hosts, is no concern of a kernel: see `overlap/primitives/clique.py`.
 
     Positions along several axes run row-major in the order in which `axis_name` names them, whatever their order in the
     mesh: as `lax.axis_index` and `lax.all_gather` count, and as `PartitionSpec((a, b))` places shards.
@@ -59,7 +59,7 @@ class Ring:
 
     def device_id(self, position: Any) -> Any:
         """The framework's name for the device at a position: its coordinates on these axes; the others are mine."""
-        number_by_position()
+        lower_by_cliques()
         coordinates, (major, _) = {}, self.axes[0]
         for name, size in reversed(self.axes[1:]):
             coordinates[name], position = remainder(position, size), quotient(position, size)

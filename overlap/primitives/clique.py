@@ -1,0 +1,156 @@
+"""The clique of a kernel: which GPUs it can talk to, and by what numbers.
+
+A kernel names a peer by its position in the mesh, counted row-major over all axes: `axis_index` in a kernel, a remote
+reference and a remote signal all speak of positions. On the way to a GPU a position is translated three times:
+
+1. Mosaic GPU takes it as a *rank*: the index into a table with the addresses of all peers.
+2. XLA fills that table, one rank per entry of the list of ids that stands in the kernel's custom call
+   (`xla_replica_ids`), in the order of the list.
+3. XLA reads an entry of the list as a *partition of the program* (group mode "flattened id"), and finds its GPU in the
+   program's device assignment, which is the mesh's own order of devices.
+
+**Devices in any order.** The list that makes ranks and positions the same is 0, 1, 2, … for every mesh, however its
+devices are permuted, in one process and in one process per GPU. jax 0.11 and 0.12 list the ids of the *devices*
+instead, and refuse a mesh where that would not be the same; of an abstract mesh jax 0.11 lists nothing, which fails
+when the kernel runs.
+
+**Several hosts.** jax makes one clique of the whole mesh, but GPUs of different hosts cannot address each other. Here
+the clique is the part of the mesh that lies on this process's own host: a smaller mesh, of which Mosaic is told instead
+of the whole one. So each host compiles a module of its own, with a list of its own. The list is *reversed*: XLA's own
+collectives over the same devices are declared in ascending order, together with those of all other hosts, and it
+refuses a clique of the same devices in the same order that is declared without the others. So ranks run against
+positions there, and the lowering turns one into the other.
+
+What is a host: jax's *partition* of a GPU (`partition_index`), which it tells by the boot id of the operating system
+unless JAX_PARTITION_INDEX names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from overlap import _compat
+
+_WAY_OUT = 'or use implementation="xla"'
+
+
+class _Ranked:
+    """A device to Mosaic GPU: under a number of our own for an id, the rest being the device's own."""
+
+    def __init__(self, number: int, device: Any) -> None:
+        self.id = number
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def __hash__(self) -> int:
+        return hash((self.id, self._device))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ranked) and (self.id, self._device) == (other.id, other._device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clique:
+    """The devices that a kernel on one of them can talk to.
+
+    Attributes:
+      mesh: what they form within the enclosing mesh, for Mosaic GPU: ids count positions.
+      positions: for each rank, its device's position in the enclosing mesh: XLA's list.
+      device_ids: the devices' own ids.
+      is_mirrored: whether rank 0 is the last position in `mesh`.
+    """
+
+    mesh: jax.sharding.Mesh
+    positions: tuple[int, ...]
+    device_ids: tuple[int, ...]
+    is_mirrored: bool
+
+    @staticmethod
+    def of(mesh: Any, axes: frozenset[str]) -> Clique | None:
+        """This process's clique in a mesh, for a kernel that counts along `axes`; None if it talks to nobody.
+
+        Raises:
+          NotImplementedError: an axis leads to other hosts, or the devices of this host do not form a mesh.
+        """
+        if not axes.intersection(mesh.axis_names):
+            return None
+        if not isinstance(mesh, jax.sharding.Mesh):
+            return _of_one_host(np.arange(mesh.size, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
+        host = _own_host(mesh)
+        is_here = np.vectorize(lambda device: host_of(device) == host, otypes=[bool])(mesh.devices)
+        if is_here.all():
+            return _of_one_host(mesh.devices, mesh.axis_names)
+        counts = [len(np.unique(indices)) for indices in np.nonzero(is_here)]
+        if np.prod(counts) != is_here.sum():
+            raise NotImplementedError(
+                f"the {is_here.sum()} devices of this host do not form a block of the mesh {dict(mesh.shape)}, so its "
+                "axes do not lead from one to the other: arrange the mesh host by host "
+                f"(jax.experimental.mesh_utils.create_hybrid_device_mesh), {_WAY_OUT}"
+            )
+        within = dict(zip(mesh.axis_names, counts, strict=True))
+        outside = [name for name in mesh.axis_names if name in axes and within[name] < mesh.shape[name]]
+        if outside:
+            raise NotImplementedError(
+                f"the peers of the kernel along {outside[0]!r} are on several hosts ({mesh.shape[outside[0]]} devices, "
+                f"{within[outside[0]]} of them here), and it cannot reach the memory of others: lay that axis within a "
+                f"host, {_WAY_OUT}"
+            )
+        # Along an axis that leads to other hosts nobody can count, so one with a single device here may be left out.
+        kept = [name for name in mesh.axis_names if within[name] > 1 or name in axes]
+        here = mesh.devices[is_here].reshape([within[name] for name in kept])
+        positions = tuple(map(int, np.flatnonzero(is_here)))
+        return Clique(_numbered(here, kept), positions[::-1], tuple(d.id for d in here.flat), is_mirrored=True)
+
+    def require_known_ids(self) -> None:
+        """Raises NotImplementedError unless XLA can be told of the clique.
+
+        The list of positions serves a second purpose: the custom call declares it to XLA as the ids of the *devices* of
+        the clique. Of a permutation that is true, as a set; elsewhere it would contradict what XLA declares for its own
+        collectives over the mesh, and the program fails.
+        """
+        ids, expected = sorted(self.device_ids), sorted(self.positions)
+        if ids != expected:
+            here = " on this host" if self.is_mirrored else ""
+            raise NotImplementedError(
+                f"a kernel that talks to its peers needs a mesh of the devices {expected[0]} to {expected[-1]}{here}, "
+                f"in any order, and got {ids}: let CUDA_VISIBLE_DEVICES name the GPUs of the mesh alone, {_WAY_OUT}"
+            )
+
+
+def _of_one_host(devices: np.ndarray, names: Any) -> Clique:
+    """The whole mesh, whose devices may be mere numbers."""
+    ids = tuple(getattr(device, "id", device) for device in devices.flat)
+    return Clique(_numbered(devices, names), tuple(range(devices.size)), ids, is_mirrored=False)
+
+
+def _numbered(devices: np.ndarray, names: Any) -> jax.sharding.Mesh:
+    numbered = np.empty(devices.size, dtype=object)
+    numbered[:] = [_Ranked(number, device) for number, device in enumerate(devices.flat)]
+    return jax.sharding.Mesh(numbered.reshape(devices.shape), tuple(names))
+
+
+def _own_host(mesh: jax.sharding.Mesh) -> Any:
+    """The host of this process, or that of the first device if none of the mesh's belongs to it."""
+    own = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    return host_of(next(own, mesh.devices.flat[0]))
+
+
+def host_of(device: Any) -> Any:
+    """The host of a device, as jax numbers them; of CPU devices there is one."""
+    return getattr(device, "partition_index", 0)
+
+
+def several_hosts() -> bool:
+    """Whether the devices of this job are on more than one host."""
+    return len({host_of(device) for device in jax.devices()}) > 1
+
+
+def lower_by_cliques() -> None:
+    """Has kernels lowered for their cliques from now on. Idempotent."""
+    _compat.lower_by_cliques(Clique.of)

@@ -1,0 +1,161 @@
+"""Meshes over several hosts, as far as one can test that on one: what is lowered, assembled and refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.kernels import dispatch
+from overlap.kernels.target import Target
+from overlap.primitives import clique
+from overlap.primitives.clique import Clique
+from tests import assembly, mesh_cases, oracle
+from tests.mesh_cases import layout
+from tests.test_meshes import ids_for_xla, lowered
+
+# Eight devices as two hosts of four, numbered as jax numbers them: host by host.
+TWO_HOSTS = [
+    (layout("x", data=2, x=4), [3, 2, 1, 0], [7, 6, 5, 4]),
+    (layout(("b", "a"), data=2, a=2, b=2), [3, 2, 1, 0], [7, 6, 5, 4]),
+    (layout("x", data=4, x=2), [3, 2, 1, 0], [7, 6, 5, 4]),
+    (layout("x", (2, 0, 3, 1, 5, 6, 4, 7), data=2, x=4), [3, 2, 1, 0], [7, 6, 5, 4]),
+    # The data axis, across the hosts, as the minor one.
+    (layout("x", (0, 4, 1, 5, 2, 6, 3, 7), x=4, data=2), None, None),
+]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """Two hosts of four devices; returns how to move this process to one of them."""
+    monkeypatch.setattr(clique, "host_of", lambda device: device.id // 4)
+    return lambda host: monkeypatch.setattr(clique, "_own_host", lambda mesh: host)
+
+
+@pytest.mark.parametrize("transport", ["pull", "ring"])
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize(("case", "first", "second"), TWO_HOSTS[:-1], ids=str)
+def test_xla_is_given_the_devices_of_this_host_in_reverse(case, first, second, host, transport, two_hosts):
+    two_hosts(host)
+    assert ids_for_xla(lowered(case, case.mesh(), transport=transport)) == (second if host else first)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_clique_is_a_mesh_of_its_own(host, two_hosts):
+    two_hosts(host)
+    case, *_ = TWO_HOSTS[-1]
+    own = Clique.of(case.mesh(), frozenset("x"))
+    assert dict(own.mesh.shape) == {"x": 4} and own.is_mirrored
+    # Numbered by position, whatever the devices' own ids; the last position has rank 0.
+    assert [device.id for device in own.mesh.devices.flat] == [0, 1, 2, 3]
+    assert own.positions == ((7, 5, 3, 1) if host else (6, 4, 2, 0))
+    assert own.device_ids == tuple(range(4 * host, 4 * host + 4))
+
+
+def test_two_rings_of_a_host_are_one_clique(two_hosts):
+    two_hosts(1)
+    own = Clique.of(layout("x", data=4, x=2).mesh(), frozenset("x"))
+    assert dict(own.mesh.shape) == {"data": 2, "x": 2} and own.positions == (7, 6, 5, 4)
+
+
+def test_one_host_is_as_it_was():
+    mesh = layout("x", (2, 0, 3, 1), x=4).mesh()
+    own = Clique.of(mesh, frozenset("x"))
+    assert own.positions == (0, 1, 2, 3) and own.device_ids == (2, 0, 3, 1) and not own.is_mirrored
+    assert Clique.of(mesh, frozenset()) is None
+
+
+def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts):
+    """The list is changed where the call is made, wherever that is."""
+    two_hosts(1)
+    case, _, expected = TWO_HOSTS[0]
+
+    def op(lhs, rhs):
+        def step(_, total):
+            out = mesh_cases.fused(case)(lhs + total.astype(lhs.dtype), rhs)
+            return total + jax.lax.psum(jax.lax.psum(out.astype(jnp.float32).sum(), "x"), "data")
+
+        return jax.lax.fori_loop(0, 3, step, jnp.float32(0))
+
+    shapes = (4 * 256, 512), (512, 4 * 512)
+    call = oracle.on_mesh(case.mesh(), op, in_specs=(P("x"), P(None, "x")), out_specs=P())
+    text = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
+    assert ids_for_xla(text.as_text()) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (layout("x", x=8), r"'x' are on several hosts \(8 devices, 4 of them here\).*within a host.*\"xla\""),
+        (layout("x", x=4, data=2), r"'x' are on several hosts \(4 devices, 2 of them here\)"),
+        (layout("x", (0, 1, 2, 4, 3, 5, 6, 7), data=2, x=4), r"4 devices of this host do not form a block.*\"xla\""),
+        (layout("x", (4, 5, 6, 7, 0, 1, 2, 3), data=2, x=4), r"devices 4 to 7 on this host.* \[0, 1, 2, 3\]"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_with_the_way_out(case, message, two_hosts):
+    two_hosts(0)
+    with pytest.raises(NotImplementedError, match=message):
+        lowered(case, case.mesh())
+
+
+def test_a_kernel_without_peers_does_not_care(two_hosts):
+    mesh = Mesh(np.array(jax.devices())[[0, 5, 6]], ("x",), axis_types=(AxisType.Auto,))
+    call = oracle.on_mesh(mesh, lambda a, b: overlap.matmul(a, b, implementation="fused"))
+    shapes = (3 * 256, 512), (512, 3 * 1024)
+    text = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in text.as_text()
+
+
+@pytest.mark.parametrize(
+    ("op", "keywords"), [(overlap.all_gather_lhs_matmul, {}), (overlap.all_gather_rhs_matmul, {"gather_dimension": 1})]
+)
+def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplog):
+    mesh = layout("x", data=2, x=4).mesh()
+    operands = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    with caplog.at_level(logging.WARNING, "overlap"):
+        chosen = overlap.explain(op, *operands, "x", mesh=mesh, **keywords)
+    assert chosen.implementation == "xla" and "several hosts" in chosen.reason and "several hosts" in caplog.text
+    assert overlap.explain(op, *operands, "x", mesh=mesh, implementation="fused", **keywords).implementation == "fused"
+
+
+@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+def test_ranks_are_turned_into_positions_once(tmp_path):
+    """What the hosts' kernel computes beyond that of a single host: 3 − rank and 3 − position, and nothing else."""
+
+    def subtractions(name, **fields):
+        file = tmp_path / name
+        (report,) = assembly.assemble_case(assembly.Case("all_gather_lhs_matmul", **fields), ptx=str(file))
+        # The constant may have moved into another sum; where the kernel asks who it is, it stands alone.
+        return report, len(re.findall(r"sub\.s32\s+%r\d+, 3, %r\d+;", file.read_text()))
+
+    alone, none = subtractions("alone", devices=4)
+    of_two, some = subtractions("of_two", devices=8, mesh={"data": 2, "x": 4}, hosts=2)
+    assert none == 0 < some
+    assert of_two.spills == 0 and of_two.shared_memory_bytes == alone.shared_memory_bytes
+
+
+def test_every_process_lowers_for_its_own_host(repository):
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed (extra `mpi`)")
+    script = repository / "tests" / "launch_rank.py"
+    command = [repository / "launch" / "mpirun.sh", "-np", "2", "--", sys.executable, script, "hosts"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI"))}
+    environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(repository)}
+    process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                             timeout=200, check=True)  # fmt: skip
+    assert "process 0: ids 1,0" in process.stdout and "process 1: ids 3,2" in process.stdout, process.stderr
