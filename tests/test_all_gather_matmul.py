@@ -46,6 +46,8 @@ def test_error_within_twice_the_unfused_product(devices, dtype, transport):
         (2, (200, 264, 136), SMALL),  # Ragged in all dimensions, inside the shards of the result, too.
         (3, (131, 8, 1032), overlap.Config(tile_n=64, chunk_bytes=1024)),
         (2, (1, 24, 8), SMALL),
+        (3, (133, 136, 64), overlap.Config(tile_n=128, chunk_bytes=2048)),  # Chunks of 16 rows, the last one of five.
+        (3, (70, 136, 8 * 37), overlap.Config(tile_n=128, chunk_bytes=256)),  # Rows in three parts, the last shorter.
     ],
 )
 def test_other_sizes(cores, shape, config, transport):

@@ -40,6 +40,7 @@ SIZES = {  # m, and the shard of the weights
     "ragged": (200, (136, 264)),
     "several flags": (128, (72 + 64 * STEPS_PER_FLAG, 128)),
     "tiny": (1, (8, 8)),
+    "uneven": (128, (40, 8 * 37)),  # Chunks of unequal sizes, by rows or by columns.
 }
 
 

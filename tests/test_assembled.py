@@ -162,6 +162,12 @@ def test_other_configs_use_the_shared_memory_they_announce(config: dict[str, Any
     check(Case("all_gather_lhs_matmul", 4, (1024, 3 * 1024, 4096), config=config), pulls=True)
 
 
+@pytest.mark.parametrize("shape", [(1001, 4096, 512), (1001, 4096, 8 * 1009)], ids=["rows", "columns"])
+def test_uneven_chunks_assemble_without_spills(shape: tuple[int, int, int]) -> None:
+    (report,) = assembly.assemble_case(Case("all_gather_lhs_matmul", 4, shape))
+    assert report.spills == 0 and report.stack_frame_bytes == 0 and report.warnings == ()
+
+
 @pytest.mark.parametrize(
     ("mesh", "hosts"),
     [

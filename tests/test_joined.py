@@ -18,6 +18,7 @@ from overlap.tuning import model, space
 from overlap.tuning.problem import Problem
 from tests import assembly, oracle, several_sides_cases
 from tests.several_sides_cases import Form
+from tests.test_schedule import size_of
 from tests.tuning_cases import H200
 
 ONE = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True)
@@ -37,7 +38,7 @@ KERNEL = "overlap_all_gather_lhs_matmul_joined"
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("m_shard", "k", "chunk_bytes"),
-    [(1, 8, 8192), (3, 1032, 1024), (16, 512, 8192), (40, 64, 512), (96, 64, 8192), (131, 64, 4096)],
+    [(1, 8, 8192), (3, 1032, 1024), (16, 512, 8192), (40, 64, 512), (96, 64, 8192), (131, 64, 4096), (6, 1016, 1024)],
 )
 @pytest.mark.parametrize("tile_m", [64, 128])
 def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_shard, k, chunk_bytes, tile_m):
@@ -49,11 +50,12 @@ def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_
             step, row, column = schedule.chunk(index)
             # The peers' come first: they are what takes long.
             assert (step > 0) == (index < schedule.pulls)
-            assert row + schedule.plan.rows <= m_shard and column + schedule.plan.cols <= k
+            rows, columns = size_of(schedule.plan, row, column)
+            assert row + rows <= m_shard and column + columns <= k
             first = schedule.row(me, step, row)
             assert first == (me + step) % devices * m_shard + row
-            last = first + schedule.plan.rows - 1
-            copied[first : last + 1, column : column + schedule.plan.cols] += 1
+            last = first + rows - 1
+            copied[first : last + 1, column : column + columns] += 1
             assert schedule.flag(first) == schedule.flag(last) == first // tile_m
             raised[schedule.flag(first)] += 1
         assert (copied == 1).all()

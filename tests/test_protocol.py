@@ -169,6 +169,38 @@ def test_each_defect_is_reported(defect, monkeypatch):
     assert "device" in str(reports[0]) and "CTA" in str(reports[0]) and ".py:" in str(reports[0])
 
 
+UNEVEN = {
+    "rows": ((133, 64, 64), overlap.Config(tile_n=64, stages=2, chunk_bytes=2048)),
+    "columns": ((70, 64, 8 * 37), overlap.Config(tile_n=64, stages=2, chunk_bytes=256)),
+}
+
+
+def take_all_chunks_for_whole_ones(patch):
+    patch.setattr(copies.PullPlan, "lacks", lambda self, row, column: 0 * row)
+
+
+def leave_the_short_ones(patch):
+    plan = vars(copies.PullPlan)
+    for name, size in (("row_groups", lambda p: p.shard_rows // p.rows),
+                       ("chunks_per_row_group", lambda p: p.shard_cols // p.cols)):  # fmt: skip
+        assert name in plan
+        patch.setattr(copies.PullPlan, name, property(size))
+
+
+@pytest.mark.parametrize(("shape", "config"), UNEVEN.values(), ids=UNEVEN)
+def test_uneven_chunks_are_clean(shape, config):
+    for seed, completion in enumerate(("late", "eager", "random")):
+        launch(shape=shape, config=config, cores=3, completion=completion, scheduler="pct", seed=seed)
+
+
+@pytest.mark.parametrize("defect", [take_all_chunks_for_whole_ones, leave_the_short_ones], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("shape", "config"), UNEVEN.values(), ids=UNEVEN)
+def test_each_defect_of_uneven_chunks_is_reported(shape, config, defect, monkeypatch):
+    defect(monkeypatch)
+    with pytest.raises(EmulationError):
+        launch(shape=shape, config=config, cores=3, completion="late")
+
+
 def test_a_wrong_peer_shows_in_the_numbers(monkeypatch):
     """Reading another peer's shard is no race, so it is the oracle that has to catch it."""
     peer = Ring.peer

@@ -35,11 +35,11 @@ def pull_last(patch, victim, devices):
         made.append(make(*shapes))
         return made[-1]
 
-    def pull_late(count, **kwargs):
+    def pull_late(count, plan, **kwargs):
         from_peers = made[-1][1].at[1]
         late = lax.axis_index("x") == victim
         pl.when(late)(lambda: primitives.wait_at_least(from_peers, devices - 1, from_peer=True))
-        pull(count, **kwargs)
+        pull(count, plan, **kwargs)
 
     patch.setattr(op, "shared_flags", shared_flags)
     patch.setattr(op, "pull_chunks", pull_late)

@@ -8,6 +8,7 @@ import pytest
 import overlap
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from tests.rhs_cases import ALONG
+from tests.test_schedule import size_of
 
 WALKS = [  # m, shard of the weights along n, its config: chunks of many rows, of one, of parts of one; ragged
     (256, (1024, 128), {"tile_n": 128}),
@@ -16,6 +17,8 @@ WALKS = [  # m, shard of the weights along n, its config: chunks of many rows, o
     (384, (520, 392), {"chunk_bytes": 256, "tile_n": 192}),  # Tiles straddle column blocks.
     (128, (8, 2752), {"chunk_bytes": 688, "cluster": 2, "cluster_along": "n"}),  # The last tile is a phantom.
     (300, (584, 320), {"cluster": 2, "tile_n": 64, "chunk_bytes": 128}),
+    (128, (520, 64), {"tile_n": 64, "chunk_bytes": 2048}),  # The last chunk has fewer rows,
+    (128, (520, 8 * 37), {"tile_n": 64, "chunk_bytes": 256}),  # the last part of each row fewer columns.
 ]
 
 
@@ -60,21 +63,24 @@ def test_each_tile_once_and_over_all_of_k(devices, along):
 @pytest.mark.parametrize("devices", range(1, 9))
 def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(devices, num_ctas, along):
     for schedule, config in schedules(devices, along):
-        plan, raised, lies_in = schedule.plan, collections.Counter(), {}
+        plan, raised, lies_in, elements = schedule.plan, collections.Counter(), {}, 0
         for cta in range(num_ctas):
             for index in range(cta, schedule.pulls, num_ctas):
                 step, row, column = schedule.chunk(index)
                 assert 1 <= step < devices
-                assert 0 <= row <= plan.shard_rows - plan.rows and 0 <= column <= plan.shard_cols - plan.cols
+                rows, columns = size_of(plan, row, column)
+                assert 0 <= row <= plan.shard_rows - rows and 0 <= column <= plan.shard_cols - columns
                 assert (step, row, column) not in lies_in
                 flag = schedule.flag(step, row, column)
-                assert flag == schedule.flag(step, row + plan.rows - 1, column + plan.cols - 1)
+                assert flag == schedule.flag(step, row + rows - 1, column + columns - 1)
+                elements += rows * columns
                 assert all(0 <= i < size for i, size in zip(flag, schedule.flags, strict=True))
                 lies_in[step, row, column] = flag
                 raised[flag] += 1
         # All of it, and nothing twice: chunks begin at multiples of their sizes.
         assert all(row % plan.rows == 0 and column % plan.cols == 0 for _, row, column in lies_in)
         assert len(lies_in) == schedule.pulls == schedule.pulled * plan.chunks
+        assert elements == schedule.pulled * plan.shard_rows * plan.shard_cols
         waits = set()
         for step, _, n in set(tiles_of(schedule, config)):
             first, last = schedule.columns_of(n)

@@ -22,7 +22,18 @@ SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and pa
     (200, 4096, 2, 8192),  # The last row block is shorter,
     (131, 64, 2, 8192),  # and by an odd number of rows.
     (1, 72, 2, 8192),
+    (131, 512, 2, 8192),  # The last of the chunks of eight rows has three.
+    (40, 8 * 1009, 2, 8192),  # A row of a prime number of 16-byte units: in two unequal parts.
 ]
+
+
+def size_of(plan: PullPlan, row: int, column: int) -> tuple[int, int]:
+    """Rows and columns of the chunk that begins there, which are all that are left where it is a short one."""
+    if plan.short is None or plan.lacks(row, column) <= 0:
+        assert row + plan.rows <= plan.shard_rows and column + plan.cols <= plan.shard_cols
+        return plan.rows, plan.cols
+    assert plan.short == (min(plan.rows, plan.shard_rows - row), min(plan.cols, plan.shard_cols - column))
+    return plan.short
 
 
 def schedules(devices: int, cluster: int = 1):
@@ -71,7 +82,7 @@ def test_own_shard_first_and_no_peer_read_by_two_at_the_same_step(devices):
 def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, num_ctas, cluster):
     for schedule in schedules(devices, cluster):
         plan = schedule.plan
-        written, raised = collections.Counter(), collections.Counter()
+        written, raised, elements = collections.Counter(), collections.Counter(), 0
         for cta in range(num_ctas):
             for index in range(cta, schedule.pulls, num_ctas):
                 step, row, column = schedule.chunk(index)
@@ -80,10 +91,12 @@ def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, nu
                 written[step, row, column] += 1
                 raised[schedule.flag(step, row)] += 1
                 # A chunk belongs to one flag: its first and last row share the block.
-                assert schedule.flag(step, row) == schedule.flag(step, row + plan.rows - 1)
+                rows, columns = size_of(plan, row, column)
+                assert schedule.flag(step, row) == schedule.flag(step, row + rows - 1)
+                elements += rows * columns
         # Written once each, so nothing is overwritten, before its use or after; and nothing is left out.
         assert set(written.values()) <= {1}
-        assert len(written) * plan.rows * plan.cols == (devices - 1) * plan.shard_rows * plan.shard_cols
+        assert elements == (devices - 1) * plan.shard_rows * plan.shard_cols
         # Every flag that a tile waits for exists and is raised exactly as often as the tile expects.
         rows, columns = schedule.flags
         for step, m, _ in tiles_of(schedule, cluster):
@@ -127,6 +140,8 @@ def test_chunks_respect_their_limit_and_the_copy_engine():
         assert plan.rows * plan.cols * itemsize <= chunk_bytes
         assert plan.cols * itemsize % 16 == 0
         assert plan.cols == k or plan.rows == 1
+        # Chunks are large, whatever the sizes are made of: at least a third of what is allowed, if there is so much.
+        assert plan.rows * plan.cols * itemsize >= min(chunk_bytes // 3, m_shard * k * itemsize)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         PullPlan.cut(128, 65, 2, 128, 8192)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):

@@ -17,6 +17,7 @@ from overlap.emulation import EmulationError, emulate
 from overlap.kernels.stream_k import StreamK
 from tests import assembly, oracle, several_sides_cases
 from tests.several_sides_cases import Form
+from tests.test_schedule import size_of
 
 SMALL = overlap.Config(tile_n=64, stages=2)
 CUT = overlap.Config(tile_n=64, stages=2, stream_k=3)
@@ -283,7 +284,8 @@ def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster
         # All chunks of a shard, the own one's too, cover each of its elements once.
         origins = [schedule.origin(chunk) for chunk in range(schedule.chunks)]
         assert len(set(origins)) == len(origins)
-        assert len(origins) * schedule.plan.rows * schedule.plan.cols == batch * m_shard * 64
+        sizes = [size_of(schedule.plan, row % m_shard, column) for row, column in origins]
+        assert sum(rows * columns for rows, columns in sizes) == batch * m_shard * 64
         for me in range(devices):
             assert sorted(schedule.slot(me, step) for step in range(devices)) == list(range(devices))
 
@@ -325,7 +327,7 @@ def keep_the_own_shard_in_a_peers_place(patch):
 
 def leave_a_chunk_of_the_own_shard(patch):
     carry, fewer = pull.pull_chunks, itertools.cycle((0, 1))  # The peers' chunks, then the own ones.
-    patch.setattr(pull, "pull_chunks", lambda count, **kwargs: carry(count - next(fewer), **kwargs))
+    patch.setattr(pull, "pull_chunks", lambda count, plan, **kwargs: carry(count - next(fewer), plan, **kwargs))
 
 
 def swap_the_sides(patch):

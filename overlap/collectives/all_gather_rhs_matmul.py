@@ -102,27 +102,15 @@ class _Tile(hopper.Tile):
 def _pull(cta: Any, num_ctas: int, rhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
           ring: Ring, schedule: GatherRhsSchedule) -> None:  # fmt: skip
     """The communicator's transfers: this CTA's share of the chunks."""
-    plan = schedule.plan
-
-    def at(ordinal: Any) -> tuple[Any, Any, Any]:
-        return schedule.chunk(cta + ordinal * num_ctas)
-
-    def piece(row: Any, column: Any) -> tuple[Any, Any]:
-        return pl.ds(row, plan.rows), pl.ds(column, plan.cols)
-
-    def source(ordinal: Any) -> Any:
-        step, row, column = at(ordinal)
-        return ring.remote(rhs_gmem, ring.peer(step)).at[piece(row, column)]
-
-    def destination(ordinal: Any) -> Any:
-        step, row, column = at(ordinal)
-        return scratch_gmem.at[(step - 1, *piece(row, column))]
-
-    def landed(ordinal: Any) -> None:
-        signal(flags.at[schedule.flag(*at(ordinal))])
-
     mine = lax.div(jnp.int32(schedule.pulls + num_ctas - 1) - cta, jnp.int32(num_ctas))
-    pull_chunks(mine, source=source, destination=destination, landed=landed, slots_smem=slots_smem, loaded=loaded)
+    pull_chunks(
+        mine, schedule.plan,
+        at=lambda ordinal: schedule.chunk(cta + ordinal * num_ctas),
+        source=lambda step, *place: ring.remote(rhs_gmem, ring.peer(step)).at[place],
+        destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],
+        landed=lambda *where: signal(flags.at[schedule.flag(*where)]),
+        slots_smem=slots_smem, loaded=loaded,
+    )  # fmt: skip
 
 
 def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sums_gmem: Any, ring: Ring,

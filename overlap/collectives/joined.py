@@ -61,7 +61,7 @@ def serves(plan: Plan) -> bool:
 def _copy(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
           ring: Ring, schedule: JoinedSchedule) -> None:  # fmt: skip
     """The communicator's transfers: this CTA's share of the chunks."""
-    plan, me = schedule.plan, ring.me()
+    me = ring.me()
 
     def share(chunks: int) -> Any:
         return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
@@ -69,23 +69,17 @@ def _copy(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any,
     def copy(first: Any, last: Any, source_of: Any) -> None:
         """This CTA's chunks from its `first` up to its `last`."""
 
-        def at(ordinal: Any) -> tuple[Any, Any, Any]:
-            return schedule.chunk(cta + (first + ordinal) * num_ctas)
+        def destination(step: Any, rows: Any, columns: Any) -> Any:
+            return scratch_gmem.at[pl.ds(schedule.row(me, step, rows.start), rows.size), columns]
 
-        def source(ordinal: Any) -> Any:
-            step, row, column = at(ordinal)
-            return source_of(step).at[pl.ds(row, plan.rows), pl.ds(column, plan.cols)]
-
-        def destination(ordinal: Any) -> Any:
-            step, row, column = at(ordinal)
-            return scratch_gmem.at[pl.ds(schedule.row(me, step, row), plan.rows), pl.ds(column, plan.cols)]
-
-        def landed(ordinal: Any) -> None:
-            step, row, _ = at(ordinal)
-            signal(flags.at[schedule.flag(schedule.row(me, step, row))])
-
-        pull_chunks(last - first, source=source, destination=destination, landed=landed, slots_smem=slots_smem,
-                    loaded=loaded)  # fmt: skip
+        pull_chunks(
+            last - first, schedule.plan,
+            at=lambda ordinal: schedule.chunk(cta + (first + ordinal) * num_ctas),
+            source=lambda step, *place: source_of(step).at[place],
+            destination=destination,
+            landed=lambda step, row, column: signal(flags.at[schedule.flag(schedule.row(me, step, row))]),
+            slots_smem=slots_smem, loaded=loaded,
+        )  # fmt: skip
 
     pulls = share(schedule.pulls)
     copy(0, pulls, lambda step: ring.remote(lhs_gmem, ring.peer(step)))

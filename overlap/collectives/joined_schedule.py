@@ -7,6 +7,7 @@ places ahead. A *row* is one of all gathered ones unless it is said to be within
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ class JoinedSchedule:
         return JoinedSchedule(
             devices,
             AllGatherSchedule.of(1, devices * m_shard, n_shards, k, itemsize, config),
-            PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes),
+            # Tiles begin anywhere in a shard: chunks of a common divisor lie in one tile each.
+            PullPlan.cut(m_shard, k, itemsize, math.gcd(config.tile_m, m_shard), config.chunk_bytes),
         )
 
     # --- Chunks: those of the peers first, since they have the longer way ---

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.collectives.schedule import AllGatherSchedule
@@ -31,50 +30,42 @@ from overlap.primitives import HANDSHAKE_FLAGS, exit_handshake, fence_async_prox
 def _pull(site: Site, flags: Any, slots_smem: Any, loaded: Any) -> None:
     """The communicator's transfers: this CTA's share of the chunks."""
     schedule, ring, cta, num_ctas = site.schedule, site.ring, site.cta, site.num_ctas
-    plan, me = schedule.plan, ring.me()
-
-    def piece(row: Any, column: Any) -> tuple[Any, tuple[Any, Any]]:
-        batch, row = schedule.batch_of_row(row)
-        return batch, (pl.ds(row, plan.rows), pl.ds(column, plan.cols))
-
-    def at(ordinal: Any) -> tuple[Any, Any, tuple[Any, Any]]:
-        step, row, column = schedule.chunk(cta + ordinal * num_ctas)
-        return step, *piece(row, column)
-
-    def source(ordinal: Any) -> Any:
-        step, batch, place = at(ordinal)
-        return site.within(ring.remote(site.lhs_gmem, ring.peer(step)), batch, *place)
-
-    def destination(ordinal: Any) -> Any:
-        step, batch, place = at(ordinal)
-        return site.within(site.scratch_gmem, batch, schedule.slot(me, step), *place)
-
-    def landed(ordinal: Any) -> None:
-        step, row, _ = schedule.chunk(cta + ordinal * num_ctas)
-        signal(flags.at[schedule.flag(step, row)])
+    me = ring.me()
 
     def share(chunks: int) -> Any:
         return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
 
-    pull_chunks(share(schedule.pulls), source=source, destination=destination, landed=landed, slots_smem=slots_smem,
-                loaded=loaded)  # fmt: skip
+    # A shard is a step and a batch element.
+    def within(step: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
+        batch, row = schedule.batch_of_row(row)
+        return (step, batch), row, column
+
+    def destination(shard: Any, *place: Any) -> Any:
+        step, batch = shard
+        return site.within(site.scratch_gmem, batch, schedule.slot(me, step), *place)
+
+    def of_peer(shard: Any, *place: Any) -> Any:
+        step, batch = shard
+        return site.within(ring.remote(site.lhs_gmem, ring.peer(step)), batch, *place)
+
+    def landed(shard: Any, row: Any, column: Any) -> None:
+        step, batch = shard
+        signal(flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
+
+    pull_chunks(
+        share(schedule.pulls), schedule.plan,
+        at=lambda ordinal: within(*schedule.chunk(cta + ordinal * num_ctas)),
+        source=of_peer, destination=destination, landed=landed, slots_smem=slots_smem, loaded=loaded,
+    )  # fmt: skip
     if not schedule.keeps_own:
         return
-
-    def own(ordinal: Any) -> tuple[Any, tuple[Any, Any]]:
-        return piece(*schedule.origin(cta + ordinal * num_ctas))
-
-    def own_destination(ordinal: Any) -> Any:
-        batch, place = own(ordinal)
-        return site.within(site.scratch_gmem, batch, schedule.slot(me, 0), *place)
-
-    def own_source(ordinal: Any) -> Any:
-        batch, place = own(ordinal)
-        return site.within(site.lhs_gmem, batch, *place)
-
     # Nobody in this kernel reads the copy, so it comes last, and without flags.
-    pull_chunks(share(schedule.chunks), source=own_source, destination=own_destination, landed=lambda ordinal: None,
-                slots_smem=slots_smem, loaded=loaded)  # fmt: skip
+    pull_chunks(
+        share(schedule.chunks), schedule.plan,
+        at=lambda ordinal: within(0, *schedule.origin(cta + ordinal * num_ctas)),
+        source=lambda shard, *place: site.within(site.lhs_gmem, shard[1], *place),
+        destination=destination, landed=lambda *_: None, slots_smem=slots_smem, loaded=loaded,
+    )  # fmt: skip
 
 
 class Pull:

@@ -111,7 +111,7 @@ class GatherRhsSchedule:
         shards = 1 if self.along == "n" else self.pulled
         before = quotient(index, shards * self.plan.chunks)
         index = index - before * (shards * self.plan.chunks)
-        full = shards * self._row_groups * self._parts
+        full = shards * self.plan.row_groups * self._parts
         column_block = quotient(index, full)
         within = index - column_block * full
         step, group, part = self._in_block(within, self._parts)
@@ -124,13 +124,9 @@ class GatherRhsSchedule:
 
     def _in_block(self, index: Any, parts: int) -> tuple[Any, Any, Any]:
         """Shard, group of rows, and part of these, of a chunk within a column block that is `parts` chunks wide."""
-        step = quotient(index, self._row_groups * parts)
-        index = index - step * (self._row_groups * parts)
+        step = quotient(index, self.plan.row_groups * parts)
+        index = index - step * (self.plan.row_groups * parts)
         return step, quotient(index, parts), remainder(index, parts)
-
-    @property
-    def _row_groups(self) -> int:
-        return self.plan.shard_rows // self.plan.rows
 
     @property
     def _parts(self) -> int:
@@ -175,13 +171,13 @@ class GatherRhsSchedule:
 
     def flag_target(self, row: Any, column: Any) -> Any:
         """How often the flag of the block that holds (row, column) is raised: once per chunk."""
-        plan, per_block = self.plan, self.block_rows // self.plan.rows
-        last_groups = self._row_groups - (self.row_blocks - 1) * per_block
+        per_block = self.block_rows // self.plan.rows
+        last_groups = self.plan.row_groups - (self.row_blocks - 1) * per_block
         groups, parts = per_block, self._parts
         if last_groups != per_block:
             groups = choose(row >= (self.row_blocks - 1) * self.block_rows, last_groups, groups)
         if self._last_parts != self._parts:
-            parts = choose(column >= plan.shard_cols - self._last_parts * plan.cols, self._last_parts, parts)
+            parts = choose(column >= (self.column_blocks - 1) * self.block_columns, self._last_parts, parts)
         return groups * parts
 
     def begins_block(self, k: Any) -> Any:

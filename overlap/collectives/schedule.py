@@ -155,7 +155,7 @@ class AllGatherSchedule:
         per_row = self.plan.chunks_per_row_group
         last = self.row_blocks - 1
         whole = self.block_rows // self.plan.rows * per_row
-        rest = (self.plan.shard_rows - last * self.block_rows) // self.plan.rows * per_row
+        rest = ceil_div(self.plan.shard_rows - last * self.block_rows, self.plan.rows) * per_row
         return whole if rest == whole else choose(block == last, rest, whole)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.integers import ceil_div, quotient, remainder
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
@@ -42,13 +41,14 @@ def send_tile(tile_smem: Any, destination_gmem: Any) -> None:
 class PullPlan:
     """How one shard is cut into chunks that a single copy can carry.
 
-    A chunk is a contiguous piece of the row-major shard: `rows` whole rows, or a part (`cols` columns) of one row.
+    A chunk is a contiguous piece of the row-major shard: `rows` whole rows, or a part (`cols` columns) of one row. The
+    last one of the shard may have fewer rows, or the last one of each row fewer columns.
 
     Attributes:
       shard_rows: rows of the shard.
       shard_cols: columns of the shard.
-      rows: rows per chunk; divides `shard_rows`.
-      cols: columns per chunk; divides `shard_cols`, and equals it if `rows` > 1.
+      rows: rows per chunk.
+      cols: columns per chunk; all of them if `rows` > 1.
     """
 
     shard_rows: int
@@ -57,14 +57,31 @@ class PullPlan:
     cols: int
 
     @property
+    def row_groups(self) -> int:
+        """Chunks one below the other."""
+        return ceil_div(self.shard_rows, self.rows)
+
+    @property
     def chunks_per_row_group(self) -> int:
         """Chunks side by side in `rows` rows."""
-        return self.shard_cols // self.cols
+        return ceil_div(self.shard_cols, self.cols)
 
     @property
     def chunks(self) -> int:
         """Chunks per shard."""
-        return (self.shard_rows // self.rows) * self.chunks_per_row_group
+        return self.row_groups * self.chunks_per_row_group
+
+    @property
+    def short(self) -> tuple[int, int] | None:
+        """Rows and columns of the chunks that are smaller than the others; None if there are none."""
+        rows, cols = self.shard_rows % self.rows or self.rows, self.shard_cols % self.cols or self.cols
+        return None if (rows, cols) == (self.rows, self.cols) else (rows, cols)
+
+    def lacks(self, row: Any, column: Any) -> Any:
+        """How many rows or columns the chunk that begins there is short of, if positive."""
+        if self.shard_rows % self.rows:
+            return row + self.rows - self.shard_rows
+        return column + self.cols - self.shard_cols
 
     def origin(self, chunk: Any) -> tuple[Any, Any]:
         """Row and column at which a chunk begins; chunks run along rows, then down."""
@@ -75,7 +92,7 @@ class PullPlan:
     def cut(shard_rows: int, shard_cols: int, itemsize: int, block_rows: int, max_bytes: int) -> PullPlan:
         """The largest chunks of at most `max_bytes` that do not straddle a block of `block_rows` rows.
 
-        The last block may be shorter: chunks fill it exactly, too.
+        The parts of a row are equally long, unless parts of very different number would have to be that.
 
         Raises:
           ValueError: a row has no piece whose size is a multiple of 16 bytes, as the copy engine demands.
@@ -88,9 +105,13 @@ class PullPlan:
             )
         if shard_cols * itemsize <= max_bytes:
             fitting = max_bytes // (shard_cols * itemsize)
-            rows = largest_divisor(math.gcd(block_rows, shard_rows), fitting)
+            rows = largest_divisor(block_rows, min(fitting, shard_rows))
             return PullPlan(shard_rows, shard_cols, rows, shard_cols)
-        return PullPlan(shard_rows, shard_cols, 1, unit * largest_divisor(shard_cols // unit, max_bytes // 16))
+        units = shard_cols // unit
+        nearly_equal = ceil_div(units, ceil_div(units, max_bytes // 16))
+        equal = largest_divisor(units, max_bytes // 16)
+        # Two sizes of chunks take twice the code, which a few percent more bytes in flight are not worth.
+        return PullPlan(shard_rows, shard_cols, 1, unit * (equal if 3 * equal >= 2 * nearly_equal else nearly_equal))
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -100,10 +121,12 @@ def largest_divisor(number: int, limit: int) -> int:
 
 def pull_chunks(
     count: Any,
+    plan: PullPlan,
     *,
-    source: Callable[[Any], Any],
-    destination: Callable[[Any], Any],
-    landed: Callable[[Any], None],
+    at: Callable[[Any], tuple[Any, Any, Any]],
+    source: Callable[..., Any],
+    destination: Callable[..., Any],
+    landed: Callable[[Any, Any, Any], None],
     slots_smem: Any,
     loaded: Any,
 ) -> None:
@@ -113,17 +136,38 @@ def pull_chunks(
 
     Args:
       count: how many chunks this warp carries, an int32 scalar.
-      source: from the running index of a chunk to its (remote) reference in global memory.
-      destination: likewise to its local reference.
-      landed: called with the running index once that chunk is complete at its destination: raise the flag here.
-      slots_smem: shared memory of shape [slots, *chunk].
+      plan: their sizes.
+      at: from the running index of a chunk to the shard that it is of, in whatever terms, and its first row and column.
+      source: from a shard, rows and columns (slices) to the (remote) reference in global memory.
+      destination: likewise to the local reference.
+      landed: called with what `at` says of a chunk once that is complete at its destination: raise the flag here.
+      slots_smem: shared memory of shape [slots, plan.rows, plan.cols].
       loaded: one barrier per slot, of one arrival.
     """
     slots = slots_smem.shape[0]
 
+    def in_its_size(index: Any, copy: Callable[[Any, Any, Any], None]) -> None:
+        """Calls `copy` with the shard, the place there, and the place in shared memory of a chunk."""
+        shard, row, column = at(index)
+
+        def of_size(rows: int, cols: int) -> Callable[[], None]:
+            slot_smem = slots_smem.at[remainder(index, slots), pl.ds(0, rows), pl.ds(0, cols)]
+            return lambda: copy(shard, (pl.ds(row, rows), pl.ds(column, cols)), slot_smem)
+
+        if plan.short is None:
+            of_size(plan.rows, plan.cols)()
+            return
+        # (Mosaic GPU has no `not` for a warp.)
+        lacking = plan.lacks(row, column)
+        pl.when(lacking <= 0)(of_size(plan.rows, plan.cols))
+        pl.when(lacking > 0)(of_size(*plan.short))
+
     def load(index: Any) -> None:
-        slot = remainder(index, slots)
-        plgpu.copy_gmem_to_smem(source(index), slots_smem.at[slot], loaded.at[slot], oob_mode=IN_BOUNDS)
+        def start(shard: Any, place: Any, slot_smem: Any) -> None:
+            arrives_at = loaded.at[remainder(index, slots)]
+            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, arrives_at, oob_mode=IN_BOUNDS)
+
+        in_its_size(index, start)
 
     @pl.loop(0, jnp.minimum(count, slots))
     def _prefetch(index: Any) -> None:
@@ -131,12 +175,11 @@ def pull_chunks(
 
     @pl.loop(0, count)
     def _carry(index: Any) -> None:
-        slot = remainder(index, slots)
-        plgpu.barrier_wait(loaded.at[slot])
-        send_tile(slots_smem.at[slot], destination(index))
+        plgpu.barrier_wait(loaded.at[remainder(index, slots)])
+        in_its_size(index, lambda shard, place, slot_smem: send_tile(slot_smem, destination(shard, *place)))
         # Landed, not only read: the flag speaks of the destination. It also frees the slot.
         wait_stores_landed()
-        landed(index)
+        landed(*at(index))
 
         @pl.when(index + slots < count)
         def _refill() -> None:

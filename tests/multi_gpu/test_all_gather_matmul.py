@@ -45,12 +45,12 @@ def late_transfers(monkeypatch, victim):
     pull_chunks, announce = pull.pull_chunks, ring._announce
     stall_victim = lambda: pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())  # noqa: E731
 
-    def pull_late(count, *, landed, **kwargs):
-        def landed_late(ordinal):
+    def pull_late(count, plan, *, landed, **kwargs):
+        def landed_late(*chunk):
             stall_victim()
-            landed(ordinal)
+            landed(*chunk)
 
-        pull_chunks(count, landed=landed_late, **kwargs)
+        pull_chunks(count, plan, landed=landed_late, **kwargs)
 
     def announce_late(*args):
         stall_victim()

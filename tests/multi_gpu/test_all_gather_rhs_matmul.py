@@ -42,12 +42,12 @@ def late_pulls(monkeypatch, victim):
     """The communicators of device `victim` stall before they say that a chunk is there."""
     pull = op.pull_chunks
 
-    def pull_late(count, *, landed, **kwargs):
-        def landed_late(ordinal):
+    def pull_late(count, plan, *, landed, **kwargs):
+        def landed_late(*chunk):
             pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())
-            landed(ordinal)
+            landed(*chunk)
 
-        pull(count, landed=landed_late, **kwargs)
+        pull(count, plan, landed=landed_late, **kwargs)
 
     monkeypatch.setattr(op, "pull_chunks", pull_late)
 
