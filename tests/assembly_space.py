@@ -168,7 +168,8 @@ def _exists(kernel: KernelClass) -> bool:
         kernel.op, *SHAPES[0], DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
         devices=2 if kernel.pulls else 1, layout=kernel.layout,
     )  # fmt: skip
-    return problem.accepts(_config(kernel, fields), TARGET)
+    config = _config(kernel, fields)
+    return problem.accepts(config, TARGET) and not (kernel.cuts and space.crowds_registers(config, problem))
 
 
 def cover() -> list[KernelClass]:
