@@ -154,15 +154,6 @@ def test_a_choice_is_said_once(caplog):
     assert len([r for r in caplog.records if r.name == "overlap"]) == 1
 
 
-def test_vmap_of_a_fused_collective_is_refused():
-    def body(lhs, rhs):
-        return jax.vmap(lambda a: overlap.all_gather_lhs_matmul(a, rhs, "x", implementation="fused"))(lhs)
-
-    mapped = jax.shard_map(body, mesh=mesh(x=2), in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(NotImplementedError, match=r"vmap.*xla"):
-        jax.eval_shape(mapped, struct((3, 128, 64)), struct((64, 256)))
-
-
 def test_an_axis_of_one_device_and_a_tuple_of_one_name():
     assert ring_of("op", ("x",), mesh(x=2)).axis_name == "x"
     assert trace(*GOOD, on=mesh(x=1)).shape == (128, 256)

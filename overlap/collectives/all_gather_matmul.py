@@ -200,11 +200,32 @@ def _on_one_device(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...
     return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if plan.returns_gathered else None
 
 
+def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """The kernel for a plan; `vmap` becomes its own batch."""
+    leaves, structure = jax.tree.flatten(operands)
+
+    @jax.custom_batching.custom_vmap
+    def run(*leaves: jax.Array) -> Any:
+        given = jax.tree.unflatten(structure, leaves)
+        if joined.serves(plan):
+            return joined.launch(given, plan)
+        return (_launch if plan.ring.size > 1 else _on_one_device)(given, plan)
+
+    @run.def_vmap
+    def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> Any:
+        folded = gathered_lhs.fold(
+            jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, batched), axis_size
+        )
+        results = _run(folded, plan)
+        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, *operands.lhs.shape[:-2], *x.shape[-2:]), results)
+        return unfolded, jax.tree.map(lambda _: True, unfolded)
+
+    return run(*leaves)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _fused(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    if joined.serves(plan):
-        return joined.launch(operands, plan)
-    return (_launch if plan.ring.size > 1 else _on_one_device)(operands, plan)
+    return _run(operands, plan)
 
 
 def _fused_forward(operands: Operands, plan: Plan) -> Any:
@@ -299,7 +320,9 @@ def all_gather_lhs_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable: the backward pass runs by XLA. Under `vmap`, use leading dimensions or implementation="xla".
+    Differentiable: the backward pass runs by XLA. `vmap` over `lhs` and the scale of rows becomes a leading dimension,
+    with the configuration of a single element (one of your own is tuned as a whole); over anything else it raises
+    NotImplementedError.
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

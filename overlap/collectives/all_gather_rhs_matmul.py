@@ -200,10 +200,10 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
-def _fused(
+def _launch(
     lhs: jax.Array, rhs: jax.Array, ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target
 ) -> jax.Array:
+    """Runs the kernel on checked operands."""
     if ring.size == 1:
         return differentiable.fused(Operands(lhs, rhs), Plan(config, target, hopper.PLAIN, out_dtype))
     (m, _), (rows, columns), size = lhs.shape, rhs.shape, ring.size
@@ -222,6 +222,25 @@ def _fused(
         name=f"overlap_{NAME}_{along}",
     )(lhs.reshape(m, size, rows) if along == "k" else lhs, rhs)
     return out.reshape(m, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _fused(lhs: jax.Array, rhs: jax.Array, *plan: Any) -> jax.Array:
+    @jax.custom_batching.custom_vmap
+    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return _launch(lhs, rhs, *plan)
+
+    @run.def_vmap
+    def _batch(axis_size: int, batched: list[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
+        if batched[1]:
+            raise NotImplementedError(
+                'the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped: use implementation="xla"'
+            )
+        # More rows of the same product.
+        out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, *plan)
+        return out.reshape(axis_size, -1, out.shape[-1]), True
+
+    return run(lhs, rhs)
 
 
 def _fused_forward(
@@ -326,8 +345,8 @@ def all_gather_rhs_matmul(
 
     The kernel keeps the peers' D − 1 shards of the weights in scratch memory of its own.
 
-    Differentiable: the backward pass runs by XLA (the gradient of `rhs` is reduce-scattered). Under `vmap`, use
-    implementation="xla".
+    Differentiable: the backward pass runs by XLA (the gradient of `rhs` is reduce-scattered). `vmap` over `lhs` becomes
+    more rows (with the configuration of a single element); over `rhs` it raises NotImplementedError.
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -162,6 +162,29 @@ def normalize(
     return Call(operands, forms, out_dtypes[0], tuple(batch), container)
 
 
+def fold(operands: Operands, is_batched: Operands, axis_size: int) -> Operands:
+    """The operands with what `vmap` adds in front of some of them folded into the batch of the left one.
+
+    Raises:
+      NotImplementedError: it adds something to a right operand or to a scale of columns.
+    """
+    if any(is_batched.sides) or any(is_batched.column_scales or ()):
+        raise NotImplementedError(
+            "the fused kernel takes `jax.vmap` over `lhs` and the scale of its rows only, and here `rhs` or a scale of "
+            'columns is mapped as well: pass several right operands as a list, or use implementation="xla"'
+        )
+
+    def in_front(x: Any, batched: bool, kept: int) -> Any:
+        x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        return x.reshape(-1, *x.shape[x.ndim - kept :])
+
+    rows = operands.row_scale
+    return dataclasses.replace(
+        operands, lhs=in_front(operands.lhs, is_batched.lhs, 2),
+        row_scale=None if rows is None else in_front(rows, is_batched.row_scale, 1),
+    )  # fmt: skip
+
+
 def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(x, (jax.Array, np.ndarray)):
         return jnp.reshape(x, shape)
