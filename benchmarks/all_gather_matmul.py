@@ -7,6 +7,11 @@ On all GPUs of the host, on some, with several configs of the fused operation, o
     python3 -m benchmarks.all_gather_matmul --variants fused fused:stages=3 fused:tile_n=128
     launch/mpirun.sh -np 4 -- python3 -m benchmarks.all_gather_matmul
 
+What a call's time is made of, and JAX's example over all that it searches itself:
+
+    python3 -m benchmarks.all_gather_matmul --suite breakdown --methods fused,own_matmul,roof,xla
+    python3 -m benchmarks.all_gather_matmul --methods fused,roof,jax_example --example-configs 60
+
 Arguments are described by --help.
 """
 

@@ -226,6 +226,14 @@ SUITES = {
         ),
         ("nn",),
     ),
+    # What a fused call is made of: a whole one, the gather with hardly a product (n = 8), and what any call costs.
+    "breakdown": Suite(
+        (
+            "1024x4096x4096", "1024x8x4096", "1024x3584x8192", "1024x8x8192", "1024x6144x12288", "1024x8x12288",
+            "8x8x64",
+        ),
+        ("nn",),
+    ),
     "tiny": Suite(("128x256x128", "97x136x72"), ("nn", "nt", "tn")),
 }  # fmt: skip
 
