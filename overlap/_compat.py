@@ -63,6 +63,8 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any]) -> None:
             outs = lower(within, *args, jaxprs=jaxprs, **params)
         finally:
             _counts_backwards.reset(token)
+        if not outs:
+            return outs
         call = outs[0].owner
         config = call.attributes["mhlo.backend_config"]
         entries = {entry.name: entry.attr for entry in config}
@@ -70,6 +72,12 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any]) -> None:
             clique.require_known_ids()
             entries["xla_replica_ids"] = ir.StringAttr.get(",".join(map(str, clique.positions)))
             call.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries)
+        elif clique.is_mirrored and clique.mesh.size > 1:
+            # Then peers have other numbers, of which XLA knows nothing.
+            raise NotImplementedError(
+                "kernels on several hosts find their peers by XLA's own table, and NVSHMEM is in its place: uninstall "
+                'nvidia-nvshmem, or use implementation="xla"'
+            )
         return outs
 
     lower_by_clique.lowers_by_cliques = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -80,8 +80,8 @@ def initialize(
     Call it once at the start of the program, before anything touches devices (a second call does nothing). With GPUs,
     the process with local rank r gets GPU r of its host, and NCCL_WIN_STRIDE is set unless it is set already (room for
     the windows of more than one program). On several hosts --xla_gpu_shard_autotuning=false is added to XLA_FLAGS,
-    unless they say something of it. If a rank raises or exits with a non-zero status, the whole job is aborted, so that
-    the others do not wait for it.
+    unless they say something of it. (Neither is done without `check_nccl`.) If a rank raises or exits with a non-zero
+    status, the whole job is aborted, so that the others do not wait for it.
 
     Args:
       coordinator_port: TCP port of the coordinator on the host of process 0. By default a free one is chosen there.

@@ -274,8 +274,9 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     axes = dict(case.mesh) or {"x": case.devices}
     devices = topology(case.target, math.prod(axes.values()) // case.hosts, case.hosts)
-    # Devices of a topology have the number of their process, and no partition of their own.
+    # Devices of a topology have the number of their process, and no partition. What is assembled is the first host's.
     clique.host_of = operator.attrgetter("process_index")
+    clique._own_host = lambda mesh: 0
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
     if ":" in case.op:
         module, attribute = case.op.split(":")

@@ -168,8 +168,7 @@ def _exists(kernel: KernelClass) -> bool:
         kernel.op, *SHAPES[0], DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
         devices=2 if kernel.pulls else 1, layout=kernel.layout,
     )  # fmt: skip
-    config = _config(kernel, fields)
-    return problem.accepts(config, TARGET) and not (kernel.cuts and space.crowds_registers(config, problem))
+    return problem.accepts(_config(kernel, fields), TARGET)
 
 
 def cover() -> list[KernelClass]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +33,8 @@ TWO_HOSTS = [
     # The data axis, across the hosts, as the minor one.
     (layout("x", (0, 4, 1, 5, 2, 6, 3, 7), x=4, data=2), None, None),
 ]
+
+OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +106,10 @@ def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts)
         (layout("x", x=8), r"'x' are on several hosts \(8 devices, 4 of them here\).*within a host.*\"xla\""),
         (layout("x", x=4, data=2), r"'x' are on several hosts \(4 devices, 2 of them here\)"),
         (layout("x", (0, 1, 2, 4, 3, 5, 6, 7), data=2, x=4), r"4 devices of this host do not form a block.*\"xla\""),
-        (layout("x", (4, 5, 6, 7, 0, 1, 2, 3), data=2, x=4), r"devices 4 to 7 on this host.* \[0, 1, 2, 3\]"),
+        (
+            layout("x", (4, 5, 6, 7, 0, 1, 2, 3), data=2, x=4),
+            r"devices \[4, 5, 6, 7\] at these places.*got \[0, 1, 2, 3\]: arrange the mesh host by host",
+        ),
     ],
     ids=str,
 )
@@ -112,6 +117,35 @@ def test_what_cannot_work_is_refused_with_the_way_out(case, message, two_hosts):
     two_hosts(0)
     with pytest.raises(NotImplementedError, match=message):
         lowered(case, case.mesh())
+    # And `explain`, which is given the devices, knows it beforehand.
+    with pytest.raises(NotImplementedError, match=message):
+        overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, case.over, mesh=case.mesh(), implementation="fused")
+
+
+def test_an_abstract_mesh_is_refused_where_there_are_several_hosts(two_hosts):
+    case, *_ = TWO_HOSTS[0]
+    with pytest.raises(NotImplementedError, match=r"abstract mesh of 8 devices.*\"xla\""):
+        lowered(case, case.mesh().abstract_mesh, sharded=True)
+
+
+@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+def test_a_topology_of_several_hosts_is_refused():
+    """Compiled ahead of time there is one program, and each host needs its own."""
+    program = """
+import jax, numpy as np, overlap
+from tests.assembly_targets import topology
+operands = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
+for hosts, devices in ((1, 8), (2, 4)):
+    mesh = jax.sharding.Mesh(np.array(topology("h200", devices, hosts)).reshape(2, 4), ("data", "x"))
+    print(overlap.explain(overlap.all_gather_lhs_matmul, *operands, "x", mesh=mesh))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=assembly.child_environment(), capture_output=True, text=True, check=True,
+        timeout=200,
+    )  # fmt: skip
+    one, two = done.stdout.splitlines()
+    assert "matmul: fused" in one
+    assert "matmul: xla" in two and "several hosts" in two and "ahead of time" in two
 
 
 def test_a_kernel_without_peers_does_not_care(two_hosts):
@@ -127,27 +161,53 @@ def test_a_kernel_without_peers_does_not_care(two_hosts):
 )
 def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplog):
     mesh = layout("x", data=2, x=4).mesh()
-    operands = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     with caplog.at_level(logging.WARNING, "overlap"):
-        chosen = overlap.explain(op, *operands, "x", mesh=mesh, **keywords)
+        chosen = overlap.explain(op, *OPERANDS, "x", mesh=mesh, **keywords)
     assert chosen.implementation == "xla" and "several hosts" in chosen.reason and "several hosts" in caplog.text
-    assert overlap.explain(op, *operands, "x", mesh=mesh, implementation="fused", **keywords).implementation == "fused"
+    assert overlap.explain(op, *OPERANDS, "x", mesh=mesh, implementation="fused", **keywords).implementation == "fused"
+    # A configuration that the caller gives is a wish for the kernel.
+    assert overlap.explain(op, *OPERANDS, "x", mesh=mesh, config=overlap.Config(), **keywords).implementation == "fused"
+
+
+@pytest.mark.parametrize("transport", ["pull", "ring"])
+def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypatch):
+    """On two hosts, each time that Mosaic asks who it is or where a peer's memory lies; on one, never."""
+    clique.lower_by_cliques()
+    device_id, address_on_peer = LaunchContext.device_id, LaunchContext._get_parameter_address_on_peer
+    turned = {"who": [], "where": []}
+
+    def who(self, on_host=False):
+        own = device_id(self, on_host)
+        turned["who"].append(own.owner.name == "arith.subi")
+        return own
+
+    def where(self, parameter_id, peer_id, on_host):
+        address = address_on_peer(self, parameter_id, peer_id, on_host)
+        _, index = address.owner.operands  # The table, and offset + (the rank as an index).
+        rank = index.owner.operands[1].owner.operands[0]
+        turned["where"].append(rank != peer_id)
+        assert rank == peer_id or (rank.owner.name == "arith.subi" and rank.owner.operands[1] == peer_id)
+        return address
+
+    monkeypatch.setattr(LaunchContext, "device_id", who)
+    monkeypatch.setattr(LaunchContext, "_get_parameter_address_on_peer", where)
+    (case, *_), plain = TWO_HOSTS[0], layout("x", x=4)
+    for mesh, host, expected in ((case, 0, True), (case, 1, True), (plain, 0, False)):
+        two_hosts(host)
+        lowered(mesh, mesh.mesh(), transport=transport)
+        for answers in turned.values():
+            assert set(answers) == {expected}
+            answers.clear()
 
 
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
-def test_ranks_are_turned_into_positions_once(tmp_path):
-    """What the hosts' kernel computes beyond that of a single host: 3 − rank and 3 − position, and nothing else."""
-
-    def subtractions(name, **fields):
-        file = tmp_path / name
-        (report,) = assembly.assemble_case(assembly.Case("all_gather_lhs_matmul", **fields), ptx=str(file))
-        # The constant may have moved into another sum; where the kernel asks who it is, it stands alone.
-        return report, len(re.findall(r"sub\.s32\s+%r\d+, 3, %r\d+;", file.read_text()))
-
-    alone, none = subtractions("alone", devices=4)
-    of_two, some = subtractions("of_two", devices=8, mesh={"data": 2, "x": 4}, hosts=2)
-    assert none == 0 < some
-    assert of_two.spills == 0 and of_two.shared_memory_bytes == alone.shared_memory_bytes
+def test_turning_them_costs_no_registers():
+    (alone,) = assembly.assemble_case(assembly.Case("all_gather_lhs_matmul", devices=4))
+    (of_two,) = assembly.assemble_case(
+        assembly.Case("all_gather_lhs_matmul", devices=8, mesh={"data": 2, "x": 4}, hosts=2)
+    )
+    assert of_two.spills == 0 and of_two.registers == alone.registers
+    assert of_two.shared_memory_bytes == alone.shared_memory_bytes
 
 
 def test_every_process_lowers_for_its_own_host(repository):

@@ -8,9 +8,12 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.emulation import emulate
+from overlap.kernels import dispatch
+from overlap.kernels.target import Target
 from tests import oracle
 from tests.oracle import make_mesh
 
+H200 = Target("gpu", "NVIDIA H200", 132)
 TILES = overlap.Config(tile_n=128)
 # Few rows of all shards as one product.
 JOINED = overlap.Config(tile_m=64, tile_n=128, joined=True)
@@ -38,46 +41,59 @@ def assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.parametrize("config", [TILES, JOINED], ids=["tiles", "joined"])
-@pytest.mark.parametrize("devices", [1, 2])
+def own(x):
+    """Other values on every device, so that a shard in another's place shows."""
+    return x * (1 + jax.lax.axis_index("x")).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("devices", "config"), [(1, TILES), (2, TILES), (2, JOINED)], ids=["one device", "tiles", "joined"]
+)
 def test_over_the_left_operand(devices, config):
-    config = TILES if devices == 1 else config
     lhs, rhs = normal(0, 3, 24, 64), normal(1, 64, 136)
 
     def mapped(lhs, rhs):
-        return jax.vmap(lambda x: gather_lhs(x * (1 + jax.lax.axis_index("x")), rhs, config))(lhs)
+        return jax.vmap(lambda x: gather_lhs(own(x), rhs, config))(lhs)
 
     def one_by_one(lhs, rhs):
-        return jnp.stack([gather_lhs(x * (1 + jax.lax.axis_index("x")), rhs, config) for x in lhs])
+        return jnp.stack([gather_lhs(own(x), rhs, config) for x in lhs])
 
     assert_same(on_mesh(mapped, lhs, rhs, devices=devices), on_mesh(one_by_one, lhs, rhs, devices=devices))
 
 
-def test_twice_over_a_batch_with_several_right_sides_and_the_gathered_operand():
+@pytest.mark.parametrize("config", [TILES, JOINED], ids=["tiles", "joined"])
+def test_twice_over_a_batch_with_several_right_sides_and_the_gathered_operand(config):
     lhs, sides = normal(0, 2, 3, 2, 16, 64), (normal(1, 64, 72), normal(2, 64, 136))
 
     def mapped(lhs, sides):
-        inner = jax.vmap(lambda x: gather_lhs(x, sides, return_gathered=True), in_axes=1, out_axes=1)
+        inner = jax.vmap(lambda x: gather_lhs(own(x), sides, config, return_gathered=True), in_axes=1, out_axes=1)
         return jax.vmap(inner)(lhs)
 
     def leading(lhs, sides):
-        return gather_lhs(lhs, sides, return_gathered=True)
+        return gather_lhs(own(lhs), sides, config, return_gathered=True)
 
     assert_same(on_mesh(mapped, lhs, sides), on_mesh(leading, lhs, sides))
 
 
-@pytest.mark.parametrize("of_lhs", [None, 0])
-def test_over_the_scale_of_rows(of_lhs):
+@pytest.mark.parametrize("config", [TILES, JOINED], ids=["tiles", "joined"])
+@pytest.mark.parametrize("axes", [(None, 0), (0, 0), (0, None)], ids=str)
+def test_over_the_scale_of_rows(axes, config):
     lhs, rhs, scale = normal(0, 3, 24, 64), normal(1, 64, 136), normal(2, 3, 24, 1, dtype=jnp.float32)
-    lhs = lhs if of_lhs == 0 else lhs[0]
+    lhs, scale = (x if axis == 0 else x[0] for x, axis in zip((lhs, scale), axes, strict=True))
     columns = normal(3, 136, dtype=jnp.float32)
 
+    def one(x, s, rhs):
+        return gather_lhs(own(x), rhs, config, scale=(own(s), columns))
+
     def mapped(lhs, rhs, scale):
-        return jax.vmap(lambda x, s: gather_lhs(x, rhs, scale=(s, columns)), in_axes=(of_lhs, 0))(lhs, scale)
+        return jax.vmap(lambda x, s: one(x, s, rhs), in_axes=axes)(lhs, scale)
 
     def one_by_one(lhs, rhs, scale):
         return jnp.stack(
-            [gather_lhs(lhs if of_lhs is None else lhs[i], rhs, scale=(s, columns)) for i, s in enumerate(scale)]
+            [
+                one(*(x if axis is None else x[i] for x, axis in zip((lhs, scale), axes, strict=True)), rhs)
+                for i in range(3)
+            ]
         )
 
     assert_same(on_mesh(mapped, lhs, rhs, scale), on_mesh(one_by_one, lhs, rhs, scale))
@@ -101,33 +117,47 @@ def test_gradients_of_each():
 @pytest.mark.parametrize("gather_dimension", [0, 1])
 def test_of_gathered_weights(gather_dimension):
     shard = (32, 72) if gather_dimension == 0 else (64, 40)
-    lhs, rhs = normal(0, 3, 24, 64), normal(1, *shard)
+    lhs, rhs = normal(0, 2, 3, 24, 64), normal(1, *shard)
 
     def call(x, w):
         return overlap.all_gather_rhs_matmul(
-            x, w, "x", gather_dimension=gather_dimension, implementation="fused", config=TILES
+            own(x), own(w), "x", gather_dimension=gather_dimension, implementation="fused", config=TILES
         )
 
     def one_by_one(lhs, rhs):
-        return jnp.stack([call(x, rhs) for x in lhs])
+        return jnp.stack([jnp.stack([call(x, rhs) for x in xs]) for xs in lhs])
 
-    mapped = on_mesh(lambda lhs, rhs: jax.vmap(call, in_axes=(0, None))(lhs, rhs), lhs, rhs)
+    twice = jax.vmap(jax.vmap(call, in_axes=(0, None)), in_axes=(1, None), out_axes=1)
+    mapped = on_mesh(lambda lhs, rhs: twice(lhs, rhs), lhs, rhs)
     assert_same(mapped, on_mesh(one_by_one, lhs, rhs))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda lhs, rhs: jax.vmap(lambda w: gather_lhs(lhs[0], w))(rhs),
-        lambda lhs, rhs: jax.vmap(lambda s: gather_lhs(lhs[0], rhs[0], scale=s))(jnp.ones(3)),
-        lambda lhs, rhs: jax.vmap(
-            lambda w: overlap.all_gather_rhs_matmul(lhs[0], w, "x", gather_dimension=1, implementation="fused")
-        )(rhs),
-    ],
-    ids=["rhs", "scale of columns", "gathered weights"],
-)
-def test_over_anything_else_is_refused_with_the_way_out(body):
-    mapped = jax.shard_map(body, mesh=make_mesh(x=2), in_specs=P(), out_specs=P(), check_vma=False)
-    shapes = (3, 128, 64), (3, 64, 256)
+REST = {
+    "rhs": lambda op, lhs, rhs: jax.vmap(lambda w: op("lhs", lhs[0], w))(rhs),
+    "scale of columns": lambda op, lhs, rhs: jax.vmap(lambda s: op("lhs", lhs[0], rhs[0], scale=s))(jnp.ones(3)),
+    "nothing": lambda op, lhs, rhs: jax.vmap(lambda x: op("lhs", x, rhs[0]))(lhs[:0]),
+    "gathered weights": lambda op, lhs, rhs: jax.vmap(lambda w: op("rhs", lhs[0], w))(rhs),
+    "nothing with gathered weights": lambda op, lhs, rhs: jax.vmap(lambda x: op("rhs", x, rhs[0]))(lhs[:0]),
+}
+
+
+@pytest.mark.parametrize("body", REST.values(), ids=REST)
+def test_over_anything_else_it_is_refused_if_asked_for_and_left_to_xla_if_not(body, monkeypatch):
+    def on_two(implementation):
+        def op(kind, lhs, rhs, **keywords):
+            if kind == "lhs":
+                return overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation=implementation, **keywords)
+            return overlap.all_gather_rhs_matmul(lhs, rhs, "x", gather_dimension=1, implementation=implementation)
+
+        mapped = jax.shard_map(
+            lambda lhs, rhs: body(op, lhs, rhs), mesh=make_mesh(x=2), in_specs=P(), out_specs=P(), check_vma=False
+        )
+        shapes = (3, 1024, 4096), (3, 4096, 4096)
+        return jax.jit(mapped).trace(*(jax.ShapeDtypeStruct(shape, BF16) for shape in shapes))
+
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     with pytest.raises(NotImplementedError, match=r"vmap.*xla"):
-        jax.eval_shape(mapped, *(jax.ShapeDtypeStruct(shape, BF16) for shape in shapes))
+        on_two("fused")
+    chosen, asked = on_two(None), on_two("xla")
+    assert chosen.out_info.shape == asked.out_info.shape
+    assert "mosaic_gpu" not in chosen.lower(lowering_platforms=("cuda",)).as_text()

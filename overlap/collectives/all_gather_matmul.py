@@ -10,8 +10,8 @@ Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lh
 
 Several right operands share one gather: their tiles lie side by side in the list of tiles (`AllGatherSchedule`).
 
-Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; a mesh of D devices with ids 0 … D − 1, in any
-order, that can all address each other. Source: the collective matmul of Wang et al., "Overlap Communication with
+Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; devices that can address each other, as
+`overlap/primitives/clique.py` finds them. Source: the collective matmul of Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 
 Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes.
@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap.collectives import gathered_lhs, joined, reference
-from overlap.collectives.axis import require_all_manual, ring_of, untried
+from overlap.collectives.axis import require_all_manual, require_peers, ring_of, untried
 from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
@@ -213,12 +213,16 @@ def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Arr
 
     @run.def_vmap
     def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> Any:
-        folded = gathered_lhs.fold(
-            jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, batched), axis_size
-        )
-        results = _run(folded, plan)
-        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, *operands.lhs.shape[:-2], *x.shape[-2:]), results)
-        return unfolded, jax.tree.map(lambda _: True, unfolded)
+        given, is_batched = jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, batched)
+        if cannot := gathered_lhs.why_not_folded(is_batched, axis_size):
+            dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
+            axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
+            results = jax.vmap(lambda of_one: reference.all_gather_lhs_matmul(of_one, plan), in_axes=(axes,))(given)
+        else:
+            of_all = _run(gathered_lhs.fold(given, is_batched, axis_size), plan)
+            batch = operands.lhs.shape[:-2]
+            results = jax.tree.map(lambda x: x.reshape(axis_size, *batch, *x.shape[-2:]), of_all)
+        return results, jax.tree.map(lambda _: True, results)
 
     return run(*leaves)
 
@@ -247,13 +251,14 @@ def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implemen
 
     def check(config: Config, target: Target) -> None:
         call.check(ring, config, target, forwards=forwards)
+        require_peers(ring, target, mesh)
         if mesh is None:
             require_all_manual()
 
     problem = call.problem(NAME, ring.size)
     return dispatch.decide(
         NAME, implementation, dispatch.target(mesh), config, check, problem,
-        transport=transport if ring.size > 1 else ("", ""), untried=untried(ring),
+        transport=transport if ring.size > 1 else ("", ""), untried=untried(ring, mesh),
     )  # fmt: skip
 
 
@@ -321,8 +326,8 @@ def all_gather_lhs_matmul(
         to do).
 
     Differentiable: the backward pass runs by XLA. `vmap` over `lhs` and the scale of rows becomes a leading dimension,
-    with the configuration of a single element (one of your own is tuned as a whole); over anything else it raises
-    NotImplementedError.
+    with the configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
+    NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -340,7 +345,10 @@ def all_gather_lhs_matmul(
         lhs, rhs, scale=scale, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
     )
     choice = _decide(call, ring, config, implementation, transport)
-    plan = Plan(ring, call.forms, call.out_dtype, choice.config, choice.target, return_gathered, choice.transport)
+    plan = Plan(
+        ring, call.forms, call.out_dtype, choice.config, choice.target, return_gathered, choice.transport,
+        insists=implementation == "fused",
+    )  # fmt: skip
     if choice.config is None:
         return call.restore(*reference.all_gather_lhs_matmul(call.operands, plan))
     results: Any = _fused(call.operands, plan)

@@ -14,8 +14,8 @@ cut along n (each shard gives columns of the result) or along k (each shard give
 
 A wait stands inside the k loop, so that a tile begins as soon as the first rows of its columns are there.
 
-Constraints: f16 or bf16; rows of all matrices, and along k also of one shard's part of lhs, multiples of 16 bytes; a
-mesh of D devices with ids 0 … D − 1, in any order, that can all address each other. Source: Zhao et al., "PyTorch FSDP"
+Constraints: f16 or bf16; rows of all matrices, and along k also of one shard's part of lhs, multiples of 16 bytes;
+devices that can address each other, as `overlap/primitives/clique.py` finds them. Source: Zhao et al., "PyTorch FSDP"
 (VLDB 2023) for the layout; Wang et al. (ASPLOS 2023) for the overlap.
 
 Shape legend: D: devices; m, k, n: sizes of the product of one device; k_shard = k / D or n_shard = n / D.
@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import tuning
-from overlap.collectives.axis import require_all_manual, ring_of, untried
+from overlap.collectives.axis import require_all_manual, require_peers, ring_of, untried
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.kernels import differentiable, dispatch, hopper, matmul
 from overlap.kernels.config import TMA_ROW_BYTES, Config
@@ -224,35 +224,41 @@ def _launch(
     return out.reshape(m, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
-def _fused(lhs: jax.Array, rhs: jax.Array, *plan: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6, 7))
+def _fused(
+    lhs: jax.Array, rhs: jax.Array, ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target,
+    insists: bool,
+) -> jax.Array:  # fmt: skip
+    """`insists`: the caller asked for the kernel, so that XLA may not run in its place."""
+
     @jax.custom_batching.custom_vmap
     def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _launch(lhs, rhs, *plan)
+        return _launch(lhs, rhs, ring, along, out_dtype, config, target)
 
     @run.def_vmap
     def _batch(axis_size: int, batched: list[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
-        if batched[1]:
-            raise NotImplementedError(
-                'the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped: use implementation="xla"'
-            )
+        if batched[1] or axis_size < 1:
+            over = "`rhs`" if batched[1] else "no element at all"
+            cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
+            dispatch.leave_to_xla(NAME, cannot, insists=insists)
+            axes = tuple(0 if b else None for b in batched)
+            return jax.vmap(lambda a, b: by_xla(a, b, ring.axis_name, along, out_dtype), axes)(lhs, rhs), True
         # More rows of the same product.
-        out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, *plan)
+        out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, ring, along, out_dtype, config, target, insists)
         return out.reshape(axis_size, -1, out.shape[-1]), True
 
     return run(lhs, rhs)
 
 
-def _fused_forward(
-    lhs: jax.Array, rhs: jax.Array, ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target
-) -> Any:
-    return _fused(lhs, rhs, ring, along, out_dtype, config, target), (lhs, rhs)
+def _fused_forward(lhs: jax.Array, rhs: jax.Array, *plan: Any) -> Any:
+    return _fused(lhs, rhs, *plan), (lhs, rhs)
 
 
 def _fused_backward(
-    ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target, saved: Any, cotangent: jax.Array
-) -> Any:
-    del out_dtype, config, target
+    ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target, insists: bool, saved: Any,
+    cotangent: jax.Array,
+) -> Any:  # fmt: skip
+    del out_dtype, config, target, insists
     lhs, rhs = saved
     return backward_by_xla(lhs, rhs, ring.axis_name, along, cotangent)
 
@@ -295,12 +301,13 @@ def decide(
 
     def check_call(config: Config, target: Target) -> None:
         check(lhs, rhs, out_dtype, ring, along, config, target)
+        require_peers(ring, target, mesh)
         matmul.require_unchecked_vma(lhs, rhs)
         if mesh is None:
             require_all_manual()
 
     return dispatch.decide(
-        NAME, implementation, dispatch.target(mesh), config, check_call, problem, untried=untried(ring)
+        NAME, implementation, dispatch.target(mesh), config, check_call, problem, untried=untried(ring, mesh)
     )
 
 
@@ -346,7 +353,8 @@ def all_gather_rhs_matmul(
     The kernel keeps the peers' D − 1 shards of the weights in scratch memory of its own.
 
     Differentiable: the backward pass runs by XLA (the gradient of `rhs` is reduce-scattered). `vmap` over `lhs` becomes
-    more rows (with the configuration of a single element); over `rhs` it raises NotImplementedError.
+    more rows (with the configuration of a single element); over `rhs` XLA runs, or NotImplementedError is raised if
+    implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -366,4 +374,4 @@ def all_gather_rhs_matmul(
     along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
     if choice.config is None:
         return by_xla(lhs, rhs, ring.axis_name, along, out_dtype)
-    return _fused(lhs, rhs, ring, along, out_dtype, choice.config, choice.target)
+    return _fused(lhs, rhs, ring, along, out_dtype, choice.config, choice.target, implementation == "fused")

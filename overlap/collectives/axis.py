@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
+from overlap.kernels.target import Target
 from overlap.primitives import Ring
-from overlap.primitives.clique import several_hosts
+from overlap.primitives.clique import Clique, several_hosts
 
 
 def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
@@ -57,14 +58,25 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
     return Ring(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
 
 
-def untried(ring: Ring) -> str | None:
+def untried(ring: Ring, mesh: Any = None) -> str | None:
     """Why a kernel along `ring` is not chosen unless it is asked for; None if nothing speaks against it."""
-    if ring.size > 1 and several_hosts():
+    if ring.size > 1 and several_hosts(mesh):
         return (
-            "the GPUs of this job are on several hosts, where the fused kernels have not run yet: "
+            "the GPUs are on several hosts, where the fused kernels have not run yet: "
             'implementation="fused" runs them, along axes that lie within a host'
         )
     return None
+
+
+def require_peers(ring: Ring, target: Target, mesh: Any) -> None:
+    """Raises NotImplementedError if the GPUs of `mesh` cannot talk to each other along `ring`.
+
+    Only `explain` knows the mesh's devices beforehand; inside `jax.shard_map` it is for the lowering to find out.
+    """
+    if isinstance(mesh, jax.sharding.Mesh) and ring.size > 1 and target.platform == "gpu":
+        clique = Clique.of(mesh, frozenset(name for name, _ in ring.axes))
+        assert clique is not None
+        clique.require_known_ids()
 
 
 def require_all_manual() -> None:

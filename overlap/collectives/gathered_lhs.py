@@ -22,6 +22,8 @@ from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
 from overlap.primitives import Ring
 
+_XLA = 'implementation="xla"'
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Plan:
       target: the device.
       returns_gathered: whether the gathered left operand is a result as well.
       transport: how the shards travel in the fused kernel; empty where they do not.
+      insists: whether the caller asked for the fused kernel, so that XLA may not run in its place.
     """
 
     ring: Ring
@@ -62,6 +65,7 @@ class Plan:
     target: Target
     returns_gathered: bool = False
     transport: str = ""
+    insists: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,17 +166,20 @@ def normalize(
     return Call(operands, forms, out_dtypes[0], tuple(batch), container)
 
 
-def fold(operands: Operands, is_batched: Operands, axis_size: int) -> Operands:
-    """The operands with what `vmap` adds in front of some of them folded into the batch of the left one.
-
-    Raises:
-      NotImplementedError: it adds something to a right operand or to a scale of columns.
-    """
+def why_not_folded(is_batched: Operands, axis_size: int) -> str | None:
+    """Why what `vmap` adds in front of some operands does not fold into the batch of the left one; None if it does."""
+    if axis_size < 1:
+        return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: use {_XLA}"
     if any(is_batched.sides) or any(is_batched.column_scales or ()):
-        raise NotImplementedError(
+        return (
             "the fused kernel takes `jax.vmap` over `lhs` and the scale of its rows only, and here `rhs` or a scale of "
-            'columns is mapped as well: pass several right operands as a list, or use implementation="xla"'
+            f"columns is mapped as well: pass several right operands as a list, or use {_XLA}"
         )
+    return None
+
+
+def fold(operands: Operands, is_batched: Operands, axis_size: int) -> Operands:
+    """The operands with what `vmap` adds in front of some of them folded into the batch of the left one."""
 
     def in_front(x: Any, batched: bool, kept: int) -> Any:
         x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))

@@ -105,7 +105,7 @@ def decide(
         try:
             check(config, device)
             # A configuration that the caller gives is a wish for the kernel.
-            slower = untried or (tuning.xla_is_faster(problem, device) if source != "given" else None)
+            slower = None if source == "given" else untried or tuning.xla_is_faster(problem, device)
             missed = slower is not None and (slower == untried or slower.startswith(tuning.NOT_MEASURED))
             if slower:
                 choice = Explanation(op, "xla", None, slower, device)
@@ -122,3 +122,16 @@ def decide(
         warns = missed and device.platform == "gpu" and device.is_hopper
         logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
     return choice
+
+
+def leave_to_xla(op: str, reason: str, *, insists: bool) -> None:
+    """For what shows only after the choice: says once that XLA runs in the kernel's place.
+
+    Raises:
+      NotImplementedError: the caller insists on the kernel.
+    """
+    if insists:
+        raise NotImplementedError(reason)
+    if (op, reason) not in _said:
+        _said.add((op, reason))
+        logger.warning("%s: xla: %s", op, reason)

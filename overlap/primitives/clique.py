@@ -81,6 +81,11 @@ class Clique:
         if not axes.intersection(mesh.axis_names):
             return None
         if not isinstance(mesh, jax.sharding.Mesh):
+            if several_hosts():
+                raise NotImplementedError(
+                    f"an abstract mesh of {mesh.size} devices does not say which of them are on this host, and the job "
+                    f"has several: give jax.shard_map a mesh of devices, {_WAY_OUT}"
+                )
             return _of_one_host(np.arange(mesh.size, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
         host = _own_host(mesh)
         is_here = np.vectorize(lambda device: host_of(device) == host, otypes=[bool])(mesh.devices)
@@ -116,10 +121,14 @@ class Clique:
         """
         ids, expected = sorted(self.device_ids), sorted(self.positions)
         if ids != expected:
-            here = " on this host" if self.is_mirrored else ""
+            how = (
+                "arrange the mesh host by host, in the order of jax.devices()"
+                if self.is_mirrored
+                else "let CUDA_VISIBLE_DEVICES name the GPUs of the mesh alone"
+            )
             raise NotImplementedError(
-                f"a kernel that talks to its peers needs a mesh of the devices {expected[0]} to {expected[-1]}{here}, "
-                f"in any order, and got {ids}: let CUDA_VISIBLE_DEVICES name the GPUs of the mesh alone, {_WAY_OUT}"
+                f"a kernel that talks to its peers needs devices {expected} at these places of the mesh, in any order, "
+                f"and got {ids}: {how}, {_WAY_OUT}"
             )
 
 
@@ -136,9 +145,18 @@ def _numbered(devices: np.ndarray, names: Any) -> jax.sharding.Mesh:
 
 
 def _own_host(mesh: jax.sharding.Mesh) -> Any:
-    """The host of this process, or that of the first device if none of the mesh's belongs to it."""
-    own = (device for device in mesh.devices.flat if device.process_index == jax.process_index())
-    return host_of(next(own, mesh.devices.flat[0]))
+    """The host of this process; of a mesh for other machines, for which it only compiles, the one that there is."""
+    attached = set(jax.local_devices())
+    own = [device for device in mesh.devices.flat if device in attached]
+    if own:
+        return host_of(own[0])
+    # The devices of a topology know their process, and no partition.
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        raise NotImplementedError(
+            f"a program with a fused kernel cannot be compiled ahead of time for {mesh.size} devices of several hosts, "
+            f"since each host needs one of its own: compile it there, {_WAY_OUT}"
+        )
+    return host_of(mesh.devices.flat[0])
 
 
 def host_of(device: Any) -> Any:
@@ -146,9 +164,10 @@ def host_of(device: Any) -> Any:
     return getattr(device, "partition_index", 0)
 
 
-def several_hosts() -> bool:
-    """Whether the devices of this job are on more than one host."""
-    return len({host_of(device) for device in jax.devices()}) > 1
+def several_hosts(mesh: Any = None) -> bool:
+    """Whether the devices of a mesh are on more than one host; of an abstract one, or of none, those of this job."""
+    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices()
+    return len({host_of(device) for device in devices}) > 1
 
 
 def lower_by_cliques() -> None:

@@ -90,9 +90,9 @@ class PullPlan:
 
     @staticmethod
     def cut(shard_rows: int, shard_cols: int, itemsize: int, block_rows: int, max_bytes: int) -> PullPlan:
-        """The largest chunks of at most `max_bytes` that do not straddle a block of `block_rows` rows.
+        """Large chunks of at most `max_bytes` that do not straddle a block of `block_rows` rows.
 
-        The parts of a row are equally long, unless parts of very different number would have to be that.
+        The parts of a row are equally long if parts of at least two thirds of the greatest length can be.
 
         Raises:
           ValueError: a row has no piece whose size is a multiple of 16 bytes, as the copy engine demands.

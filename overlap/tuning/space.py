@@ -13,8 +13,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning.model import predicted_us, waves, work_of
@@ -69,15 +67,6 @@ def differences(config: Config) -> str:
     return " ".join([f"{config.tile_m}x{config.tile_n}x{config.tile_k}", *rest])
 
 
-def crowds_registers(shape: Config, problem: Problem) -> bool:
-    """Whether cut tiles would need more registers than there are: found by `python -m tests.assembly_sweep`.
-
-    Of 256 rows and 32-bit results, with a cluster's addresses and all that an epilogue can do besides: a few too many,
-    here and there.
-    """
-    return shape.tile_m == 256 and shape.cluster > 1 and jnp.dtype(problem.out_dtype).itemsize == 4
-
-
 @functools.lru_cache(maxsize=1024)
 def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     ranked: dict[Config, float] = {}
@@ -111,8 +100,6 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
             for parts in SHAPE["split_k"][1:]:
                 if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
                     yield dataclasses.replace(whole, split_k=parts)
-            continue
-        if crowds_registers(whole, problem):
             continue
         seen = {work.workers}
         for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
