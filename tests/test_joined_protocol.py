@@ -12,12 +12,13 @@ from overlap.collectives import joined
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels import hopper
-from overlap.primitives import copies, handshake
+from overlap.primitives import handshake
 from overlap.primitives.integers import remainder
 from tests import several_sides_cases
 from tests.oracle import make_mesh
 from tests.product_cases import integers
 from tests.several_sides_cases import Form
+from tests.test_protocol import signal_when_only_read, signal_without_waiting
 
 WHOLE = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=256)
 CUT = overlap.Config(tile_m=64, tile_n=128, stages=3, stream_k=3, joined=True, chunk_bytes=1024)
@@ -59,14 +60,6 @@ def fence_before_the_wait(patch):
     wait, fence = joined.wait_at_least, joined.fence_async_proxy
     patch.setattr(joined, "wait_at_least", lambda *args: (fence(), wait(*args)))
     patch.setattr(joined, "fence_async_proxy", NOTHING)
-
-
-def signal_when_only_read(patch):
-    patch.setattr(copies, "wait_stores_landed", copies.wait_stores_read)
-
-
-def signal_without_waiting(patch):
-    patch.setattr(copies, "wait_stores_landed", NOTHING)
 
 
 def count_too_few(patch):

@@ -18,6 +18,7 @@ from overlap.primitives.integers import remainder
 from tests.oracle import make_mesh
 from tests.product_cases import oracle_of
 from tests.rhs_cases import ALONG, SMALL, fused, mapped, product
+from tests.test_protocol import signal_when_only_read
 
 NOTHING = lambda *_, **__: None  # noqa: E731
 
@@ -68,10 +69,6 @@ def do_not_wait(patch):
 
 def drop_proxy_fence(patch):
     patch.setattr(op, "fence_async_proxy", NOTHING)
-
-
-def signal_when_only_read(patch):
-    patch.setattr(copies, "wait_stores_landed", copies.wait_stores_read)
 
 
 def raise_the_flag_before_the_chunk_has_landed(patch):

@@ -133,13 +133,6 @@ def _filled_rows(row_scale: Any, plan: Plan) -> Any:
     return jnp.pad(gathered, ((0, 0),) * (gathered.ndim - 1) + ((0, filler),)).reshape(-1)
 
 
-def _filled_columns(column_scales: Any, config: Config) -> Any:
-    """The column scales of all right operands, each filled up to whole tiles: a vector."""
-    if column_scales is None:
-        return None
-    return jnp.concatenate([jnp.pad(x, (0, -x.shape[0] % config.cluster_tile[1])) for x in column_scales])
-
-
 def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
     lhs, devices, config = operands.lhs, plan.ring.size, plan.config
@@ -155,32 +148,17 @@ def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.
     work = hopper.StreamK(
         schedule.tiles, ceil_div(k, config.tile_k), plan.target.num_cores // config.cluster, config.stream_k
     )
-    leaves, structure = jax.tree.flatten(
-        dataclasses.replace(
-            operands, lhs=lhs.reshape(*batch, m_shard, k), row_scale=_filled_rows(operands.row_scale, plan),
-            column_scales=_filled_columns(operands.column_scales, config),
-        )
+    inputs = dataclasses.replace(
+        operands, lhs=lhs.reshape(*batch, m_shard, k), row_scale=_filled_rows(operands.row_scale, plan),
+        column_scales=gathered_lhs.filled_columns(operands.column_scales, config),
     )  # fmt: skip
     out_types = (
         [jax.ShapeDtypeStruct((*batch, devices, m_shard, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
         *([hopper.partial_sums_type(work, config)] if work.cuts else []),
     )
-    types, out_structure = jax.tree.flatten(out_types)
-
-    def body(*refs: Any) -> None:
-        inputs = jax.tree.unflatten(structure, refs[: len(leaves)])
-        outputs = jax.tree.unflatten(out_structure, refs[len(leaves) :])
-        _kernel(inputs, outputs, ring=plan.ring, schedule=schedule, work=work, plan=plan)
-
-    results = hopper.launch(
-        body,
-        out_type=tuple(types),
-        num_ctas=plan.target.num_cores,
-        cluster=config.cluster,
-        name=f"overlap_{NAME}",
-    )(*leaves)
-    outs, scratch, *_ = jax.tree.unflatten(out_structure, results)
+    body = functools.partial(_kernel, ring=plan.ring, schedule=schedule, work=work, plan=plan)
+    outs, scratch, *_ = gathered_lhs.launch(body, inputs, out_types, plan, f"overlap_{NAME}")
     rows = (*lhs.shape[:-2], devices * m_shard)
     gathered = scratch.reshape(*rows, k) if plan.returns_gathered else None
     return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered

@@ -46,6 +46,7 @@ from overlap.primitives import (
     exit_handshake,
     fence_async_proxy,
     pull_chunks,
+    share_of,
     shared_flags,
     signal,
     wait_at_least,
@@ -102,9 +103,8 @@ class _Tile(hopper.Tile):
 def _pull(cta: Any, num_ctas: int, rhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
           ring: Ring, schedule: GatherRhsSchedule) -> None:  # fmt: skip
     """The communicator's transfers: this CTA's share of the chunks."""
-    mine = lax.div(jnp.int32(schedule.pulls + num_ctas - 1) - cta, jnp.int32(num_ctas))
     pull_chunks(
-        mine, schedule.plan,
+        share_of(schedule.pulls, cta, num_ctas), schedule.plan,
         at=lambda ordinal: schedule.chunk(cta + ordinal * num_ctas),
         source=lambda step, *place: ring.remote(rhs_gmem, ring.peer(step)).at[place],
         destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from overlap import tuning
-from overlap.kernels import matmul
+from overlap.kernels import hopper, matmul
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
@@ -164,6 +165,30 @@ def normalize(
         None if row_scale is None else row_scale.reshape(*folded, m_shard), column_scales,
     )  # fmt: skip
     return Call(operands, forms, out_dtypes[0], tuple(batch), container)
+
+
+def filled_columns(column_scales: Any, config: Config) -> Any:
+    """The column scales of all right operands, each filled up to whole tiles: a vector."""
+    if column_scales is None:
+        return None
+    return jnp.concatenate([jnp.pad(x, (0, -x.shape[0] % config.cluster_tile[1])) for x in column_scales])
+
+
+def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any, plan: Plan, name: str) -> Any:
+    """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those."""
+    assert plan.config is not None
+    leaves, structure = jax.tree.flatten(inputs)
+    types, out_structure = jax.tree.flatten(out_types)
+
+    def body(*refs: Any) -> None:
+        kernel(
+            jax.tree.unflatten(structure, refs[: len(leaves)]), jax.tree.unflatten(out_structure, refs[len(leaves) :])
+        )
+
+    results = hopper.launch(
+        body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name
+    )(*leaves)
+    return jax.tree.unflatten(out_structure, results)
 
 
 def why_not_folded(is_batched: Operands, axis_size: int) -> str | None:

@@ -25,6 +25,7 @@ Shape legend: D: devices; m_shard: rows of one shard, the batch in them; k, n: a
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -34,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.collectives import gathered_lhs
 from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.kernels import hopper
@@ -44,6 +46,7 @@ from overlap.primitives import (
     exit_handshake,
     fence_async_proxy,
     pull_chunks,
+    share_of,
     shared_flags,
     signal,
     wait_at_least,
@@ -63,9 +66,6 @@ def _copy(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any,
     """The communicator's transfers: this CTA's share of the chunks."""
     me = ring.me()
 
-    def share(chunks: int) -> Any:
-        return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
-
     def copy(first: Any, last: Any, source_of: Any) -> None:
         """This CTA's chunks from its `first` up to its `last`."""
 
@@ -81,9 +81,9 @@ def _copy(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any,
             slots_smem=slots_smem, loaded=loaded,
         )  # fmt: skip
 
-    pulls = share(schedule.pulls)
+    pulls = share_of(schedule.pulls, cta, num_ctas)
     copy(0, pulls, lambda step: ring.remote(lhs_gmem, ring.peer(step)))
-    copy(pulls, share(schedule.chunks), lambda step: lhs_gmem)
+    copy(pulls, share_of(schedule.chunks, cta, num_ctas), lambda step: lhs_gmem)
 
 
 def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper.StreamK, plan: Plan) -> None:
@@ -157,16 +157,12 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
     )  # fmt: skip
 
 
-def _scales(operands: Operands, plan: Plan, config: Config) -> tuple[Any, Any]:
-    """Row scales of all shards and column scales of all right operands, filled up to whole tiles: two vectors."""
-    tile_rows, tile_columns = config.cluster_tile
-    rows, columns = operands.row_scale, operands.column_scales
-    if rows is not None:
-        rows = lax.all_gather(rows.reshape(-1), plan.ring.axis_name, tiled=True)
-        rows = jnp.pad(rows, (0, -rows.size % tile_rows))
-    if columns is not None:
-        columns = jnp.concatenate([jnp.pad(x, (0, -x.size % tile_columns)) for x in columns])
-    return rows, columns
+def _filled_rows(row_scale: Any, plan: Plan, config: Config) -> Any:
+    """The row scales of all shards, filled up to whole tiles: a vector."""
+    if row_scale is None:
+        return None
+    rows = lax.all_gather(row_scale.reshape(-1), plan.ring.axis_name, tiled=True)
+    return jnp.pad(rows, (0, -rows.size % config.cluster_tile[0]))
 
 
 def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
@@ -180,29 +176,17 @@ def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.A
     work = hopper.StreamK(
         schedule.product.tiles, ceil_div(k, config.tile_k), plan.target.num_cores // config.cluster, config.stream_k
     )
-    row_scale, column_scales = _scales(operands, plan, config)
-    inputs = Operands(lhs.reshape(m_shard, k), operands.sides, row_scale, column_scales)
-    leaves, structure = jax.tree.flatten(inputs)
+    inputs = Operands(
+        lhs.reshape(m_shard, k), operands.sides, _filled_rows(operands.row_scale, plan, config),
+        gathered_lhs.filled_columns(operands.column_scales, config),
+    )  # fmt: skip
     out_types = (
         [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
         *([hopper.partial_sums_type(work, config)] if work.cuts else []),
     )
-    types, out_structure = jax.tree.flatten(out_types)
-
-    def body(*refs: Any) -> None:
-        given = jax.tree.unflatten(structure, refs[: len(leaves)])
-        outputs = jax.tree.unflatten(out_structure, refs[len(leaves) :])
-        _kernel(given, outputs, schedule=schedule, work=work, plan=plan)
-
-    results = hopper.launch(
-        body,
-        out_type=tuple(types),
-        num_ctas=plan.target.num_cores,
-        cluster=config.cluster,
-        name=f"overlap_{NAME}",
-    )(*leaves)
-    outs, scratch, *_ = jax.tree.unflatten(out_structure, results)
+    body = functools.partial(_kernel, schedule=schedule, work=work, plan=plan)
+    outs, scratch, *_ = gathered_lhs.launch(body, inputs, out_types, plan, f"overlap_{NAME}")
 
     def by_batch(x: jax.Array) -> jax.Array:
         """From the shards' order of rows, [D, batch, rows], to [batch, D · rows]."""

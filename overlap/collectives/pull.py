@@ -16,24 +16,27 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Site
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
-from overlap.primitives import HANDSHAKE_FLAGS, exit_handshake, fence_async_proxy, pull_chunks, signal, wait_at_least
+from overlap.primitives import (
+    HANDSHAKE_FLAGS,
+    exit_handshake,
+    fence_async_proxy,
+    pull_chunks,
+    share_of,
+    signal,
+    wait_at_least,
+)
 
 
 def _pull(site: Site, flags: Any, slots_smem: Any, loaded: Any) -> None:
     """The communicator's transfers: this CTA's share of the chunks."""
     schedule, ring, cta, num_ctas = site.schedule, site.ring, site.cta, site.num_ctas
     me = ring.me()
-
-    def share(chunks: int) -> Any:
-        return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
 
     # A shard is a step and a batch element.
     def within(step: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
@@ -53,7 +56,7 @@ def _pull(site: Site, flags: Any, slots_smem: Any, loaded: Any) -> None:
         signal(flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
 
     pull_chunks(
-        share(schedule.pulls), schedule.plan,
+        share_of(schedule.pulls, cta, num_ctas), schedule.plan,
         at=lambda ordinal: within(*schedule.chunk(cta + ordinal * num_ctas)),
         source=of_peer, destination=destination, landed=landed, slots_smem=slots_smem, loaded=loaded,
     )  # fmt: skip
@@ -61,7 +64,7 @@ def _pull(site: Site, flags: Any, slots_smem: Any, loaded: Any) -> None:
         return
     # Nobody in this kernel reads the copy, so it comes last, and without flags.
     pull_chunks(
-        share(schedule.chunks), schedule.plan,
+        share_of(schedule.chunks, cta, num_ctas), schedule.plan,
         at=lambda ordinal: within(0, *schedule.origin(cta + ordinal * num_ctas)),
         source=lambda shard, *place: site.within(site.lhs_gmem, shard[1], *place),
         destination=destination, landed=lambda *_: None, slots_smem=slots_smem, loaded=loaded,

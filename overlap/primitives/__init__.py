@@ -29,7 +29,7 @@ a chain of the links below; anything else is a race, however improbable.
    XLA then reuses the memory. `exit_handshake` is that rule.
 """
 
-from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, wait_stores_landed, wait_stores_read
+from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, share_of, wait_stores_landed, wait_stores_read
 from overlap.primitives.flags import fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, exit_handshake
 from overlap.primitives.peers import Ring
@@ -42,6 +42,7 @@ __all__ = [
     "fence_async_proxy",
     "pull_chunks",
     "send_tile",
+    "share_of",
     "shared_flags",
     "signal",
     "signal_peer",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -119,6 +120,11 @@ def largest_divisor(number: int, limit: int) -> int:
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
+def share_of(chunks: int, cta: Any, num_ctas: int) -> Any:
+    """How many of `chunks` are a CTA's if they are dealt to all in turn, an int32 scalar."""
+    return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
+
+
 def pull_chunks(
     count: Any,
     plan: PullPlan,
@@ -135,7 +141,7 @@ def pull_chunks(
     All slots but the one being stored are on their way across NVLink at any time.
 
     Args:
-      count: how many chunks this warp carries, an int32 scalar.
+      count: how many chunks this warp carries, an int32 scalar (`share_of`).
       plan: their sizes.
       at: from the running index of a chunk to the shard that it is of, in whatever terms, and its first row and column.
       source: from a shard, rows and columns (slices) to the (remote) reference in global memory.
