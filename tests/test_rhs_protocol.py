@@ -13,7 +13,7 @@ from overlap.collectives import all_gather_rhs_matmul as op
 from overlap.collectives.rhs_schedule import STEPS_PER_FLAG, GatherRhsSchedule
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels import hopper
-from overlap.primitives import Ring, copies
+from overlap.primitives import Ring, copies, handshake
 from overlap.primitives.integers import remainder
 from tests.oracle import make_mesh
 from tests.product_cases import oracle_of
@@ -37,7 +37,7 @@ def pull_last(patch, victim, devices):
         return made[-1]
 
     def pull_late(count, plan, **kwargs):
-        from_peers = made[-1][1].at[1]
+        from_peers = made[-1][1].at[handshake._DONE]
         late = lax.axis_index("x") == victim
         pl.when(late)(lambda: primitives.wait_at_least(from_peers, devices - 1, from_peer=True))
         pull(count, plan, **kwargs)

@@ -43,6 +43,7 @@ from overlap.kernels.target import Target
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Ring,
+    entry_handshake,
     exit_handshake,
     fence_async_proxy,
     pull_chunks,
@@ -119,7 +120,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
     plan, num_ctas, along_k = schedule.plan, work.num_ctas * config.cluster, schedule.along == "k"
     me = ring.me()
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    flags, exit_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
     cta, group = hopper.cta(config), lax.axis_index(hopper.GRID_AXIS)
 
@@ -173,8 +174,9 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
 
     def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
         def communicate() -> None:
+            entry_handshake(handshake, ring, cta, num_ctas)
             _pull(cta, num_ctas, rhs_gmem, scratch_gmem, flags, slots_smem, loaded, ring, schedule)
-            exit_handshake(exit_flags, ring, cta, num_ctas)
+            exit_handshake(handshake, ring, cta, num_ctas)
 
         hopper.mainloop(
             work=work,
@@ -220,6 +222,7 @@ def _launch(
         num_ctas=target.num_cores,
         cluster=config.cluster,
         name=f"overlap_{NAME}_{along}",
+        awaits_peers=True,
     )(lhs.reshape(m, size, rows) if along == "k" else lhs, rhs)
     return out.reshape(m, -1)
 

@@ -186,8 +186,9 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
         )
 
     results = hopper.launch(
-        body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name
-    )(*leaves)
+        body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name,
+        awaits_peers=plan.transport == "pull",
+    )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
 
 

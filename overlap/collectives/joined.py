@@ -43,6 +43,7 @@ from overlap.kernels.config import Config
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Ring,
+    entry_handshake,
     exit_handshake,
     fence_async_proxy,
     pull_chunks,
@@ -95,7 +96,7 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
     config: Any = plan.config
     num_ctas, cta = work.num_ctas * config.cluster, hopper.cta(config)
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    flags, exit_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
 
     def tile_at(index: Any) -> hopper.Tile:
@@ -127,8 +128,9 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
 
     def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
         def communicate() -> None:
+            entry_handshake(handshake, plan.ring, cta, num_ctas)
             _copy(cta, num_ctas, lhs_gmem, scratch_gmem, flags, slots_smem, loaded, plan.ring, schedule)
-            exit_handshake(exit_flags, plan.ring, cta, num_ctas)
+            exit_handshake(handshake, plan.ring, cta, num_ctas)
 
         hopper.mainloop(
             work=work,

@@ -24,6 +24,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
+    entry_handshake,
     exit_handshake,
     fence_async_proxy,
     pull_chunks,
@@ -86,14 +87,15 @@ class Pull:
         )
 
     def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
-        (row_flags, exit_flags), (slots_smem, loaded) = flags, smem
+        (row_flags, handshake), (slots_smem, loaded) = flags, smem
 
         def wait(tile: Tile) -> None:
             wait_at_least(row_flags.at[site.flag(tile.step, tile)], site.schedule.flag_target(tile.m))
             fence_async_proxy()
 
         def communicate() -> None:
+            entry_handshake(handshake, site.ring, site.cta, site.num_ctas)
             _pull(site, row_flags, slots_smem, loaded)
-            exit_handshake(exit_flags, site.ring, site.cta, site.num_ctas)
+            exit_handshake(handshake, site.ring, site.cta, site.num_ctas)
 
         return dataclasses.replace(hooks, before_load=site.wait_for_rows(wait), communicate=communicate)

@@ -37,6 +37,7 @@ class Settings:
     resident: int | None = None
     step_limit: int | None = 20_000_000
     record: bool = False
+    laps: int = 1
 
     def __post_init__(self):
         if self.cores < 1:
@@ -45,6 +46,8 @@ class Settings:
             raise ValueError(f"`completion` must be one of {_COMPLETIONS}, got {self.completion!r}")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"`scheduler` must be one of {tuple(SCHEDULERS)}, got {self.scheduler!r}")
+        if self.laps < 1:
+            raise ValueError(f"`laps` must be at least 1, got {self.laps}")
         if self.resident is not None and self.resident < 1:
             raise ValueError(f"`resident` must be at least 1 or None, got {self.resident}")
 
@@ -206,6 +209,7 @@ def emulate(
     resident: int | None = None,
     step_limit: int | None = 20_000_000,
     record: bool = False,
+    laps: int = 1,
 ) -> Iterator[Run]:
     """Runs Mosaic GPU kernels on CPU devices, concurrently and with faults found, while the context is active.
 
@@ -222,6 +226,8 @@ def emulate(
         resident: how many CTAs fit on a device at a time; the others start when one leaves. None: all.
         step_limit: an error after this many scheduler steps in one launch. None: no limit.
         record: whether to keep a list of events in `run.events`.
+        laps: how often in a row each launch is run, on the same memory and, if the kernel skips the framework's
+            barrier, by each device as soon as it is done with the one before. All but the last have inputs of NaN.
 
     Yields:
         A `Run`. On exit all computations under way are waited for and the first error is raised; `run.check()` does the
@@ -236,7 +242,7 @@ def emulate(
     from .lowering import enable
 
     enable()
-    run = Run(Settings(cores, completion, scheduler, seed, detect_races, resident, step_limit, record))
+    run = Run(Settings(cores, completion, scheduler, seed, detect_races, resident, step_limit, record, laps))
     with _lock:
         _active.append(run)
     try:

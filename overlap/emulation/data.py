@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,9 +11,11 @@ import numpy as np
 from . import arithmetic
 from .errors import ProtocolError
 from .program import Decoder, handles
-from .references import value_of
+from .references import RefPath, value_of
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
+# What inline code on one reference can amount to, by the name that it gives: handler(decoder, eqn, reference, path).
+INLINE: dict[str, Callable[[Decoder, Any, int, RefPath], None]] = {}
 
 
 def _finish(value: np.ndarray, plain: bool) -> Any:
@@ -213,12 +216,15 @@ def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         d.emit(lambda thread: thread.knowledge.fence_all(), eqn, "fence_proxy_async", visible=True)
     elif meaning == "none":
         d.emit(lambda thread: None, eqn)
+    elif meaning in INLINE:
+        INLINE[meaning](d, eqn, ins[0], d.path(d.unflatten(p["pytree_ref_transforms"], ins[1:])[0] or ()))
     elif callable(meaning):
         _inline_call(d, eqn, ins, outs, meaning)
     else:
         raise NotImplementedError(
             f"inline code cannot be interpreted: give the function {name} an attribute `emulated_as`, one of "
-            f"'fence_proxy_async', 'none', or a callable on the NumPy values of its arguments; it is {meaning!r}"
+            f"'fence_proxy_async', 'none', {', '.join(map(repr, INLINE))}, or a callable on the NumPy values of its "
+            f"arguments; it is {meaning!r}"
         )
     return outs
 

@@ -288,9 +288,10 @@ class Engine:
         self._complete(self._machine.random.choice(choices))
         return True
 
-    def finish(self) -> None:
-        """Completes all that is left when the last thread has gone."""
+    def finish(self, device: int) -> None:
+        """Completes all that is left of a device's when its last thread has gone."""
         for op in self._flying:
-            while not self._advance(op):
-                pass
-        self._flying.clear()
+            if op.thread.device == device:
+                while not self._advance(op):
+                    pass
+        self._flying = [op for op in self._flying if op.thread.device != device]

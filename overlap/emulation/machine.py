@@ -16,6 +16,7 @@ from .clocks import ComponentPool, Components, Knowledge, covers
 from .clusters import Cluster, check_left, note_use
 from .engines import Engine
 from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
+from .laps import Laps
 from .memory import Buffer, poison
 from .races import Access, RaceDetector
 from .references import Slot
@@ -36,7 +37,7 @@ class Thread:
         pc: int,
         before: Thread | None = None,
     ):
-        self.machine, self.cta, self.device = machine, cta, cta.device
+        self.machine, self.cta, self.device, self.lap = machine, cta, cta.device, machine.laps.current[cta.device]
         self.warpgroup, self.warp = warpgroup, warp
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
@@ -161,23 +162,20 @@ class Machine:
         self.now = 0
         self.semaphores: list[Semaphore] = []
         self.globals: dict[Any, Any] = {}
-        self.remote_uses: list[dict[Any, Access]] = [{} for _ in self.coordinates]
+        self.remote_uses: list[dict[Any, Access]] = [{} for _ in self.coordinates]  # by component and launch
         self.buffers = [self._bind(device, values) for device, values in enumerate(inputs)]
         for position in range(len(self.buffers[0])):
             row = [b[position] for b in self.buffers]
             for buffer in row:
                 if isinstance(buffer, Buffer):
                     buffer.peers = row
-        grid = list(itertools.product(*(range(n) for n in program.grid)))
-        self.ctas = [[Cta(self, d, i, c) for i, c in enumerate(grid)] for d in range(len(self.coordinates))]
-        if program.cluster:
-            size = math.prod(program.cluster.values())
-            for row in self.ctas:
-                for first in range(0, len(row), size):
-                    Cluster(program.cluster, row[first : first + size])
-        self.queued = [list(ctas) for ctas in self.ctas]
+        self.ctas: list[list[Cta]] = [[] for _ in self.coordinates]
+        self.queued: list[list[Cta]] = [[] for _ in self.coordinates]
         self.threads: list[Thread] = []
         self.exit_seen = [Knowledge() for _ in self.coordinates]
+        for device in range(len(self.coordinates)):
+            self.queue(device)
+        self.laps = Laps(self, settings.laps)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +203,8 @@ class Machine:
         if buffer.space == "smem" and buffer.cta is not thread.cta:
             note_use(thread, buffer.cta, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != thread.device:
-            self.remote_uses[buffer.device][access.component] = access
+            self.laps.check_begun(thread, buffer.device, f"uses {access.view}")
+            self.remote_uses[buffer.device][access.component, thread.lap] = access
 
     def logical_device(self, thread: Thread, device_id: Any, id_type: Any, env: list) -> int:
         """The position in the mesh (row-major) that a device id means to `thread`."""
@@ -258,7 +257,18 @@ class Machine:
         if thread.blocked is not None and not thread.done:
             self.scheduler.ready(thread)
 
-    def _launch_ctas(self, device: int) -> None:
+    def queue(self, device: int) -> None:
+        """Makes the CTAs of a launch on a device."""
+        grid = itertools.product(*(range(n) for n in self.program.grid))
+        self.ctas[device] = [Cta(self, device, i, c) for i, c in enumerate(grid)]
+        if self.program.cluster:
+            size = math.prod(self.program.cluster.values())
+            for first in range(0, len(self.ctas[device]), size):
+                Cluster(self.program.cluster, self.ctas[device][first : first + size])
+        self.queued[device] = list(self.ctas[device])
+
+    def launch(self, device: int) -> None:
+        """Starts as many of the queued CTAs of a device as fit."""
         limit = self.settings.resident
         running = sum(cta.running > 0 for cta in self.ctas[device])
         together = math.prod(self.program.cluster.values())  # the CTAs of a cluster are launched together
@@ -275,6 +285,7 @@ class Machine:
             for slot, buffer in zip(self.program.parameters, self.buffers[device]):
                 env[slot] = buffer
             thread = Thread(self, cta, warpgroup, None, env, 0)
+            thread.knowledge.join(self.laps.start_of(device))
             thread.axes = dict(zip(self.mesh_shape, self.coordinates[device]))
             thread.axes.update(zip(self.program.axis_names, (*cta.coordinates, warpgroup)))
             cta.running += 1
@@ -292,7 +303,9 @@ class Machine:
                 cta.ended = True
                 check_left(self, cta, thread)
                 cta.reuse(cta.final, thread)
-                self._launch_ctas(thread.device)
+                self.launch(thread.device)
+                if all(cta.ended for cta in self.ctas[thread.device]):
+                    self.laps.end(thread.device)
 
     def execute(self) -> Outcome:
         """Runs the launch to its end or its first fatal fault."""
@@ -300,8 +313,7 @@ class Machine:
         aborted = False
         thread: Thread | None = None
         try:
-            for device in range(len(self.coordinates)):
-                self._launch_ctas(device)
+            self.laps.begin()
             scheduler, engine, turn = self.scheduler, self.engine, self._turn
             limit = self.settings.step_limit
             while True:
@@ -319,7 +331,6 @@ class Machine:
                     scheduler.ready(thread)
             if any(not t.done for t in self.threads) or any(self.queued):
                 raise DeadlockError(report.deadlock(self))
-            engine.finish()
             self._check_end()
         except EmulationError as error:
             aborted = True
@@ -375,16 +386,15 @@ class Machine:
                 )
         if self.detector is None:
             return
-        for device, (uses, seen) in enumerate(zip(self.remote_uses, self.exit_seen)):
-            for access in uses.values():
-                if not covers(seen.seen, access.component, access.time):
+        for device, uses in enumerate(self.remote_uses):
+            for (_, lap), access in uses.items():
+                if not covers(self.laps.seen[device][lap - 1].seen, access.component, access.time):
                     key = ("exit", device == access.thread.device, access.instruction.index)
                     self.fault(key, RaceError(report.left_early(device, access), "exit"))
         for access in self.detector.unwritten.values() if not self.errors else ():
             self.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access)))
         for semaphore in self.semaphores:
-            seen = self.exit_seen[semaphore.device].seen
-            for thread, component, time, instruction in semaphore.unseen:
-                if not covers(seen, component, time):
+            for thread, component, time, instruction, lap in semaphore.unseen:
+                if not covers(self.laps.seen[semaphore.device][lap - 1].seen, component, time):
                     key = ("late", instruction.index)
                     self.fault(key, ProtocolError(report.late_signal(semaphore, thread, instruction)))

@@ -74,6 +74,7 @@ class Program:
         self.axis_names: tuple[Any, ...] = ()
         self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
+        self.has_barrier = True  # over all devices, before each launch
 
     def forget_views(self) -> None:
         for path in self.paths:
@@ -264,6 +265,7 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
     if mesh.num_threads is not None:
         program.axis_names += (mesh.thread_name,)
         program.axis_sizes += (mesh.num_threads,)
+    program.has_barrier = not getattr(eqn_params["compiler_params"], "skip_device_barrier", False)
     program.out_avals = tuple(eqn_params["out_avals"])
     program.aliases = dict(eqn_params["input_output_aliases"])
     decoder = Decoder(program)

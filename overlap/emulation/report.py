@@ -34,6 +34,14 @@ def race(kind: str, prior: Any, access: Any) -> str:
     )
 
 
+def not_begun(thread: Any, device: int, what: str) -> str:
+    """The memory of a peer that may still be in an earlier launch, or none."""
+    return (
+        f"too early: {thread} {what} of device {device}, which may not have begun launch {thread.lap} yet. Expected: a "
+        "wait for something that device does in this launch, or the framework's barrier (skip_device_barrier=False)"
+    )
+
+
 def left_early(device: int, access: Any) -> str:
     """A device may end its kernel while a peer still uses its memory."""
     return (

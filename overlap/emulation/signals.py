@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import clusters
-from .data import predicate_of
+from .data import INLINE, predicate_of
 from .errors import ProtocolError
 from .program import Decoder, handles
 from .references import RefPath, value_of
@@ -124,11 +124,12 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
         target = machine.logical_device(thread, device_id, id_type, thread.env)
         base = base.on(target)
     semaphore = path.resolve(thread, base)
+    machine.laps.check_begun(thread, semaphore.device, f"signals {semaphore.name}")
     if count < 0:
         raise NotImplementedError(f"a signal of {count}: negative counts are not emulated")
     semaphore.signal(count, thread.knowledge.seen, thread.device)
     if semaphore.device != thread.device:
-        semaphore.unseen.append((thread, thread.component, thread.time, thread.instruction))
+        semaphore.unseen.append((thread, thread.component, thread.time, thread.instruction, thread.lap))
     machine.run.count("signals")
     machine.run.signal_event(thread, semaphore)
     thread.tick()
@@ -209,3 +210,41 @@ def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     d.emit(run, eqn, visible=True)
     return [out]
+
+
+# ---- beacons ---------------------------------------------------------------------------------------------------------
+#
+# A word of a device's memory that says whether the device has begun its launch. It may be looked at at any time, also
+# before its owner has begun, and then holds what the owner's launch before has left there.
+
+
+def _raise_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
+    def run(thread: Any) -> None:
+        path.resolve(thread, thread.env[ref]).raise_beacon(thread.knowledge.seen)
+        thread.tick()
+
+    d.emit(run, eqn, "raise_beacon", visible=True)
+
+
+def _lower_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
+    def run(thread: Any) -> None:
+        path.resolve(thread, thread.env[ref]).beacon = None
+
+    d.emit(run, eqn, "lower_beacon", visible=True)
+
+
+def _await_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
+    """An acquire, with a proxy fence behind it."""
+
+    def run(thread: Any) -> bool | None:
+        semaphore = path.resolve(thread, thread.env[ref])
+        if semaphore.beacon is not None:
+            thread.knowledge.learn(semaphore.beacon)
+            thread.knowledge.fence_all()
+            return None
+        return thread.block(semaphore, lambda: f"waits for the beacon {semaphore.name} of device {semaphore.device}")
+
+    d.emit(run, eqn, "await_beacon", visible=True)
+
+
+INLINE.update(raise_beacon=_raise_beacon, lower_beacon=_lower_beacon, await_beacon=_await_beacon)

@@ -32,18 +32,27 @@ class Semaphore(Waitable):
     arrived, whatever else has come since.
     """
 
-    __slots__ = ("base", "device", "log", "name", "taken", "total", "unseen", "waited")
+    __slots__ = ("base", "beacon", "device", "log", "name", "taken", "total", "unseen", "waited")
 
     def __init__(self, name: str, device: int):
         super().__init__()
         self.name, self.device = name, device
+        self.unseen: list[Any] = []  # signals from other devices
+        self.waited = False
+        self.zero()
+
+    def zero(self) -> None:
+        """What the framework does before each launch."""
         self.total = 0  # of all signals
         self.taken = 0  # by waits that decrement
         self.base = 0  # the total before the first entry of the log
         # (total after this signal, clock of all signals so far, clock of those from this device alone)
         self.log: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self.unseen: list[Any] = []  # signals from other devices
-        self.waited = False
+        self.beacon: np.ndarray | None = None  # while it is raised: the clock of whoever has raised it
+
+    def raise_beacon(self, seen: np.ndarray) -> None:
+        self.beacon = seen
+        self.wake()
 
     @property
     def value(self) -> int:

@@ -349,11 +349,14 @@ def mainloop(
 
 
 def launch(
-    body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str, cluster: int = 1
+    body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str, cluster: int = 1, awaits_peers: bool = False
 ) -> Callable[..., Any]:
     """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references.
 
     Of `num_ctas`, as many run as fill whole clusters.
+
+    `awaits_peers`: the kernel sees for itself that its peers have begun; else, if it talks to any, the framework runs a
+    barrier before it.
 
     It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
     """
@@ -367,7 +370,9 @@ def launch(
         cluster_names=(RANK_AXIS,) if cluster > 1 else (),
         num_threads=NUM_THREADS,
         thread_name=THREAD_AXIS,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=awaits_peers
+        ),
     )
 
     @jax.custom_batching.custom_vmap

@@ -1,4 +1,4 @@
-"""The device-side words of `overlap`: peers, flags, copies and the exit handshake.
+"""The device-side words of `overlap`: peers, flags, copies and the handshakes.
 
 These run *inside* a `plgpu.kernel` body. They are thin; what they add to Mosaic GPU's own words is a name for each
 completion rule, so that a kernel reads as its argument for being correct. That argument is written down here, once.
@@ -23,21 +23,23 @@ a chain of the links below; anything else is a race, however improbable.
    threads needs `plgpu.commit_smem` before a TMA store or a wgmma reads it.
 6. *A flag counts one kind of event.* Each (source shard, row block) has a flag of its own, with an exact final count. A
    counter shared by several rounds lets one fast CTA's second signal stand in for a slow CTA's first.
-7. *The start*: the framework runs a barrier over all devices before each collective kernel, and zeroes its semaphores
-   before that barrier. So a kernel may read a peer's inputs and signal its flags at once.
+7. *The start*: nobody may read a peer's inputs or signal its flags before that peer has begun the kernel: until then
+   its inputs are not ready and its flags not zero. Either the framework runs a barrier over all devices before the
+   kernel, or the kernel begins with `entry_handshake`.
 8. *The end*: a device may not leave the kernel while a peer can still read its inputs or signal its flags, because
    XLA then reuses the memory. `exit_handshake` is that rule.
 """
 
 from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, share_of, wait_stores_landed, wait_stores_read
 from overlap.primitives.flags import fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
-from overlap.primitives.handshake import HANDSHAKE_FLAGS, exit_handshake
+from overlap.primitives.handshake import HANDSHAKE_FLAGS, entry_handshake, exit_handshake
 from overlap.primitives.peers import Ring
 
 __all__ = [
     "HANDSHAKE_FLAGS",
     "PullPlan",
     "Ring",
+    "entry_handshake",
     "exit_handshake",
     "fence_async_proxy",
     "pull_chunks",

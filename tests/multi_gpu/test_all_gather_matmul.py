@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import pull, ring
+from overlap.primitives import handshake
 from tests import oracle
+from tests.handshake_cases import act_first, leave_out, without_waiting_for
 from tests.oracle import make_mesh, on_mesh, operands
 
 SHAPES = [
@@ -134,6 +136,22 @@ def test_a_device_that_is_late(devices, victim, transport, monkeypatch):
     assert float(repeated(mesh, 5, transport)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_device_that_begins_late(devices, victim, monkeypatch):
+    stall_victim = lambda _: pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())  # noqa: E731
+    act_first(monkeypatch, handshake._raise, stall_victim)
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
+
+
+def test_negative_control_without_looking_for_the_peers_it_is_wrong(devices, monkeypatch):
+    leave_out("_await")(monkeypatch)
+    # What a peer says before it has begun is lost: to wait for it would be to wait for ever.
+    without_waiting_for("being_seen", "the_peers_end")(monkeypatch)
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 20)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
+
+
 def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
     late_transfers(monkeypatch, 1)
     monkeypatch.setattr(pull, "wait_at_least", lambda *_, **__: None)
@@ -158,7 +176,7 @@ def test_a_device_that_passes_on_late_while_its_inputs_are_overwritten(devices, 
 
 def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
     late_transfers(monkeypatch, 1)
-    monkeypatch.setattr(pull, "exit_handshake", lambda *_: None)
+    without_waiting_for("the_peers_end")(monkeypatch)
     mesh = make_mesh(x=devices)
     # Large enough that a late device has most of its chunks still to pull when the others have left.
     assert float(repeated(mesh, 5)(*operands(mesh, (2048, 256, 4096), jnp.bfloat16, seed=4))) > 1e-2

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives import all_gather_rhs_matmul as op
 from tests import oracle
+from tests.handshake_cases import without_waiting_for
 from tests.oracle import make_mesh
 from tests.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
 
@@ -147,10 +148,13 @@ def test_skewed_devices_late_pulls_and_weights_overwritten_right_after(devices, 
 
 
 @pytest.mark.parametrize("along", ALONG)
-@pytest.mark.parametrize("name", ["wait_at_least", "exit_handshake"])
+@pytest.mark.parametrize("name", ["flags", "handshake"])
 def test_negative_control_without_it_the_result_is_wrong(devices, name, along, monkeypatch):
     late_pulls(monkeypatch, 1)
-    monkeypatch.setattr(op, name, lambda *_, **__: None)
+    if name == "flags":
+        monkeypatch.setattr(op, "wait_at_least", lambda *_, **__: None)
+    else:
+        without_waiting_for("the_peers_end")(monkeypatch)
     mesh = make_mesh(x=devices)
     # Few rows and large shards: a late device has most of its chunks still to pull when the others have left.
     shard = {"n": (4096, 1024), "k": (1024, 4096)}[along]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives import joined
 from tests import oracle, several_sides_cases
+from tests.handshake_cases import without_waiting_for
 from tests.several_sides_cases import Form
 
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
@@ -142,6 +143,6 @@ def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
 def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
     # Until long after the others have overwritten what it is to copy.
     late_copies(monkeypatch, 1, stalls=10)
-    monkeypatch.setattr(joined, "exit_handshake", lambda *_: None)
+    without_waiting_for("the_peers_end")(monkeypatch)
     mesh = oracle.make_mesh(x=devices)
     assert float(repeated(mesh, 5, ONE)(*oracle.operands(mesh, (256, 256, 4096), BF16, seed=4))) > 1e-2

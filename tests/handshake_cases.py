@@ -1,0 +1,47 @@
+"""Defects of the handshakes, for the tests on the emulator and on GPUs."""
+
+from overlap.primitives import handshake
+
+WAITS = ("the_look_at_peers", "own_ctas", "being_seen", "the_peers_end")
+
+
+def leave_out(act):
+    """A defect: one act at the beacons (`_raise`, `_await`, `_lower`) does not happen."""
+
+    def defect(patch):
+        left_out, at_beacon = getattr(handshake, act), handshake._at_beacon
+        patch.setattr(
+            handshake, "_at_beacon", lambda each, beacon: None if each is left_out else at_beacon(each, beacon)
+        )
+
+    defect.__name__ = f"leave_out{act}"
+    return defect
+
+
+def without_waiting_for(*names):
+    """A defect: some of the four waits of a kernel's handshakes (`WAITS`, in this order) are left out."""
+
+    def defect(patch):
+        wait, count = handshake.wait_at_least, [0]
+
+        def wait_or_not(flag, value, *, from_peer=False):
+            count[0] += 1
+            if WAITS[(count[0] - 1) % len(WAITS)] not in names:
+                wait(flag, value, from_peer=from_peer)
+
+        patch.setattr(handshake, "wait_at_least", wait_or_not)
+
+    defect.__name__ = "_and_".join(("without_waiting_for", *names))
+    return defect
+
+
+def act_first(patch, on, before):
+    """Calls `before(beacon)` in front of each act `on` at a beacon."""
+    at_beacon = handshake._at_beacon
+
+    def act(each, beacon):
+        if each is on:
+            before(beacon)
+        at_beacon(each, beacon)
+
+    patch.setattr(handshake, "_at_beacon", act)
