@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 
 def read(paths: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of all files that hold a time; files of single rounds are skipped."""
-    rows = []
+    """The rows of all files that hold a time, of several for one method and problem the last; no single rounds."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
     for path in paths:
         with pathlib.Path(path).open() as file:
             table = csv.DictReader(file)
             if "loop_us_p10" in (table.fieldnames or ()):
-                rows += [row for row in table if row["loop_us"]]
-    return rows
+                rows |= {(*_problem(row), row["devices"], row["method"]): row for row in table if row["loop_us"]}
+    return list(rows.values())
 
 
 def _problem(row: dict[str, str]) -> tuple[str, ...]:

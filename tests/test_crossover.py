@@ -44,7 +44,9 @@ def test_the_shipped_table_is_sound():
     assert len({row.problem for row in rows}) == len(rows)
     for row in rows:
         (distance, nearest), *_ = neighbours(row.problem)
-        assert distance == 0 and nearest.problem == row.problem
+        # One size may have been measured in both kinds of 16 bits, which count as one.
+        of_this_kind = dataclasses.replace(nearest.problem, dtype=row.problem.dtype, out_dtype=row.problem.out_dtype)
+        assert distance == 0 and of_this_kind == row.problem
         assert row.fused_us > 0 and row.xla_us > 0
         # It says what it was measured to be.
         assert (xla_is_faster(row.problem) is None) == (row.ratio >= crossover.LEAST_RATIO)
