@@ -36,9 +36,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap import tuning
 from overlap.collectives.axis import require_all_manual, require_peers, ring_of, untried
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
-from overlap.kernels import differentiable, dispatch, hopper, matmul
+from overlap.kernels import differentiable, dispatch, hopper, matmul, product
 from overlap.kernels.config import TMA_ROW_BYTES, Config
-from overlap.kernels.product import Operands, Plan
 from overlap.kernels.target import Target
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
@@ -95,6 +94,27 @@ def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, along: Along, config: 
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about the product.
+
+    Attributes:
+      ring: along which the right operand is gathered.
+      along: in which dimension of the product.
+      out_dtype: of the result.
+      config: the fused kernel's sizes.
+      target: the device.
+      insists: whether the caller asked for the fused kernel, so that XLA may not run in its place.
+    """
+
+    ring: Ring
+    along: Along
+    out_dtype: Any
+    config: Config
+    target: Target
+    insists: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class _Tile(hopper.Tile):
     """A tile, and the first k step of it that this CTA carries (not 0 if several CTAs share it)."""
 
@@ -114,11 +134,11 @@ def _pull(cta: Any, num_ctas: int, rhs_gmem: Any, scratch_gmem: Any, flags: Any,
     )  # fmt: skip
 
 
-def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sums_gmem: Any, ring: Ring,
-            schedule: GatherRhsSchedule, work: hopper.StreamK, config: Config) -> None:  # fmt: skip
+def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sums_gmem: Any,
+            schedule: GatherRhsSchedule, work: hopper.StreamK, plan: Plan) -> None:  # fmt: skip
     """The kernel's body. Along n, `out_gmem` is [m, D, n_shard]; along k, `lhs_gmem` is [m, D, k_shard]."""
-    plan, num_ctas, along_k = schedule.plan, work.num_ctas * config.cluster, schedule.along == "k"
-    me = ring.me()
+    ring, config, chunks, along_k = plan.ring, plan.config, schedule.plan, schedule.along == "k"
+    me, num_ctas = ring.me(), work.num_ctas * config.cluster
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
     flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
@@ -142,7 +162,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
             wait_at_least(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
 
         # The second tile of a cluster may lie wholly beyond the last column; it then waits for nothing.
-        needed = jnp.logical_and(step > 0, column < plan.shard_cols)
+        needed = jnp.logical_and(step > 0, column < chunks.shard_cols)
 
         @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k), k == tile.first)))
         def _wait() -> None:
@@ -196,30 +216,30 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
     pl.run_scoped(
         run,
         hopper.buffer_types(config, lhs_gmem.dtype, out_gmem.dtype),
-        plgpu.SMEM((config.chunk_slots, plan.rows, plan.cols), rhs_gmem.dtype),
+        plgpu.SMEM((config.chunk_slots, chunks.rows, chunks.cols), rhs_gmem.dtype),
         plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
         collective_axes=hopper.THREAD_AXIS,
     )
 
 
-def _launch(
-    lhs: jax.Array, rhs: jax.Array, ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target
-) -> jax.Array:
+def _launch(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
     """Runs the kernel on checked operands."""
+    ring, config, along = plan.ring, plan.config, plan.along
     if ring.size == 1:
-        return differentiable.fused(Operands(lhs, rhs), Plan(config, target, hopper.PLAIN, out_dtype))
+        of_one = product.Plan(config, plan.target, hopper.PLAIN, plan.out_dtype)
+        return differentiable.fused(product.Operands(lhs, rhs), of_one)
     (m, _), (rows, columns), size = lhs.shape, rhs.shape, ring.size
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
-    work = hopper.StreamK(schedule.tiles, schedule.k_steps, target.num_cores // config.cluster, config.stream_k)
-    body = functools.partial(_kernel, ring=ring, schedule=schedule, work=work, config=config)
+    work = hopper.StreamK(schedule.tiles, schedule.k_steps, plan.target.num_cores // config.cluster, config.stream_k)
+    body = functools.partial(_kernel, schedule=schedule, work=work, plan=plan)
     out, *_ = hopper.launch(
         lambda *refs: body(*refs),
         out_type=(
-            jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), out_dtype),
+            jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
             jax.ShapeDtypeStruct((schedule.pulled, rows, columns), rhs.dtype),
             *([hopper.partial_sums_type(work, config)] if work.cuts else []),
         ),
-        num_ctas=target.num_cores,
+        num_ctas=plan.target.num_cores,
         cluster=config.cluster,
         name=f"overlap_{NAME}_{along}",
         awaits_peers=True,
@@ -227,43 +247,36 @@ def _launch(
     return out.reshape(m, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6, 7))
-def _fused(
-    lhs: jax.Array, rhs: jax.Array, ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target,
-    insists: bool,
-) -> jax.Array:  # fmt: skip
-    """`insists`: the caller asked for the kernel, so that XLA may not run in its place."""
-
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _fused(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
     @jax.custom_batching.custom_vmap
     def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _launch(lhs, rhs, ring, along, out_dtype, config, target)
+        return _launch(lhs, rhs, plan)
 
     @run.def_vmap
     def _batch(axis_size: int, batched: list[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
         if batched[1] or axis_size < 1:
             over = "`rhs`" if batched[1] else "no element at all"
             cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
-            dispatch.leave_to_xla(NAME, cannot, insists=insists)
+            dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
             axes = tuple(0 if b else None for b in batched)
-            return jax.vmap(lambda a, b: by_xla(a, b, ring.axis_name, along, out_dtype), axes)(lhs, rhs), True
+            return jax.vmap(lambda a, b: by_xla(a, b, plan.ring.axis_name, plan.along, plan.out_dtype), axes)(
+                lhs, rhs
+            ), True
         # More rows of the same product.
-        out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, ring, along, out_dtype, config, target, insists)
+        out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, plan)
         return out.reshape(axis_size, -1, out.shape[-1]), True
 
     return run(lhs, rhs)
 
 
-def _fused_forward(lhs: jax.Array, rhs: jax.Array, *plan: Any) -> Any:
-    return _fused(lhs, rhs, *plan), (lhs, rhs)
+def _fused_forward(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> Any:
+    return _fused(lhs, rhs, plan), (lhs, rhs)
 
 
-def _fused_backward(
-    ring: Ring, along: Along, out_dtype: Any, config: Config, target: Target, insists: bool, saved: Any,
-    cotangent: jax.Array,
-) -> Any:  # fmt: skip
-    del out_dtype, config, target, insists
+def _fused_backward(plan: Plan, saved: Any, cotangent: jax.Array) -> Any:
     lhs, rhs = saved
-    return backward_by_xla(lhs, rhs, ring.axis_name, along, cotangent)
+    return backward_by_xla(lhs, rhs, plan.ring.axis_name, plan.along, cotangent)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -377,4 +390,5 @@ def all_gather_rhs_matmul(
     along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
     if choice.config is None:
         return by_xla(lhs, rhs, ring.axis_name, along, out_dtype)
-    return _fused(lhs, rhs, ring, along, out_dtype, choice.config, choice.target, implementation == "fused")
+    plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
+    return _fused(lhs, rhs, plan)

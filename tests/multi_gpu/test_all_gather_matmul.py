@@ -5,17 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import pull, ring
 from overlap.primitives import handshake
-from tests import oracle
+from tests import oracle, skew_cases
 from tests.handshake_cases import act_first, leave_out, without_waiting_for
 from tests.oracle import make_mesh, on_mesh, operands
+from tests.skew_cases import stall
 
 SHAPES = [
     (1024, 4096, 4096),
@@ -31,31 +29,21 @@ SHAPES = [
 CASES = [(shape, dtype, "pull") for shape in SHAPES for dtype in (jnp.float16, jnp.bfloat16)]
 CASES += [(shape, jnp.bfloat16, "ring") for shape in SHAPES]
 TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
-STALL_NS = 200_000
-
-
-def stall(_):
-    for _ in range(2):
-        mgpu_utils.inline_ptx(f"nanosleep.u32 {STALL_NS // 2};", has_side_effects=True)
-
-
-stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def late_transfers(monkeypatch, victim):
     """Device `victim` stalls before it says that something has arrived: each chunk, or each piece passed on."""
     pull_chunks, announce = pull.pull_chunks, ring._announce
-    stall_victim = lambda: pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())  # noqa: E731
 
     def pull_late(count, plan, *, landed, **kwargs):
         def landed_late(*chunk):
-            stall_victim()
+            stall(victim)
             landed(*chunk)
 
         pull_chunks(count, plan, landed=landed_late, **kwargs)
 
     def announce_late(*args):
-        stall_victim()
+        stall(victim)
         announce(*args)
 
     monkeypatch.setattr(pull, "pull_chunks", pull_late)
@@ -67,36 +55,16 @@ def late_sends(monkeypatch, victim):
     pass_on = ring._pass_on
 
     def pass_on_late(site, tile, k, lhs_smem):
-        pl.when(jnp.logical_and(lax.axis_index("x") == victim, k == 0))(lambda: plgpu.inline_mgpu()(stall)())
+        stall(victim, k == 0)
         pass_on(site, tile, k, lhs_smem)
 
     monkeypatch.setattr(ring, "_pass_on", pass_on_late)
 
 
 def repeated(mesh, iterations, transport="pull", *, flip=True):
-    """The worst distance to the unfused product over iterations, with new operands and random skew each time.
-
-    The left operand is overwritten right after the kernel: whoever leaves while a peer still reads it is caught.
-    """
-
-    def body(lhs, rhs):
-        me = lax.axis_index("x")
-
-        def step(i, carry):
-            lhs, worst = carry
-            expected = oracle.unfused(lhs, rhs).astype(jnp.float32)
-            turns = jax.random.randint(jax.random.fold_in(jax.random.key(i), me), (), 0, 40)
-            # Work that only this device has, which its operand depends on: it enters the kernel's barrier late.
-            zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
-            late_lhs = lhs + zero.astype(lhs.dtype)
-            actual = oracle.fused(late_lhs, rhs, transport=transport)
-            worst = jnp.maximum(worst, oracle.distance(actual, expected))
-            lhs = jnp.roll(-late_lhs, 1, axis=1) if flip else late_lhs
-            return lhs, worst
-
-        _, worst = lax.fori_loop(0, iterations, step, (lhs, jnp.float32(0)))
-        return oracle.worst(worst, mesh)
-
+    body = skew_cases.repeated(
+        lambda lhs, rhs: oracle.fused(lhs, rhs, transport=transport), oracle.unfused, mesh, iterations, flip=flip
+    )
     return on_mesh(mesh, body, out_specs=P())
 
 
@@ -138,8 +106,7 @@ def test_a_device_that_is_late(devices, victim, transport, monkeypatch):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_device_that_begins_late(devices, victim, monkeypatch):
-    stall_victim = lambda _: pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())  # noqa: E731
-    act_first(monkeypatch, handshake._raise, stall_victim)
+    act_first(monkeypatch, handshake._raise, lambda _: stall(victim))
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
 

@@ -4,18 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import all_gather_rhs_matmul as op
-from tests import oracle
+from tests import oracle, skew_cases
 from tests.handshake_cases import without_waiting_for
 from tests.oracle import make_mesh
 from tests.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
+from tests.skew_cases import stall
 
 SHAPES = [  # m, and the shard of the weights: along n, and along k
     (2048, {"n": (4096, 1024), "k": (1024, 4096)}),
@@ -28,15 +26,6 @@ CONFIGS = [
     ("k", overlap.Config(cluster=2, cluster_along="n")),
     ("k", overlap.Config(stream_k=2, order_minor="n", chunk_bytes=4096)),
 ]
-STALL_NS = 200_000
-
-
-def stall(_):
-    for _ in range(2):
-        mgpu_utils.inline_ptx(f"nanosleep.u32 {STALL_NS // 2};", has_side_effects=True)
-
-
-stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def late_pulls(monkeypatch, victim):
@@ -45,7 +34,7 @@ def late_pulls(monkeypatch, victim):
 
     def pull_late(count, plan, *, landed, **kwargs):
         def landed_late(*chunk):
-            pl.when(lax.axis_index("x") == victim)(lambda: plgpu.inline_mgpu()(stall)())
+            stall(victim)
             landed(*chunk)
 
         pull(count, plan, landed=landed_late, **kwargs)
@@ -86,27 +75,10 @@ def errors(mesh, along, config=None):
 
 
 def repeated(mesh, along, iterations):
-    """The worst distance to the unfused product over iterations, with new operands and random skew each time.
-
-    The weights are overwritten right after the kernel: whoever leaves while a peer still reads them is caught.
-    """
-
-    def body(lhs, rhs):
-        me = lax.axis_index("x")
-
-        def step(i, carry):
-            rhs, worst = carry
-            expected = unfused(along)(lhs, rhs).astype(jnp.float32)
-            turns = jax.random.randint(jax.random.fold_in(jax.random.key(i), me), (), 0, 40)
-            # Work that only this device has, which its operand depends on: it enters the kernel's barrier late.
-            zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
-            late = rhs + zero.astype(rhs.dtype)
-            actual = fused(along)(lhs, late)
-            return jnp.roll(-late, 1, axis=1), jnp.maximum(worst, oracle.distance(actual, expected))
-
-        return oracle.worst(lax.fori_loop(0, iterations, step, (rhs, jnp.float32(0)))[1], mesh)
-
-    return mapped(mesh, along, body, P())
+    body = skew_cases.repeated(
+        lambda rhs, lhs: fused(along)(lhs, rhs), lambda rhs, lhs: unfused(along)(lhs, rhs), mesh, iterations
+    )
+    return mapped(mesh, along, lambda lhs, rhs: body(rhs, lhs), P())
 
 
 MEDIUM = {"n": (1024, 512), "k": (512, 1024)}

@@ -5,17 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import joined
-from tests import oracle, several_sides_cases
+from tests import oracle, several_sides_cases, skew_cases
 from tests.handshake_cases import without_waiting_for
 from tests.several_sides_cases import Form
+from tests.skew_cases import stall
 
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 ONE = overlap.Config(tile_m=64, tile_n=128, joined=True)
@@ -70,54 +67,20 @@ def test_repeated_launches_agree_bit_for_bit(devices):
         assert bool(same(first, launch(lhs, rhs)))
 
 
-STALL_NS = 200_000
-
-
-def stall(_):
-    mgpu_utils.inline_ptx(f"nanosleep.u32 {STALL_NS};", has_side_effects=True)
-
-
-stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def late_copies(monkeypatch, victim, stalls=1):
     """Device `victim` stalls before it copies its first chunk."""
     copy = joined._copy
 
     def copy_late(*args):
-        @pl.when(lax.axis_index("x") == victim)
-        def _stall():
-            for _ in range(stalls):
-                plgpu.inline_mgpu()(stall)()
-
+        stall(victim, times=stalls)
         copy(*args)
 
     monkeypatch.setattr(joined, "_copy", copy_late)
 
 
 def repeated(mesh, iterations, config):
-    """The worst distance to the unfused product over iterations, with other operands and skew each time.
-
-    The left operand is overwritten right after the kernel: whoever leaves while a peer still reads it is caught.
-    """
-
-    def body(lhs, rhs):
-        me = lax.axis_index("x")
-
-        def step(i, carry):
-            lhs, worst = carry
-            expected = oracle.unfused(lhs, rhs).astype(jnp.float32)
-            turns = jax.random.randint(jax.random.fold_in(jax.random.key(i), me), (), 0, 40)
-            # Work that only this device has, which its operand depends on: it enters the kernel's barrier late.
-            zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
-            late_lhs = lhs + zero.astype(lhs.dtype)
-            worst = jnp.maximum(worst, oracle.distance(oracle.fused(late_lhs, rhs, config=config), expected))
-            return jnp.roll(-late_lhs, 1, axis=1), worst
-
-        _, worst = lax.fori_loop(0, iterations, step, (lhs, jnp.float32(0)))
-        return oracle.worst(worst, mesh)
-
-    return oracle.on_mesh(mesh, body, out_specs=P())
+    fused = lambda lhs, rhs: oracle.fused(lhs, rhs, config=config)  # noqa: E731
+    return oracle.on_mesh(mesh, skew_cases.repeated(fused, oracle.unfused, mesh, iterations), out_specs=P())
 
 
 @pytest.mark.parametrize("config", [ONE, CUT], ids=["one", "cut"])
