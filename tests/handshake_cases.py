@@ -2,7 +2,7 @@
 
 from overlap.primitives import handshake
 
-WAITS = ("the_look_at_peers", "own_ctas", "being_seen", "the_peers_end")
+WAITS = ("own_ctas", "being_seen", "the_peers_end")
 
 
 def leave_out(act):
@@ -19,7 +19,7 @@ def leave_out(act):
 
 
 def without_waiting_for(*names):
-    """A defect: some of the four waits of a kernel's handshakes (`WAITS`, in this order) are left out."""
+    """A defect: some of the three waits of a kernel's exit handshake (`WAITS`, in this order) are left out."""
 
     def defect(patch):
         wait, count = handshake.wait_at_least, [0]

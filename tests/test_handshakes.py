@@ -108,14 +108,15 @@ def lower_after_telling(patch):
     patch.setattr(handshake, "wait_at_least", wait_then_lower)
 
 
+def begin_at_once(patch):
+    patch.setattr(handshake, "_await_count", lambda count: None)
+    act = handshake._act
+    patch.setattr(handshake, "_act", lambda each, flag: None if each is None else act(each, flag))
+
+
 def begin_when_all_but_one_have(patch):
-    wait, count = handshake.wait_at_least, [0]
-
-    def wait_for_fewer(flag, value, *, from_peer=False):
-        count[0] += 1
-        wait(flag, value - (count[0] % len(WAITS) == 1), from_peer=from_peer)
-
-    patch.setattr(handshake, "wait_at_least", wait_for_fewer)
+    await_count = handshake._await_count
+    patch.setattr(handshake, "_await_count", lambda count: await_count(count - 1))
 
 
 def look_at_the_own_beacon(patch):
@@ -136,6 +137,7 @@ DEFECTS = [
     leave_out("_lower"),
     lower_after_telling,
     *map(without_waiting_for, WAITS),
+    begin_at_once,
     begin_when_all_but_one_have,
     look_at_the_own_beacon,
     tell_the_wrong_peer,

@@ -14,8 +14,8 @@ from .program import Decoder, handles
 from .references import RefPath, value_of
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
-# What inline code on one reference can amount to, by the name that it gives: handler(decoder, eqn, reference, path).
-INLINE: dict[str, Callable[[Decoder, Any, int, RefPath], None]] = {}
+# What inline code on one reference can amount to, by the name that it gives: handler(decoder, eqn, ref, path, code).
+INLINE: dict[str, Callable[[Decoder, Any, int, RefPath, Any], None]] = {}
 
 
 def _finish(value: np.ndarray, plain: bool) -> Any:
@@ -217,7 +217,7 @@ def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     elif meaning == "none":
         d.emit(lambda thread: None, eqn)
     elif meaning in INLINE:
-        INLINE[meaning](d, eqn, ins[0], d.path(d.unflatten(p["pytree_ref_transforms"], ins[1:])[0] or ()))
+        INLINE[meaning](d, eqn, ins[0], d.path(d.unflatten(p["pytree_ref_transforms"], ins[1:])[0] or ()), function)
     elif callable(meaning):
         _inline_call(d, eqn, ins, outs, meaning)
     else:

@@ -218,7 +218,7 @@ def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 # before its owner has begun, and then holds what the owner's launch before has left there.
 
 
-def _raise_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
+def _raise_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath, _: Any) -> None:
     def run(thread: Any) -> None:
         path.resolve(thread, thread.env[ref]).raise_beacon(thread.knowledge.seen)
         thread.tick()
@@ -226,14 +226,14 @@ def _raise_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
     d.emit(run, eqn, "raise_beacon", visible=True)
 
 
-def _lower_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
+def _lower_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath, _: Any) -> None:
     def run(thread: Any) -> None:
         path.resolve(thread, thread.env[ref]).beacon = None
 
     d.emit(run, eqn, "lower_beacon", visible=True)
 
 
-def _await_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
+def _await_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath, _: Any) -> None:
     """An acquire, with a proxy fence behind it."""
 
     def run(thread: Any) -> bool | None:
@@ -247,4 +247,19 @@ def _await_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath) -> None:
     d.emit(run, eqn, "await_beacon", visible=True)
 
 
-INLINE.update(raise_beacon=_raise_beacon, lower_beacon=_lower_beacon, await_beacon=_await_beacon)
+def _await_count(d: Decoder, eqn: Any, ref: int, path: RefPath, code: Any) -> None:
+    """A wait for a semaphore of this device to reach `code.emulated_count`, at GPU scope."""
+    count = code.emulated_count
+
+    def run(thread: Any) -> bool | None:
+        semaphore = path.resolve(thread, thread.env[ref])
+        if semaphore.acquire(count, thread.knowledge, decrement=False, scope="gpu"):
+            return None
+        return thread.block(semaphore, lambda: f"waits for {semaphore.name} to reach {count}, got {semaphore.value}")
+
+    d.emit(run, eqn, "await_count", visible=True)
+
+
+INLINE.update(
+    raise_beacon=_raise_beacon, lower_beacon=_lower_beacon, await_beacon=_await_beacon, await_count=_await_count
+)

@@ -72,15 +72,38 @@ def _await(_: Any, beacon: Any) -> None:
     mgpu_utils.inline_ptx("\n".join(lines), mgpu_utils.memref_ptr(beacon), has_side_effects=True, convergent=True)
 
 
+def _await_count(count: int) -> Any:
+    """As `wait_at_least` within this GPU, by all threads of the warp.
+
+    Where one thread waits for the others, ptxas keeps more of what follows in registers than this warp has to spare.
+    """
+
+    def wait(_: Any, flag: Any) -> None:
+        lines = [
+            "{", ".reg .pred enough;", ".reg .b32 number;",
+            "LOOK:", "ld.relaxed.gpu.global.b32 number, [$0];", f"setp.ge.u32 enough, number, {count};",
+            "@!enough bra LOOK;", "fence.acquire.gpu;", "}",
+        ]  # fmt: skip
+        mgpu_utils.inline_ptx("\n".join(lines), mgpu_utils.memref_ptr(flag), has_side_effects=True, convergent=True)
+
+    wait.emulated_as = "await_count"  # pyright: ignore[reportFunctionMemberAccess]
+    wait.emulated_count = count  # pyright: ignore[reportFunctionMemberAccess]
+    return wait
+
+
 # For whoever runs a kernel without reading PTX.
 _raise.emulated_as = "raise_beacon"  # pyright: ignore[reportFunctionMemberAccess]
 _lower.emulated_as = "lower_beacon"  # pyright: ignore[reportFunctionMemberAccess]
 _await.emulated_as = "await_beacon"  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def _act(act: Any, flag: Any) -> None:
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(act)(flag)
+
+
 def _at_beacon(act: Any, beacon: Any) -> None:
     """`beacon`: its first word."""
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(act)(beacon)
+    _act(act, beacon)
 
 
 def entry_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
@@ -108,7 +131,7 @@ def entry_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
         signal(begun)
         signal_peer(flags.at[_SEEN], ring, peer)
 
-    wait_at_least(begun, ring.size - 1)
+    _act(_await_count(ring.size - 1), begun)
 
 
 def exit_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
