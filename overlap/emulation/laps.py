@@ -98,11 +98,16 @@ class Laps:
                 buffer.data[...] = values if is_input and is_last else poison(buffer.data.shape, buffer.data.dtype)
                 buffer.shadow, buffer.written = Shadow(max(buffer.data.nbytes, 1)), is_input
 
-    def check_begun(self, thread: Thread, device: int, what: str) -> None:
-        """That `thread` may touch the memory of `device`: it knows that the launch has begun there."""
+    def check_begun(self, thread: Thread, device: int, what: str, *, asynchronous: bool) -> None:
+        """That `thread` may touch the memory of `device`: it knows that the launch has begun there.
+
+        `asynchronous`: by the copy engine, for which that knowledge needs a proxy fence behind it.
+        """
         machine = self._machine
         if device == thread.device or machine.detector is None:
             return
-        if not covers(thread.knowledge.seen, self._components[device], thread.lap):
+        begun, knowledge = (self._components[device], thread.lap), thread.knowledge
+        if not covers(knowledge.gmem if asynchronous else knowledge.seen, *begun):
             key = ("begun", thread.instruction.index)
-            machine.fault(key, ProtocolError(report.not_begun(thread, device, what)), thread)
+            lacks_fence = covers(knowledge.seen, *begun)
+            machine.fault(key, ProtocolError(report.not_begun(thread, device, what, lacks_fence)), thread)

@@ -203,7 +203,7 @@ class Machine:
         if buffer.space == "smem" and buffer.cta is not thread.cta:
             note_use(thread, buffer.cta, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != thread.device:
-            self.laps.check_begun(thread, buffer.device, f"uses {access.view}")
+            self.laps.check_begun(thread, buffer.device, f"uses {access.view}", asynchronous=access.asynchronous)
             self.remote_uses[buffer.device][access.component, thread.lap] = access
 
     def logical_device(self, thread: Thread, device_id: Any, id_type: Any, env: list) -> int:

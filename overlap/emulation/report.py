@@ -34,8 +34,13 @@ def race(kind: str, prior: Any, access: Any) -> str:
     )
 
 
-def not_begun(thread: Any, device: int, what: str) -> str:
+def not_begun(thread: Any, device: int, what: str, lacks_fence: bool) -> str:
     """The memory of a peer that may still be in an earlier launch, or none."""
+    if lacks_fence:
+        return (
+            f"too early (missing proxy fence): {thread} {what} of device {device} through the copy engine, and has "
+            "only waited for that device to begin. Expected: a proxy fence (fence.proxy.async) behind the wait"
+        )
     return (
         f"too early: {thread} {what} of device {device}, which may not have begun launch {thread.lap} yet. Expected: a "
         "wait for something that device does in this launch, or the framework's barrier (skip_device_barrier=False)"

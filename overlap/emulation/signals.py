@@ -124,7 +124,7 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
         target = machine.logical_device(thread, device_id, id_type, thread.env)
         base = base.on(target)
     semaphore = path.resolve(thread, base)
-    machine.laps.check_begun(thread, semaphore.device, f"signals {semaphore.name}")
+    machine.laps.check_begun(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
     if count < 0:
         raise NotImplementedError(f"a signal of {count}: negative counts are not emulated")
     semaphore.signal(count, thread.knowledge.seen, thread.device)
@@ -248,12 +248,13 @@ def _await_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath, _: Any) -> None
 
 
 def _await_count(d: Decoder, eqn: Any, ref: int, path: RefPath, code: Any) -> None:
-    """A wait for a semaphore of this device to reach `code.emulated_count`, at GPU scope."""
+    """A wait for a semaphore of this device to reach `code.emulated_count`, at GPU scope; then a proxy fence."""
     count = code.emulated_count
 
     def run(thread: Any) -> bool | None:
         semaphore = path.resolve(thread, thread.env[ref])
         if semaphore.acquire(count, thread.knowledge, decrement=False, scope="gpu"):
+            thread.knowledge.fence_all()
             return None
         return thread.block(semaphore, lambda: f"waits for {semaphore.name} to reach {count}, got {semaphore.value}")
 

@@ -73,7 +73,7 @@ def _await(_: Any, beacon: Any) -> None:
 
 
 def _await_count(count: int) -> Any:
-    """As `wait_at_least` within this GPU, by all threads of the warp.
+    """As `wait_at_least` within this GPU and `fence_async_proxy`, by all threads of the warp.
 
     Where one thread waits for the others, ptxas keeps more of what follows in registers than this warp has to spare.
     """
@@ -82,7 +82,7 @@ def _await_count(count: int) -> Any:
         lines = [
             "{", ".reg .pred enough;", ".reg .b32 number;",
             "LOOK:", "ld.relaxed.gpu.global.b32 number, [$0];", f"setp.ge.u32 enough, number, {count};",
-            "@!enough bra LOOK;", "fence.acquire.gpu;", "}",
+            "@!enough bra LOOK;", "fence.acquire.gpu;", "fence.proxy.async.global;", "}",
         ]  # fmt: skip
         mgpu_utils.inline_ptx("\n".join(lines), mgpu_utils.memref_ptr(flag), has_side_effects=True, convergent=True)
 

@@ -23,7 +23,7 @@ def beacon(meaning, ref):
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(act)(ref)
 
 
-def exchange(*, skips_barrier, looks=True, lowers=True):
+def exchange(*, skips_barrier, looks=True, lowers=True, told=False):
     """Each of two devices copies the other's input: [8, 64] -> [8, 64]."""
 
     def body(x_gmem, out_gmem, smem, loaded):
@@ -31,7 +31,13 @@ def exchange(*, skips_barrier, looks=True, lowers=True):
         other = {"x": 1 - lax.axis_index("x")}
         if skips_barrier and looks:
             beacon("raise_beacon", flags.at[0])
-            beacon("await_beacon", plgpu.remote_ref(flags.at[0], other))
+            is_told = jnp.logical_and(told, lax.axis_index("x") == 1)  # By the other one, which has looked.
+            pl.when(is_told)(lambda: plgpu.semaphore_wait(flags.at[1], 1, decrement=False))
+
+            @pl.when(jnp.logical_not(is_told))
+            def _look():
+                beacon("await_beacon", plgpu.remote_ref(flags.at[0], other))
+
             plgpu.semaphore_signal(flags.at[1], device_id=other)
         plgpu.copy_gmem_to_smem(plgpu.remote_ref(x_gmem, other), smem, loaded)
         plgpu.barrier_wait(loaded)
@@ -69,6 +75,14 @@ def test_clean(skips_barrier, completion):
 def test_without_the_barrier_a_peer_may_not_have_begun():
     with pytest.raises(ProtocolError, match=r"too early: device \d, CTA 0 .*may not have begun launch 1"), emulate():
         exchange(skips_barrier=True, looks=False)()
+
+
+def test_the_copy_engine_needs_a_fence_behind_the_wait():
+    with (
+        pytest.raises(ProtocolError, match=r"missing proxy fence\): device 1, CTA 0 uses input 0.* of device 0"),
+        emulate(),
+    ):
+        exchange(skips_barrier=True, told=True)()
 
 
 def test_a_beacon_left_raised_stands_for_the_launch_before():
