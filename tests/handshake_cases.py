@@ -9,10 +9,8 @@ def leave_out(act):
     """A defect: one act at the beacons (`_raise`, `_await`, `_lower`) does not happen."""
 
     def defect(patch):
-        left_out, at_beacon = getattr(handshake, act), handshake._at_beacon
-        patch.setattr(
-            handshake, "_at_beacon", lambda each, beacon: None if each is left_out else at_beacon(each, beacon)
-        )
+        left_out, do = getattr(handshake, act), handshake._act
+        patch.setattr(handshake, "_act", lambda each, flag: None if each is left_out else do(each, flag))
 
     defect.__name__ = f"leave_out{act}"
     return defect
@@ -37,11 +35,11 @@ def without_waiting_for(*names):
 
 def act_first(patch, on, before):
     """Calls `before(beacon)` in front of each act `on` at a beacon."""
-    at_beacon = handshake._at_beacon
+    do = handshake._act
 
-    def act(each, beacon):
+    def act(each, flag):
         if each is on:
-            before(beacon)
-        at_beacon(each, beacon)
+            before(flag)
+        do(each, flag)
 
-    patch.setattr(handshake, "_at_beacon", act)
+    patch.setattr(handshake, "_act", act)

@@ -90,28 +90,28 @@ def test_the_ring_has_the_framework_s_barrier():
 
 
 def lower_after_telling(patch):
-    at_beacon, wait, lowers = handshake._at_beacon, handshake.wait_at_least, handshake._lower
+    do, wait, lowers = handshake._act, handshake.wait_at_least, handshake._lower
     kept = []
 
-    def keep(act, beacon):
+    def keep(act, flag):
         if act is lowers:
-            kept.append(beacon)
+            kept.append(flag)
         else:
-            at_beacon(act, beacon)
+            do(act, flag)
 
     def wait_then_lower(flag, value, *, from_peer=False):
         wait(flag, value, from_peer=from_peer)
         if kept:  # The last wait.
-            at_beacon(lowers, kept.pop())
+            do(lowers, kept.pop())
 
-    patch.setattr(handshake, "_at_beacon", keep)
+    patch.setattr(handshake, "_act", keep)
     patch.setattr(handshake, "wait_at_least", wait_then_lower)
 
 
 def begin_at_once(patch):
     patch.setattr(handshake, "_await_count", lambda count: None)
-    act = handshake._act
-    patch.setattr(handshake, "_act", lambda each, flag: None if each is None else act(each, flag))
+    do = handshake._act
+    patch.setattr(handshake, "_act", lambda act, flag: None if act is None else do(act, flag))
 
 
 def begin_when_all_but_one_have(patch):
@@ -120,10 +120,8 @@ def begin_when_all_but_one_have(patch):
 
 
 def look_at_the_own_beacon(patch):
-    at_beacon, awaits = handshake._at_beacon, handshake._await
-    patch.setattr(
-        handshake, "_at_beacon", lambda act, beacon: at_beacon(act, beacon.ref.at[0] if act is awaits else beacon)
-    )
+    do, awaits = handshake._act, handshake._await
+    patch.setattr(handshake, "_act", lambda act, flag: do(act, flag.ref.at[0] if act is awaits else flag))
 
 
 def tell_the_wrong_peer(patch):

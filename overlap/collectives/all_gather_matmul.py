@@ -158,7 +158,9 @@ def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.
         *([hopper.partial_sums_type(work, config)] if work.cuts else []),
     )
     body = functools.partial(_kernel, ring=plan.ring, schedule=schedule, work=work, plan=plan)
-    outs, scratch, *_ = gathered_lhs.launch(body, inputs, out_types, plan, f"overlap_{NAME}")
+    outs, scratch, *_ = gathered_lhs.launch(
+        body, inputs, out_types, plan, f"overlap_{NAME}", awaits_peers=TRANSPORTS[plan.transport].awaits_peers
+    )
     rows = (*lhs.shape[:-2], devices * m_shard)
     gathered = scratch.reshape(*rows, k) if plan.returns_gathered else None
     return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered

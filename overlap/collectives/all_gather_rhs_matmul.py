@@ -9,7 +9,7 @@ cut along n (each shard gives columns of the result) or along k (each shard give
                    along k: every tile needs all shards: it begins with the own one, then d+1, d+2, …
     communicator   for each of this CTA's chunks, in the order in which tiles need them:
                        peer's rhs → shared memory → scratch; when it has landed, raise the flag of its block
-                   at the end: the exit handshake
+                   before and after that: the handshakes
     compute        the mainloop of `overlap.kernels.hopper`
 
 A wait stands inside the k loop, so that a tile begins as soon as the first rows of its columns are there.
@@ -111,7 +111,7 @@ class Plan:
     out_dtype: Any
     config: Config
     target: Target
-    insists: bool = False
+    insists: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,9 +260,10 @@ def _fused(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
             cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
             dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
             axes = tuple(0 if b else None for b in batched)
-            return jax.vmap(lambda a, b: by_xla(a, b, plan.ring.axis_name, plan.along, plan.out_dtype), axes)(
-                lhs, rhs
-            ), True
+            of_one = functools.partial(
+                by_xla, axis_name=plan.ring.axis_name, along=plan.along, out_dtype=plan.out_dtype
+            )
+            return jax.vmap(of_one, axes)(lhs, rhs), True
         # More rows of the same product.
         out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, plan)
         return out.reshape(axis_size, -1, out.shape[-1]), True

@@ -174,8 +174,12 @@ def filled_columns(column_scales: Any, config: Config) -> Any:
     return jnp.concatenate([jnp.pad(x, (0, -x.shape[0] % config.cluster_tile[1])) for x in column_scales])
 
 
-def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any, plan: Plan, name: str) -> Any:
-    """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those."""
+def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any, plan: Plan, name: str, *,
+           awaits_peers: bool) -> Any:  # fmt: skip
+    """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those.
+
+    `awaits_peers`: as of `hopper.launch`.
+    """
     assert plan.config is not None
     leaves, structure = jax.tree.flatten(inputs)
     types, out_structure = jax.tree.flatten(out_types)
@@ -187,7 +191,7 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
 
     results = hopper.launch(
         body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name,
-        awaits_peers=plan.transport == "pull",
+        awaits_peers=awaits_peers,
     )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
 

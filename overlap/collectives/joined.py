@@ -8,7 +8,7 @@ shared memory. Here the shards are copied into one matrix, whose tiles then are 
     communicator   for each of this CTA's chunks, the peers' first:
                        lhs, a peer's or the own one → shared memory → scratch; when it has landed, raise the flag of its
                        rows
-                   at the end: the exit handshake
+                   before and after that: the handshakes
     compute        the mainloop of `overlap.kernels.hopper`; its few tiles are cut along k (`Config.stream_k`)
 
 Such a product takes as long as its weights take to arrive, and that does not begin with the gather: while the rows are
@@ -188,7 +188,7 @@ def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.A
         *([hopper.partial_sums_type(work, config)] if work.cuts else []),
     )
     body = functools.partial(_kernel, schedule=schedule, work=work, plan=plan)
-    outs, scratch, *_ = gathered_lhs.launch(body, inputs, out_types, plan, f"overlap_{NAME}")
+    outs, scratch, *_ = gathered_lhs.launch(body, inputs, out_types, plan, f"overlap_{NAME}", awaits_peers=True)
 
     def by_batch(x: jax.Array) -> jax.Array:
         """From the shards' order of rows, [D, batch, rows], to [batch, D · rows]."""

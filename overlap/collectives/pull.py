@@ -1,12 +1,14 @@
 """The transport *pull*: every device reads each peer's shard itself.
 
-    communicator   for each of this CTA's chunks, in the order in which tiles need them:
+    communicator   at the start: the entry handshake
+                   for each of this CTA's chunks, in the order in which tiles need them:
                        peer's lhs → shared memory → scratch; when it has landed, raise the flag of its row block
                    at the end: the own shard's chunks, if the gathered operand is asked for; the exit handshake
     producer       waits for the flag of its row block, at GPU scope
 
-A flag never crosses NVLink: the only remote signals are the handshake's, which keeps a device's inputs alive until all
-peers have read them. Remote data lands once in local scratch, because reads of a peer are not cached in the local L2.
+A flag never crosses NVLink: the only remote signals are the handshakes', which wait until the peers' inputs are ready
+and keep a device's own alive until all peers have read them. Remote data lands once in local scratch, because reads of
+a peer are not cached in the local L2.
 
 Shape legend: chunk: `PullPlan`.
 """
@@ -76,6 +78,7 @@ class Pull:
     """See the module's docstring; the methods are those of `transport.Transport`."""
 
     forwards = False
+    awaits_peers = True
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         return schedule.flags, HANDSHAKE_FLAGS

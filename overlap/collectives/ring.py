@@ -86,6 +86,7 @@ class Forward:
     """See the module's docstring; the methods are those of `transport.Transport`."""
 
     forwards = True
+    awaits_peers = False
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         return (schedule.flags,)

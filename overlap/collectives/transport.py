@@ -74,10 +74,14 @@ class Transport(Protocol):
 
     Attributes:
       forwards: whether it has a part for the forwarder warp (`buffer_types`).
+      awaits_peers: whether it sees for itself that the peers have begun; else XLA runs a barrier before the kernel.
     """
 
     @property
     def forwards(self) -> bool: ...
+
+    @property
+    def awaits_peers(self) -> bool: ...
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         """The flags that it needs, zero at launch."""

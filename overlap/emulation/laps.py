@@ -8,6 +8,7 @@ it does, launches follow each other here on the same memory, each device going o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import report
@@ -44,11 +45,7 @@ class Laps:
 
     def begin(self) -> None:
         """Starts the first launch on all devices."""
-        for device in range(len(self.current)):
-            self.current[device] = 1
-            self._prepare(device)
-        for device in range(len(self.current)):
-            self._machine.launch(device)
+        self._go_on(range(len(self.current)))
 
     def start_of(self, device: int) -> Knowledge:
         """What the threads of a device know when its present launch starts."""
@@ -67,21 +64,20 @@ class Laps:
         machine = self._machine
         machine.engine.finish(device)
         self.seen[device].append(machine.exit_seen[device].copy())
-        if machine.program.has_barrier:
-            if len({len(seen) for seen in self.seen}) == 1:
-                for each in range(len(self.current)):
-                    self._next(each)
-                for each in range(len(self.current)):
-                    machine.launch(each)
-        else:
-            self._next(device)
-            machine.launch(device)
+        if not machine.program.has_barrier:
+            self._go_on([device])
+        elif len({len(seen) for seen in self.seen}) == 1:
+            self._go_on(range(len(self.current)))
 
-    def _next(self, device: int) -> None:
-        if self.current[device] < self._count:
+    def _go_on(self, devices: Iterable[int]) -> None:
+        """Starts the next launch of these devices, unless they have had their last."""
+        going_on = [device for device in devices if self.current[device] < self._count]
+        for device in going_on:
             self.current[device] += 1
             self._prepare(device)
             self._machine.queue(device)
+        for device in going_on:
+            self._machine.launch(device)
 
     def _prepare(self, device: int) -> None:
         """What the framework does before a launch; earlier inputs than the last are worth nothing."""
@@ -94,8 +90,8 @@ class Laps:
         for buffer, values in zip(machine.buffers[device], self._inputs[device]):
             if isinstance(buffer, Buffer):
                 is_input = values is not None
-                is_last = lap == self._count
-                buffer.data[...] = values if is_input and is_last else poison(buffer.data.shape, buffer.data.dtype)
+                is_for_real = is_input and lap == self._count
+                buffer.data[...] = values if is_for_real else poison(buffer.data.shape, buffer.data.dtype)
                 buffer.shadow, buffer.written = Shadow(max(buffer.data.nbytes, 1)), is_input
 
     def check_begun(self, thread: Thread, device: int, what: str, *, asynchronous: bool) -> None:

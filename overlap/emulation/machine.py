@@ -173,8 +173,6 @@ class Machine:
         self.queued: list[list[Cta]] = [[] for _ in self.coordinates]
         self.threads: list[Thread] = []
         self.exit_seen = [Knowledge() for _ in self.coordinates]
-        for device in range(len(self.coordinates)):
-            self.queue(device)
         self.laps = Laps(self, settings.laps)
 
     # ---- memory ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ def how_to_repeat(machine: Any) -> str:
     s = machine.settings
     return (
         f"[kernel {machine.name!r}; repeat with emulate(cores={s.cores}, completion={s.completion!r}, "
-        f"scheduler={s.scheduler!r}, seed={s.seed}, resident={s.resident})]"
+        f"scheduler={s.scheduler!r}, seed={s.seed}, resident={s.resident}, laps={s.laps})]"
     )
 
 

@@ -98,12 +98,8 @@ _await.emulated_as = "await_beacon"  # pyright: ignore[reportFunctionMemberAcces
 
 
 def _act(act: Any, flag: Any) -> None:
+    """Runs one of the above on a flag; of a beacon that is its first word."""
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(act)(flag)
-
-
-def _at_beacon(act: Any, beacon: Any) -> None:
-    """`beacon`: its first word."""
-    _act(act, beacon)
 
 
 def entry_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
@@ -121,13 +117,13 @@ def entry_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
 
     @pl.when(cta == 0)
     def _begin() -> None:
-        _at_beacon(_raise, beacon)
+        _act(_raise, beacon)
 
     # Each peer is looked for by one CTA, all of them at the same time.
     @pl.loop(cta + 1, ring.size, step=num_ctas)
     def _look_for(distance: Any) -> None:
         peer = ring.peer(distance)
-        _at_beacon(_await, ring.remote(beacon, peer))
+        _act(_await, ring.remote(beacon, peer))
         signal(begun)
         signal_peer(flags.at[_SEEN], ring, peer)
 
@@ -152,7 +148,7 @@ def exit_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
     def _speak_for_the_device() -> None:
         wait_at_least(own_ctas, num_ctas)
         wait_at_least(flags.at[_SEEN], ring.size - 1, from_peer=True)
-        _at_beacon(_lower, flags.at[0])
+        _act(_lower, flags.at[0])
 
         @pl.loop(1, ring.size)
         def _tell(distance: Any) -> None:
