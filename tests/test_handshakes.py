@@ -119,6 +119,14 @@ def begin_when_all_but_one_have(patch):
     patch.setattr(handshake, "_await_count", lambda count: await_count(count - 1))
 
 
+def begin_without_a_fence(patch):
+    do = handshake._act
+    patch.setattr(handshake, "_await_count", lambda count: count)
+    patch.setattr(
+        handshake, "_act", lambda act, flag: wait_at_least(flag, act) if isinstance(act, int) else do(act, flag)
+    )
+
+
 def look_at_the_own_beacon(patch):
     do, awaits = handshake._act, handshake._await
     patch.setattr(handshake, "_act", lambda act, flag: do(act, flag.ref.at[0] if act is awaits else flag))
@@ -137,6 +145,7 @@ DEFECTS = [
     *map(without_waiting_for, WAITS),
     begin_at_once,
     begin_when_all_but_one_have,
+    begin_without_a_fence,
     look_at_the_own_beacon,
     tell_the_wrong_peer,
 ]
