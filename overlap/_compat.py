@@ -6,15 +6,18 @@ Nothing else in the library imports private names. When a jax release moves one 
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = [
     "backends_are_initialized",
     "let_warps_arrive_at_cluster_barriers",
     "lower_by_cliques",
     "offer_square_wgmma_tiles",
+    "peer_table",
+    "told_addresses",
 ]
 
 
@@ -29,43 +32,60 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any]) -> None:
+class Addresses(Protocol):
+    """What lowering needs of `overlap.primitives.addresses`."""
+
+    @property
+    def TABLE_FLAGS(self) -> int: ...
+
+    @property
+    def Params(self) -> type: ...
+
+    def tell(self, num_flags: int) -> Callable[[Any], Any]: ...
+
+
+def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses: Addresses) -> None:
     """Has Pallas lower each Mosaic GPU kernel for its clique instead of its whole mesh. The first call counts.
 
     `clique_of(mesh, axes)` is asked for each kernel in a `shard_map` over `mesh` that counts along the axes of the
     names given. It returns what has the fields of `overlap.primitives.clique.Clique`, or None: lower it as jax does.
+    Kernels with `addresses.Params` are told their peers' addresses by another one, where each GPU has a process of its
+    own (`overlap/primitives/addresses.py`).
 
     There is no other way: neither the devices nor the mesh are known before lowering (one of an abstract mesh is of no
     use), and a nested `shard_map` keeps the whole mesh. Same code in jax 0.11.2 and 0.12.0.1.
     """
-    from jax._src.core import NamedAxisEffect
     from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
+    from jax.experimental.mosaic.gpu import core
     from jaxlib.mlir import ir
 
     lower = registration.mpmd_map_mgpu_lowering_rule
     if getattr(lower, "lowers_by_cliques", False):
         return
     _let_ranks_count_backwards()
+    _let_kernels_be_told(addresses)
 
     @functools.wraps(lower)
     def lower_by_clique(ctx: Any, *args: Any, jaxprs: Any, **params: Any) -> Any:
         axis_context = ctx.module_context.axis_context
         mesh = getattr(axis_context, "mesh", None)
-        effects = [effect for jaxpr in jaxprs for effect in jaxpr.effects]
-        axes = frozenset(str(effect.name) for effect in effects if isinstance(effect, NamedAxisEffect))
-        clique = None if mesh is None else clique_of(mesh, axes)
+        clique = None if mesh is None else clique_of(mesh, frozenset().union(*map(_axes_of, jaxprs)))
         if clique is None:
             return lower(ctx, *args, jaxprs=jaxprs, **params)
         context = axis_context.__class__(clique.mesh, frozenset(clique.mesh.axis_names))
-        token = _counts_backwards.set(clique.is_mirrored)
+        told, compiler_params = None, params["compiler_params"]
+        if isinstance(compiler_params, addresses.Params) and core._is_known_multihost_mesh(clique.mesh):
+            told = None if core.is_nvshmem_available() else _Told(compiler_params.peers_read)
+        tokens = _counts_backwards.set(clique.is_mirrored), _told.set(told)
         try:
             within = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
             outs = lower(within, *args, jaxprs=jaxprs, **params)
         finally:
-            _counts_backwards.reset(token)
+            _counts_backwards.reset(tokens[0])
+            _told.reset(tokens[1])
         if not outs:
             return outs
-        call = outs[0].owner
+        call = outs[0].owner if told is None or told.call is None else told.call
         config = call.attributes["mhlo.backend_config"]
         entries = {entry.name: entry.attr for entry in config}
         if "xla_replica_ids" in entries:
@@ -82,6 +102,150 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any]) -> None:
 
     lower_by_clique.lowers_by_cliques = True  # pyright: ignore[reportAttributeAccessIssue]
     registration.mpmd_map_mgpu_lowering_rule = lower_by_clique
+
+
+def _axes_of(jaxpr: Any) -> frozenset[str]:
+    """The names of all axes along which something in a kernel counts; what single warps do has no effects outside."""
+    from jax._src import core
+
+    effects = [effect for effect in jaxpr.effects if isinstance(effect, core.NamedAxisEffect)]
+    within = (sub for equation in jaxpr.eqns for sub in core.jaxprs_in_params(equation.params))
+    return frozenset(str(effect.name) for effect in effects).union(*map(_axes_of, within))
+
+
+@dataclasses.dataclass
+class _Told:
+    """A kernel that is being lowered and is told its peers' addresses by another one.
+
+    Attributes:
+      peers_read: which of its operands the peers read: row 0 of the table. Row 1 is its flags.
+      call: XLA's custom call of the other one, when there is one.
+    """
+
+    peers_read: int
+    call: Any = None
+
+    def parameters(self, context: Any) -> tuple[int, int]:
+        """The parameters of the rows."""
+        return self.peers_read, context.num_params - 1
+
+
+_told: contextvars.ContextVar[_Told | None] = contextvars.ContextVar("told", default=None)
+
+
+def _let_kernels_be_told(addresses: Addresses) -> None:
+    """Has a kernel read the peers' addresses at the beginning of its flags where `_told`, and another one write them.
+
+    A kernel's flags are its last operand, which XLA zeroes, and its last result, which shares the operand's memory.
+    """
+    from jax.experimental.mosaic.gpu import core, launch_context, utils
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    context: Any = launch_context.LaunchContext
+    xlas_table, address_on_peer = context._collective_metadata, context._get_parameter_address_on_peer
+    lower = core._mosaic_gpu_lowering_rule
+
+    @functools.wraps(xlas_table)
+    def table(self: Any, which: int) -> Any:
+        if _told.get() is None:
+            return xlas_table(self, which)
+        if which:
+            raise NotImplementedError("the host of a GPU with a process of its own does not know its peers' addresses")
+        with ir.InsertionPoint.at_block_begin(self.buffers.owner):
+            entries = ir.MemRefType.get((addresses.TABLE_FLAGS // 2,), ir.IntegerType.get_signless(64))
+            return utils.ptr_as_memref(_pointer(self, self.num_params - 1), entries)
+
+    @functools.wraps(address_on_peer)
+    def address_by_row(self: Any, parameter_id: int, peer_id: Any, on_host: bool) -> Any:
+        told = _told.get()
+        row = parameter_id if told is None else told.parameters(self).index(parameter_id)
+        return address_on_peer(self, row, peer_id, on_host)
+
+    @functools.wraps(lower)
+    def lower_told(ctx: Any, *args: Any, module: Any, **params: Any) -> Any:
+        told = _told.get()
+        if told is None:
+            return lower(ctx, *args, module=module, **params)
+        devices, read = ctx.module_context.axis_context.mesh.size, told.peers_read
+        if (entries := launch_context.COLLECTIVE_METADATA_SIZE + 2 * devices) > addresses.TABLE_FLAGS // 2:
+            raise NotImplementedError(
+                f"where each GPU has a process of its own, a kernel has {addresses.TABLE_FLAGS // 2} entries for its "
+                f'peers, and for {devices} devices needs {entries}: use implementation="xla"'
+            )
+        tell, avals = addresses.tell(ctx.avals_in[-1].size), [ctx.avals_in[read]]
+        token = _told.set(None)
+        try:
+            (zeros,) = mlir.lower_fun(lambda operand: [tell(operand)], multiple_results=True)(
+                ctx.replace(avals_in=avals, avals_out=[ctx.avals_in[-1]]), args[read]
+            )
+        finally:
+            _told.reset(token)
+        told.call = zeros.owner
+        # Two of them with the same operands are not one: each makes flags of its own.
+        told.call.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+        for attribute in (launch_context.COLLECTIVE_ATTR, launch_context.SYMMETRIC_MEMORY_ARGS_ATTR):
+            del module.operation.attributes[attribute]
+        return lower(ctx, *args[:-1], zeros, module=module, **params)
+
+    context._collective_metadata, context._get_parameter_address_on_peer = table, address_by_row
+    core._mosaic_gpu_lowering_rule = lower_told
+
+
+def _pointer(context: Any, parameter: int) -> Any:
+    """A parameter's address, as the host passes it."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir.dialects import llvm
+
+    pointer = llvm.PointerType.get()
+    return llvm.load(pointer, utils.getelementptr(context.buffers, [parameter], pointer))
+
+
+def peer_table(context: Any, *parameters: Any) -> list[tuple[int, Any]]:
+    """In a kernel's inline code: a table of its peers' addresses, places and entries, in Mosaic GPU's own form.
+
+    That is the rank, room for others, and for each parameter a row of addresses, one per rank. XLA gives those of
+    whatever the buffer lies in, for this device as well, and leaves it to the reader to add the offset there. So where
+    the buffers are themselves stands behind the rank.
+
+    Args:
+      context: that of the code.
+      *parameters: references to all parameters of the kernel.
+    """
+    from jax.experimental.mosaic.gpu import launch_context, utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    context.device_id()  # Who asks for it, asks for XLA's table.
+    header = launch_context.COLLECTIVE_METADATA_SIZE
+    places = (0, *range(header, header + context.num_peers * len(parameters)))
+    i64 = ir.IntegerType.get_signless(64)
+    own = [(1 + row, llvm.ptrtoint(i64, utils.memref_ptr(ref))) for row, ref in enumerate(parameters)]
+    return [(place, _entry(context, place)) for place in places] + own
+
+
+def told_addresses(context: Any) -> list[tuple[Any, Any]]:
+    """In a kernel's inline code: where the table says that its buffers are, and where they are; empty if not told."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    told = _told.get()
+    if told is None:
+        return []
+    pairs = []
+    for row, parameter in enumerate(told.parameters(context)):
+        with ir.InsertionPoint.at_block_begin(context.buffers.owner):
+            pointer = _pointer(context, parameter)
+        pairs.append((_entry(context, 1 + row), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)))
+    return pairs
+
+
+def _entry(context: Any, place: int) -> Any:
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import memref
+
+    return memref.load(context.device_collective_metadata, [utils.c(place, ir.IndexType.get())])
 
 
 # Whether the kernel that is being lowered runs in a clique whose ranks run against the positions in its mesh.

@@ -26,7 +26,6 @@ import importlib
 import importlib.util
 import json
 import math
-import operator
 import os
 import pathlib
 import re
@@ -54,7 +53,7 @@ class Case:
 
     `op` names an entry of `OPS`, or `module:function` with a function `(case, mesh) -> (fn, args)` where `fn` can be
     jitted and `args` are ShapeDtypeStructs. `mesh` maps axis names to sizes; empty means one axis `x` of `devices`.
-    The fused axis is always `x`.
+    The fused axis is always `x`. `processes`: how many each host has, of as many GPUs each.
     """
 
     op: str
@@ -65,6 +64,7 @@ class Case:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     hosts: int = 1
+    processes: int = 1
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Case:
@@ -128,7 +128,7 @@ def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str |
     Args:
         fn: What to compile.
         *args: Global shapes with shardings.
-        **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code itself.
+        **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code itself; `hlo=FILE` for XLA's program.
 
     Raises:
         AssembledBefore: some of the kernels, or all of them but without the code that is to be kept.
@@ -136,16 +136,19 @@ def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str |
     import jax
 
     lowered = jax.jit(fn).lower(*args)
+    program = dumps.pop("hlo", None)
     files = {kind: path for kind, path in dumps.items() if path}
     kernels = frozenset(_KERNEL_HASH.findall(lowered.as_text()))
-    if kernels in _assembled and not files:
+    if kernels in _assembled and not files and not program:
         return _assembled[kernels]
     if kernels & _seen:
         raise AssembledBefore("this process has compiled this kernel before: start another one")
     _seen.update(kernels)
     with _environment(_dump_flags(files)), _captured_stdout() as captured:
-        lowered.compile()
+        compiled = lowered.compile()
     text = captured()
+    if program:
+        pathlib.Path(program).write_text(compiled.as_text())
     for kind, path in files.items():
         pathlib.Path(path).write_text(dumped_code(text, kind))
     reports = parse_reports(text)
@@ -273,9 +276,10 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from overlap.primitives import clique
 
     axes = dict(case.mesh) or {"x": case.devices}
-    devices = topology(case.target, math.prod(axes.values()) // case.hosts, case.hosts)
+    processes = case.hosts * case.processes
+    devices = topology(case.target, math.prod(axes.values()) // processes, processes)
     # Devices of a topology have the number of their process, and no partition. What is assembled is the first host's.
-    clique.host_of = operator.attrgetter("process_index")
+    clique.host_of = lambda device: device.process_index // case.processes
     clique._own_host = lambda mesh: 0
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
     if ":" in case.op:

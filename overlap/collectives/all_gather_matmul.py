@@ -56,7 +56,7 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
     num_ctas, me, carrier = work.num_ctas * config.cluster, ring.me(), TRANSPORTS[plan.transport]
     shapes = carrier.flag_shapes(schedule)
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    all_flags = shared_flags(*shapes, *shared)
+    all_flags = shared_flags(*shapes, *shared, awaits_peers=carrier.awaits_peers)
     flags, sums_flags = all_flags[: len(shapes)], all_flags[len(shapes) :]
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
     site = Site(ring, schedule, config, work.parts, hopper.cta(config), num_ctas, lhs_gmem, scratch_gmem)

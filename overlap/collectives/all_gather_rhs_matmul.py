@@ -140,7 +140,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
     ring, config, chunks, along_k = plan.ring, plan.config, schedule.plan, schedule.along == "k"
     me, num_ctas = ring.me(), work.num_ctas * config.cluster
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared, awaits_peers=True)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
     cta, group = hopper.cta(config), lax.axis_index(hopper.GRID_AXIS)
 
@@ -242,7 +242,7 @@ def _launch(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
         num_ctas=plan.target.num_cores,
         cluster=config.cluster,
         name=f"overlap_{NAME}_{along}",
-        awaits_peers=True,
+        peers_read=1,
     )(lhs.reshape(m, size, rows) if along == "k" else lhs, rhs)
     return out.reshape(m, -1)
 

@@ -178,7 +178,7 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
            awaits_peers: bool) -> Any:  # fmt: skip
     """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those.
 
-    `awaits_peers`: as of `hopper.launch`.
+    `awaits_peers`: whether it sees for itself that the peers have begun.
     """
     assert plan.config is not None
     leaves, structure = jax.tree.flatten(inputs)
@@ -191,7 +191,7 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
 
     results = hopper.launch(
         body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name,
-        awaits_peers=awaits_peers,
+        peers_read=0 if awaits_peers else None,
     )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
 

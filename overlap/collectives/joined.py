@@ -96,7 +96,7 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
     config: Any = plan.config
     num_ctas, cta = work.num_ctas * config.cluster, hopper.cta(config)
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared)
+    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared, awaits_peers=True)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
 
     def tile_at(index: Any) -> hopper.Tile:

@@ -45,7 +45,7 @@ from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile, at_step, spread, w
 from overlap.kernels.partial_sums import PartialSums, finish_together, partial_sums_flags, partial_sums_type
 from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, half, load_step, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
-from overlap.primitives import wait_stores_read
+from overlap.primitives import addresses, wait_stores_read
 from overlap.primitives.integers import remainder
 
 COMPUTE_REGISTERS = 232
@@ -349,18 +349,25 @@ def mainloop(
 
 
 def launch(
-    body: Callable[..., None], *, out_type: Any, num_ctas: int, name: str, cluster: int = 1, awaits_peers: bool = False
+    body: Callable[..., None],
+    *,
+    out_type: Any,
+    num_ctas: int,
+    name: str,
+    cluster: int = 1,
+    peers_read: int | None = None,
 ) -> Callable[..., Any]:
     """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references.
 
     Of `num_ctas`, as many run as fill whole clusters.
 
-    `awaits_peers`: the kernel sees for itself that its peers have begun; else, if it talks to any, the framework runs a
-    barrier before it.
+    `peers_read`: which operand the peers read, in a kernel that sees for itself that they have begun (its flags are
+    `shared_flags(..., awaits_peers=True)`); None: if it talks to any, the framework runs a barrier before it.
 
     It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
     """
     body.__name__ = name
+    semantics = plgpu.LoweringSemantics.Warpgroup
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
@@ -370,9 +377,9 @@ def launch(
         cluster_names=(RANK_AXIS,) if cluster > 1 else (),
         num_threads=NUM_THREADS,
         thread_name=THREAD_AXIS,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=awaits_peers
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=semantics)
+        if peers_read is None
+        else addresses.Params(lowering_semantics=semantics, peers_read=peers_read),
     )
 
     @jax.custom_batching.custom_vmap

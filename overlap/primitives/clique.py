@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from overlap import _compat
+from overlap.primitives import addresses
 
 _WAY_OUT = 'or use implementation="xla"'
 
@@ -86,7 +87,9 @@ class Clique:
                     f"an abstract mesh of {mesh.size} devices does not say which of them are on this host, and the job "
                     f"has several: give jax.shard_map a mesh of devices, {_WAY_OUT}"
                 )
-            return _of_one_host(np.arange(mesh.size, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
+            # In what order does not matter; how many processes they are of does.
+            devices = jax.devices() if mesh.size == jax.device_count() else range(mesh.size)
+            return _of_one_host(np.array(devices, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
         host = _own_host(mesh)
         is_here = np.vectorize(lambda device: host_of(device) == host, otypes=[bool])(mesh.devices)
         if is_here.all():
@@ -172,4 +175,4 @@ def several_hosts(mesh: Any = None) -> bool:
 
 def lower_by_cliques() -> None:
     """Has kernels lowered for their cliques from now on. Idempotent."""
-    _compat.lower_by_cliques(Clique.of)
+    _compat.lower_by_cliques(Clique.of, addresses)

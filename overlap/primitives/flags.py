@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.primitives.addresses import TABLE_FLAGS
 from overlap.primitives.peers import Ring
 
 # XLA lays out what collective kernels use in one arena, and NCCL's windows (one process per GPU) must begin at
@@ -17,13 +18,21 @@ _WINDOW_BYTES = 4096
 _FLAG_BYTES = 4
 
 
-def shared_flags(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
+def shared_flags(*shapes: tuple[int, ...], awaits_peers: bool = False) -> tuple[Any, ...]:
     """Flags shared by all CTAs of a device, zero at launch: one array of them per shape. Call once, first in the body.
 
     (Semaphores among a kernel's `scratch_types` are private to each CTA: waited on from another one, they hang.)
+
+    Args:
+      *shapes: the shapes.
+      awaits_peers: whether the kernel sees for itself that its peers have begun. A table of their addresses then stands
+        in front of the flags (`overlap/primitives/addresses.py`).
     """
+    first = (TABLE_FLAGS,) if awaits_peers else (0,)
+    if awaits_peers:
+        pl.get_global(plgpu.SemaphoreType.REGULAR(first))
     flags = tuple(pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in shapes)
-    filler = -sum(math.prod(shape) for shape in shapes) % (_WINDOW_BYTES // _FLAG_BYTES)
+    filler = -sum(math.prod(shape) for shape in (first, *shapes)) % (_WINDOW_BYTES // _FLAG_BYTES)
     if filler:
         pl.get_global(plgpu.SemaphoreType.REGULAR((filler,)))
     return flags

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.primitives.addresses import require_told
 from overlap.primitives.flags import signal, signal_peer, wait_at_least
 from overlap.primitives.peers import Ring
 
@@ -54,7 +55,8 @@ def _raise(_: Any, beacon: Any) -> None:
     _write(beacon, _KEY)
 
 
-def _lower(_: Any, beacon: Any) -> None:
+def _lower(context: Any, beacon: Any) -> None:
+    require_told(context)
     _write(beacon, [0] * _WORDS)
 
 
