@@ -1,7 +1,7 @@
 """Draws time and fraction of the roof against the number of devices, or the gain over XLA against the rows.
 
 python3 -m benchmarks.plot benchmarks/results/2026-11-21/all_gather_[24]_gpus_final.csv --out devices.png
-python3 -m benchmarks.plot --against m benchmarks/results/2026-11-21/sweep_*.csv --out rows.png
+python3 -m benchmarks.plot --against m --methods fused benchmarks/results/2026-11-21/sweep_*.csv --out rows.png
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def draw_rows(rows: Sequence[dict[str, str]], out: str) -> None:
     figure, panels = pyplot.subplots(1, len(lines), figsize=(6.2 * len(lines), 4.4), squeeze=False, sharey=True)
     names = sorted({name for of_devices in lines.values() for name in of_devices})
     for panel, devices in zip(panels[0], sorted(lines), strict=True):
-        for name in names:
-            points = sorted(lines[devices].get(name, []))
-            panel.plot([m for m, _ in points], [gain for _, gain in points], marker="o", markersize=4, label=name)
+        for index, name in enumerate(names):
+            points, line = sorted(lines[devices].get(name, [])), "-" if index < 10 else "--"  # There are 10 colors.
+            panel.plot([m for m, _ in points], [gain for _, gain in points], line, marker="o", markersize=4, label=name)
         panel.set_xscale("log", base=2)
         panel.set(title=f"{devices} devices", xlabel="rows of all devices")
         panel.axhline(1.0, color="grey", linewidth=0.8)
@@ -104,11 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", help="CSV files of benchmarks.all_gather_matmul")
     parser.add_argument("--against", choices=("devices", "m"), default="devices", help="what lies along the x axis")
+    parser.add_argument("--methods", help="what to draw, as the files call it, separated by commas (default: all)")
     parser.add_argument("--out", required=True, help="the picture to write, .png or .svg")
     arguments = parser.parse_args(argv)
     rows = read(arguments.files)
+    if arguments.methods:
+        # Ratios to XLA stand in the other methods' own rows.
+        rows = [row for row in rows if row["method"] in arguments.methods.split(",")]
     if not rows:
-        raise SystemExit("none of the files holds a time: pass the CSV files that a benchmark wrote with --out")
+        raise SystemExit(
+            "none of the files holds a time of these methods: pass the CSV files that a benchmark wrote with --out"
+        )
     if arguments.against == "m" and not any(row["method"] != "xla" and row["xla_over_this"] for row in rows):
         raise SystemExit("none of the files compares a method to XLA: pass files of a run with --methods fused,xla")
     (draw if arguments.against == "devices" else draw_rows)(rows, arguments.out)

@@ -316,12 +316,14 @@ def test_the_plot_draws_what_was_timed(tmp_path: pathlib.Path) -> None:
     assert len(plot.read(files)) == 2 * 3
     assert plot.main([*files, "--out", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").stat().st_size > 10_000
-    assert plot.main(["--against", "m", *files, "--out", str(tmp_path / "rows.png")]) == 0
+    assert plot.main(["--against", "m", "--methods", "fused", *files, "--out", str(tmp_path / "rows.png")]) == 0
     assert (tmp_path / "rows.png").stat().st_size > 10_000
     alone = [row for row in plot.read(files) if row["method"] == "xla"]
     (tmp_path / "alone.csv").write_text("\n".join([",".join(alone[0]), ",".join(alone[0].values())]))
     with pytest.raises(SystemExit, match="compares a method to XLA"):
         plot.main(["--against", "m", str(tmp_path / "alone.csv"), "--out", str(tmp_path / "none.png")])
+    with pytest.raises(SystemExit, match="of these methods"):
+        plot.main(["--methods", "fused:stages=9", *files, "--out", str(tmp_path / "none.png")])
     assert not (tmp_path / "none.png").exists()
 
 

@@ -123,8 +123,8 @@ def shake_hands_before_the_copies(patch):
 
     flags = joined.shared_flags
 
-    def keep(*shapes):
-        given = flags(*shapes)
+    def keep(*shapes, **kwargs):
+        given = flags(*shapes, **kwargs)
         patch.exit_flags = given[1]
         return given
 

@@ -32,8 +32,8 @@ def pull_last(patch, victim, devices):
     """The communicators of one device begin when all its peers have pulled everything and said so."""
     make, pull, made = op.shared_flags, op.pull_chunks, []
 
-    def shared_flags(*shapes):
-        made.append(make(*shapes))
+    def shared_flags(*shapes, **kwargs):
+        made.append(make(*shapes, **kwargs))
         return made[-1]
 
     def pull_late(count, plan, **kwargs):

@@ -158,6 +158,9 @@ def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path):
     pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
     out = tmp_path / "table.json"
     line, env = command(repository, "--shapes", "128x128x64,1024x512x512", "--max-configs", 2, "--out", out)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # The tests are a shell's job in the background, and the command would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         for _ in range(600):  # Until the first problem is in the table.
