@@ -7,6 +7,10 @@ On all GPUs of the host, on some, with several configs of the fused operation, o
     python3 -m benchmarks.all_gather_matmul --variants fused fused:stages=3 fused:tile_n=128
     launch/mpirun.sh -np 4 -- python3 -m benchmarks.all_gather_matmul
 
+With float8 operands, whose weights lie as [n, k]:
+
+    python3 -m benchmarks.all_gather_matmul --shapes 1024x4096x4096:f8_e4m3fn,1024x6144x12288:f8_e4m3fn
+
 What a call's time is made of, and JAX's example over all that it searches itself:
 
     python3 -m benchmarks.all_gather_matmul --suite breakdown --methods fused,own_matmul,roof,xla
@@ -27,7 +31,9 @@ SHAPES = "1024x4096x4096:f16,1024x3584x8192:bf16,1024x6144x12288:bf16"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser((__doc__ or "").splitlines()[0], SHAPES, "fused,xla,roof", devices=True)
+    parser = command.parser(
+        (__doc__ or "").splitlines()[0], SHAPES, "fused,xla,roof", devices=True, layouts=("nn", "nt")
+    )
     arguments = parser.parse_args(argv, None)
     arguments.default_shapes = SHAPES
 

@@ -24,18 +24,18 @@ _DRY_SHAPE = "128x256x128"
 
 
 def parser(
-    description: str, shapes: str, methods: str, *, devices: bool = False, layouts: bool = False
+    description: str, shapes: str, methods: str, *, devices: bool = False, layouts: Sequence[str] = ("nn",)
 ) -> argparse.ArgumentParser:
-    """The options, with a table's own defaults. `layouts`: whether the table measures others than nn."""
+    """The options, with a table's own defaults. `layouts`: those that the table measures."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     if devices:
         result.add_argument("--devices", type=int, default=None, help="how many devices; none: all of them")
     result.add_argument("--shapes", default=shapes, help="MxNxK[:dtype][:layout] per shard, separated by commas")
     result.add_argument("--dtype", default="f16", help="f16, bf16, f8_e4m3fn or f8_e5m2, for shapes that name none")
     result.add_argument("--suite", default=None, help="shapes (and layouts) by a name, standard or sweep: see SUITES")
-    result.set_defaults(layouts=None, nn_only=not layouts)
-    if layouts:
-        result.add_argument("--layouts", default=None, help="nn,nt,tn,tt: for shapes that name none")
+    result.set_defaults(layouts=None, measured=tuple(layouts))
+    if len(layouts) > 1:
+        result.add_argument("--layouts", default=None, help=f"some of {','.join(layouts)}: for shapes that name none")
     result.add_argument("--methods", default=methods, help="separated by commas")
     result.add_argument("--variants", nargs="*", default=[], metavar="fused:FIELD=VALUE,...", help="configs of fused")
     result.add_argument("--rounds", type=int, default=7, help="how often every method is timed")
@@ -68,11 +68,12 @@ def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Probl
             raise SystemExit(f"`--suite` must be one of {', '.join(SUITES)}, got {arguments.suite!r}")
         suite = SUITES[arguments.suite]
         shapes = suite.shapes
-        if not arguments.nn_only:
+        if set(suite.layouts) <= set(arguments.measured):
             layouts = layouts or (None if arguments.dtype.startswith("f8") else suite.layouts)
     result = parse(op, devices, shapes, arguments.dtype, layouts)
-    if arguments.nn_only and any(problem.layout != "nn" for problem in result):
-        raise SystemExit(f"this table measures layout nn alone (which 8-bit operands do not have), got {result[0]}")
+    if others := [problem for problem in result if problem.layout not in arguments.measured]:
+        measured = ", ".join(arguments.measured)
+        raise SystemExit(f"this table measures layout {measured} alone (8-bit operands come in nt), got {others[0]}")
     return result
 
 

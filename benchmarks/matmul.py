@@ -22,7 +22,9 @@ SHAPES = "1024x4096x4096:f16,4096x8192x4096:f16,4096x8192x4096:bf16,8192x8192x81
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser((__doc__ or "").splitlines()[0], SHAPES, "fused,fused_bf16,xla", layouts=True)
+    parser = command.parser(
+        (__doc__ or "").splitlines()[0], SHAPES, "fused,fused_bf16,xla", layouts=("nn", "nt", "tn", "tt")
+    )
     parser.set_defaults(rounds=5, warmup_s=0.5)
     arguments = parser.parse_args(argv, None)
     arguments.default_shapes = SHAPES

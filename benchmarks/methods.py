@@ -48,13 +48,14 @@ def all_gather_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
     """The methods for `all_gather_lhs_matmul`; `num_examples` bounds the search over JAX's example's configs."""
+    form = {"transpose_rhs": problem.transpose_rhs, "preferred_element_type": problem.out_type}
 
     def fused(variant: Variant) -> Method:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             fields = dict(variant.config)
             transport = fields.pop("transport", None)  # `fused:transport=ring`
             return overlap.all_gather_lhs_matmul(
-                lhs, rhs, AXIS, config=_config(fields), implementation="fused", transport=transport
+                lhs, rhs, AXIS, config=_config(fields), implementation="fused", transport=transport, **form
             )
 
         return Method(variant.name, call)
@@ -64,9 +65,9 @@ def all_gather_methods(
         "roof": lambda: Method("roof", problem.dot, gathered=True),
         # The same main loop where there is nothing to gather: what is between it and `fused` is communication.
         "own_matmul": lambda: Method(
-            "own_matmul", functools.partial(overlap.matmul, implementation="fused"), gathered=True
+            "own_matmul", functools.partial(overlap.matmul, implementation="fused", **form), gathered=True
         ),
-        "jax_example": lambda: _all_gather_example(num_examples),
+        "jax_example": lambda: _all_gather_example(problem, num_examples),
     }
     return _select(names, variants, fused, makers)
 
@@ -196,29 +197,29 @@ def _example_configs(limit: int) -> list[tuple[str, Any]]:
     return configs
 
 
-def _all_gather_example(limit: int) -> Method:
+def _all_gather_example(problem: Problem, limit: int) -> Method:
     def call(config: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         from jax.experimental.pallas.ops.gpu import collective_matmul_mgpu
 
         return collective_matmul_mgpu.all_gather_lhs_matmul(lhs, rhs, AXIS, config=config, dtype=lhs.dtype)
 
-    return _example(call, limit)
+    return _example(problem, call, limit)
 
 
 def _matmul_example(problem: Problem, limit: int) -> Method:
-    def check() -> None:
-        if problem.layout != "nn" or problem.is_float8:
-            raise NotImplementedError(f"JAX's example multiplies 16-bit operands in layout nn, got {problem}")
-
     def call(config: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
 
         return hopper_matmul_mgpu.matmul(lhs, rhs, None, config)
 
-    return dataclasses.replace(_example(call, limit), check=check)
+    return _example(problem, call, limit)
 
 
-def _example(call: Callable[..., jax.Array], limit: int) -> Method:
+def _example(problem: Problem, call: Callable[..., jax.Array], limit: int) -> Method:
+    def check() -> None:
+        if problem.layout != "nn" or problem.is_float8:
+            raise NotImplementedError(f"JAX's examples multiply 16-bit operands in layout nn, got {problem}")
+
     try:
         configs = _example_configs(limit)
     except Exception as error:
@@ -228,6 +229,6 @@ def _example(call: Callable[..., jax.Array], limit: int) -> Method:
         def fail(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             raise failure
 
-        return Method("jax_example", fail)
+        return Method("jax_example", fail, check=check)
     candidates = tuple((label, functools.partial(call, config)) for label, config in configs)
-    return Method("jax_example", candidates[0][1], candidates=candidates)
+    return Method("jax_example", candidates[0][1], check=check, candidates=candidates)

@@ -169,7 +169,7 @@ def test_shapes_carry_a_dtype_and_a_layout() -> None:
 
 
 def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() -> None:
-    parser = command.parser("", matmul.SHAPES, "xla", layouts=True)
+    parser = command.parser("", matmul.SHAPES, "xla", layouts=("nn", "nt", "tn", "tt"))
     problems = command.problems(parser.parse_args(["--suite", "standard", "--dtype", "bf16"]), "matmul", 1)
     assert len(problems) == len(set(problems)) == 13 * 3
     assert {problem.layout for problem in problems} == {"nn", "nt", "tn"}
@@ -181,6 +181,10 @@ def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() 
     only_nn = command.parser("", "1x2x3:nt", "xla").parse_args([])
     with pytest.raises(SystemExit, match="layout nn alone"):
         command.problems(only_nn, "ladder", 1)
+    gathers = command.parser("", "1x2x3:f8_e5m2,1x2x3:bf16", "xla", devices=True, layouts=("nn", "nt"))
+    assert [p.layout for p in command.problems(gathers.parse_args([]), "all_gather_lhs_matmul", 2)] == ["nt", "nn"]
+    with pytest.raises(SystemExit, match="layout nn, nt alone"):
+        command.problems(gathers.parse_args(["--shapes", "1x2x3:tn"]), "all_gather_lhs_matmul", 2)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
