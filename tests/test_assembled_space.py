@@ -117,6 +117,18 @@ def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
 
 
 @needs_compiler
+@pytest.mark.parametrize("kernel", [kernel for kernel in COVER if kernel.pulls][::4], ids=str)
+def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClass, tmp_path):
+    """It reads its peers' addresses elsewhere then, and another kernel before it writes them (addresses.py)."""
+    member, code = next(assembly_space.members(kernel)), tmp_path / "kernels.ptx"
+    case = dataclasses.replace(member.case, processes=member.case.devices)
+    told, report = assembly.assemble_case(case, ptx=str(code))
+    _, of_the_first, of_the_second = (".version" + part for part in code.read_text().split(".version"))
+    assert told.name == "overlap_tell_addresses" and told.spills == 0 and "trap" not in of_the_first
+    assert assembly_space.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
+
+
+@needs_compiler
 def test_too_few_registers_are_noticed(tmp_path):
     kernel = next(kernel for kernel in COVER if kernel.tile[:2] == (128, 256) and not kernel.epilogue)
     code = tmp_path / "kernel.ptx"
