@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.primitives import clique
 from tests import assembly, oracle
 
 Axes = str | tuple[str, ...]
@@ -61,6 +63,17 @@ class Layout:
 
 def layout(over: Axes, order: tuple[int, ...] | None = None, **sizes: int) -> Layout:
     return Layout(tuple(sizes.items()), over, order)
+
+
+def let_ranks_run_against_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on several hosts."""
+    of_one_host = clique._of_one_host
+
+    def mirrored(*args: Any) -> clique.Clique:
+        plain = of_one_host(*args)
+        return dataclasses.replace(plain, positions=plain.positions[::-1], is_mirrored=True)
+
+    monkeypatch.setattr(clique, "_of_one_host", mirrored)
 
 
 def operands(case: Layout, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,5 @@
 """Peers found by their places, whatever the devices' order, in both process layouts: many rows and few (`joined`)."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.primitives import clique
 from tests import mesh_cases, oracle
 from tests.mesh_cases import fused, layout
 
@@ -28,13 +25,7 @@ def test_permuted_devices(devices, m_shard):
 @ROWS
 def test_ranks_that_run_against_the_positions(devices, m_shard, monkeypatch):
     """As on several hosts (test_several_hosts.py)."""
-    of_one_host = clique._of_one_host
-
-    def mirrored(*args):
-        plain = of_one_host(*args)
-        return dataclasses.replace(plain, positions=plain.positions[::-1], is_mirrored=True)
-
-    monkeypatch.setattr(clique, "_of_one_host", mirrored)
+    mesh_cases.let_ranks_run_against_the_positions(monkeypatch)
     case = layout("x", x=devices)
     measure = mesh_cases.errors(case, fused(case))
     oracle.assert_close(measure(*mesh_cases.operands(case, (m_shard, 1024, 2048), jnp.bfloat16, 11)))

@@ -1,13 +1,10 @@
 """`all_gather_lhs_matmul` on meshes of 4 GPUs: permuted devices, tuples of axes in both orders, one axis of two."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from overlap.primitives import clique
 from tests import mesh_cases, oracle
 from tests.mesh_cases import fused, layout
 
@@ -81,13 +78,7 @@ def test_two_rings_of_one_mesh_in_one_program(order):
 @pytest.mark.parametrize("transport", ["pull", "ring"])
 def test_ranks_that_run_against_the_positions(transport, monkeypatch):
     """As on several hosts (test_several_hosts.py), of which this is the part that one process can show."""
-    of_one_host = clique._of_one_host
-
-    def mirrored(*args):
-        plain = of_one_host(*args)
-        return dataclasses.replace(plain, positions=plain.positions[::-1], is_mirrored=True)
-
-    monkeypatch.setattr(clique, "_of_one_host", mirrored)
+    mesh_cases.let_ranks_run_against_the_positions(monkeypatch)
     case = layout("x", x=4)
     measure = mesh_cases.errors(case, fused(case, transport=transport))
     oracle.assert_close(measure(*mesh_cases.operands(case, (1024, 1024, 2048), jnp.bfloat16, 11)))
