@@ -73,9 +73,10 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses:
         if clique is None:
             return lower(ctx, *args, jaxprs=jaxprs, **params)
         context = axis_context.__class__(clique.mesh, frozenset(clique.mesh.axis_names))
-        told, compiler_params = None, params["compiler_params"]
-        if isinstance(compiler_params, addresses.Params) and core._is_known_multihost_mesh(clique.mesh):
-            told = None if core.is_nvshmem_available() else _Told(compiler_params.peers_read)
+        compiler_params: Any = params["compiler_params"]
+        a_process_each = core._is_known_multihost_mesh(clique.mesh) and not core.is_nvshmem_available()
+        is_told = a_process_each and isinstance(compiler_params, addresses.Params)
+        told = _Told(compiler_params.peers_read) if is_told else None
         tokens = _counts_backwards.set(clique.is_mirrored), _told.set(told)
         try:
             within = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
@@ -85,7 +86,7 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses:
             _told.reset(tokens[1])
         if not outs:
             return outs
-        call = outs[0].owner if told is None or told.call is None else told.call
+        call = outs[0].owner if told is None else told.call
         config = call.attributes["mhlo.backend_config"]
         entries = {entry.name: entry.attr for entry in config}
         if "xla_replica_ids" in entries:
@@ -119,7 +120,7 @@ class _Told:
 
     Attributes:
       peers_read: which of its operands the peers read: row 0 of the table. Row 1 is its flags.
-      call: XLA's custom call of the other one, when there is one.
+      call: XLA's custom call of the other one, once the kernel is lowered.
     """
 
     peers_read: int

@@ -30,9 +30,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 
-# The table, in flags of 4 bytes: entries of 8 bytes, laid out as Mosaic GPU's own.
+FLAG_BYTES = 4
+# The table, in flags: entries of 8 bytes, laid out as Mosaic GPU's own.
 TABLE_FLAGS = 128
-_FLAG_BYTES, _THREADS = 4, 128
+_THREADS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,10 @@ def tell(num_flags: int) -> Callable[[jax.Array], jax.Array]:
         start = mgpu_utils.memref_ptr(flags)
         # The looking up takes longest, so it begins first.
         table = _compat.peer_table(context, operand, flags)
-        zeros = (f"st.global.b32 [mine+{_FLAG_BYTES * i}], 0;" for i in range(TABLE_FLAGS, num_flags, _THREADS))
+        zeros = (f"st.global.b32 [mine+{FLAG_BYTES * i}], 0;" for i in range(TABLE_FLAGS, num_flags, _THREADS))
         lines = [
             "{", ".reg .b32 thread;", ".reg .b64 mine;", "mov.u32 thread, %tid.x;",
-            f"mad.wide.u32 mine, thread, {_FLAG_BYTES}, $0;", *zeros, "}",
+            f"mad.wide.u32 mine, thread, {FLAG_BYTES}, $0;", *zeros, "}",
         ]  # fmt: skip
         mgpu_utils.inline_ptx("\n".join(lines), start, has_side_effects=True)
         for place, entry in table:

@@ -9,13 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.primitives.addresses import TABLE_FLAGS
+from overlap.primitives.addresses import FLAG_BYTES, TABLE_FLAGS
 from overlap.primitives.peers import Ring
 
 # XLA lays out what collective kernels use in one arena, and NCCL's windows (one process per GPU) must begin at
 # multiples of 4096 bytes there, which XLA does not see to (openxla/xla#47406). So whatever a kernel adds is padded.
 _WINDOW_BYTES = 4096
-_FLAG_BYTES = 4
 
 
 def shared_flags(*shapes: tuple[int, ...], awaits_peers: bool = False) -> tuple[Any, ...]:
@@ -28,14 +27,12 @@ def shared_flags(*shapes: tuple[int, ...], awaits_peers: bool = False) -> tuple[
       awaits_peers: whether the kernel sees for itself that its peers have begun. A table of their addresses then stands
         in front of the flags (`overlap/primitives/addresses.py`).
     """
-    first = (TABLE_FLAGS,) if awaits_peers else (0,)
-    if awaits_peers:
-        pl.get_global(plgpu.SemaphoreType.REGULAR(first))
-    flags = tuple(pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in shapes)
-    filler = -sum(math.prod(shape) for shape in (first, *shapes)) % (_WINDOW_BYTES // _FLAG_BYTES)
+    table = [(TABLE_FLAGS,)] if awaits_peers else []
+    flags = [pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in (*table, *shapes)]
+    filler = -sum(math.prod(shape) for shape in (*table, *shapes)) % (_WINDOW_BYTES // FLAG_BYTES)
     if filler:
         pl.get_global(plgpu.SemaphoreType.REGULAR((filler,)))
-    return flags
+    return tuple(flags[len(table) :])
 
 
 def signal(flag: Any, increment: Any = 1) -> None:
