@@ -41,7 +41,7 @@ class Addresses(Protocol):
     @property
     def Params(self) -> type: ...
 
-    def tell(self, num_flags: int) -> Callable[[Any], Any]: ...
+    def tell(self, num_flags: int) -> Callable[..., Any]: ...
 
 
 def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses: Addresses) -> None:
@@ -119,16 +119,16 @@ class _Told:
     """A kernel that is being lowered and is told its peers' addresses by another one.
 
     Attributes:
-      peers_read: which of its operands the peers read: row 0 of the table. Row 1 is its flags.
+      peers_read: which of its operands the peers read: the first rows of the table. The last one is its flags.
       call: XLA's custom call of the other one, once the kernel is lowered.
     """
 
-    peers_read: int
+    peers_read: tuple[int, ...]
     call: Any = None
 
-    def parameters(self, context: Any) -> tuple[int, int]:
+    def parameters(self, context: Any) -> tuple[int, ...]:
         """The parameters of the rows."""
-        return self.peers_read, context.num_params - 1
+        return *self.peers_read, context.num_params - 1
 
 
 _told: contextvars.ContextVar[_Told | None] = contextvars.ContextVar("told", default=None)
@@ -169,16 +169,18 @@ def _let_kernels_be_told(addresses: Addresses) -> None:
         if told is None:
             return lower(ctx, *args, module=module, **params)
         devices, read = ctx.module_context.axis_context.mesh.size, told.peers_read
-        if (entries := launch_context.COLLECTIVE_METADATA_SIZE + 2 * devices) > addresses.TABLE_FLAGS // 2:
+        header = launch_context.COLLECTIVE_METADATA_SIZE
+        assert len(read) + 1 < header  # Where the buffers are themselves has its place there.
+        if (entries := header + (len(read) + 1) * devices) > addresses.TABLE_FLAGS // 2:
             raise NotImplementedError(
                 f"where each GPU has a process of its own, a kernel has {addresses.TABLE_FLAGS // 2} entries for its "
                 f'peers, and for {devices} devices needs {entries}: use implementation="xla"'
             )
-        tell, avals = addresses.tell(ctx.avals_in[-1].size), [ctx.avals_in[read]]
+        tell, avals = addresses.tell(ctx.avals_in[-1].size), [ctx.avals_in[i] for i in read]
         token = _told.set(None)
         try:
-            (zeros,) = mlir.lower_fun(lambda operand: [tell(operand)], multiple_results=True)(
-                ctx.replace(avals_in=avals, avals_out=[ctx.avals_in[-1]]), args[read]
+            (zeros,) = mlir.lower_fun(lambda *operands: [tell(*operands)], multiple_results=True)(
+                ctx.replace(avals_in=avals, avals_out=[ctx.avals_in[-1]]), *[args[i] for i in read]
             )
         finally:
             _told.reset(token)

@@ -49,9 +49,10 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
             plan: Plan) -> None:  # fmt: skip
     """The kernel's body: hooks and buffers for the mainloop.
 
-    `inputs` are `Operands` of references; `outputs`: results, where the peers' shards lie, partial sums (if any).
+    `inputs` are `Operands` of references; `outputs`: results, where the peers' shards lie, partial sums and where the
+    scales of the peers' rows lie (each a list of one, or empty).
     """
-    (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, *sums_gmem) = (inputs.lhs, inputs.sides), outputs
+    (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, sums_gmem, scales_gmem) = (inputs.lhs, inputs.sides), outputs
     config: Any = plan.config
     num_ctas, me, carrier = work.num_ctas * config.cluster, ring.me(), TRANSPORTS[plan.transport]
     shapes = carrier.flag_shapes(schedule)
@@ -59,7 +60,8 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
     all_flags = shared_flags(*shapes, *shared, awaits_peers=carrier.awaits_peers)
     flags, sums_flags = all_flags[: len(shapes)], all_flags[len(shapes) :]
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
-    site = Site(ring, schedule, config, work.parts, hopper.cta(config), num_ctas, lhs_gmem, scratch_gmem)
+    site = Site(ring, schedule, config, work.parts, hopper.cta(config), num_ctas, lhs_gmem, scratch_gmem,
+                (inputs.row_scale, *scales_gmem) if scales_gmem else None)  # fmt: skip
 
     def tile_at(index: Any) -> hopper.Tile:
         step, row, column = schedule.tile(index)
@@ -77,18 +79,33 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
         shard = schedule.shard(me, tile.step)
         return hopper.OneOf([site.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
 
+    def row_scales(tile: hopper.Tile, first_row: Any, rows: int, shape: tuple[int, ...]) -> jax.Array:
+        def spread(vector_gmem: Any) -> jax.Array:
+            return hopper.spread(vector_gmem, pl.ds(first_row, rows), shape, 0)
+
+        if not scales_gmem:
+            return spread(inputs.row_scale)
+        # Those of a peer's rows are here if the rows are, for which the producer has waited. (The second tile of a
+        # cluster may lie wholly below the last row, where nothing comes, and takes whatever there is.)
+        (of_peers,) = scales_gmem
+        return lax.cond(
+            jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks),
+            lambda: spread(inputs.row_scale.at[0]),
+            lambda: spread(of_peers.at[jnp.maximum(tile.step - 1, 0), 0]),
+        )
+
     def epilogue_at(tile: hopper.Tile) -> Any:
         # Both vectors are filled up as the tiles are: by batch element and by right operand.
         tile_rows, tile_columns = config.cluster_tile
-        element = schedule.shard(me, tile.step) * schedule.batch + tile.batch
-        first_row = element * (schedule.order.m_tiles // schedule.batch * tile_rows)
+        # Scales that came by themselves lie in the order of arrival.
+        shard = 0 if scales_gmem else schedule.shard(me, tile.step)
+        first_row = (shard * schedule.batch + tile.batch) * (schedule.order.m_tiles // schedule.batch * tile_rows)
         first_column = schedule.first_column(tile.side) * tile_columns
 
         def epilogue(values: jax.Array, rows: Any, columns: Any, addend: Any) -> jax.Array:
             del addend
             if inputs.row_scale is not None:
-                where = pl.ds(first_row + rows.start, rows.size)
-                values = values * hopper.spread(inputs.row_scale, where, values.shape, 0)
+                values = values * row_scales(tile, first_row + rows.start, rows.size, values.shape)
             if inputs.column_scales is not None:
                 where = pl.ds(first_column + columns.start, columns.size)
                 values = values * hopper.spread(inputs.column_scales, where, values.shape, 1)
@@ -124,13 +141,18 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
 
 
 def _filled_rows(row_scale: Any, plan: Plan) -> Any:
-    """The row scales of all shards, each batch element filled up to whole tiles: a vector."""
+    """The row scales, each batch element filled up to whole tiles.
+
+    [1, n] of this device's where they travel with the rows; else gathered by XLA: a vector of all shards'.
+    """
     if row_scale is None:
         return None
     assert plan.config is not None
-    gathered = lax.all_gather(row_scale, plan.ring.axis_name)
-    filler = -gathered.shape[-1] % plan.config.cluster_tile[0]
-    return jnp.pad(gathered, ((0, 0),) * (gathered.ndim - 1) + ((0, filler),)).reshape(-1)
+    travel = TRANSPORTS[plan.transport].brings_scales
+    scales = row_scale if travel else lax.all_gather(row_scale, plan.ring.axis_name)
+    filler = -scales.shape[-1] % plan.config.cluster_tile[0]
+    filled = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, filler),))
+    return filled.reshape(1, -1) if travel else filled.reshape(-1)
 
 
 def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
@@ -142,24 +164,33 @@ def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.
     schedule = AllGatherSchedule.of(
         devices, m_shard, widths, k, lhs.dtype.itemsize, config, batch=batch[0] if batch else 1,
         keeps_own=plan.returns_gathered,
+        scaled=operands.row_scale is not None and TRANSPORTS[plan.transport].brings_scales,
     )  # fmt: skip
     if schedule.batch == 1:
         batch = []
     work = hopper.StreamK(
         schedule.tiles, ceil_div(k, config.tile_k), plan.target.num_cores // config.cluster, config.stream_k
     )
+    rows = _filled_rows(operands.row_scale, plan)
     inputs = dataclasses.replace(
-        operands, lhs=lhs.reshape(*batch, m_shard, k), row_scale=_filled_rows(operands.row_scale, plan),
+        operands, lhs=lhs.reshape(*batch, m_shard, k), row_scale=rows,
         column_scales=gathered_lhs.filled_columns(operands.column_scales, config),
     )  # fmt: skip
     out_types = (
         [jax.ShapeDtypeStruct((*batch, devices, m_shard, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
-        *([hopper.partial_sums_type(work, config)] if work.cuts else []),
+        [hopper.partial_sums_type(work, config)] if work.cuts else [],
+        [jax.ShapeDtypeStruct((devices - 1, *rows.shape), rows.dtype)] if schedule.scaled else [],
     )
     body = functools.partial(_kernel, ring=plan.ring, schedule=schedule, work=work, plan=plan)
     outs, scratch, *_ = gathered_lhs.launch(
-        body, inputs, out_types, plan, f"overlap_{NAME}", awaits_peers=TRANSPORTS[plan.transport].awaits_peers
+        body,
+        inputs,
+        out_types,
+        plan,
+        f"overlap_{NAME}",
+        awaits_peers=TRANSPORTS[plan.transport].awaits_peers,
+        reads_scales=schedule.scaled,
     )
     rows = (*lhs.shape[:-2], devices * m_shard)
     gathered = scratch.reshape(*rows, k) if plan.returns_gathered else None

@@ -242,7 +242,7 @@ def _launch(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
         num_ctas=plan.target.num_cores,
         cluster=config.cluster,
         name=f"overlap_{NAME}_{along}",
-        peers_read=1,
+        peers_read=(1,),
     )(lhs.reshape(m, size, rows) if along == "k" else lhs, rhs)
     return out.reshape(m, -1)
 

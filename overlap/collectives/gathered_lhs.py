@@ -175,10 +175,11 @@ def filled_columns(column_scales: Any, config: Config) -> Any:
 
 
 def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any, plan: Plan, name: str, *,
-           awaits_peers: bool) -> Any:  # fmt: skip
+           awaits_peers: bool, reads_scales: bool = False) -> Any:  # fmt: skip
     """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those.
 
-    `awaits_peers`: whether it sees for itself that the peers have begun.
+    `awaits_peers`: whether it sees for itself that the peers have begun. `reads_scales`: whether it reads those of the
+    peers' rows as well as the rows.
     """
     assert plan.config is not None
     leaves, structure = jax.tree.flatten(inputs)
@@ -191,7 +192,7 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
 
     results = hopper.launch(
         body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name,
-        peers_read=0 if awaits_peers else None,
+        peers_read=((0, 1 + len(inputs.sides)) if reads_scales else (0,)) if awaits_peers else (),
     )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.collectives.schedule import AllGatherSchedule
@@ -30,10 +32,31 @@ from overlap.primitives import (
     exit_handshake,
     fence_async_proxy,
     pull_chunks,
+    send_tile,
     share_of,
     signal,
     wait_at_least,
+    wait_stores_landed,
 )
+
+
+def _pull_scales(site: Site, flags: Any, scales_smem: Any, loaded: Any) -> None:
+    """The communicator's first transfers: the scales of the peers' rows, a tile's at a time."""
+    assert site.scales is not None
+    (own_gmem, scratch_gmem), schedule = site.scales, site.schedule
+    filled = schedule.order.m_tiles // schedule.batch * site.config.cluster_tile[0]
+
+    # Hardly any CTA has more than one piece, so none is on its way while another one is stored.
+    @pl.loop(site.cta, schedule.scale_pulls, step=site.num_ctas)
+    def _piece(index: Any) -> None:
+        step, element, block = schedule.scale(index)
+        place = pl.ds(0, 1), pl.ds(element * filled + block * schedule.block_rows, schedule.block_rows)
+        of_peer = site.ring.remote(own_gmem, site.ring.peer(step)).at[place]
+        plgpu.copy_gmem_to_smem(of_peer, scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+        plgpu.barrier_wait(loaded.at[0])
+        send_tile(scales_smem, scratch_gmem.at[(step - 1, *place)])
+        wait_stores_landed()
+        signal(flags.at[step - 1, element * schedule.row_blocks + block])
 
 
 def _pull(site: Site, flags: Any, slots_smem: Any, loaded: Any) -> None:
@@ -79,15 +102,17 @@ class Pull:
 
     forwards = False
     awaits_peers = True
+    brings_scales = True
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         return schedule.flags, HANDSHAKE_FLAGS
 
     def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
-        return (
-            plgpu.SMEM((config.chunk_slots, schedule.plan.rows, schedule.plan.cols), dtype),
-            plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
-        )
+        slots = plgpu.SMEM((config.chunk_slots, schedule.plan.rows, schedule.plan.cols), dtype)
+        if schedule.scaled:
+            # Scales come first, through the same memory.
+            slots = plgpu.RefUnion(slots, plgpu.SMEM((1, schedule.block_rows), jnp.float32))
+        return slots, plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots)
 
     def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
         (row_flags, handshake), (slots_smem, loaded) = flags, smem
@@ -98,7 +123,11 @@ class Pull:
 
         def communicate() -> None:
             entry_handshake(handshake, site.ring, site.cta, site.num_ctas)
-            _pull(site, row_flags, slots_smem, loaded)
+            chunks_smem = slots_smem
+            if site.scales is not None:
+                chunks_smem, scales_smem = slots_smem
+                _pull_scales(site, row_flags, scales_smem, loaded)
+            _pull(site, row_flags, chunks_smem, loaded)
             exit_handshake(handshake, site.ring, site.cta, site.num_ctas)
 
         return dataclasses.replace(hooks, before_load=site.wait_for_rows(wait), communicate=communicate)

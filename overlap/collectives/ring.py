@@ -87,6 +87,7 @@ class Forward:
 
     forwards = True
     awaits_peers = False
+    brings_scales = False
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         return (schedule.flags,)

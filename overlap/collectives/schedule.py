@@ -36,6 +36,7 @@ class AllGatherSchedule:
       batch: how many batch elements a shard has; its rows are counted through them.
       sides: tile columns of each right operand; () for a single one.
       keeps_own: whether the peers' shards lie where they belong among all, beside a copy of the own one.
+      scaled: whether the scales of its rows are pulled with each row block, by one copy more.
     """
 
     devices: int
@@ -45,18 +46,19 @@ class AllGatherSchedule:
     batch: int = 1
     sides: tuple[int, ...] = ()
     keeps_own: bool = False
+    scaled: bool = False
 
     @staticmethod
     def of(
         devices: int, m_shard: int, n_shards: Sequence[int], k: int, itemsize: int, config: Config, *, batch: int = 1,
-        keeps_own: bool = False,
+        keeps_own: bool = False, scaled: bool = False,
     ) -> AllGatherSchedule:  # fmt: skip
         """The schedule of a problem of the given per-shard sizes."""
         rows, columns = config.cluster_tile
         sides = tuple(ceil_div(n, columns) for n in n_shards)
         order = TileOrder(batch * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
         plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
-        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own)
+        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled)
 
     @property
     def tiles(self) -> int:
@@ -150,12 +152,22 @@ class AllGatherSchedule:
         """
         return (side == 0) & (n == 0) & (m < self.row_blocks) & (step < self.devices - 1)
 
+    @property
+    def scale_pulls(self) -> int:
+        """Pieces of scales that one device pulls: one per row block."""
+        return (self.devices - 1) * self.batch * self.row_blocks if self.scaled else 0
+
+    def scale(self, index: Any) -> tuple[Any, Any, Any]:
+        """Step that piece `index` of the scales serves, and the batch element and row block that it is of."""
+        before = quotient(index, self.batch * self.row_blocks)
+        return before + 1, *_split(index - before * (self.batch * self.row_blocks), self.row_blocks, self.batch)
+
     def flag_target(self, block: Any) -> Any:
-        """How often the flag of a batch element's row block is raised where shards are pulled: once per chunk."""
+        """How often the flag of a batch element's row block is raised where shards are pulled: once per copy."""
         per_row = self.plan.chunks_per_row_group
         last = self.row_blocks - 1
-        whole = self.block_rows // self.plan.rows * per_row
-        rest = ceil_div(self.plan.shard_rows - last * self.block_rows, self.plan.rows) * per_row
+        whole = self.block_rows // self.plan.rows * per_row + self.scaled
+        rest = ceil_div(self.plan.shard_rows - last * self.block_rows, self.plan.rows) * per_row + self.scaled
         return whole if rest == whole else choose(block == last, rest, whole)
 
 

@@ -39,6 +39,8 @@ class Site:
       num_ctas: how many there are.
       lhs_gmem: [(batch,) m_shard, k], this device's shard.
       scratch_gmem: [(batch,) slots, m_shard, k], where the peers' shards are to lie.
+      scales: of `AllGatherSchedule.scaled` rows, [1, n] of this device's in f32, each batch element filled up to whole
+        tiles, and [D - 1, 1, n], where those of the peers are to lie.
     """
 
     ring: Ring
@@ -49,6 +51,7 @@ class Site:
     num_ctas: int
     lhs_gmem: Any
     scratch_gmem: Any
+    scales: tuple[Any, Any] | None = None
 
     def within(self, ref: Any, batch: Any, *index: Any) -> Any:
         """A piece of one batch element, where there are several."""
@@ -75,6 +78,7 @@ class Transport(Protocol):
     Attributes:
       forwards: whether it has a part for the forwarder warp (`buffer_types`).
       awaits_peers: whether it sees for itself that the peers have begun; else XLA runs a barrier before the kernel.
+      brings_scales: whether the scales of rows travel with them; else XLA gathers them beforehand.
     """
 
     @property
@@ -82,6 +86,9 @@ class Transport(Protocol):
 
     @property
     def awaits_peers(self) -> bool: ...
+
+    @property
+    def brings_scales(self) -> bool: ...
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         """The flags that it needs, zero at launch."""

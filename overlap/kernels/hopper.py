@@ -355,14 +355,14 @@ def launch(
     num_ctas: int,
     name: str,
     cluster: int = 1,
-    peers_read: int | None = None,
+    peers_read: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references.
 
     Of `num_ctas`, as many run as fill whole clusters.
 
-    `peers_read`: which operand the peers read, in a kernel that sees for itself that they have begun (its flags are
-    `shared_flags(..., awaits_peers=True)`); None: if it talks to any, the framework runs a barrier before it.
+    `peers_read`: which operands the peers read, in a kernel that sees for itself that they have begun (its flags are
+    `shared_flags(..., awaits_peers=True)`); none: if it talks to any, the framework runs a barrier before it.
 
     It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
     """
@@ -377,9 +377,9 @@ def launch(
         cluster_names=(RANK_AXIS,) if cluster > 1 else (),
         num_threads=NUM_THREADS,
         thread_name=THREAD_AXIS,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=semantics)
-        if peers_read is None
-        else addresses.Params(lowering_semantics=semantics, peers_read=peers_read),
+        compiler_params=addresses.Params(lowering_semantics=semantics, peers_read=peers_read)
+        if peers_read
+        else plgpu.CompilerParams(lowering_semantics=semantics),
     )
 
     @jax.custom_batching.custom_vmap

@@ -41,20 +41,20 @@ class Params(plgpu.CompilerParams):
     """Of a kernel whose flags begin with the table of addresses.
 
     Attributes:
-      peers_read: which of its operands the peers read.
+      peers_read: which of its operands the peers read, at most two.
     """
 
-    peers_read: int
+    peers_read: tuple[int, ...]
     skip_device_barrier: bool = True
 
 
-def tell(num_flags: int) -> Callable[[jax.Array], jax.Array]:
-    """The first kernel: from the operand that the peers read to the flags, `num_flags` with the table."""
+def tell(num_flags: int) -> Callable[..., jax.Array]:
+    """The first kernel: from the operands that the peers read to the flags, `num_flags` with the table."""
 
-    def write(context: Any, operand: Any, flags: Any) -> None:
-        start = mgpu_utils.memref_ptr(flags)
+    def write(context: Any, *operands_and_flags: Any) -> None:
+        start = mgpu_utils.memref_ptr(operands_and_flags[-1])
         # The looking up takes longest, so it begins first.
-        table = _compat.peer_table(context, operand, flags)
+        table = _compat.peer_table(context, *operands_and_flags)
         zeros = (f"st.global.b32 [mine+{FLAG_BYTES * i}], 0;" for i in range(TABLE_FLAGS, num_flags, _THREADS))
         lines = [
             "{", ".reg .b32 thread;", ".reg .b64 mine;", "mov.u32 thread, %tid.x;",
@@ -64,8 +64,8 @@ def tell(num_flags: int) -> Callable[[jax.Array], jax.Array]:
         for place, entry in table:
             mgpu_utils.inline_ptx(f"st.global.b64 [$0+{8 * place}], $1;", start, entry, has_side_effects=True)
 
-    def overlap_tell_addresses(operand: Any, flags: Any) -> None:
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))(write)(operand, flags)
+    def overlap_tell_addresses(*refs: Any) -> None:
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(write)(*refs)
 
     return plgpu.kernel(
         overlap_tell_addresses, out_type=jax.ShapeDtypeStruct((num_flags,), jnp.int32), grid=(1,), grid_names=("cta",),
