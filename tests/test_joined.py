@@ -41,9 +41,10 @@ KERNEL = "overlap_all_gather_lhs_matmul_joined"
     [(1, 8, 8192), (3, 1032, 1024), (16, 512, 8192), (40, 64, 512), (96, 64, 8192), (131, 64, 4096), (6, 1016, 1024)],
 )
 @pytest.mark.parametrize("tile_m", [64, 128])
-def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_shard, k, chunk_bytes, tile_m):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_shard, k, chunk_bytes, tile_m, scaled):
     config = overlap.Config(tile_m=tile_m, chunk_bytes=chunk_bytes)
-    schedule = JoinedSchedule.of(devices, m_shard, (256,), k, 2, config)
+    schedule = JoinedSchedule.of(devices, m_shard, (256,), k, 2, config, scaled=scaled)
     for me in range(devices):
         copied, raised = np.zeros((devices * m_shard, k), int), np.zeros(schedule.flags, int)
         for index in range(schedule.chunks):
@@ -59,6 +60,15 @@ def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_
             assert schedule.flag(first) == schedule.flag(last) == first // tile_m
             raised[schedule.flag(first)] += 1
         assert (copied == 1).all()
+        scales = np.zeros(devices * m_shard, int)
+        for index in range(schedule.scale_pieces):
+            step, row = schedule.scales(index)
+            assert step < devices and row + schedule.scale_rows <= m_shard
+            first = schedule.row(me, step, row)
+            scales[first : first + schedule.scale_rows] += 1
+            assert schedule.flag(first) == schedule.flag(first + schedule.scale_rows - 1)
+            raised[schedule.flag(first)] += 1
+        assert (scales == scaled).all()
         assert [schedule.flag_target(flag) for flag in range(len(raised))] == list(raised)
     assert schedule.product.tiles == -(-devices * m_shard // tile_m)
 

@@ -1,5 +1,6 @@
 """The kernel for few rows is clean under many schedules, and each seeded defect in its protocol is reported."""
 
+import dataclasses
 import types
 
 import jax.numpy as jnp
@@ -193,6 +194,58 @@ def test_each_defect_is_reported(defect, monkeypatch):
     assert reports, f"{defect.__name__} was not reported in 10 runs"
     # The report says where: device, CTA and the line of the kernel.
     assert "device" in str(reports[0]) and "CTA" in str(reports[0]) and ".py:" in str(reports[0])
+
+
+SCALED = Form(24, (136, 128), 200, scales=("rows", "columns"))
+
+
+@pytest.mark.parametrize("m_shard", [24, 3])
+@pytest.mark.parametrize("completion", ["late", "eager", "random"])
+def test_scales_of_rows_are_clean(completion, m_shard):
+    form = dataclasses.replace(SCALED, m=m_shard)
+    for seed in range(3):
+        launch(form=form, cores=[2, 9, 20][seed], completion=completion, scheduler="pct", seed=seed)
+
+
+def do_not_count_scales(patch):
+    target = JoinedSchedule.flag_target
+    without = lambda self, flag: target(dataclasses.replace(self, scale_rows=0), flag)  # noqa: E731
+    patch.setattr(JoinedSchedule, "flag_target", without)
+
+
+def leave_the_last_scales(patch):
+    pieces = vars(JoinedSchedule)["scale_pieces"].fget
+    patch.setattr(JoinedSchedule, "scale_pieces", property(lambda self: pieces(self) - 1))
+
+
+def raise_another_flag_for_scales(patch):
+    schedule = JoinedSchedule.row
+    of_rows = joined._copy_scales
+
+    def copy(*args):
+        patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: schedule(self, me, 0 * step, row))
+        of_rows(*args)
+        patch.setattr(JoinedSchedule, "row", schedule)
+
+    patch.setattr(joined, "_copy_scales", copy)
+
+
+def read_scales_after_leaving(patch):
+    copy_scales, shake, later = joined._copy_scales, joined.exit_handshake, []
+    patch.setattr(joined, "_copy_scales", lambda *args: later.append(args))
+    patch.setattr(joined, "exit_handshake", lambda *args: (shake(*args), copy_scales(*later.pop())))
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [do_not_count_scales, leave_the_last_scales, raise_another_flag_for_scales, read_scales_after_leaving],
+    ids=lambda f: f.__name__,
+)
+def test_each_defect_of_scales_is_reported(defect, monkeypatch):
+    defect(monkeypatch)
+    with pytest.raises(EmulationError):
+        for seed in range(10):
+            launch(form=SCALED, cores=9, completion="late", scheduler="pct", seed=seed)
 
 
 def test_a_wrong_order_of_the_shards_shows_in_the_numbers(monkeypatch):

@@ -1,5 +1,7 @@
 """The library's kernels are clean under many schedules, and each seeded defect in their protocol is reported."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -11,7 +13,7 @@ from overlap.emulation import EmulationError, emulate
 from overlap.kernels import hopper, staging
 from overlap.primitives import Ring, copies, handshake
 from overlap.primitives.integers import remainder
-from tests import oracle
+from tests import oracle, several_sides_cases
 from tests.oracle import make_mesh, on_mesh, operands
 
 CONFIG = overlap.Config(tile_n=64, stages=2)
@@ -199,6 +201,53 @@ def test_each_defect_of_uneven_chunks_is_reported(shape, config, defect, monkeyp
     defect(monkeypatch)
     with pytest.raises(EmulationError):
         launch(shape=shape, config=config, cores=3, completion="late")
+
+
+SCALED = [
+    several_sides_cases.Form(200, (64,), 72, (2,), scales=("rows",)),
+    several_sides_cases.Form(128, (64, 64), 192, scales=("rows",)),
+]
+
+
+def launch_scaled(form, *, devices=3, **settings):
+    mesh, config = make_mesh(x=devices), overlap.Config(tile_n=64, stages=2)
+    body = several_sides_cases.call(form, implementation="fused", config=config)
+    with emulate(cores=3, **settings):
+        arrays = several_sides_cases.operands(form, devices)
+        results = several_sides_cases.on_mesh(form, mesh, body)(*several_sides_cases.put(form, mesh, arrays))
+    several_sides_cases.assert_exact(form, arrays, results)
+
+
+@pytest.mark.parametrize("form", SCALED, ids=str)
+def test_scales_that_travel_are_clean(form):
+    for seed, completion in enumerate(("late", "eager", "random")):
+        launch_scaled(form, completion=completion, scheduler="pct", seed=seed)
+
+
+def signal_scales_without_waiting(patch):
+    patch.setattr(pull, "wait_stores_landed", NOTHING)
+
+
+def do_not_count_scales(patch):
+    scaled = AllGatherSchedule.flag_target
+    without = lambda self, block: scaled(dataclasses.replace(self, scaled=False), block)  # noqa: E731
+    patch.setattr(AllGatherSchedule, "flag_target", without)
+
+
+def leave_the_last_scales(patch):
+    pulls = vars(AllGatherSchedule)["scale_pulls"].fget
+    patch.setattr(AllGatherSchedule, "scale_pulls", property(lambda self: pulls(self) - 1))
+
+
+@pytest.mark.parametrize(
+    "defect", [signal_scales_without_waiting, do_not_count_scales, leave_the_last_scales], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("form", SCALED, ids=str)
+def test_each_defect_of_scales_that_travel_is_reported(form, defect, monkeypatch):
+    defect(monkeypatch)
+    with pytest.raises(EmulationError):
+        for seed in range(10):
+            launch_scaled(form, completion="late", scheduler="pct", seed=seed)
 
 
 def test_a_wrong_peer_shows_in_the_numbers(monkeypatch):

@@ -8,6 +8,8 @@ shared memory. Here the shards are copied into one matrix, whose tiles then are 
     communicator   for each of this CTA's chunks, the peers' first:
                        lhs, a peer's or the own one → shared memory → scratch; when it has landed, raise the flag of its
                        rows
+                   for each of its pieces of the rows' scales (those of other CTAs, if there are enough): the same, by
+                       loads and stores
                    before and after that: the handshakes
     compute        the mainloop of `overlap.kernels.hopper`; its few tiles are cut along k (`Config.stream_k`)
 
@@ -31,7 +33,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -39,7 +40,6 @@ from overlap.collectives import gathered_lhs
 from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.kernels import hopper
-from overlap.kernels.config import Config
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Ring,
@@ -87,12 +87,28 @@ def _copy(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any,
     copy(pulls, share_of(schedule.chunks, cta, num_ctas), lambda step: lhs_gmem)
 
 
+def _copy_scales(cta: Any, num_ctas: int, own_gmem: Any, scratch_gmem: Any, flags: Any, ring: Ring,
+                 schedule: JoinedSchedule) -> None:  # fmt: skip
+    """The communicator's other transfers: too little for the copy engine, and too unevenly placed."""
+
+    # Dealt from the last CTA on: the first ones have chunks.
+    @pl.loop(num_ctas - 1 - cta, schedule.scale_pieces, step=num_ctas)
+    def _piece(index: Any) -> None:
+        step, row = schedule.scales(index)
+        of_peer, first = ring.remote(own_gmem, ring.peer(step)), schedule.row(ring.me(), step, row)
+        values = [of_peer[row + i] for i in range(schedule.scale_rows)]
+        for i, value in enumerate(values):
+            scratch_gmem[first + i] = value
+        signal(flags.at[schedule.flag(first)])
+
+
 def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper.StreamK, plan: Plan) -> None:
     """The kernel's body: hooks and buffers for the mainloop.
 
-    `inputs` are `Operands` of references; `outputs`: results, where the rows of all shards lie, partial sums (if any).
+    `inputs` are `Operands` of references; `outputs`: results, where the rows of all shards lie, partial sums and where
+    the scales of the rows lie (each a list of one, or empty).
     """
-    (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, *sums_gmem) = (inputs.lhs, inputs.sides), outputs
+    (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, sums_gmem, scales_gmem) = (inputs.lhs, inputs.sides), outputs
     config: Any = plan.config
     num_ctas, cta = work.num_ctas * config.cluster, hopper.cta(config)
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
@@ -117,8 +133,8 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
 
         def epilogue(values: jax.Array, rows: Any, columns: Any, addend: Any) -> jax.Array:
             del addend
-            if inputs.row_scale is not None:
-                values = values * hopper.spread(inputs.row_scale, rows, values.shape, 0)
+            for gathered_gmem in scales_gmem:  # They are here if the rows are.
+                values = values * hopper.spread(gathered_gmem, rows, values.shape, 0)
             if inputs.column_scales is not None:
                 where = pl.ds(first_column + columns.start, columns.size)
                 values = values * hopper.spread(inputs.column_scales, where, values.shape, 1)
@@ -130,6 +146,8 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
         def communicate() -> None:
             entry_handshake(handshake, plan.ring, cta, num_ctas)
             _copy(cta, num_ctas, lhs_gmem, scratch_gmem, flags, slots_smem, loaded, plan.ring, schedule)
+            for gathered_gmem in scales_gmem:
+                _copy_scales(cta, num_ctas, inputs.row_scale, gathered_gmem, flags, plan.ring, schedule)
             exit_handshake(handshake, plan.ring, cta, num_ctas)
 
         hopper.mainloop(
@@ -159,14 +177,6 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
     )  # fmt: skip
 
 
-def _filled_rows(row_scale: Any, plan: Plan, config: Config) -> Any:
-    """The row scales of all shards, filled up to whole tiles: a vector."""
-    if row_scale is None:
-        return None
-    rows = lax.all_gather(row_scale.reshape(-1), plan.ring.axis_name, tiled=True)
-    return jnp.pad(rows, (0, -rows.size % config.cluster_tile[0]))
-
-
 def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
     lhs, devices, config = operands.lhs, plan.ring.size, plan.config
@@ -174,21 +184,26 @@ def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.A
     *batch, rows_shard, k = lhs.shape
     m_shard = math.prod(batch) * rows_shard
     widths = [side.shape[0 if plan.forms.transpose_rhs else 1] for side in operands.sides]
-    schedule = JoinedSchedule.of(devices, m_shard, widths, k, lhs.dtype.itemsize, config)
+    scaled = operands.row_scale is not None
+    schedule = JoinedSchedule.of(devices, m_shard, widths, k, lhs.dtype.itemsize, config, scaled=scaled)
     work = hopper.StreamK(
         schedule.product.tiles, ceil_div(k, config.tile_k), plan.target.num_cores // config.cluster, config.stream_k
     )
     inputs = Operands(
-        lhs.reshape(m_shard, k), operands.sides, _filled_rows(operands.row_scale, plan, config),
+        lhs.reshape(m_shard, k), operands.sides, operands.row_scale.reshape(m_shard) if scaled else None,
         gathered_lhs.filled_columns(operands.column_scales, config),
     )  # fmt: skip
     out_types = (
         [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
-        *([hopper.partial_sums_type(work, config)] if work.cuts else []),
+        [hopper.partial_sums_type(work, config)] if work.cuts else [],
+        # Filled up to whole tiles, as they are read.
+        [jax.ShapeDtypeStruct((schedule.product.order.m_tiles * config.cluster_tile[0],), jnp.float32)] * scaled,
     )
     body = functools.partial(_kernel, schedule=schedule, work=work, plan=plan)
-    outs, scratch, *_ = gathered_lhs.launch(body, inputs, out_types, plan, f"overlap_{NAME}", awaits_peers=True)
+    outs, scratch, *_ = gathered_lhs.launch(
+        body, inputs, out_types, plan, f"overlap_{NAME}", awaits_peers=True, reads_scales=scaled
+    )
 
     def by_batch(x: jax.Array) -> jax.Array:
         """From the shards' order of rows, [D, batch, rows], to [batch, D · rows]."""

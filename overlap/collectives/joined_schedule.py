@@ -13,8 +13,11 @@ from typing import Any
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
-from overlap.primitives.copies import PullPlan
+from overlap.primitives.copies import PullPlan, largest_divisor
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder
+
+# Scales that a warp reads at once, each by a load of its own: on their way together, they take as long as one.
+_SCALES_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,28 +25,33 @@ class JoinedSchedule:
     """All-gather of the left operand by copying every shard into one matrix, then a plain product of that.
 
     A tile may take rows of any number of shards, so a flag stands for the rows of a tile, whosever they are. It is
-    raised once per chunk, and no chunk has rows of two tiles.
+    raised once per chunk, and no chunk has rows of two tiles. The same is true of pieces of scales.
 
     Attributes:
       devices: devices on the ring.
       product: the tiles, as of one device that holds all rows.
       plan: how one shard is cut into chunks.
+      scale_rows: how many rows a piece of scales has; 0 if rows have none.
     """
 
     devices: int
     product: AllGatherSchedule
     plan: PullPlan
+    scale_rows: int = 0
 
     @staticmethod
     def of(
-        devices: int, m_shard: int, n_shards: Sequence[int], k: int, itemsize: int, config: Config
-    ) -> JoinedSchedule:
+        devices: int, m_shard: int, n_shards: Sequence[int], k: int, itemsize: int, config: Config, *,
+        scaled: bool = False,
+    ) -> JoinedSchedule:  # fmt: skip
         """The schedule of a problem of the given per-shard sizes."""
+        # Tiles begin anywhere in a shard: pieces of a common divisor lie in one tile each.
+        within_a_tile = math.gcd(config.tile_m, m_shard)
         return JoinedSchedule(
             devices,
             AllGatherSchedule.of(1, devices * m_shard, n_shards, k, itemsize, config),
-            # Tiles begin anywhere in a shard: chunks of a common divisor lie in one tile each.
-            PullPlan.cut(m_shard, k, itemsize, math.gcd(config.tile_m, m_shard), config.chunk_bytes),
+            PullPlan.cut(m_shard, k, itemsize, within_a_tile, config.chunk_bytes),
+            largest_divisor(within_a_tile, _SCALES_AT_ONCE) if scaled else 0,
         )
 
     # --- Chunks: those of the peers first, since they have the longer way ---
@@ -67,6 +75,19 @@ class JoinedSchedule:
         """Which of all rows is `row` of the shard of `step`."""
         return remainder(me + step, self.devices) * self.plan.shard_rows + row
 
+    # --- Scales ---
+
+    @property
+    def scale_pieces(self) -> int:
+        """Pieces of scales that one device copies, its own included."""
+        return self.rows // self.scale_rows if self.scale_rows else 0
+
+    def scales(self, index: Any) -> tuple[Any, Any]:
+        """Step whose shard piece `index` of the scales is of, and its first row within that."""
+        per_shard = self.plan.shard_rows // self.scale_rows
+        before = quotient(index, per_shard)
+        return before, (index - before * per_shard) * self.scale_rows
+
     # --- Flags ---
 
     @property
@@ -89,8 +110,12 @@ class JoinedSchedule:
         return quotient(row, self.block_rows)
 
     def flag_target(self, flag: Any) -> Any:
-        """How often a flag is raised: once per chunk."""
-        (flags,), per_row = self.flags, self.plan.chunks_per_row_group
-        whole = self.block_rows // self.plan.rows * per_row
-        rest = (self.rows - (flags - 1) * self.block_rows) // self.plan.rows * per_row
+        """How often a flag is raised: once per chunk, and per piece of scales."""
+        (flags,) = self.flags
+
+        def times(rows: int) -> int:
+            pieces = rows // self.scale_rows if self.scale_rows else 0
+            return rows // self.plan.rows * self.plan.chunks_per_row_group + pieces
+
+        whole, rest = times(self.block_rows), times(self.rows - (flags - 1) * self.block_rows)
         return whole if rest == whole else choose(flag == flags - 1, rest, whole)

@@ -26,8 +26,6 @@ def _finish(value: np.ndarray, plain: bool) -> Any:
 def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     ref, *leaves = ins
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
-    if path.is_remote:
-        raise NotImplementedError("registers cannot be loaded from a remote reference: copy it to shared memory first")
     out, aval = d.new(), eqn.outvars[0].aval
     plain = arithmetic.is_plain(aval)
 

@@ -1,0 +1,73 @@
+"""Scales of rows that travel beside the rows, on 2, 4 and 8 GPUs: of many rows and of few, and so whoever is late."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives import joined, pull
+from tests import oracle, skew_cases, test_joined_protocol, test_protocol
+from tests.skew_cases import stall
+
+# Per shard, and how: row blocks of several CTAs' chunks; the same with clusters; and few rows, by `joined`.
+MANY = (512, 512, 512), overlap.Config(tile_n=128)
+CLUSTERS = (264, 512, 1024), overlap.Config(tile_n=128, cluster=2, stream_k=2)
+FEW = (16, 512, 2048), overlap.Config(tile_m=64, tile_n=256, stream_k=8, joined=True)
+KINDS = pytest.mark.parametrize("kind", [MANY, CLUSTERS, FEW], ids=["many", "clusters", "few"])
+
+
+def row_scales(lhs):
+    """As of a quantization: other ones for other rows."""
+    return 1 + jnp.abs(lhs[:, :1].astype(jnp.float32)) * 8
+
+
+def repeated(devices, kind, iterations):
+    (shape, config), mesh = kind, oracle.make_mesh(x=devices)
+
+    def fused(lhs, rhs):
+        return oracle.fused(lhs, rhs, scale=row_scales(lhs), config=config)
+
+    def unfused(lhs, rhs):
+        return oracle.unfused(lhs, rhs).astype(jnp.float32) * lax.all_gather(row_scales(lhs), "x", axis=0, tiled=True)
+
+    body = skew_cases.repeated(fused, unfused, mesh, iterations)
+    return float(oracle.on_mesh(mesh, body, out_specs=P())(*oracle.operands(mesh, shape, jnp.bfloat16, seed=9)))
+
+
+def late_scales(monkeypatch, victim):
+    """Device `victim` copies the scales after everything else, and late."""
+    pull_scales, pull_rows, copy_scales, later = pull._pull_scales, pull._pull, joined._copy_scales, []
+
+    def rows_first(*args):
+        pull_rows(*args)
+        stall(victim)
+        pull_scales(*later.pop())
+
+    def copy_late(*args):
+        stall(victim)
+        copy_scales(*args)
+
+    monkeypatch.setattr(pull, "_pull_scales", lambda *args: later.append(args))
+    monkeypatch.setattr(pull, "_pull", rows_first)
+    monkeypatch.setattr(joined, "_copy_scales", copy_late)
+
+
+@KINDS
+def test_skewed_devices_and_inputs_overwritten_right_after(devices, kind):
+    assert repeated(devices, kind, 50) < 1e-2
+
+
+@KINDS
+@pytest.mark.parametrize("victim", [0, 1])
+def test_scales_that_are_late(devices, victim, kind, monkeypatch):
+    late_scales(monkeypatch, victim)
+    assert repeated(devices, kind, 5) < 1e-2
+
+
+@pytest.mark.parametrize("kind", [MANY, FEW], ids=["many", "few"])
+def test_negative_control_without_counting_scales_it_is_wrong(devices, kind, monkeypatch):
+    late_scales(monkeypatch, 1)
+    test_protocol.do_not_count_scales(monkeypatch)
+    test_joined_protocol.do_not_count_scales(monkeypatch)
+    assert repeated(devices, kind, 5) > 1e-1
