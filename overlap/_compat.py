@@ -16,6 +16,7 @@ __all__ = [
     "let_warps_arrive_at_cluster_barriers",
     "lower_by_cliques",
     "offer_square_wgmma_tiles",
+    "oldest_nccl_of_one_process",
     "peer_table",
     "told_addresses",
 ]
@@ -30,6 +31,18 @@ def backends_are_initialized() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def oldest_nccl_of_one_process() -> tuple[int, int] | None:
+    """The oldest NCCL with which all programs of one process with all GPUs run; None if any will do.
+
+    From jax 0.12 on, XLA asks NCCL for its peers' addresses for each small all-reduce, such as a scalar's `psum`. With
+    NCCL 2.28.9, which jax's own extra allows, it fails ("ncclGetPeerDevicePointer … unhandled system error"), and with
+    2.30.7 it does not. Kernels run with either.
+    """
+    import jax
+
+    return (2, 30) if jax.__version_info__ >= (0, 12) else None
 
 
 class Addresses(Protocol):

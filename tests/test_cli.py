@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import overlap
-from overlap import _cuda
+from overlap import _compat, _cuda
 from overlap.cli import demo, doctor, main, measure, picture, spans
 from overlap.emulation import Event
 
@@ -195,6 +195,26 @@ def test_doctor_names_every_trouble(monkeypatch, capsys):
         "can run nowhere here",
     ):  # fmt: skip
         assert words in said, words
+
+
+@pytest.mark.parametrize(
+    ("version", "oldest", "status"),
+    [((2, 28, 9), None, "note"), ((2, 28, 9), (2, 30), "PROBLEM"), ((2, 30, 7), (2, 30), "OK")],
+)
+def test_doctor_knows_which_nccl_this_jax_needs(monkeypatch, version, oldest, status):
+    _h200s(monkeypatch, 2)
+    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary(version, "/x/libnccl.so.2", ("/x/libnccl.so.2",)))
+    monkeypatch.setattr(_compat, "oldest_nccl_of_one_process", lambda: oldest)
+    fact = doctor._nccl([])
+    assert fact.status == status
+    assert ("psum" in fact.advice) == (status == "PROBLEM")
+    assert (">=2.30" in fact.advice) == (status != "OK")
+
+
+def test_the_nccl_that_a_jax_needs(monkeypatch):
+    for version, oldest in (((0, 11, 2), None), ((0, 12, 0), (2, 30)), ((0, 12, 1), (2, 30))):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        assert _compat.oldest_nccl_of_one_process() == oldest
 
 
 def test_doctor_on_other_gpus(monkeypatch):

@@ -181,6 +181,15 @@ def _nccl(facts: list[Fact]) -> Fact:
     if len(library.copies) > 1:
         listed = ", ".join(library.copies)
         return Fact("NCCL", _NOTE, f"{library}; several are loaded: {listed}", _library_advice())
+    from overlap import _compat  # Needs jax, which `_jax` may have found to be missing.
+
+    oldest = _compat.oldest_nccl_of_one_process()
+    if oldest is not None and library.version[:2] < oldest:
+        return Fact(
+            "NCCL", _PROBLEM if _cuda.visible_gpus() else _NOTE, str(library),
+            f"this jax needs >= {oldest[0]}.{oldest[1]} for its small all-reduces (psum), in one process as well: "
+            "pip install --upgrade 'nvidia-nccl-cu13>=2.30'",
+        )  # fmt: skip
     if library.version < (2, 30):
         return Fact(
             "NCCL", _NOTE, str(library),
