@@ -94,7 +94,7 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
         pl.run_scoped(
             lambda buffers: hopper.mainloop(work=work, tile_at=tile_at, config=config, buffers=buffers, hooks=hooks,
                                             partial=partial),
-            hopper.buffer_types(config, lhs.dtype, lhs.dtype, forwards=True),
+            hopper.buffer_types(config, lhs.dtype, lhs.dtype, m=m, forwards=True),
             collective_axes=hopper.THREAD_AXIS,
         )  # fmt: skip
 

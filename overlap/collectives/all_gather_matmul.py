@@ -133,7 +133,7 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
 
     pl.run_scoped(
         run,
-        hopper.buffer_types(config, lhs_gmem.dtype, outs_gmem[0].dtype, forms=plan.forms,
+        hopper.buffer_types(config, lhs_gmem.dtype, outs_gmem[0].dtype, m=lhs_gmem.shape[-2], forms=plan.forms,
                             rhs_dtype=sides_gmem[0].dtype, forwards=carrier.forwards),
         *carrier.smem_types(schedule, config, lhs_gmem.dtype),
         collective_axes=hopper.THREAD_AXIS,

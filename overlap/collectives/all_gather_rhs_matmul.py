@@ -215,7 +215,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
 
     pl.run_scoped(
         run,
-        hopper.buffer_types(config, lhs_gmem.dtype, out_gmem.dtype),
+        hopper.buffer_types(config, lhs_gmem.dtype, out_gmem.dtype, m=out_gmem.shape[0]),
         plgpu.SMEM((config.chunk_slots, chunks.rows, chunks.cols), rhs_gmem.dtype),
         plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),
         collective_axes=hopper.THREAD_AXIS,

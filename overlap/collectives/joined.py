@@ -169,7 +169,7 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
 
     pl.run_scoped(
         run,
-        hopper.buffer_types(config, lhs_gmem.dtype, outs_gmem[0].dtype, forms=plan.forms,
+        hopper.buffer_types(config, lhs_gmem.dtype, outs_gmem[0].dtype, m=schedule.rows, forms=plan.forms,
                             rhs_dtype=sides_gmem[0].dtype),
         plgpu.SMEM((config.chunk_slots, schedule.plan.rows, schedule.plan.cols), lhs_gmem.dtype),
         plgpu.Barrier(num_arrivals=1, num_barriers=config.chunk_slots),

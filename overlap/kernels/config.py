@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from overlap.kernels.target import Target
+from overlap.primitives.integers import ceil_div
 
 COMPUTE_WARPGROUPS = 2
 FLOAT16 = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
@@ -19,6 +20,7 @@ WARPGROUP_THREADS = 128
 TILE_N_UNIT = 64
 TMA_BOX_LIMIT = 256
 TMA_ROW_BYTES = 16
+SWIZZLE_ROWS = 8
 SWIZZLE_BYTES = 128
 WGMMA_M = 64
 # Where the compiler may round up: it aligns each buffer to at most this.
@@ -91,6 +93,13 @@ class Config:
         if self.cluster_along == "m":
             return self.cluster * self.tile_m, self.tile_n
         return self.tile_m, self.cluster * self.tile_n
+
+    def rows_loaded(self, m: int, transpose_lhs: bool = False) -> int:
+        """How many rows of its tiles are loaded of a left operand with `m` rows (per batch element, per shard)."""
+        # Whole rows of swizzle atoms, and as many by each CTA that shares the load; or whole boxes (of 128 bytes in m).
+        shared = self.cluster if self.cluster_along == "n" else 1
+        unit = self.tile_k if transpose_lhs else SWIZZLE_ROWS * shared
+        return min(self.tile_m, ceil_div(m, unit) * unit)
 
     def smem_bytes(self, dtype: Any, out_dtype: Any, *, pulls: bool, forwards: bool = False) -> int:
         """Shared memory of one CTA in bytes, barriers included.

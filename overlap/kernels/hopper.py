@@ -102,6 +102,8 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
     if hooks.before_load is not None:
         hooks.before_load(tile)
     (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
+    if buffers.rows < config.tile_m:
+        lhs_box = lhs_box.at[:, pl.ds(0, buffers.rows // (config.tile_k if forms.transpose_lhs else 1))]
 
     shared = RANK_AXIS if config.cluster > 1 else None
     lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
@@ -328,7 +330,7 @@ def mainloop(
         if config.cluster > 1:
             _wait_until_consumed(work.total_steps(group), buffers, config)
 
-    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    @pl.when(warpgroup < buffers.warpgroups)
     def _compute_role() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         for_each_piece(_compute, warpgroup=warpgroup, partial=partial, parts=work.parts)

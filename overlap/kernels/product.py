@@ -177,7 +177,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
                 partial=partial,
             )
 
-        types = hopper.buffer_types(config, operands.lhs.dtype, out_dtype, forms=forms,
+        types = hopper.buffer_types(config, operands.lhs.dtype, out_dtype, m=m, forms=forms,
                                     rhs_dtype=operands.rhs.dtype, addend="c" in inputs)  # fmt: skip
         pl.run_scoped(run, types, collective_axes=hopper.THREAD_AXIS)
 

@@ -9,6 +9,10 @@ wgmma wants to see as a tiled and swizzled buffer. Each buffer is therefore a un
 
 An operand whose rows run along k (`[m, k]`, `[n, k]`) is one box per step; one whose rows run along m or n is a box for
 every 64 of these, which wgmma sees as 64 × 64 tiles. Rows must begin at multiples of 16 bytes; nothing else is asked.
+
+TMA takes several times as long for a row that it fills with zeros as for one that it loads. So of a left operand that
+has fewer rows than a tile only these are loaded. What is in the rest of its slots does not matter: it gets only into
+the same rows of the result, which are clipped when that is stored. A warpgroup whose half has no rows does nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
+from overlap.primitives.integers import ceil_div
 
 # The axes of the grid: clusters, and the CTAs of one.
 GRID_AXIS, RANK_AXIS = "cluster", "rank"
@@ -53,13 +58,18 @@ PLAIN = Forms()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """The mainloop's shared memory, each a pair of views (box, mma), and its barriers."""
+    """The mainloop's shared memory, each a pair of views (box, mma), and its barriers.
+
+    Of the left operand's slots only the first `rows` rows are loaded, for so many `warpgroups` to compute with.
+    """
 
     lhs: Any
     rhs: Any
     out: Any
     full: Any
     consumed: Any
+    rows: int = dataclasses.field(metadata={"static": True})
+    warpgroups: int = dataclasses.field(metadata={"static": True})
     addend_loaded: Any = None
 
 
@@ -88,12 +98,13 @@ def buffer_types(
     dtype: Any,
     out_dtype: Any,
     *,
+    m: int,
     forms: Forms = PLAIN,
     rhs_dtype: Any = None,
     forwards: bool = False,
     addend: bool = False,
 ) -> Buffers:
-    """Scratch types of `Buffers` for `pl.run_scoped`."""
+    """Scratch types of `Buffers` for `pl.run_scoped`; `m`: that of `Config.rows_loaded`."""
     rhs_dtype = dtype if rhs_dtype is None else rhs_dtype
     width, stages, tile_k = atom(dtype), config.stages, config.tile_k
     # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
@@ -107,14 +118,19 @@ def buffer_types(
     wg_m, _ = config.halves
     out_width = atom(out_dtype)
     out_boxes = config.epilogue_tile_n // out_width
+    # What is passed on is passed on as whole tiles.
+    loaded = config.tile_m if forwards else config.rows_loaded(m, forms.transpose_lhs)
+    warpgroups = COMPUTE_WARPGROUPS if wg_m == config.tile_m else ceil_div(loaded, wg_m)
     out = (COMPUTE_WARPGROUPS, config.epilogue_slots, out_boxes, wg_m, out_width)
     return Buffers(
         lhs=_views((stages, *lhs_box), (stages, *lhs_mma), dtype, rows),
         rhs=_views((stages, *rhs_box), (stages, *rhs_mma), rhs_dtype, rows),
         out=_views(out, out, out_dtype),
-        full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, forms), num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, forms, loaded), num_barriers=stages),
         # The forwarder gives slots back as well.
-        consumed=_consumed(config.cluster, COMPUTE_WARPGROUPS + forwards, stages),
+        consumed=_consumed(config.cluster, warpgroups + forwards, stages),
+        rows=loaded,
+        warpgroups=warpgroups,
         addend_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTE_WARPGROUPS * out_boxes) if addend else None,
     )
 
@@ -131,10 +147,10 @@ def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[in
     return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
 
 
-def copies_per_step(config: Config, dtype: Any, forms: Forms) -> int:
-    """How many boxes one k step of both operands is."""
+def copies_per_step(config: Config, dtype: Any, forms: Forms, rows: int) -> int:
+    """How many boxes one k step of both operands is, if so many rows of the left one are loaded."""
     width = atom(dtype)
-    lhs = config.tile_m // width if forms.transpose_lhs else 1
+    lhs = rows // width if forms.transpose_lhs else 1
     return lhs + (1 if forms.transpose_rhs else config.tile_n // width)
 
 

@@ -24,12 +24,17 @@ SMEM_BYTES_PER_CYCLE = 100.0
 # Of one SM when all load at once; alone it gets more.
 L2_BYTES_PER_CYCLE = 55.0
 L2_BYTES_PER_CYCLE_ALONE = 64.0
+# That TMA fills with zeros, since the operand has no such row. Measured on an H200, 32 × 8192 × 8192 by tiles of
+# 128 × 64 and of 128 × 128: 8 and 14.
+EMPTY_ROW_CYCLES = 8.0
 STORE_BYTES_PER_CYCLE = 64.0
 # Filling the pipeline and draining it, per tile; the accumulator is read while no wgmma runs.
 TILE_CYCLES = 600.0
 # Of the whole device; a core alone draws no more than its share. Measured on an H200: 16 × 8192 × 8192 on 64 cores
 # moves 2.3 MB/µs, on 128 cores 2.9 (with the overhead of split tiles in it).
 HBM_BYTES_PER_US = 4.0e6
+# Weights that are larger are read anew for each shard's tiles, which come one after the other.
+L2_BYTES = 40e6
 LAUNCH_US = 3.0
 NEXT_LAUNCH_US = 1.5
 SUM_BYTES_PER_US = 6.0e6
@@ -48,16 +53,19 @@ PULLED_BYTES_PER_US = 0.35e6
 CLUSTER_US = 0.5
 
 
+def _rows(config: Config, problem: Problem) -> tuple[int, int]:
+    """Rows of a product that a tile may take from anywhere, and how many such products there are."""
+    products = problem.batch * (problem.devices if problem.gathered != "k" else 1)
+    return (products * problem.m, 1) if config.joined else (problem.m, products)
+
+
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
     rows, columns = config.cluster_tile
-    m, tile_sets, lengths = problem.m, problem.batch * problem.devices, 1
-    if problem.gathered == "k":
-        # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
-        tile_sets, lengths = problem.batch, problem.devices
-    elif config.joined:
-        m, tile_sets = tile_sets * m, 1
-    tiles = tile_sets * ceil_div(m, rows) * ceil_div(problem.n, columns) * config.split_k
+    m, products = _rows(config, problem)
+    # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
+    lengths = problem.devices if problem.gathered == "k" else 1
+    tiles = products * ceil_div(m, rows) * ceil_div(problem.n, columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
     return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
 
@@ -80,20 +88,28 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     multiply = config.tile_m * config.tile_n * itemsize / TENSOR_CORE_RATE
     read = COMPUTE_WARPGROUPS * (half_m / WGMMA_M) * (WGMMA_M + half_n) * itemsize / SMEM_BYTES_PER_CYCLE
     lhs_row, rhs_row = problem.row_bytes
-    lhs_load, rhs_load = config.tile_m * _lines(lhs_row), config.tile_n * _lines(rhs_row)
+    m, products = _rows(config, problem)
+    loaded = config.rows_loaded(m, problem.transpose_lhs)
+    # Per tile; those of the last one are shared out to all that lie above it.
+    empty = 0 if problem.transpose_lhs else loaded - m / ceil_div(m, loaded)
+    lhs_load = (loaded - empty) * _lines(lhs_row) * itemsize / l2_rate + empty * EMPTY_ROW_CYCLES / config.tile_k
+    rhs_load = config.tile_n * _lines(rhs_row) * itemsize / l2_rate
     shared = rhs_load if config.cluster_along == "m" else lhs_load
-    load = (lhs_load + rhs_load - shared * (1 - 1 / config.cluster)) * itemsize / l2_rate
+    load = lhs_load + rhs_load - shared * (1 - 1 / config.cluster)
     elements = config.tile_m * config.tile_n
     depth = waves(config, problem, target) * work.k_steps * config.tile_k
     epilogues = work.full_waves + (work.left > 0)
     cycles = depth * (max(multiply, read, load) + HIDDEN_LOADS_COST * load + STEP_CYCLES / config.tile_k)
     cycles += epilogues * (elements * out_bytes / STORE_BYTES_PER_CYCLE + TILE_CYCLES)
-    if work.cuts:
-        added = (work.parts - 1) / ADD_BYTES_PER_CYCLE
-        cycles += elements * F32_BYTES * (1 / STORE_BYTES_PER_CYCLE + added) + FLAG_CYCLES
     hbm_rate = HBM_BYTES_PER_US * active / target.num_cores
-    on_cores, from_hbm = cycles / CYCLES_PER_US, problem.bytes_per_device / hbm_rate
+    weights = problem.n * problem.k * itemsize
+    again = products - 1 if problem.pulls and problem.gathered == "m" and weights > L2_BYTES else 0
+    on_cores, from_hbm = cycles / CYCLES_PER_US, (problem.bytes_per_device + again * weights) / hbm_rate
     us = max(on_cores, from_hbm) + HIDDEN_COST * min(on_cores, from_hbm) + LAUNCH_US
+    if work.cuts:
+        # All CTAs come to it at the end, when nothing else is left to do.
+        added = (work.parts - 1) / ADD_BYTES_PER_CYCLE
+        us += (elements * F32_BYTES * (1 / STORE_BYTES_PER_CYCLE + added) + FLAG_CYCLES) / CYCLES_PER_US
     if problem.pulls and problem.gathered == "m":
         us = _with_gather(us, work, config, problem, hbm_rate)
     if work.cuts:
