@@ -5,7 +5,8 @@ Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lh
     producer     for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
                      a peer's tile: wait for the flag of its row block; then load from scratch
                      an own tile:   load from lhs
-    transport    brings the peers' shards into scratch and raises the flags: `pull.py`, `ring.py`
+    transport    brings the peers' shards (by pull the scales of their rows as well) into scratch and raises the flags:
+                 `pull.py`, `ring.py`
     compute      the mainloop of `overlap.kernels.hopper`
 
 Several right operands share one gather: their tiles lie side by side in the list of tiles (`AllGatherSchedule`).

@@ -1,6 +1,7 @@
 """The transport *pull*: every device reads each peer's shard itself.
 
     communicator   at the start: the entry handshake
+                   for each of this CTA's row blocks of scales, if rows have such: as the chunks
                    for each of this CTA's chunks, in the order in which tiles need them:
                        peer's lhs → shared memory → scratch; when it has landed, raise the flag of its row block
                    at the end: the own shard's chunks, if the gathered operand is asked for; the exit handshake
