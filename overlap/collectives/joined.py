@@ -11,7 +11,7 @@ shared memory. Here the shards are copied into one matrix, whose tiles then are 
                    for each of its pieces of the rows' scales (those of other CTAs, if there are enough): the same, by
                        loads and stores
                    before and after that: the handshakes
-    compute        the mainloop of `overlap.kernels.hopper`; its few tiles are narrow, or cut along k (`Config.stream_k`)
+    compute        the mainloop of `overlap.kernels.hopper`; its few tiles are narrow or cut along k (`Config.stream_k`)
 
 Such a product takes as long as its weights take to arrive, and that does not begin with the gather: while the rows are
 on their way, 132 CTAs have up to 25 MB of weights on theirs.
