@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from overlap import _cuda
+
 __all__ = [
     "backends_are_initialized",
     "let_warps_arrive_at_cluster_barriers",
@@ -42,7 +44,7 @@ def oldest_nccl_of_one_process() -> tuple[int, int] | None:
     """
     import jax
 
-    return (2, 30) if jax.__version_info__ >= (0, 12) else None
+    return _cuda.NCCL_WITH_PEER_POINTERS if jax.__version_info__ >= (0, 12) else None
 
 
 class Addresses(Protocol):

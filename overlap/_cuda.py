@@ -11,6 +11,8 @@ import pathlib
 import re
 
 _NCCL_SONAME = "libnccl.so.2"
+# The first NCCL with ncclGetPeerDevicePointer, by which XLA asks for its peers' addresses.
+NCCL_WITH_PEER_POINTERS = (2, 30)
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
 
 

@@ -29,9 +29,6 @@ __all__ = ["initialize", "nccl_version"]
 
 _logger = logging.getLogger("overlap")
 
-# The first NCCL with ncclGetPeerDevicePointer, which XLA calls for the operands of a fused kernel in this layout.
-_OLDEST_NCCL = (2, 30)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
@@ -256,7 +253,7 @@ def _local_device_ids(job: _Job, gpu_count: int) -> list[int]:
 
 def _require_nccl(library: _cuda.NcclLibrary | None) -> None:
     """Raises RuntimeError unless XLA will use an NCCL that can address the memory of other processes."""
-    if library is None or library.version[:2] >= _OLDEST_NCCL:
+    if library is None or library.version[:2] >= _cuda.NCCL_WITH_PEER_POINTERS:
         return  # Without any NCCL, jax's own message is the better one.
     several = len(library.copies) > 1
     copies = f" ({len(library.copies)} copies are loaded: {', '.join(library.copies)})" if several else ""

@@ -218,14 +218,13 @@ def leave_the_last_scales(patch):
     patch.setattr(JoinedSchedule, "scale_pieces", property(lambda self: pieces(self) - 1))
 
 
-def raise_another_flag_for_scales(patch):
-    schedule = JoinedSchedule.row
-    of_rows = joined._copy_scales
+def lay_all_scales_where_the_own_ones_belong(patch):
+    row_of, copy_scales = JoinedSchedule.row, joined._copy_scales
 
     def copy(*args):
-        patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: schedule(self, me, 0 * step, row))
-        of_rows(*args)
-        patch.setattr(JoinedSchedule, "row", schedule)
+        patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: row_of(self, me, 0 * step, row))
+        copy_scales(*args)
+        patch.setattr(JoinedSchedule, "row", row_of)
 
     patch.setattr(joined, "_copy_scales", copy)
 
@@ -238,7 +237,7 @@ def read_scales_after_leaving(patch):
 
 @pytest.mark.parametrize(
     "defect",
-    [do_not_count_scales, leave_the_last_scales, raise_another_flag_for_scales, read_scales_after_leaving],
+    [do_not_count_scales, leave_the_last_scales, lay_all_scales_where_the_own_ones_belong, read_scales_after_leaving],
     ids=lambda f: f.__name__,
 )
 def test_each_defect_of_scales_is_reported(defect, monkeypatch):

@@ -235,8 +235,8 @@ def do_not_count_scales(patch):
 
 
 def leave_the_last_scales(patch):
-    pulls = vars(AllGatherSchedule)["scale_pulls"].fget
-    patch.setattr(AllGatherSchedule, "scale_pulls", property(lambda self: pulls(self) - 1))
+    pulls = vars(AllGatherSchedule)["scale_pieces"].fget
+    patch.setattr(AllGatherSchedule, "scale_pieces", property(lambda self: pulls(self) - 1))
 
 
 @pytest.mark.parametrize(

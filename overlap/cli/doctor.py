@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 
-from overlap import _cuda
+from overlap import _compat, _cuda
 
 _TESTED_JAX = "0.11.2 and 0.12.0.1"
 _JAX_RANGE = ((0, 11, 2), (0, 13))
@@ -181,8 +181,6 @@ def _nccl(facts: list[Fact]) -> Fact:
     if len(library.copies) > 1:
         listed = ", ".join(library.copies)
         return Fact("NCCL", _NOTE, f"{library}; several are loaded: {listed}", _library_advice())
-    from overlap import _compat  # Needs jax, which `_jax` may have found to be missing.
-
     oldest = _compat.oldest_nccl_of_one_process()
     if oldest is not None and library.version[:2] < oldest:
         return Fact(
@@ -190,7 +188,7 @@ def _nccl(facts: list[Fact]) -> Fact:
             f"this jax needs >= {oldest[0]}.{oldest[1]} for its small all-reduces (psum), in one process as well: "
             "pip install --upgrade 'nvidia-nccl-cu13>=2.30'",
         )  # fmt: skip
-    if library.version < (2, 30):
+    if library.version[:2] < _cuda.NCCL_WITH_PEER_POINTERS:
         return Fact(
             "NCCL", _NOTE, str(library),
             "enough for one process with all GPUs; one process per GPU needs >= 2.30: pip install --upgrade "

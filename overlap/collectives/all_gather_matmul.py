@@ -92,16 +92,15 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
         return lax.cond(
             jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks),
             lambda: spread(inputs.row_scale.at[0]),
-            lambda: spread(of_peers.at[jnp.maximum(tile.step - 1, 0), 0]),
+            lambda: spread(of_peers.at[tile.step - 1, 0]),
         )
 
     def epilogue_at(tile: hopper.Tile) -> Any:
         # Both vectors are filled up as the tiles are: by batch element and by right operand.
-        tile_rows, tile_columns = config.cluster_tile
         # Scales that came by themselves lie in the order of arrival.
         shard = 0 if scales_gmem else schedule.shard(me, tile.step)
-        first_row = (shard * schedule.batch + tile.batch) * (schedule.order.m_tiles // schedule.batch * tile_rows)
-        first_column = schedule.first_column(tile.side) * tile_columns
+        first_row = (shard * schedule.batch + tile.batch) * schedule.filled_rows(config)
+        first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
 
         def epilogue(values: jax.Array, rows: Any, columns: Any, addend: Any) -> jax.Array:
             del addend
@@ -141,7 +140,7 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
     )  # fmt: skip
 
 
-def _filled_rows(row_scale: Any, plan: Plan) -> Any:
+def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: Plan) -> Any:
     """The row scales, each batch element filled up to whole tiles.
 
     [1, n] of this device's where they travel with the rows; else gathered by XLA: a vector of all shards'.
@@ -149,11 +148,10 @@ def _filled_rows(row_scale: Any, plan: Plan) -> Any:
     if row_scale is None:
         return None
     assert plan.config is not None
-    travel = TRANSPORTS[plan.transport].brings_scales
-    scales = row_scale if travel else lax.all_gather(row_scale, plan.ring.axis_name)
-    filler = -scales.shape[-1] % plan.config.cluster_tile[0]
+    scales = row_scale if schedule.scaled else lax.all_gather(row_scale, plan.ring.axis_name)
+    filler = schedule.filled_rows(plan.config) - scales.shape[-1]
     filled = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, filler),))
-    return filled.reshape(1, -1) if travel else filled.reshape(-1)
+    return filled.reshape(1, -1) if schedule.scaled else filled.reshape(-1)
 
 
 def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
@@ -172,16 +170,16 @@ def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.
     work = hopper.StreamK(
         schedule.tiles, ceil_div(k, config.tile_k), plan.target.num_cores // config.cluster, config.stream_k
     )
-    rows = _filled_rows(operands.row_scale, plan)
+    row_scale = _filled_rows(operands.row_scale, schedule, plan)
     inputs = dataclasses.replace(
-        operands, lhs=lhs.reshape(*batch, m_shard, k), row_scale=rows,
+        operands, lhs=lhs.reshape(*batch, m_shard, k), row_scale=row_scale,
         column_scales=gathered_lhs.filled_columns(operands.column_scales, config),
     )  # fmt: skip
     out_types = (
         [jax.ShapeDtypeStruct((*batch, devices, m_shard, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
         [hopper.partial_sums_type(work, config)] if work.cuts else [],
-        [jax.ShapeDtypeStruct((devices - 1, *rows.shape), rows.dtype)] if schedule.scaled else [],
+        [jax.ShapeDtypeStruct((devices - 1, *row_scale.shape), row_scale.dtype)] if schedule.scaled else [],
     )
     body = functools.partial(_kernel, ring=plan.ring, schedule=schedule, work=work, plan=plan)
     outs, scratch, *_ = gathered_lhs.launch(

@@ -190,9 +190,11 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
             jax.tree.unflatten(structure, refs[: len(leaves)]), jax.tree.unflatten(out_structure, refs[len(leaves) :])
         )
 
+    # Among the leaves, in the order of the fields of `Operands`.
+    of_rows = (0, 1 + len(inputs.sides)) if reads_scales else (0,)
     results = hopper.launch(
         body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name,
-        peers_read=((0, 1 + len(inputs.sides)) if reads_scales else (0,)) if awaits_peers else (),
+        peers_read=of_rows if awaits_peers else (),
     )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
 

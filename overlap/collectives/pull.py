@@ -45,19 +45,20 @@ def _pull_scales(site: Site, flags: Any, scales_smem: Any, loaded: Any) -> None:
     """The communicator's first transfers: the scales of the peers' rows, a tile's at a time."""
     assert site.scales is not None
     (own_gmem, scratch_gmem), schedule = site.scales, site.schedule
-    filled = schedule.order.m_tiles // schedule.batch * site.config.cluster_tile[0]
+    filled = schedule.filled_rows(site.config)
 
     # Hardly any CTA has more than one piece, so none is on its way while another one is stored.
-    @pl.loop(site.cta, schedule.scale_pulls, step=site.num_ctas)
+    @pl.loop(site.cta, schedule.scale_pieces, step=site.num_ctas)
     def _piece(index: Any) -> None:
-        step, element, block = schedule.scale(index)
-        place = pl.ds(0, 1), pl.ds(element * filled + block * schedule.block_rows, schedule.block_rows)
+        step, element, block = schedule.scales(index)
+        row = block * schedule.block_rows
+        place = pl.ds(0, 1), pl.ds(element * filled + row, schedule.block_rows)
         of_peer = site.ring.remote(own_gmem, site.ring.peer(step)).at[place]
         plgpu.copy_gmem_to_smem(of_peer, scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
         plgpu.barrier_wait(loaded.at[0])
         send_tile(scales_smem, scratch_gmem.at[(step - 1, *place)])
         wait_stores_landed()
-        signal(flags.at[step - 1, element * schedule.row_blocks + block])
+        signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + row)])
 
 
 def _pull(site: Site, flags: Any, slots_smem: Any, loaded: Any) -> None:

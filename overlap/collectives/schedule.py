@@ -152,12 +152,16 @@ class AllGatherSchedule:
         """
         return (side == 0) & (n == 0) & (m < self.row_blocks) & (step < self.devices - 1)
 
+    def filled_rows(self, config: Config) -> int:
+        """Rows of one batch element, filled up to whole tiles of a cluster: so many scales it has in a vector."""
+        return self.order.m_tiles // self.batch * config.cluster_tile[0]
+
     @property
-    def scale_pulls(self) -> int:
+    def scale_pieces(self) -> int:
         """Pieces of scales that one device pulls: one per row block."""
         return (self.devices - 1) * self.batch * self.row_blocks if self.scaled else 0
 
-    def scale(self, index: Any) -> tuple[Any, Any, Any]:
+    def scales(self, index: Any) -> tuple[Any, Any, Any]:
         """Step that piece `index` of the scales serves, and the batch element and row block that it is of."""
         before = quotient(index, self.batch * self.row_blocks)
         return before + 1, *_split(index - before * (self.batch * self.row_blocks), self.row_blocks, self.batch)

@@ -40,10 +40,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.kernels import staging
 from overlap.kernels.config import COMPUTE_WARPGROUPS, WGMMA_M, Config
 from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile, at_step, spread, with_reference
 from overlap.kernels.partial_sums import PartialSums, finish_together, partial_sums_flags, partial_sums_type
-from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, half, load_step, swizzled
+from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives import addresses, wait_stores_read
 from overlap.primitives.integers import remainder
@@ -101,9 +102,7 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
     """The producer's part of one piece."""
     if hooks.before_load is not None:
         hooks.before_load(tile)
-    (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
-    if buffers.rows < config.tile_m:
-        lhs_box = lhs_box.at[:, pl.ds(0, buffers.rows // (config.tile_k if forms.transpose_lhs else 1))]
+    lhs_box, (rhs_box, _) = staging.loaded_boxes(buffers, forms.transpose_lhs), buffers.rhs
 
     shared = RANK_AXIS if config.cluster > 1 else None
     lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
@@ -114,7 +113,7 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
             choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
             full = buffers.full.at[slot]
             with_reference(
-                choice, lambda ref: load_step(ref, box.at[slot], full, start, k_start, across, shared_by=shared_by)
+                choice, lambda ref: staging.load_step(ref, box.at[slot], full, start, k_start, across, shared_by)
             )  # fmt: skip
 
         def load_lhs(k: Any) -> None:
@@ -194,8 +193,8 @@ def _compute(
     def multiply(k: Any, acc: Any) -> None:
         slot = remainder(piece.before + k, config.stages)
         plgpu.barrier_wait(buffers.full.at[slot])
-        lhs_half = half(lhs_mma.at[slot], half_m, wg_m, not forms.transpose_lhs)
-        rhs_half = half(rhs_mma.at[slot], half_n, wg_n, forms.transpose_rhs)
+        lhs_half = staging.half(lhs_mma.at[slot], half_m, wg_m, not forms.transpose_lhs)
+        rhs_half = staging.half(rhs_mma.at[slot], half_n, wg_n, forms.transpose_rhs)
         plgpu.wgmma(
             acc,
             lhs_half.transpose((1, 0)) if forms.transpose_lhs else lhs_half,

@@ -154,6 +154,14 @@ def copies_per_step(config: Config, dtype: Any, forms: Forms, rows: int) -> int:
     return lhs + (1 if forms.transpose_rhs else config.tile_n // width)
 
 
+def loaded_boxes(buffers: Buffers, across: bool) -> Any:
+    """What is loaded of the left operand's slots, as boxes; `across`: its rows run across k."""
+    boxes, _ = buffers.lhs
+    _, whole, *_, width = boxes.shape
+    part = buffers.rows // width if across else buffers.rows
+    return boxes if part == whole else boxes.at[:, pl.ds(0, part)]
+
+
 def load_step(
     operand_gmem: Any, box_smem: Any, barrier: Any, start: Any, k_start: Any, across: bool, shared_by: str | None = None
 ) -> None:
