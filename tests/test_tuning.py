@@ -93,6 +93,22 @@ def test_the_model_counts_waves_and_partial_tiles():
     assert one * 1.8 < two < one * 2
 
 
+def test_the_model_counts_empty_rows_and_weights_that_are_read_again():
+    def us(shape, config, **fields):
+        return model.predicted_us(config, problem(shape, **fields), H200)
+
+    # Two tiles below each other, the second one nearly without rows: slower than two full ones.
+    narrow = Config(tile_n=64, stages=8)
+    assert us("136x8192x8192", narrow) > 1.2 * us("256x8192x8192", narrow)
+    # Half a tile is not filled up, only loaded by half.
+    assert us("64x8192x8192", narrow) < us("128x8192x8192", narrow)
+    # A tile for each shard takes the weights from memory for each, unless they stay in the L2.
+    apart = Config(tile_m=64, tile_n=128, stages=8, cluster=2, cluster_along="n")
+    together = Config(tile_m=64, tile_n=128, stages=8, joined=True, stream_k=2)
+    assert us("16x8192x8192", apart, devices=2) > 1.5 * us("16x8192x8192", together, devices=2)
+    assert us("16x4096x4096", apart, devices=2) < 1.2 * us("16x4096x4096", together, devices=2)
+
+
 _sizes = st.builds(
     lambda blocks, odd: max(blocks * 64 + odd, 1), st.integers(0, 130), st.sampled_from([0, 0, 0, 1, 8, -3])
 )
