@@ -219,7 +219,7 @@ def count_no_cut_tiles_at_the_end(patch):
 
 
 def one_rank_leaves_its_half_out(patch):
-    load_step = hopper.load_step
+    load_step = staging.load_step
 
     def load(*args, shared_by=None):
         if shared_by is None:
@@ -227,7 +227,7 @@ def one_rank_leaves_its_half_out(patch):
         else:
             pl.when(lax.axis_index(shared_by) == 0)(lambda: load_step(*args, shared_by=shared_by))
 
-    patch.setattr(hopper, "load_step", load)
+    patch.setattr(staging, "load_step", load)
 
 
 def wait_for_the_rows_of_a_phantom_tile(patch):

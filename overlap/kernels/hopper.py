@@ -113,8 +113,9 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
             choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
             full = buffers.full.at[slot]
             with_reference(
-                choice, lambda ref: staging.load_step(ref, box.at[slot], full, start, k_start, across, shared_by)
-            )  # fmt: skip
+                choice,
+                lambda ref: staging.load_step(ref, box.at[slot], full, start, k_start, across, shared_by=shared_by),
+            )
 
         def load_lhs(k: Any) -> None:
             load_operand(k, lhs_gmem, lhs_box, tile.m * config.tile_m, forms.transpose_lhs, lhs_shared)
