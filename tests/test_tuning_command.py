@@ -194,7 +194,10 @@ def test_the_command_lists_without_measuring(repository):
         (["--shapes", "1x1x1", "--op", "conv"], "--op must be one of matmul, all_gather_lhs_matmul"),
         (["--shapes", "1x1x1", "--layouts", "mn"], "--layouts must name some of nn"),
         (["--shapes", "1x1x1", "--devices", "0"], "--devices must be at least 1"),
-        (["--shapes", "1x1x1", "--max-configs", "-1"], "`max_configs` must be at least 1"),
+        (["--shapes", "1x1x1", "--max-configs", "-1"], "--max-configs must be at least 1, got -1"),
+        (["--shapes", "1x1x1", "--max-configs", "0"], "--max-configs must be at least 1, got 0"),
+        (["--shapes", "1x1x1", "--budget-s", "0"], "--budget-s must be a positive number of seconds, got 0"),
+        (["--shapes", "1x1x1", "--budget-s", "nan"], "--budget-s must be a positive number of seconds, got nan"),
         (["--shapes", "128x128x64", "--out", __file__], "test_tuning_command.py is no tuning table"),
     ],
 )

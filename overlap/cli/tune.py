@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 
-from overlap import _compat, _cuda
+from overlap import _compat, _cuda, emulation
 from overlap.cli.tune_arguments import DTYPES
 from overlap.kernels import dispatch
 from overlap.kernels.target import Target
@@ -21,6 +21,7 @@ from overlap.tuning import autotune, search, space
 from overlap.tuning.model import predicted_us, waves
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.problem import LAYOUTS, Layout, Problem
+from overlap.tuning.progress import shown
 
 _H200 = Target("gpu", "NVIDIA H200", 132)
 
@@ -35,7 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             return _dry_run(problems, target if target.platform == "gpu" else _H200, settings)
         file = autotune.result_file(target, arguments.out)
-        with _bar() as progress:
+        if note := autotune.emulation_note(problems, target, settings):
+            errors.print(f"tune: {note}", style="yellow", markup=False, highlight=False)
+        with shown(lambda line: errors.print(f"… {line}", soft_wrap=True, markup=False, highlight=False)) as progress:
             outcomes = autotune.tune(
                 problems, target, settings, file, budget_s=arguments.budget_s, force=arguments.force, progress=progress
             )
@@ -51,11 +54,18 @@ def _start(arguments: argparse.Namespace) -> Target:
     """Settles on the GPUs or, where there are none, on emulated devices."""
     if arguments.devices is not None and arguments.devices < 1:
         raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
+    if arguments.max_configs is not None and arguments.max_configs < 1:
+        raise ValueError(f"--max-configs must be at least 1, got {arguments.max_configs}")
+    if not arguments.budget_s > 0:
+        raise ValueError(f"--budget-s must be a positive number of seconds, got {arguments.budget_s}")
     if not _compat.backends_are_initialized():
         if not _cuda.visible_gpus():
             jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices or 2)
-    return dispatch.target()
+    target = dispatch.target()
+    if target.platform == "cpu":
+        emulation.enable()  # Here, so that Ctrl-C ends a launch that is under way.
+    return target
 
 
 def _problems(arguments: argparse.Namespace, target: Target) -> list[Problem]:
@@ -92,48 +102,40 @@ def _layouts(text: str) -> list[Layout]:
 def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
     for problem in problems:
         configs = space.candidates(problem, target)
-        table = Table()
-        table.add_column("configuration")
+        # Not as the table's title, which would be wrapped to its width.
+        console = Console()
+        console.print(f"{problem}: {len(configs)} configurations for {target.kind}", style="italic", soft_wrap=True,
+                      markup=False, highlight=False)  # fmt: skip
+        table = Table(show_lines=console.width < 80)  # Where configurations take several lines.
+        table.add_column("configuration", overflow="fold")
         for heading in ("waves", "predicted, µs"):
             table.add_column(heading, justify="right")
         for config in configs[: settings.max_configs]:
             us = predicted_us(config, problem, target)
             table.add_row(space.differences(config), f"{waves(config, problem, target):.2f}", f"{us:.1f}")
-        # Not as the table's title, which would be wrapped to its width.
-        console = Console(soft_wrap=True)
-        console.print(f"{problem}: {len(configs)} configurations for {target.kind}", style="italic", highlight=False)
         console.print(table)
     return 0
 
 
 def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Path | None, problems: int) -> None:
+    console = Console()
+    title = f"{target.kind}, jax {jax.__version__}"
     emulated = target.platform == "cpu"
     caption = "Emulated: the results were checked; the times say nothing about a GPU's." if emulated else (
         "Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device."
     )  # fmt: skip
-    table = Table(title=f"{target.kind}, jax {jax.__version__}", caption=caption, title_justify="left")
-    table.add_column("problem")
-    table.add_column("configuration", overflow="fold")
-    for heading in ("µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried"):
-        table.add_column(heading, justify="right")
-    table.add_column("note")
-    for outcome in outcomes:
-        entry = outcome.result
-        wrong = sum(trial.status != "ok" for trial in outcome.trials)
-        notes = [outcome.note, f"{wrong} failed" if wrong else "", "" if outcome.complete else "partial"]
-        note = "; ".join(filter(None, notes))
-        if entry is None:
-            table.add_row(str(outcome.problem), *["–"] * 7, note)
-            continue
-        xla, guess = entry.others.get("xla"), entry.others.get("heuristic")
-        table.add_row(
-            str(outcome.problem), space.differences(entry.config), f"{entry.us:.1f}",
-            f"{outcome.problem.flops_per_device / entry.us / 1e6:.1f}",
-            *(("–", "–") if xla is None else (f"{xla:.1f}", f"{xla / entry.us:.3f}")),
-            "–" if guess is None else f"{guess / entry.us:.3f}", str(entry.tried), note,
-        )  # fmt: skip
-    console = Console()
-    console.print(table)
+    rows = [_row(outcome) for outcome in outcomes]
+    table = Table(title=title, caption=caption, title_justify="left")
+    for heading in _HEADINGS:
+        numbers = heading not in ("problem", "configuration", "note")
+        table.add_column(heading, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*row)
+    unlimited = console.options.update(max_width=10_000)
+    if Measurement.get(console, unlimited, table).maximum <= console.width:
+        console.print(table)
+    else:
+        _print_narrow(console, title, rows, caption)
     for outcome in outcomes:
         for trial in outcome.trials:
             if trial.status != "ok":
@@ -144,21 +146,36 @@ def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Pat
     console.print(where, soft_wrap=True, markup=False, highlight=False)
 
 
-@contextmanager
-def _bar() -> Iterator[search.Progress]:
-    """Yields a callback for text and fraction; without a terminal it prints a line per problem."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-        said = ""
+_HEADINGS = ("problem", "configuration", "µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried", "note")
 
-        def progress(text: str, fraction: float) -> None:
-            nonlocal said
-            bar.update(task, description=text[:70], completed=fraction)
-            shape = text.split(":")[0]
-            if not console.is_terminal and shape != said:
-                said = shape
-                console.print(f"… {shape}", highlight=False)
 
-        yield progress
+def _row(outcome: search.Outcome) -> list[str]:
+    """The cells of a problem, "–" where there is nothing."""
+    entry = outcome.result
+    wrong = sum(trial.status != "ok" for trial in outcome.trials)
+    notes = [outcome.note, f"{wrong} failed" if wrong else "", "" if outcome.complete else "partial"]
+    note = "; ".join(filter(None, notes))
+    if entry is None:
+        return [str(outcome.problem), *["–"] * (len(_HEADINGS) - 2), note]
+    xla, guess = entry.others.get("xla"), entry.others.get("heuristic")
+    return [
+        str(outcome.problem), space.differences(entry.config), f"{entry.us:.1f}",
+        f"{outcome.problem.flops_per_device / entry.us / 1e6:.1f}",
+        *(("–", "–") if xla is None else (f"{xla:.1f}", f"{xla / entry.us:.3f}")),
+        "–" if guess is None else f"{guess / entry.us:.3f}", str(entry.tried), note,
+    ]  # fmt: skip
+
+
+def _print_narrow(console: Console, title: str, rows: Sequence[Sequence[str]], caption: str) -> None:
+    """A list for terminals that the table is too wide for: a paragraph for each problem, a line for each cell."""
+    console.print(title, style="italic", markup=False, highlight=False)
+    for problem, *cells in rows:
+        console.print(problem, style="bold", markup=False, highlight=False)
+        listed = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+        listed.add_column(no_wrap=True)
+        listed.add_column(overflow="fold")
+        for heading, cell in zip(_HEADINGS[1:], cells, strict=True):
+            if cell not in ("", "–"):
+                listed.add_row(heading, cell)
+        console.print(Padding(listed, (0, 0, 0, 2)))
+    console.print(caption, style="italic", markup=False, highlight=False)

@@ -7,12 +7,14 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from . import interrupt
 from .errors import EmulationError
 from .scheduler import SCHEDULERS
 
@@ -97,6 +99,7 @@ class Run:
         self.counts: collections.Counter[str] = collections.Counter()
         self.events: list[Event] = []
         self.steps = 0
+        self.interrupts = interrupt.count()
         self._now = lambda: 0
         self._repetitions: collections.Counter[Any] = collections.Counter()
 
@@ -198,6 +201,14 @@ def current_run() -> tuple[Run, bool]:
     return _background, False
 
 
+def _raise_if_interrupted(run: Run) -> None:
+    """After Ctrl-C the launches of a run have no results, whatever the code inside the context has made of them."""
+    while interrupt.pending():
+        time.sleep(0.001)  # KeyboardInterrupt comes here.
+    if interrupt.stopped(run.interrupts):
+        raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def emulate(
     cores: int = _DEFAULT_CORES,
@@ -233,6 +244,9 @@ def emulate(
         A `Run`. On exit all computations under way are waited for and the first error is raised; `run.check()` does the
         same earlier.
 
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed. The launches under way stop; the next emulation works as ever.
+
     Example:
         >>> from overlap import emulation
         >>> with emulation.emulate(cores=2, completion="random", seed=3) as run:
@@ -251,11 +265,18 @@ def emulate(
     except Exception as consequence:
         drain()
         # A wrong number is most likely the consequence of a fault that was found: that is what to report.
+        _raise_if_interrupted(run)
         if run.errors:
             raise run.errors[0] from consequence
         raise
+    except KeyboardInterrupt:
+        if not interrupt.stopped(run.interrupts):  # It came from another handler than ours.
+            interrupt.note()
+        drain()
+        raise
     else:
         drain()  # what was started inside the context has to end inside it
+        _raise_if_interrupted(run)
     finally:
         with _lock:
             _active.remove(run)

@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
 
-from . import context
+from . import context, interrupt
 from .errors import EmulationError
 from .machine import Machine
 from .memory import poison
@@ -55,6 +55,7 @@ def enable() -> None:
     with _enable_lock:
         if not _enabled:
             mlir.register_lowering(_kernel_primitive(), _lower, platform="cpu")
+            interrupt.install()
             _enabled = True
 
 
@@ -64,6 +65,7 @@ class _Meeting:
     def __init__(self, count: int):
         self.inputs: dict[int, list[np.ndarray]] = {}
         self.missing = count
+        self.interrupts = interrupt.count()
         self.done = threading.Event()
         self.outputs: list[list[np.ndarray]] = []
         self.error: BaseException | None = None
@@ -112,26 +114,37 @@ class _Launcher:
 
     def _emulate(self, meeting: _Meeting) -> None:
         run, in_context = context.current_run()
+        interrupts = run.interrupts if in_context else meeting.interrupts
         try:
             repetition = run.repetition(self)
             inputs = [meeting.inputs[device] for device in range(self._devices)]
             machine = Machine(self._program, run.settings, self._mesh_shape, inputs, run, self._name, repetition)
             run.begin(machine)
-            outcome = machine.execute()
+            outcome = machine.execute(lambda: interrupt.stopped(interrupts))
             run.steps += machine.now
             errors, outputs = outcome.errors, outcome.outputs
             if in_context:
                 run.warnings += outcome.warnings
+        except KeyboardInterrupt:
+            if not interrupt.stopped(interrupts):  # Another handler of SIGINT than ours has raised it in this callback.
+                interrupt.defer()
+            # An error ends the program that the launch is in, but the main thread would see it before its interrupt.
+            silent = in_context or interrupt.pending()
+            errors = [] if silent else [EmulationError(f"kernel {self._name!r}: ended by Ctrl-C")]
+            outputs = self._no_outputs()
         except BaseException as bug:
             error = EmulationError(f"the emulator cannot run kernel {self._name!r}: {type(bug).__name__}: {bug}")
             error.__cause__ = bug
             errors = [error]
-            outputs = [[poison(a.shape, a.dtype) for a in self._program.out_avals] for _ in range(self._devices)]
+            outputs = self._no_outputs()
         meeting.outputs = outputs
         if in_context:
             run.errors += errors
         elif errors:
             meeting.error = errors[0]
+
+    def _no_outputs(self) -> list[list[np.ndarray]]:
+        return [[poison(a.shape, a.dtype) for a in self._program.out_avals] for _ in range(self._devices)]
 
 
 _names = itertools.count()

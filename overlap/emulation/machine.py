@@ -305,8 +305,8 @@ class Machine:
                 if all(cta.ended for cta in self.ctas[thread.device]):
                     self.laps.end(thread.device)
 
-    def execute(self) -> Outcome:
-        """Runs the launch to its end or its first fatal fault."""
+    def execute(self, stopped: Callable[[], bool] = lambda: False) -> Outcome:
+        """Runs the launch to its end or its first fatal fault; raises KeyboardInterrupt soon after `stopped()`."""
         self.program.forget_views()
         aborted = False
         thread: Thread | None = None
@@ -323,6 +323,8 @@ class Machine:
                         continue
                     break
                 self.now += 1
+                if self.now & 63 == 1 and stopped():
+                    raise KeyboardInterrupt
                 if limit is not None and self.now > limit:
                     raise StepLimitError(f"no end after {limit} steps; a loop polls for ever, or step_limit is too low")
                 if turn(thread):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -17,8 +19,11 @@ from overlap.tuning.crossover import Measured
 from overlap.tuning.interrupt import noticed
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.problem import Problem
-from overlap.tuning.search import Outcome, Progress, Settings, search
+from overlap.tuning.progress import Progress, shown
+from overlap.tuning.search import Outcome, Settings, search
 from overlap.tuning.space import differences
+
+logger = logging.getLogger("overlap")
 
 
 class Tuning:
@@ -82,7 +87,7 @@ def autotune(
     path: str | pathlib.Path | None = None,
     save: bool = True,
     force: bool = False,
-    progress: Progress = lambda text, fraction: None,
+    progress: Progress | None = None,
     **kwargs: Any,
 ) -> Tuning:
     """Tunes every operation of this library that `fn(*args, **kwargs)` calls without a `config`.
@@ -102,14 +107,15 @@ def autotune(
       path: a file to write to instead of the user's table.
       save: whether to write the results. On a CPU, where kernels run emulated, only a file named by `path` is written.
       force: measure again what the file already has.
-      progress: called with a text and the fraction that is done.
+      progress: called with a text and the fraction that is done. None: a bar on a terminal (with rich), else lines of
+        the logger "overlap" (level INFO).
       **kwargs: keyword arguments of `fn`.
 
     Returns:
       A `Tuning`: print it for a line per problem; `with` it, calls use its results whatever the tables say.
 
     Raises:
-      ValueError: `fn` makes no such call, or the file is no table.
+      ValueError: `fn` makes no such call, the file is no table, or `max_configs` or `budget_s` is not positive.
       NotImplementedError: there are several processes. Tune in one, on the same kind of GPU.
       KeyboardInterrupt: after what was found until then has been written.
 
@@ -131,13 +137,26 @@ def autotune(
         )
     target = dispatch.target()
     file = result_file(target, path) if save else None
-    outcomes = tune(
-        problems, target, Settings.for_platform(target.platform, max_configs), file, budget_s=budget_s, force=force,
-        progress=progress,
-    )  # fmt: skip
+    settings = Settings.for_platform(target.platform, max_configs)
+    if note := emulation_note(problems, target, settings):
+        logger.warning("autotune: %s", note)
+    with shown(lambda line: logger.info("autotune: %s", line)) if progress is None else nullcontext(progress) as report:
+        outcomes = tune(problems, target, settings, file, budget_s=budget_s, force=force, progress=report)
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     return Tuning(outcomes, file)
+
+
+def emulation_note(problems: Sequence[Problem], target: Target, settings: Settings) -> str:
+    """What to know before a search on a CPU begins; "" on a GPU."""
+    if target.platform != "cpu":
+        return ""
+    largest = max(problems, key=lambda problem: problem.flops_per_device * problem.devices)
+    return (
+        f"on a CPU the kernels run emulated, so this checks results, and its times say nothing about a GPU's; up to "
+        f"{settings.max_configs} configurations of {len(problems)} problem(s), the largest {largest}: above some 512 "
+        "in each dimension expect minutes per configuration (`max_configs` and `budget_s` limit it)"
+    )
 
 
 def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path | None:
@@ -163,8 +182,10 @@ def tune(
     with the outcomes so far, of which the last one is marked. The time that is left is shared by the problems left.
 
     Raises:
-      ValueError: the file is no table, an operation cannot be tuned, or there are too few devices.
+      ValueError: the file is no table, an operation cannot be tuned, there are too few devices, or no budget.
     """
+    if not budget_s > 0:
+        raise ValueError(f"`budget_s` must be a positive number of seconds, got {budget_s}")
     for problem in problems:
         if problem.op not in OPERATIONS:
             raise ValueError(f"`op` must be one of {list(OPERATIONS)}, got {problem.op!r}")

@@ -26,10 +26,9 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning import space
 from overlap.tuning.problem import Problem
+from overlap.tuning.progress import Progress
 from overlap.tuning.tables import Entry
 from overlap.tuning.timing import ERROR_FACTOR, Bench, Effort
-
-Progress = Callable[[str, float], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,8 @@ class Settings:
     def for_platform(platform: str, max_configs: int | None = None) -> Settings:
         """The usual settings; on a CPU, where kernels run emulated, the fewest that exercise everything."""
         if platform == "cpu":
-            return Settings(max_configs or 3, finalists=2, rounds=1, workers=1, effort=Effort.emulated())
+            configs = 3 if max_configs is None else max_configs
+            return Settings(configs, finalists=2, rounds=1, workers=1, effort=Effort.emulated())
         return Settings() if max_configs is None else Settings(max_configs)
 
 
@@ -236,11 +236,13 @@ class _Race:
         for first in range(0, len(configs), size):
             wave = [Trial(config) for config in configs[first : first + size]]
             self.outcome.trials += wave
+            self._step(f"compiling {len(wave)} of {len(configs)} configurations", 0.0)
             for trial in self._compiled(wave):
                 self._step(f"compiled {trial.name}", 1.0)
             for trial in wave:
                 self._step(f"checking {trial.name}", 0.0)
                 self._check(trial)
+                self._step(f"timing {trial.name}", 0.0)
                 self._sample(trial)
             self.alive += [trial for trial in wave if trial.status == "ok"]
             # What is far behind needs no second look, and its program would keep memory.
@@ -268,6 +270,7 @@ class _Race:
         for _ in range(self.settings.rounds):
             self._round(final)
         for trial in final:
+            self._step(f"checking {trial.name}", 0.0)
             self._check(trial)
 
     def _compiled(self, wave: Sequence[Trial]) -> Iterator[Trial]:
@@ -314,8 +317,9 @@ class _Race:
         # Shuffled: under a power limit each inherits the clocks that the one before it has left.
         for index in self.random.permutation(len(trials)):
             self._check_deadline()
+            self._step(f"timing {trials[index].name}", 0.0)
             self._sample(trials[index])
-            self._step(f"timing {trials[index].name}", 0.1)
+            self._step(f"timed {trials[index].name}", 0.1)
 
     def _keep(self, trials: list[Trial]) -> None:
         for trial in self.alive:

@@ -1,0 +1,92 @@
+"""Ctrl-C during an emulated launch: the launch stops, and KeyboardInterrupt comes out in the caller's own code.
+
+Emulated kernels run inside callbacks of XLA's, mostly in XLA's threads. Python alone would leave such a launch running
+to its end behind a KeyboardInterrupt, and where the callback runs in the main thread it would turn the KeyboardInterrupt
+into an error of the callback. So the first use of the emulator installs a handler of SIGINT, where Python's own is
+installed, that
+
+  - tells all launches under way to stop, and
+  - raises KeyboardInterrupt as Python's own does; but not inside a callback, where it waits until the main thread has
+    left that. Until then every launch stops at once, so that a loop of launches ends soon.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+from typing import Any
+
+from jax.experimental import io_callback
+
+# Frames of callbacks, ours and those that jax puts around them.
+_CALLBACK_MODULES = (io_callback.__module__, f"{__package__}.lowering")
+_RETRY_S = 0.001
+
+_interrupts = 0  # so far
+_pending = False  # the main thread was in a callback, and its KeyboardInterrupt is still to come
+
+
+def count() -> int:
+    """How many interrupts there have been: a launch keeps the number at its beginning, for `stopped`."""
+    return _interrupts
+
+
+def stopped(count_before: int) -> bool:
+    """Whether a launch must stop that began when `count()` was `count_before`."""
+    return _pending or _interrupts != count_before
+
+
+def pending() -> bool:
+    """Whether a KeyboardInterrupt is still to come, once the main thread has left its callbacks."""
+    return _pending
+
+
+def install() -> None:
+    """Installs the handler, if this is the main thread and Python's own handler is there."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _handle)
+
+
+def note() -> None:
+    """Stops all launches under way."""
+    global _interrupts
+    _interrupts += 1
+
+
+def defer() -> None:
+    """Stops all launches, and interrupts the main thread again a little later."""
+    global _pending
+    note()
+    _pending = True
+    threading.Thread(target=_interrupt_again, name="overlap-emulation-interrupt", daemon=True).start()
+
+
+def _interrupt_again() -> None:
+    global _pending
+    time.sleep(_RETRY_S)
+    # Before the signal: its handler, whoever's it is now, runs at once, and may defer again.
+    _pending = False
+    _thread.interrupt_main()
+
+
+def _handle(number: int, frame: Any) -> None:
+    if _in_callback(frame):
+        defer()
+        return
+    note()
+    signal.default_int_handler(number, frame)
+
+
+# Code that replaces Python's own handler for a while (`overlap.tuning.interrupt`) may replace this one too.
+_handle.raises_keyboard_interrupt = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _in_callback(frame: Any) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _CALLBACK_MODULES:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,54 @@
+"""How a search says what it is doing: a bar on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[str, float], None]  # what is being done, and the fraction that is done
+
+_LINE_EVERY_S = 10.0
+
+
+@contextmanager
+def shown(say: Callable[[str], None], every_s: float = _LINE_EVERY_S) -> Iterator[Progress]:
+    """Yields a callback that shows what it is told: with rich on standard error if that is a terminal, else by `say`.
+
+    Args:
+      say: takes a line of text. Called when another problem's turn comes, and else at most every `every_s` seconds.
+      every_s: see `say`.
+    """
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        with _bar() as progress:
+            yield progress
+    else:
+        yield _Lines(say, every_s)
+
+
+class _Lines:
+    def __init__(self, say: Callable[[str], None], every_s: float) -> None:
+        self._say, self._every_s = say, every_s
+        self._problem, self._said_at = "", 0.0
+
+    def __call__(self, text: str, fraction: float) -> None:
+        problem, now = text.partition(":")[0], time.monotonic()
+        if problem != self._problem or now - self._said_at >= self._every_s:
+            self._problem, self._said_at = problem, now
+            self._say(f"{fraction:4.0%} {text}")
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    # The text gives way on a narrow terminal, not the clock.
+    text_column = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+    columns = (text_column, BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda text, fraction: bar.update(task, description=text, completed=fraction)

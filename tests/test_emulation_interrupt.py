@@ -1,0 +1,93 @@
+"""Ctrl-C while kernels run emulated, in processes of their own: the launch ends, and the next one works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import contextlib, os, signal, sys, threading, time
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+import numpy as np
+import overlap
+from jax.sharding import PartitionSpec as P
+from overlap import emulation
+from overlap.emulation.machine import Machine
+
+began = threading.Event()
+execute = Machine.execute
+
+def noting(self, *arguments):
+    began.set()
+    return execute(self, *arguments)
+
+Machine.execute = noting
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+def one_device(x, w):
+    return overlap.matmul(x, w, implementation="fused")
+
+def two_devices(x, w):
+    call = lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x", implementation="fused")
+    specs = dict(in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False)
+    return jax.shard_map(call, mesh=mesh, **specs)(x, w)
+
+def loop(x, w):
+    return jax.lax.fori_loop(0, 1000, lambda _, y: one_device(y, w) / 2, x)
+
+def interrupted(name, function, size, context):
+    operand = jnp.ones((size, size), jnp.bfloat16)
+    began.clear()
+    sent = []
+
+    def press():
+        began.wait()
+        time.sleep(0.2)  # In the middle of a launch.
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    try:
+        with context:
+            jax.block_until_ready(jax.jit(function)(operand, operand))
+            time.sleep(1)  # A KeyboardInterrupt comes within this, if not before.
+        print(name, "was not interrupted")
+    except BaseException as error:
+        # The run must be over, not only the wait for it: the next one begins where this one ends.
+        y = np.asarray(jax.jit(function if function is not loop else one_device)(small, small), np.float32)
+        print(name, type(error).__name__, (y == 128).all(), time.monotonic() - sent[0])
+
+small = jnp.ones((128, 128), jnp.bfloat16)
+for function in (one_device, two_devices):
+    jax.block_until_ready(jax.jit(function)(small, small))  # Compiled.
+interrupted("one", one_device, 2048, contextlib.nullcontext())
+interrupted("one in a context", one_device, 2048, emulation.emulate())
+interrupted("two", two_devices, 2048, contextlib.nullcontext())
+interrupted("two in a context", two_devices, 2048, emulation.emulate(seed=3))
+interrupted("loop", loop, 128, contextlib.nullcontext())
+interrupted("loop in a context", loop, 128, emulation.emulate())
+"""
+
+
+def test_an_interrupt_ends_the_run_and_the_next_one_works(repository):
+    if os.name != "posix":
+        pytest.skip("signals of POSIX")
+    # A shell that runs the tests in the background has SIGINT ignored, and a child would inherit that.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + PROGRAM
+    environment = os.environ | {"PYTHONPATH": str(repository), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    said = [line.rsplit(maxsplit=3) for line in process.stdout.splitlines()]
+    assert [line[0] for line in said] == [
+        "one", "one in a context", "two", "two in a context", "loop", "loop in a context"
+    ], process.stdout + process.stderr  # fmt: skip
+    for name, error, right, seconds in said:
+        assert (error, right) == ("KeyboardInterrupt", "True"), name
+        assert float(seconds) < 5, f"{name}: the next result came after {seconds} s"  # Uninterrupted: 10 to 60 s.
