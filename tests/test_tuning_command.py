@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -18,9 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import tuning
+from overlap.emulation import interrupt
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import tables
+from overlap.tuning import progress, search, tables
+from overlap.tuning.interrupt import noticed
 from overlap.tuning.problem import Problem
 from tests.tuning_cases import no_tables
 
@@ -96,12 +99,17 @@ def test_autotune_says_what_is_wrong(monkeypatch):
     x, w = operands()
     with pytest.raises(ValueError, match="makes no call of an operation of this library that leaves `config` open"):
         autotune.autotune(jnp.dot, x, w)
+    with pytest.raises(ValueError, match="`max_configs` must be at least 1, got 0"):
+        autotune.autotune(layer, x, w, max_configs=0)
+    with pytest.raises(ValueError, match="`budget_s` must be a positive number of seconds, got 0"):
+        autotune.autotune(layer, x, w, budget_s=0)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match=r"tune in a single process .* OVERLAP_TUNING_DIR"):
         autotune.autotune(layer, x, w)
 
 
-def test_the_operations_ask_and_are_tuned(tmp_path):
+def test_the_operations_ask_and_are_tuned(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "overlap")
     x, w = operands()
     fn = lambda x, w: overlap.matmul(x, w, implementation="fused")  # noqa: E731
     assert overlap.explain(overlap.matmul, x, w, implementation="fused").source == "heuristic"
@@ -110,6 +118,10 @@ def test_the_operations_ask_and_are_tuned(tmp_path):
     with overlap.autotune(jax.jit(fn), x, w, max_configs=2, path=tmp_path / "t.json") as result:
         explained = overlap.explain(overlap.matmul, x, w, implementation="fused")
         assert (explained.config, explained.source) == (result.configs[SMALL], "tuned")
+    said = [record for record in caplog.records if record.message.startswith("autotune: ")]
+    assert [record.levelname for record in said] == ["WARNING", "INFO"]
+    assert "run emulated" in said[0].message and "up to 2 configurations of 1 problem" in said[0].message
+    assert said[1].message == "autotune:   0% 128x128x128: XLA"  # Before anything is compiled.
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     gather = jax.shard_map(
         lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x", implementation="fused"),
@@ -118,6 +130,34 @@ def test_the_operations_ask_and_are_tuned(tmp_path):
     assert autotune.problems_of(jax.jit(gather), *operands(2)) == [
         dataclasses.replace(SMALL, op="all_gather_lhs_matmul", devices=2)
     ]
+
+
+def test_progress_without_a_terminal_is_a_line_for_each_problem_and_now_and_then():
+    said = []
+    with progress.shown(said.append, every_s=1000) as report:
+        for text, fraction in (("1x1x1: XLA", 0), ("1x1x1: compiling", 0.1), ("2x2x2: XLA", 0.5)):
+            report(text, fraction)
+    assert said == ["  0% 1x1x1: XLA", " 50% 2x2x2: XLA"]
+    said.clear()
+    with progress.shown(said.append, every_s=0) as report:
+        for fraction in (0.2, 0.3):
+            report("1x1x1: checking 128x128x64", fraction)
+    assert said == [" 20% 1x1x1: checking 128x128x64", " 30% 1x1x1: checking 128x128x64"]
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, interrupt._handle])
+def test_ctrl_c_is_noticed_and_the_second_one_raises(handler, capfd):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), noticed() as interrupted:
+            assert not interrupted()
+            signal.raise_signal(signal.SIGINT)
+            assert interrupted()
+            assert "Ctrl-C again ends it at once" in capfd.readouterr().err
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
@@ -175,6 +215,27 @@ def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path):
     assert "Traceback" not in stderr
     assert "128x128x64" in stdout
     assert tables.read(out)[0].problem.shape == "128x128x64"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_what_was_found_is_readable_at_any_width(columns, capsys, monkeypatch):
+    pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
+    from overlap.cli import tune as command_tune
+
+    config = Config(stages=3, tile_n=128, cluster=2, cluster_along="n")
+    others = {"xla": 1234.5, "heuristic": 950.25}
+    entry = tables.Entry(SMALL, "cpu", "0.11.2", config, 987.6, others, tried=48, complete=True, date="2026-11-22")
+    outcomes = [
+        search.Outcome(SMALL, result=entry),
+        search.Outcome(dataclasses.replace(SMALL, m=64), note="no configuration of the fused kernel can run it"),
+    ]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    command_tune._print(outcomes, Target("cpu", "cpu", 4), None, 2)
+    said = capsys.readouterr().out
+    assert "…" not in said and max(map(len, said.splitlines()[:-1])) <= columns
+    words = said.replace("│", " ").split()
+    for word in ("128x128x64", "cluster_along=n", "987.6", "1234.5", "1.250", "0.962", "48", "configuration", "bfloat16"):
+        assert word in words, said
 
 
 def test_the_command_lists_without_measuring(repository):
