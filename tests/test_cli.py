@@ -1,4 +1,4 @@
-"""`python -m overlap`: the demo end to end, emulated, and the doctor."""
+"""`python -m overlap`: its exit statuses, and the demo end to end, emulated."""
 
 from __future__ import annotations
 
@@ -13,20 +13,12 @@ import numpy as np
 import pytest
 
 import overlap
-from overlap import _compat, _cuda
 from overlap.cli import demo, doctor, main, measure, picture, spans
 from overlap.emulation import Event
+from tests.command import run_overlap
 
 pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra `cli`)")
-
-
-def _overlap(repository: pathlib.Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "overlap", *map(str, arguments)]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "COLUMNS": "140"} | environment
-    return subprocess.run(
-        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=250, check=False
-    )
 
 
 # --- demo -------------------------------------------------------------------------------------------------------------
@@ -34,7 +26,7 @@ def _overlap(repository: pathlib.Path, *arguments: object, **environment: str) -
 
 def test_demo_runs_emulated_and_draws(repository, tmp_path):
     out = tmp_path / "picture.png"
-    process = _overlap(repository, "demo", "--out", out)
+    process = run_overlap(repository, "demo", "--out", out)
     assert process.returncode == 0, process.stderr
     errors = {name: float(error) for name, error in re.findall(r"(fused|xla)\s.*?(\d\.\d+e-\d\d)", process.stdout)}
     assert set(errors) == {"fused", "xla"}, process.stdout
@@ -47,7 +39,7 @@ def test_demo_runs_emulated_and_draws(repository, tmp_path):
 
 
 def test_demo_on_another_number_of_devices(repository, tmp_path):
-    process = _overlap(repository, "demo", "--devices", "2", "--out", tmp_path / "two.png")
+    process = run_overlap(repository, "demo", "--devices", "2", "--out", tmp_path / "two.png")
     assert process.returncode == 0, process.stderr
     assert "2 × emulated CPU devices" in process.stdout
 
@@ -60,7 +52,7 @@ def test_demo_on_another_number_of_devices(repository, tmp_path):
     ],
 )
 def test_demo_says_what_is_wrong_with_its_arguments(repository, tmp_path, arguments, said):
-    process = _overlap(repository, "demo", *arguments)
+    process = run_overlap(repository, "demo", *arguments)
     assert process.returncode == 2
     assert said in process.stderr
     assert "Traceback" not in process.stderr
@@ -106,6 +98,12 @@ def test_demo_as_on_gpus(monkeypatch, capsys):
     assert pictures == ["4: x.png"]
 
 
+def test_demo_with_more_devices_than_there_are(monkeypatch, capsys):
+    _on_gpus(monkeypatch, _xla)
+    assert demo.run(pathlib.Path("x.png"), devices=1000) == 2
+    assert "--devices must be at most 8 on this machine, got 1000" in " ".join(capsys.readouterr().err.split())
+
+
 def test_demo_reports_a_wrong_result(monkeypatch, capsys):
     pictures = _on_gpus(monkeypatch, lambda lhs, rhs: _xla(lhs, rhs) * 1.01)
     assert demo.run(pathlib.Path("x.png"), devices=4) == 1
@@ -149,107 +147,37 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-# --- doctor -----------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_on_a_machine_without_gpus(repository):
-    process = _overlap(repository, "doctor", CUDA_VISIBLE_DEVICES="")
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert not process.stderr
-    assert re.search(r"^OK +jax +jax \d", process.stdout, re.MULTILINE)
-    assert re.search(r"^OK +emulator ", process.stdout, re.MULTILINE)
-    assert "can run emulated on the CPU." in process.stdout
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"overlap {overlap.__version__} (jax {jax.__version__}, Python 3.")
 
 
-def _h200s(monkeypatch, count: int, name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0)) -> None:
-    monkeypatch.setattr(_cuda, "visible_gpus", lambda: (_cuda.Gpu(name, capability),) * count)
-    monkeypatch.setattr(_cuda, "driver_version", lambda: "580.65.06")
-    monkeypatch.setattr(_cuda, "jax_plugin", lambda: "xla_cuda13")
-    monkeypatch.setattr(_cuda, "pairs_without_peer_access", list)
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["demo", "--devices", "two"], ["tune"]])
+def test_wrong_arguments_have_a_status_of_their_own(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "usage: python -m overlap" in capsys.readouterr().err
 
 
-def test_doctor_on_gpus(monkeypatch, capsys):
-    _h200s(monkeypatch, 8)
-    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/x/libnccl.so.2", ("/x/libnccl.so.2",)))
-    answers = {doctor._JAX_DEVICES: (True, "gpu 8 NVIDIA H200"), doctor._EMULATED_RUN: (True, "fine")}
-    monkeypatch.setattr(doctor, "_ask", lambda code, **keywords: answers.get(code, (True, "Open MPI v5.0.11")))
-    assert doctor.run() == 0
-    said = capsys.readouterr().out
-    assert "8 × NVIDIA H200 (sm_90), driver 580.65.06" in said
-    assert "PROBLEM" not in said
-    assert "can run on the GPUs and emulated on the CPU." in said
+def test_an_interrupt_and_a_reader_that_has_gone(monkeypatch, capsys):
+    def interrupted(**keywords: object) -> int:
+        raise KeyboardInterrupt
 
-
-def test_doctor_names_every_trouble(monkeypatch, capsys):
-    _h200s(monkeypatch, 4)
-    monkeypatch.setattr(_cuda, "pairs_without_peer_access", lambda: [(0, 3)])
-    copies = ("/a/libnccl.so.2", "/b/libnccl.so.2")
-    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 28, 9), copies[0], copies))
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
-    monkeypatch.setattr(doctor, "_ask", lambda code, timeout_s, **keywords: (False, f"no answer within {timeout_s} s"))
-    assert doctor.run() == 1
-    said = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "no answer within 120 s", "missing for 1 pairs of GPUs: 0→3", "several are loaded: /a/libnccl.so.2",
-        "LD_LIBRARY_PATH=/opt/cuda/lib64 may bring in", "not possible yet, see GPUs, peer access, NCCL",
-        "can run nowhere here",
-    ):  # fmt: skip
-        assert words in said, words
-
-
-@pytest.mark.parametrize(
-    ("version", "oldest", "status"),
-    [((2, 28, 9), None, "note"), ((2, 28, 9), (2, 30), "PROBLEM"), ((2, 30, 7), (2, 30), "OK")],
-)
-def test_doctor_knows_which_nccl_this_jax_needs(monkeypatch, version, oldest, status):
-    _h200s(monkeypatch, 2)
-    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary(version, "/x/libnccl.so.2", ("/x/libnccl.so.2",)))
-    monkeypatch.setattr(_compat, "oldest_nccl_of_one_process", lambda: oldest)
-    fact = doctor._nccl([])
-    assert fact.status == status
-    assert ("psum" in fact.advice) == (status == "PROBLEM")
-    assert (">=2.30" in fact.advice) == (status != "OK")
-
-
-def test_the_nccl_that_a_jax_needs(monkeypatch):
-    for version, oldest in (((0, 11, 2), None), ((0, 12, 0), (2, 30)), ((0, 12, 1), (2, 30))):
-        monkeypatch.setattr(jax, "__version_info__", version)
-        assert _compat.oldest_nccl_of_one_process() == oldest
-
-
-def test_doctor_on_other_gpus(monkeypatch):
-    _h200s(monkeypatch, 1, "NVIDIA A100-SXM4-80GB", (8, 0))
-    fact = doctor._devices([])
-    assert fact.status == "note"
-    assert "Hopper" in fact.advice
-
-
-def test_doctor_survives_a_check_that_fails(monkeypatch, capsys):
-    def broken(facts: list[doctor.Fact]) -> doctor.Fact:
-        raise OSError("no /proc here")
-
-    monkeypatch.setattr(doctor, "_binding", broken)
-    monkeypatch.setattr(doctor, "_ask", lambda code, **keywords: (True, "fine"))
-    assert doctor.run() == 0
-    assert "the check itself failed: OSError('no /proc here')" in capsys.readouterr().out
-
-
-def test_doctor_asks_with_a_limit():
-    assert doctor._ask("import time; time.sleep(60)", timeout_s=1) == (False, "no answer within 1 s")
-    works, answer = doctor._ask("raise ValueError('so')", timeout_s=60)
-    assert (works, answer) == (False, "ValueError: so")
-    assert doctor._ask("print('a'); print('b')", timeout_s=60) == (True, "b")
-
-
-@pytest.mark.parametrize(("version", "status"), [("0.11.1", "PROBLEM"), ("0.12.1", "note"), ("0.13.0", "PROBLEM")])
-def test_doctor_judges_the_version_of_jax(monkeypatch, version, status):
-    monkeypatch.setattr(doctor, "_version", lambda package: version if package in ("jax", "jaxlib") else None)
-    assert doctor._jax([]).status == status
-
-
-def test_doctor_sees_versions_that_differ(monkeypatch):
-    versions = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-cuda13-plugin": "0.12.0"}
-    monkeypatch.setattr(doctor, "_version", versions.get)
-    fact = doctor._jax([])
-    assert fact.status == "PROBLEM"
-    assert "the versions differ" in fact.advice
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    # With nobody to read, the first line is already too much.
+    command = "import sys; from overlap.cli import doctor, main; doctor._ask = lambda *a, **k: (True, 'x')\n"
+    command += "sys.exit(main(['doctor']))"
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-c", command]
+    process = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (process.returncode, process.stderr) == (1, "")

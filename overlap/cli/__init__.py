@@ -4,29 +4,50 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import pathlib
+import platform
 import sys
 from collections.abc import Sequence
 
+import jax
+
+import overlap
 from overlap.cli import tune_arguments
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status."""
+    """Runs a command and returns its exit status: see `_STATUSES`."""
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has enough (`| head`). Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+_STATUSES = (
+    "Exit status: 0 if all is well; 1 if something is missing, wrong or has no result; 2 if the arguments are wrong; "
+    "130 after Ctrl-C."
+)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m overlap", description="Fused collective + matmul kernels: a demonstration, a check-up, a tuner."
+        prog="python -m overlap",
+        description="Fused collective + matmul kernels: a demonstration, a check-up, a tuner.",
+        epilog=_STATUSES,
     )
+    version = f"overlap {overlap.__version__} (jax {jax.__version__}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser(
@@ -47,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Checks what the kernels need and says what to do about what is missing. Exit status 0 if the "
         "fused all-gather matmul can run here, on GPUs or emulated.",
     )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     doctor.set_defaults(run=_doctor)
 
     tune = commands.add_parser(
@@ -81,7 +103,6 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    del arguments
     from overlap.cli import doctor
 
-    return doctor.run()
+    return doctor.run(as_json=arguments.json)

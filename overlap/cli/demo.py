@@ -58,8 +58,12 @@ class _Row:
     wall_us: float | None = None
 
 
+class _TooManyDevices(ValueError):
+    pass
+
+
 def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False) -> int:
-    """Runs the demo and returns the exit status: 0 if the fused kernel ran and its result is right."""
+    """Runs the demo and returns the exit status: 0 if the fused kernel ran and is right, 2 for wrong arguments."""
     console, errors = Console(), Console(stderr=True)
     if not out.parent.is_dir():
         errors.print(f"--out: there is no folder {out.parent}", style="red")
@@ -76,6 +80,9 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
                     _picture_by_emulation(count, out, step)
             else:
                 rows, count = _run_emulated(devices or _EMULATED_DEVICES, out, step)
+    except _TooManyDevices as error:
+        errors.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        return 2
     except (ValueError, NotImplementedError, RuntimeError) as error:
         errors.print(f"demo: {error}", style="red", markup=False, highlight=False)
         return 1
@@ -107,7 +114,7 @@ def _why_not_gpus() -> str | None:
 def _mesh(devices: int) -> jax.sharding.Mesh:
     available = jax.devices()
     if devices > len(available):
-        raise ValueError(f"--devices {devices}: there are {len(available)} ({available[0].device_kind})")
+        raise _TooManyDevices(f"--devices must be at most {len(available)} on this machine, got {devices}")
     return jax.make_mesh(
         (devices,), (measure.AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=available[:devices]
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,7 +17,9 @@ import subprocess
 import sys
 import textwrap
 
-from overlap import _compat, _cuda
+import overlap
+from overlap import _compat, _cuda, settings
+from overlap.cli import allocators
 
 _TESTED_JAX = "0.11.2 and 0.12.0.1"
 _JAX_RANGE = ((0, 11, 2), (0, 13))
@@ -61,18 +64,34 @@ class Fact:
     advice: str = ""
 
 
-def run() -> int:
-    """Prints the table. Returns 0 if the fused all-gather matmul can run here, on GPUs or emulated, else 1."""
+def run(*, as_json: bool = False) -> int:
+    """Prints the table. Returns 0 if the fused all-gather matmul can run here, on GPUs or emulated, else 1.
+
+    Args:
+      as_json: print one JSON object instead: "version", "facts" (as `Fact` has them), "can_run" (some of "gpus" and
+        "emulated").
+    """
+    checks = {
+        "Python": _python, "jax": _jax, "GPUs": _devices, "peer access": _peer_access, "NCCL": _nccl,
+        "allocator": _allocator, "MPI": _mpi, "process per GPU": _one_process_per_gpu, "CPU cores": _binding,
+        "wait limit": _wait_limit, "emulator": _emulator,
+    }  # fmt: skip
     facts: list[Fact] = []
-    for check in (_python, _jax, _devices, _peer_access, _nccl, _mpi, _one_process_per_gpu, _binding, _emulator):
+    for subject, check in checks.items():
         try:
             facts.append(check(facts))
         except Exception as error:  # A check-up that fails is a finding, not a traceback.
-            facts.append(Fact(check.__name__.strip("_"), _PROBLEM, f"the check itself failed: {error!r}"))
-        _print(facts[-1])
+            facts.append(Fact(subject, _PROBLEM, f"the check itself failed: {error!r}"))
+        if not as_json:
+            _print(facts[-1])
     by_subject = {fact.subject: fact.status for fact in facts}
     on_gpus = by_subject.get("GPUs") == by_subject.get("peer access") == _OK
     emulated = by_subject.get("emulator") == _OK
+    if as_json:
+        can_run = [name for name, works in (("gpus", on_gpus), ("emulated", emulated)) if works]
+        found = {"version": overlap.__version__, "facts": [*map(dataclasses.asdict, facts)], "can_run": can_run}
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return 0 if can_run else 1
     places = [name for name, works in (("on the GPUs", on_gpus), ("emulated on the CPU", emulated)) if works]
     print(f"\nThe fused all-gather matmul can run {' and '.join(places) or 'nowhere here'}.")
     return 0 if places else 1
@@ -236,6 +255,31 @@ def _binding(facts: list[Fact]) -> Fact:
     if allowed == 1 < cores:
         return Fact("CPU cores", _NOTE, f"1 of {cores}", "XLA's host threads starve: mpirun --bind-to none, or taskset")
     return Fact("CPU cores", _OK, f"{allowed} of {cores}")
+
+
+def _allocator(facts: list[Fact]) -> Fact:
+    name, preallocates = allocators.chosen()
+    verdict = allocators.VERDICTS.get((name, preallocates))
+    found = allocators.described()
+    if verdict is None:
+        names = ", ".join(sorted({name for name, _ in allocators.VERDICTS}))
+        return Fact("allocator", _PROBLEM, found, f"jax takes {names}: correct {allocators.ALLOCATOR_VARIABLE}")
+    found += f"; {verdict}"
+    if "fails" in (verdict.one_process, verdict.process_per_gpu):
+        default = f"unset {allocators.ALLOCATOR_VARIABLE} and {allocators.PREALLOCATE_VARIABLE}"
+        return Fact("allocator", _PROBLEM if _cuda.visible_gpus() else _NOTE, found, verdict.advice or default)
+    measured = verdict.one_process == verdict.process_per_gpu == "runs"
+    return Fact("allocator", _OK if measured else _NOTE, found, verdict.advice)
+
+
+def _wait_limit(facts: list[Fact]) -> Fact:
+    try:
+        seconds = settings.wait_timeout_s()
+    except ValueError as error:
+        return Fact("wait limit", _PROBLEM, str(error))
+    given = "set by" if os.environ.get(settings.WAIT_TIMEOUT_VARIABLE) else "the default of"
+    limit = f"{seconds:g} s" if seconds else "none"
+    return Fact("wait limit", _OK, f"{limit} for another device, {given} {settings.WAIT_TIMEOUT_VARIABLE}")
 
 
 def _emulator(facts: list[Fact]) -> Fact:

@@ -1,9 +1,9 @@
 """Ctrl-C during an emulated launch: the launch stops, and KeyboardInterrupt comes out in the caller's own code.
 
-Emulated kernels run inside callbacks of XLA's, mostly in XLA's threads. Python alone would leave such a launch running
-to its end behind a KeyboardInterrupt, and where the callback runs in the main thread it would turn the KeyboardInterrupt
-into an error of the callback. So the first use of the emulator installs a handler of SIGINT, where Python's own is
-installed, that
+Emulated kernels run inside callbacks of XLA, mostly in XLA's threads. With Python's own handler of SIGINT such a launch
+would go on to its end after the KeyboardInterrupt; where the callback runs in the main thread, XLA would turn the
+KeyboardInterrupt into an error of the callback. So the first use of the emulator replaces Python's own handler by one
+that:
 
   - tells all launches under way to stop, and
   - raises KeyboardInterrupt as Python's own does; but not inside a callback, where it waits until the main thread has

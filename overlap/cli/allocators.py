@@ -1,0 +1,65 @@
+"""Which allocator jax uses on GPUs, and what is known about the fused kernels with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+ALLOCATOR_VARIABLE, PREALLOCATE_VARIABLE = "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+Known = Literal["runs", "fails", "not measured"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is known about the fused kernels with one allocator.
+
+    Attributes:
+      one_process: in one process with all GPUs.
+      process_per_gpu: with one process per GPU, where peers read symmetric memory that NCCL maps.
+      advice: what to do where it fails, or "".
+    """
+
+    one_process: Known
+    process_per_gpu: Known
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"fused kernels: one process: {self.one_process}; a process per GPU: {self.process_per_gpu}"
+
+
+# By the allocator's name and whether memory is taken at the start: all that jax takes, and what was seen on GPUs.
+# "default" is what jax uses where nothing is set. Change an entry when it was measured, and only then.
+VERDICTS: Mapping[tuple[str, bool], Verdict] = {
+    ("default", True): Verdict("runs", "runs"),
+    ("default", False): Verdict("not measured", "not measured"),
+    ("bfc", True): Verdict("not measured", "not measured"),
+    ("bfc", False): Verdict("not measured", "not measured"),
+    ("platform", False): Verdict("not measured", "not measured"),
+    ("cuda_async", True): Verdict("not measured", "not measured"),
+    ("cuda_async", False): Verdict("not measured", "not measured"),
+    ("vmm", True): Verdict("not measured", "not measured"),
+    ("vmm", False): Verdict("not measured", "not measured"),
+    ("address", True): Verdict("not measured", "not measured"),
+    ("address", False): Verdict("not measured", "not measured"),
+}
+
+
+def chosen(environ: Mapping[str, str] = os.environ) -> tuple[str, bool]:
+    """The allocator that the environment asks for, and whether it takes most of the memory at the start."""
+    name = environ.get(ALLOCATOR_VARIABLE, "default").lower()
+    # As jax reads it: anything but nothing and these words is a yes, and so is nothing.
+    preallocates = environ.get(PREALLOCATE_VARIABLE, "") not in ("false", "False", "0")
+    # "platform" asks the driver for each array by itself.
+    return name, preallocates and name != "platform"
+
+
+def described(environ: Mapping[str, str] = os.environ) -> str:
+    """The same in words, with the variables that chose it."""
+    name, preallocates = chosen(environ)
+    given = [f"{variable}={environ[variable]}" for variable in (ALLOCATOR_VARIABLE, PREALLOCATE_VARIABLE)
+             if variable in environ]  # fmt: skip
+    memory = "memory taken at the start" if preallocates else "memory taken as needed"
+    return f"{name}, {memory} ({', '.join(given) or 'nothing is set'})"
