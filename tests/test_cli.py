@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import jax
 import numpy as np
@@ -14,7 +15,6 @@ import pytest
 
 import overlap
 from overlap.cli import demo, doctor, main, measure, picture, spans
-from overlap.emulation import Event
 from tests.command import run_overlap
 
 pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
@@ -111,22 +111,48 @@ def test_demo_reports_a_wrong_result(monkeypatch, capsys):
     assert not pictures
 
 
-def test_spans_name_the_shards():
-    def event(kind: str, thread: str, start: int, end: int, target: str = "", peer: int | None = None) -> Event:
-        return Event(2, 1, thread, kind, "", target, peer, start, end, 0, "")
+@pytest.fixture(scope="module")
+def recorded_spans() -> list[spans.Span]:
+    """Of the demo's own run on 3 devices."""
+    mesh, problem = demo._mesh(3), demo._EMULATED
+    lhs, rhs = measure.make_inputs(mesh, problem.m_shard, problem.k, problem.n_shard)
+    _, events = demo._recorded(demo._methods(problem)["fused"], mesh, lhs, rhs)
+    return spans.spans_of(events)
 
-    events = [
-        event("remote_copy", "wg2.warp1", 1, 5, "slots_smem[0]", peer=3),
-        event("wgmma", "wg0", 2, 3), event("wgmma", "wg0", 4, 6),
-        event("copy", "wg0", 7, 9, "output 0[640:704, 0:64] of device 2 (gmem)"),
-        event("copy", "wg0", 8, 9, "output 0[640:704, 64:128] of device 2 (gmem)"),
-        event("copy", "wg2.warp1", 6, 8, "output 1[0, 0:16, 0:256] of device 2 (gmem)"),
-    ]  # fmt: skip
-    assert sorted(spans.spans_of(events, m_shard=256), key=lambda span: span.lane) == [
-        spans.Span(2, 1, "multiplies", 2, 2, 7),
-        spans.Span(2, 1, "receives", 3, 1, 5),
-        spans.Span(3, 1, "sends", 2, 1, 5),
-    ]
+
+def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded_spans):
+    devices, problem, config = range(3), demo._EMULATED, demo._EMULATED.config
+    # Both compute warpgroups have half of each tile.
+    per_shard = 2 * (problem.m_shard // config.tile_m) * (problem.n_shard // config.tile_n)
+    multiplied = Counter((span.device, span.shard) for span in recorded_spans if span.lane == "multiplies")
+    assert multiplied == {(device, shard): per_shard for device in devices for shard in devices}
+    pairs = {(device, peer) for device in devices for peer in devices if device != peer}
+    for lane in ("receives", "sends"):
+        assert {(span.device, span.shard) for span in recorded_spans if span.lane == lane} == pairs
+    assert all(span.start < span.end for span in recorded_spans if span.lane == "multiplies")
+
+
+def test_the_spans_of_a_recorded_run_are_in_the_order_of_the_schedule(recorded_spans):
+    for device in range(3):
+        first = {
+            lane: {shard: min(span.start for span in recorded_spans
+                              if (span.device, span.lane, span.shard) == (device, lane, shard))
+                   for shard in range(3) if lane == "multiplies" or shard != device}
+            for lane in ("multiplies", "receives")
+        }  # fmt: skip
+        assert min(first["multiplies"], key=first["multiplies"].__getitem__) == device  # Its own shard is here already.
+        for peer, start in first["receives"].items():
+            assert start < first["multiplies"][peer]
+
+
+def test_every_lane_of_the_picture_is_drawn(recorded_spans, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    picture.draw(recorded_spans, tmp_path / "all.png", devices=3, title="")
+    whole = image.imread(tmp_path / "all.png")
+    for lane in spans.LANES:
+        picture.draw([span for span in recorded_spans if span.lane != lane], tmp_path / "less.png", devices=3, title="")
+        missing = np.abs(whole - image.imread(tmp_path / "less.png")).max(axis=-1) > 0.1
+        assert missing.mean() > 0.02, lane  # Of all pixels.
 
 
 def test_demo_without_rich(monkeypatch, capsys):

@@ -144,11 +144,7 @@ def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row
         step(f"{name} on {devices} CPU devices")
         start = time.perf_counter()
         if name == "fused":
-            # Copies that complete at random moments and threads that take turns look most like hardware.
-            settings = {"completion": "random", "scheduler": "round_robin", "record": True}
-            with overlap.emulation.emulate(cores=_EMULATED_CTAS, **settings) as emulated:
-                result = measure.program(call, mesh)(lhs, rhs).block_until_ready()
-            events = emulated.events
+            result, events = _recorded(call, mesh, lhs, rhs)
         else:
             result = measure.program(call, mesh)(lhs, rhs).block_until_ready()
         wall_us = (time.perf_counter() - start) * 1e6
@@ -157,10 +153,21 @@ def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row
     _judge(rows)
     if all(row.ok for row in rows):
         step("the picture")
-        spans = spans_of(events, m_shard=problem.m_shard)
+        spans = spans_of(events)
         title = f"all_gather_lhs_matmul, emulated: {devices} devices of {_EMULATED_CTAS} CTAs, per shard {problem}"
         picture.draw(spans, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
     return rows, devices
+
+
+def _recorded(
+    call: measure.Call, mesh: jax.sharding.Mesh, lhs: jax.Array, rhs: jax.Array
+) -> tuple[jax.Array, list[overlap.emulation.Event]]:
+    """Runs `call` emulated and returns the result and what happened."""
+    # Copies that complete at random moments and threads that take turns look most like hardware.
+    settings = {"completion": "random", "scheduler": "round_robin", "record": True}
+    with overlap.emulation.emulate(cores=_EMULATED_CTAS, **settings) as emulated:
+        result = measure.program(call, mesh)(lhs, rhs).block_until_ready()
+    return result, emulated.events
 
 
 def _run_on_gpus(devices: int | None, step: Any) -> tuple[list[_Row], int]:

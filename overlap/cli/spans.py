@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from overlap.emulation import Event
 
 LANES = ("multiplies", "receives", "sends")
-# What the emulator calls the rows of the kernel's first output, the product.
-_PRODUCT_ROWS = re.compile(r"output 0\[(\d+):")
+# How the emulator names a tile of the kernel's first output, the product [shards, m_shard, n]: by its shard first.
+_PRODUCT_TILE = re.compile(r"output 0\[(\d+), ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +33,14 @@ class Span:
     end: int
 
 
-def spans_of(events: Iterable[Event], *, m_shard: int) -> list[Span]:
+def spans_of(events: Iterable[Event]) -> list[Span]:
     """The spans in one launch of `all_gather_lhs_matmul`.
 
     A wgmma does not know whose rows it multiplies; the store of the tile that follows it does. So a tile lasts from a
-    thread's first wgmma after its last store to its next store into the product, whose row names the shard.
+    thread's first wgmma after its last store to its next store into the product, whose first index is the shard.
 
     Args:
       events: of `overlap.emulation.emulate(record=True)`.
-      m_shard: rows of the left operand per shard.
     """
     spans = []
     tile_starts: dict[tuple[int, int, str], int] = {}
@@ -52,7 +51,7 @@ def spans_of(events: Iterable[Event], *, m_shard: int) -> list[Span]:
             spans.append(Span(event.peer, event.cta, "sends", event.device, event.start, event.end))
         elif event.kind == "wgmma":
             tile_starts.setdefault(thread, event.start)
-        elif event.kind == "copy" and thread in tile_starts and (rows := _PRODUCT_ROWS.match(event.target)):
-            shard = int(rows[1]) // m_shard
-            spans.append(Span(event.device, event.cta, "multiplies", shard, tile_starts.pop(thread), event.start))
+        elif event.kind == "copy" and thread in tile_starts and (tile := _PRODUCT_TILE.match(event.target)):
+            start = tile_starts.pop(thread)
+            spans.append(Span(event.device, event.cta, "multiplies", int(tile[1]), start, event.start))
     return spans
