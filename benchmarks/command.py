@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import datetime
 import faulthandler
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from benchmarks import provenance
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -40,7 +43,7 @@ def parser(
     result.add_argument("--variants", nargs="*", default=[], metavar="fused:FIELD=VALUE,...", help="configs of fused")
     result.add_argument("--rounds", type=int, default=7, help="how often every method is timed")
     result.add_argument("--iterations", type=int, default=None, help="calls in one program; none: about 15 ms")
-    result.add_argument("--launches", type=int, default=2, help="programs per time in the loop")
+    result.add_argument("--launches", type=int, default=2, help="programs in the difference of two times")
     result.add_argument("--calls", type=int, default=None, help="calls per wall time; none: about 15 ms")
     result.add_argument("--warmup-s", type=float, default=1.0, help="seconds of the roof before the first round")
     result.add_argument("--seed", type=int, default=None, help="of the inputs; none: from the clock")
@@ -51,6 +54,10 @@ def parser(
     result.add_argument("--timeout-s", type=int, default=180, help="of one step; a hang then ends the run with a trace")
     result.add_argument("--out", default=None, metavar="DIR", help="write CSV and markdown here")
     result.add_argument("--name", default=None, help="stem of the files; none: operation, devices and date")
+    result.add_argument(
+        "--commit", default=None, metavar="HASH",
+        help="the commit whose code this is; none: $OVERLAP_COMMIT, else HEAD. Needed where there is no .git",
+    )  # fmt: skip
     result.add_argument("--dry-run", action="store_true", help="CPU devices and tiny sizes, to test the harness")
     return result
 
@@ -77,6 +84,17 @@ def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Probl
     return result
 
 
+def _code(arguments: argparse.Namespace) -> dict[str, str]:
+    """Which code this is and how it was called; ends the program if that is no commit of the history."""
+    called = {"command": shlex.join(["python", *sys.orig_argv[1:]])}
+    if arguments.dry_run:
+        return {"commit": "none: a dry run measures nothing", **called}
+    try:
+        return provenance.facts(arguments.commit) | called
+    except provenance.Refused as reason:
+        raise SystemExit(f"nothing was measured: {reason}") from None
+
+
 def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
     import jax
 
@@ -101,6 +119,7 @@ def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
 def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: int | None, roof: str = "roof") -> int:
     """Measures every problem of the command line; the exit status is 0 if all but JAX's example were right."""
     started = time.monotonic()
+    code = _code(arguments)
     _set_up(arguments, devices)
     import jax
     import numpy as np
@@ -118,16 +137,16 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
     mesh = Mesh(np.array(jax.devices()[:count]), (AXIS,))
     leader = jax.process_index() == 0
     processes = "one process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
-    facts = environment.describe(processes, count) if leader else {}
-    stem = arguments.name or f"{op}-{count}-{datetime.date.today()}"
-    writer = report.Writer(arguments.out if leader else None, stem, facts)
     seed = int(time.time()) % 2**31 if arguments.seed is None else arguments.seed
     if jax.process_count() > 1:
         seed = int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
     arguments.seed = seed
+    facts = environment.describe(processes, count, code | {"seed": str(seed)}) if leader else {}
+    stem = arguments.name or f"{op}-{count}-{datetime.date.today()}"
+    writer = report.Writer(arguments.out if leader else None, stem, facts)
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
     if leader:
-        print(*(f"{name}: {value}" for name, value in facts.items()), f"seed: {settings.seed}", sep="\n", flush=True)
+        print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n", flush=True)
 
     def say(text: str) -> None:
         # From here on, so much time until the next word; then a trace of where it hangs, and out.

@@ -1,28 +1,33 @@
-"""Where and with what a benchmark ran: GPUs, driver, versions, commit, clocks. Everything here only reads."""
+"""Where and with what a benchmark ran: GPUs, driver, versions, clocks. Everything here only reads."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import os
-import pathlib
 import platform
 import subprocess
+from collections.abc import Mapping
 
 import jax
 import jaxlib.version
 
-_REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 HOPPER_PEAK_TFLOPS = 989.4
 _NVLINK_VARIABLES = ("XLA_FLAGS", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-def describe(layout: str, devices: int) -> dict[str, str]:
-    """The environment block: one line of text per fact, in the order to print them."""
+def describe(layout: str, devices: int, code: Mapping[str, str]) -> dict[str, str]:
+    """The environment block: one line of text per fact, in the order to print them.
+
+    Args:
+      layout: how many processes.
+      devices: how many are used.
+      code: which code it is and how it was called, see `provenance.facts`.
+    """
     kinds = sorted({device.device_kind for device in jax.devices()})
     facts = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit(),
+        **code,
         "devices": f"{devices} of {jax.device_count()} x {', '.join(kinds)} ({layout})",
         "jax": f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, python {platform.python_version()}",
     }
@@ -34,16 +39,6 @@ def describe(layout: str, devices: int) -> dict[str, str]:
         facts["clocks"] = clocks() or "unknown"
     facts |= {name: value for name in _NVLINK_VARIABLES if (value := os.environ.get(name))}
     return facts
-
-
-def commit() -> str:
-    """The commit that ran, with a plus sign if files differ from it. OVERLAP_COMMIT serves where there is no .git."""
-    if given := os.environ.get("OVERLAP_COMMIT"):
-        return given
-    head = _run("git", "rev-parse", "--short=12", "HEAD")
-    if not head:
-        return "unknown"
-    return head + ("+" if _run("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def peak_tflops(kind: str, operand_bits: int = 16) -> float | None:
@@ -78,7 +73,7 @@ def _nvidia_smi(*fields: str) -> list[str]:
 
 def _run(*command: str) -> str:
     try:
-        done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

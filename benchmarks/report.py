@@ -18,6 +18,7 @@ from benchmarks.harness import NOT_SERVED, Result
 from benchmarks.problems import Problem
 
 ROUND_COLUMNS = ("op", "devices", "shape", "dtype", "layout", "round", "method", "loop_us", "wall_us")
+_IN_EVERY_ROW = ("date", "commit", "command")
 SUMMARY_COLUMNS = (
     "op", "devices", "shape", "dtype", "layout", "method", "status",
     "loop_us", "loop_us_p10", "loop_us_p90", "wall_us", "wall_us_p10", "wall_us_p90", "kernel_us",
@@ -96,12 +97,14 @@ class Writer:
 
     def __init__(self, folder: str | os.PathLike[str] | None, stem: str, environment: Mapping[str, str]) -> None:
         self._environment = environment
+        # In each row, so that a row that is copied elsewhere still says where it is from.
+        self._named = {f"env_{name}": environment[name] for name in _IN_EVERY_ROW if name in environment}
         self._tables: list[Table] = []
         self._left_out: list[str] = []
         self._stem = None if folder is None else pathlib.Path(folder) / stem
         if self._stem is not None:
             self._stem.parent.mkdir(parents=True, exist_ok=True)
-            self._write("rounds.csv", _csv(ROUND_COLUMNS, []))
+            self._write("rounds.csv", _csv((*ROUND_COLUMNS, *self._named), []))
 
     def _partial(self, suffix: str) -> pathlib.Path:
         assert self._stem is not None
@@ -119,7 +122,7 @@ class Writer:
             return
         common = (problem.op, problem.devices, problem.shape, problem.dtype, problem.layout, number)
         rows = [
-            (*common, result.method, f"{result.loop_us[-1]:.3f}", f"{result.wall_us[-1]:.3f}")
+            (*common, result.method, f"{result.loop_us[-1]:.3f}", f"{result.wall_us[-1]:.3f}", *self._named.values())
             for result in results
             if result.ok and result.loop_us and result.wall_us
         ]
@@ -142,7 +145,8 @@ class Writer:
         self._write("csv", _csv((*SUMMARY_COLUMNS, *facts), _cells(row | facts for row in _rows(self._tables))))
         self._write("md", markdown(self._tables, self._environment, self._left_out))
         if rows := _summary(self._tables):
-            self._write("summary.csv", _csv(summary.COLUMNS, _cells(rows)))
+            named = (row | self._named for row in rows)
+            self._write("summary.csv", _csv((*summary.COLUMNS, *self._named), _cells(named)))
 
     def show_summary(self) -> None:
         """Prints what all problems say together."""

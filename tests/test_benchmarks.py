@@ -286,17 +286,20 @@ def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap() -> None:
 
 def test_files_are_flushed_as_they_come_and_renamed_when_complete(tmp_path: pathlib.Path) -> None:
     table = synthetic()
-    writer = report.Writer(tmp_path, "run.1", {"gpu": "NVIDIA H200", "commit": "abc"})
+    facts = {"gpu": "NVIDIA H200", "commit": "abc", "date": "today", "command": "python -m benchmarks"}
+    writer = report.Writer(tmp_path, "run.1", facts)
     writer.add_round(table.problem, 0, table.results)
     rounds = list(csv.DictReader((tmp_path / "run.1.rounds.csv.partial").open()))
     assert [row["method"] for row in rounds] == ["fused", "xla", "roof"]
-    assert tuple(rounds[0]) == report.ROUND_COLUMNS
+    named = ("env_date", "env_commit", "env_command")
+    assert tuple(rounds[0]) == (*report.ROUND_COLUMNS, *named)
+    assert [rounds[2][name] for name in named] == ["today", "abc", "python -m benchmarks"]
     assert float(rounds[0]["loop_us"]) == 110.0
     writer.add_table(table)
     assert (tmp_path / "run.1.csv.partial").exists() and not (tmp_path / "run.1.csv").exists()
     assert sorted(path.name for path in writer.finish()) == ["run.1.csv", "run.1.md", "run.1.rounds.csv"]
     rows = list(csv.DictReader((tmp_path / "run.1.csv").open()))
-    assert tuple(rows[0]) == (*report.SUMMARY_COLUMNS, "env_gpu", "env_commit")
+    assert tuple(rows[0]) == (*report.SUMMARY_COLUMNS, *(f"env_{name}" for name in facts))
     assert [row["method"] for row in rows] == ["fused", "xla", "roof", "fused:stages=9"]
     assert rows[0]["env_gpu"] == "NVIDIA H200" and float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
     assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""

@@ -1,0 +1,108 @@
+"""Which code a benchmark measures: a commit of this repository's history, or nothing is measured.
+
+A number can be repeated only if the code that made it can be found again. So the harness refuses a tree that differs
+from the commit it names. Where there is no .git (a copy of the tree on another machine), the commit has to be named and
+is recorded as unverified. The hash of overlap/ is recorded beside it: it is the one that git has for that folder in that
+commit, so `python -m benchmarks.index` can verify it later, where there is a .git.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import re
+import subprocess
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+VARIABLE = "OVERLAP_COMMIT"
+UNVERIFIED = "unverified: no .git here"
+DIGITS = 12
+# What a number depends on. Results are written while others are measured.
+_CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results")
+
+
+class Refused(Exception):
+    """The code that would be measured is not that of a commit."""
+
+
+def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str, str]:
+    """The commit whose code is in `root`, and the hash of overlap/, for the environment block of a result.
+
+    Args:
+      named: a full or abbreviated hash; None: $OVERLAP_COMMIT, else HEAD.
+      root: the root of the tree.
+
+    Raises:
+      Refused: it is no commit of the history, the code differs from it, or there is no .git and none is named.
+    """
+    named = named or os.environ.get(VARIABLE) or None
+    code = f"overlap {tree_hash(root / 'overlap')[:DIGITS]}"
+    if not has_history(root):
+        if named is None:
+            raise Refused(
+                f"there is no .git in {root}, so the commit must be named: --commit HASH (or {VARIABLE}), where HASH "
+                "is what `git rev-parse HEAD` says where the tree was copied from"
+            )
+        if re.fullmatch(r"[0-9a-f]{7,40}", named) is None:
+            raise Refused(f"`--commit` must be a hash of 7 to 40 digits where there is no .git, got {named!r}")
+        return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
+    commit = in_history(named or "HEAD", root)
+    if commit is None:
+        raise Refused(f"`--commit` must be a commit of this repository's history, got {named!r}")
+    if changed := _changed(commit, root):
+        listed = ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+        raise Refused(f"the code differs from commit {commit[:DIGITS]} in {listed}: commit that first, then measure")
+    return {"commit": commit[:DIGITS], "code": code}
+
+
+def has_history(root: pathlib.Path = REPOSITORY) -> bool:
+    """Whether `root` is the root of a git repository, and git is here."""
+    top = git(root, "rev-parse", "--show-toplevel")
+    return top is not None and pathlib.Path(top).resolve() == root.resolve()
+
+
+def in_history(name: str, root: pathlib.Path = REPOSITORY) -> str | None:
+    """The full hash of the commit that `name` means, if HEAD is it or comes after it."""
+    commit = git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+    return commit if commit and git(root, "merge-base", "--is-ancestor", commit, "HEAD") is not None else None
+
+
+def _changed(commit: str, root: pathlib.Path) -> list[str]:
+    differing = git(root, "diff", "--name-only", commit, "--", *_CODE)
+    new = git(root, "ls-files", "--others", "--exclude-standard", "--", *_CODE)
+    if differing is None or new is None:
+        raise Refused(f"git cannot compare the code in {root} with commit {commit[:DIGITS]}")
+    return sorted({*differing.splitlines(), *new.splitlines()})
+
+
+def git(root: pathlib.Path, *arguments: str) -> str | None:
+    """What a git command prints; None if it fails, or if there is no git."""
+    line = ["git", "-c", f"safe.directory={root}", *arguments]
+    try:
+        done = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def tree_hash(folder: pathlib.Path) -> str:
+    """The hash that git gives a folder with these files, `git rev-parse COMMIT:FOLDER`, without what Python caches."""
+    entries = []
+    for path in folder.iterdir():
+        if path.name == "__pycache__":
+            continue
+        if path.is_dir():
+            entries.append((path.name + "/", b"40000", path.name, tree_hash(path)))
+        else:
+            data = path.read_bytes()
+            mode = b"100755" if path.stat().st_mode & 0o100 else b"100644"
+            entries.append((path.name, mode, path.name, _object_hash(b"blob", data)))
+    # Git sorts a folder as if its name ended in a slash.
+    entries.sort(key=lambda entry: entry[0].encode())
+    listed = (mode + b" " + name.encode() + b"\0" + bytes.fromhex(digest) for _, mode, name, digest in entries)
+    return _object_hash(b"tree", b"".join(listed))
+
+
+def _object_hash(kind: bytes, data: bytes) -> str:
+    return hashlib.sha1(kind + b" " + str(len(data)).encode() + b"\0" + data, usedforsecurity=False).hexdigest()

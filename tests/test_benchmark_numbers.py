@@ -1,0 +1,165 @@
+"""Numbers that can be repeated: what is in a time, which code it is of, and which code the results at hand are of."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import harness, index, provenance
+
+# --- Times ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands for `time` in the harness: launches and waiting take what they are said to take."""
+
+    def __init__(self, noise: list[float] | None = None) -> None:
+        self.now, self.queued, self.noise = 0.0, 0.0, noise or []
+
+    def launch(self) -> None:
+        self.now += 1.0  # On the host, behind which the devices work.
+        self.queued = max(self.queued, self.now) + 50.0
+
+    def wait(self, outputs: object) -> None:
+        self.now = max(self.queued, self.now) + 300.0 + (self.noise.pop(0) if self.noise else 0.0)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def marginal_time(monkeypatch: pytest.MonkeyPatch, clock: Clock, count: int) -> float:
+    monkeypatch.setattr(harness, "time", clock)
+    monkeypatch.setattr(harness.jax, "block_until_ready", clock.wait)
+    return harness._marginal_time(clock.launch, lambda: None, count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_what_a_program_costs_beside_its_work_is_in_no_time(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    assert marginal_time(monkeypatch, Clock(), count) == pytest.approx(50.0)
+
+
+def test_a_difference_that_noise_has_eaten_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In the order of the waits: one ahead of each time, and each time's own.
+    assert marginal_time(monkeypatch, Clock([0, 900, 0, 0]), 2) == pytest.approx(50.0)
+    # Never below what was seen: the whole of the longer time, launch included.
+    always = [0, 900, 0, 0] * harness._TRIES
+    assert marginal_time(monkeypatch, Clock(always), 2) == pytest.approx((301 + 3 * 50) / 3)
+
+
+# --- Code -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def history(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A small repository with two commits, and a commit of another history in it."""
+    monkeypatch.delenv(provenance.VARIABLE, raising=False)
+    for name in ("overlap/kernels/a.py", "overlap/kernels-b.py", "overlap/table.csv", "benchmarks/h.py", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    (tmp_path / ".gitignore").write_text("__pycache__/\n")
+    (tmp_path / "overlap/__pycache__").mkdir()
+    (tmp_path / "overlap/__pycache__/a.pyc").write_bytes(b"\0")
+    git(tmp_path, "init", "-q", "-b", "main")
+    commit(tmp_path, "first")
+    git(tmp_path, "checkout", "-q", "-b", "other")
+    (tmp_path / "README.md").write_text("other\n")
+    commit(tmp_path, "other")
+    git(tmp_path, "checkout", "-q", "main")
+    (tmp_path / "overlap/kernels/a.py").write_text("# changed\n")
+    commit(tmp_path, "second")
+    return tmp_path
+
+
+def git(root: pathlib.Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def commit(root: pathlib.Path, message: str) -> None:
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", message)
+
+
+def test_a_clean_tree_is_its_commit(history: pathlib.Path) -> None:
+    head = git(history, "rev-parse", "HEAD")
+    expected = {"commit": head[:12], "code": f"overlap {git(history, 'rev-parse', 'HEAD:overlap')[:12]}"}
+    assert provenance.facts(root=history) == provenance.facts(head[:7], history) == expected
+    # What no number depends on may differ: documents, and the results that are being written.
+    (history / "README.md").write_text("new\n")
+    (history / "benchmarks/results").mkdir()
+    (history / "benchmarks/results/a.csv").write_text("1\n")
+    assert provenance.facts(root=history) == expected
+    commit(history, "a result")
+    assert provenance.facts(head, history) == expected
+
+
+@pytest.mark.parametrize("path", ["overlap/kernels/a.py", "overlap/new.py", "benchmarks/h.py"])
+def test_a_tree_that_differs_is_refused(history: pathlib.Path, path: str) -> None:
+    (history / path).write_text("# not committed\n")
+    with pytest.raises(provenance.Refused, match=f"differs from commit [0-9a-f]{{12}} in {path}: commit that first"):
+        provenance.facts(root=history)
+
+
+def test_what_is_named_must_be_the_code_at_hand_and_of_this_history(history: pathlib.Path, monkeypatch) -> None:
+    with pytest.raises(provenance.Refused, match="differs from commit"):
+        provenance.facts("HEAD~1", history)
+    for name in ("0123456", "other", "--all", "HEAD:overlap"):
+        with pytest.raises(provenance.Refused, match=f"`--commit` must be a commit of this .* got '{name}'"):
+            provenance.facts(name, history)
+    monkeypatch.setenv(provenance.VARIABLE, "0123456")
+    with pytest.raises(provenance.Refused, match="got '0123456'"):
+        provenance.facts(root=history)
+
+
+def test_without_history_the_commit_is_named_and_can_be_verified_later(history: pathlib.Path, tmp_path_factory) -> None:
+    copy = tmp_path_factory.mktemp("copy")
+    head, folder = git(history, "rev-parse", "HEAD"), git(history, "rev-parse", "HEAD:overlap")
+    (history / ".git").rename(copy / ".git")
+    with pytest.raises(provenance.Refused, match="must be named: --commit HASH"):
+        provenance.facts(root=history)
+    for name in ("HEAD", "main", "012345"):
+        with pytest.raises(provenance.Refused, match="a hash of 7 to 40 digits"):
+            provenance.facts(name, history)
+    found = provenance.facts(head, history)
+    assert found == {"commit": f"{head[:12]} (unverified: no .git here)", "code": f"overlap {folder[:12]}"}
+    (history / ".git").symlink_to(copy / ".git")
+    assert index.state(found, history) == "verified by the hash of overlap/"
+    found["code"] = "overlap 0123456789ab"
+    assert index.state(found, history).startswith("WRONG")
+
+
+def test_the_harness_measures_nothing_of_unknown_code(tmp_path: pathlib.Path) -> None:
+    environment = os.environ | {provenance.VARIABLE: "0123456", "JAX_PLATFORMS": "cpu"}
+    line = [sys.executable, "-m", "benchmarks.matmul", "--out", str(tmp_path / "out")]
+    done = subprocess.run(line, cwd=provenance.REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "nothing was measured: " in done.stderr and "0123456" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# --- The results at hand ----------------------------------------------------------------------------------------------
+
+
+def test_every_result_names_a_commit_of_the_history_or_says_that_it_cannot() -> None:
+    root = provenance.REPOSITORY
+    if not provenance.has_history() or provenance.git(root, "rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("needs the history: this is a copy without .git, or a shallow clone")
+    states = {result.path.name: index.state(result.facts) for result in index.results()}
+    assert len(states) > 40
+    assert not {name: state for name, state in states.items() if state.startswith("WRONG")}
+
+
+def test_every_row_of_a_result_names_what_its_table_names() -> None:
+    for result in index.results():
+        for path in index.tables_of(result.path):
+            assert index.commits_in_rows(path) == {result.facts["commit"]}, path.name
+
+
+def test_the_index_of_results_is_the_generated_one() -> None:
+    assert index.INDEX.read_text() == index.text(), "run `python -m benchmarks.index`"
