@@ -26,7 +26,8 @@ _WORDS = (_LOST, "with changes", "before it was committed")
 _HEAD = """# Results
 
 Made by `python -m benchmarks.index`; do not edit. A row is a file of tables (.md); beside it lie the same numbers
-(.csv) and, of some, each round's (.rounds.csv). Results without a command are older than its recording, or made by hand.
+(.csv) and, of some, each round's (.rounds.csv). Results without a command are older than the harness that records it,
+or made by hand.
 
 *Commit*: the code that ran. "Not in this history": the numbers stand, the code is lost (a commit that was rewritten
 later, or a tree that was never committed as it was). "After" is the last commit before the measurement. The harness now

@@ -1,13 +1,33 @@
-"""The README's code runs, one block after the other, on eight CPU devices at small sizes."""
+"""What the README says is so: its code runs on CPU devices at small sizes, its commands parse, its files exist."""
 
 from __future__ import annotations
 
+import ast
+import csv
+import functools
+import inspect
 import pathlib
 import re
+import shlex
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap import cli
+from tests.tuning_cases import one_configuration_is_enough
+
+README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_python_blocks(repository: pathlib.Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (repository / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_python_blocks() -> None:
+    """One after the other, each with what those before it have defined."""
+    blocks = [code for language, code in _FENCED.findall(README.read_text()) if language == "python"]
     assert len(blocks) >= 4
     names: dict[str, object] = {}
     for block in blocks:
@@ -16,3 +36,115 @@ def test_python_blocks(repository: pathlib.Path) -> None:
         exec(compile(block, "README.md", "exec"), names)
     shapes = {name: getattr(names[name], "shape", None) for name in ("y", "c")}
     assert shapes == {"y": (8 * 16, 8 * 64), "c": (64, 128)}
+
+
+def inline() -> list[str]:
+    """The code spans outside of fenced blocks, each in one line."""
+    text = _FENCED.sub("", README.read_text())
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def calls() -> list[str]:
+    """The spans that call something of this library, with `...` where the text has an ellipsis."""
+    return sorted({span.replace("…", "...") for span in inline() if re.search(r"\boverlap(\.\w+)+\(", span)})
+
+
+def called(code: str) -> dict[str, ast.Call]:
+    """The calls of this library in a piece of code, by the name of the function."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    return {ast.unparse(node.func).removeprefix("overlap."): node
+            for node in nodes if ast.unparse(node.func).startswith("overlap.")}  # fmt: skip
+
+
+def results_of(code: str, names: dict[str, Any]) -> list[Any]:
+    """Runs a span: the value of an expression, or what a statement assigns."""
+    tree = ast.parse(code)
+    if isinstance(tree.body[-1], ast.Expr):
+        return [eval(code, names)]
+    exec(code, names)
+    targets = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return [names[target] for target in targets]
+
+
+@functools.cache
+def operands() -> dict[str, np.ndarray]:
+    """Whole matrices by the names that the README gives them."""
+    rng = np.random.default_rng(0)
+    names = {"x": (32, 64), "w": (64, 128), "w_gate": (64, 128), "w_up": (64, 256)}
+    return {name: rng.standard_normal(shape).astype(np.float16) for name, shape in names.items()}
+
+
+def weights_spec(name: str, call: ast.Call) -> tuple[P, P]:
+    """How the weights and the result of a collective are sharded, the rows of `x` being so over "x"."""
+    if name == "all_gather_lhs_matmul":
+        return P(None, "x"), P(None, "x")
+    if name == "all_gather_rhs_matmul":
+        dimension = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}.get("gather_dimension")
+        return (P("x", None) if dimension == 0 else P(None, "x")), P("x", None)
+    raise NotImplementedError(f"say here how the operands of `{name}` are sharded, so that the README's call can run")
+
+
+@pytest.mark.parametrize("code", calls())
+def test_inline_calls(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_configuration_is_enough(monkeypatch)
+    (name, call), *_ = called(code).items()
+    function = getattr(overlap, name)
+    names: dict[str, Any] = {"overlap": overlap, "jnp": jnp}
+    if "axis_name" not in inspect.signature(function).parameters:
+        # Whatever is not a collective: `fn` and `args` are a small layer.
+        matrix = jnp.ones((64, 64), jnp.bfloat16)
+        names |= {"fn": lambda x, w: overlap.matmul(x, w, implementation="fused"), "args": (matrix, matrix)}
+        exec(code, names)
+        return
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    used = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)} & operands().keys()
+    arrays = {operand: operands()[operand] for operand in sorted(used)}
+    spec, out_spec = weights_spec(name, call)
+    specs = {operand: P("x", None) if operand == "x" else spec for operand in arrays}
+    run = jax.shard_map(
+        lambda arrays: results_of(code, names | arrays), mesh=mesh, in_specs=(specs,), out_specs=out_spec,
+        check_vma=False,
+    )  # fmt: skip
+    results = jax.jit(run)(arrays)
+    weights = [array for operand, array in arrays.items() if operand != "x"]
+    assert len(results) == len(weights) > 0
+    for result, matrix in zip(results, weights, strict=True):
+        expected = arrays["x"].astype(np.float32) @ matrix.astype(np.float32)
+        np.testing.assert_allclose(np.asarray(result, np.float32), expected, atol=0.05)
+
+
+def test_there_are_inline_calls() -> None:
+    names = {name for code in calls() for name in called(code)}
+    assert {"all_gather_lhs_matmul", "all_gather_rhs_matmul", "initialize", "autotune"} <= names
+
+
+def test_commands_parse() -> None:
+    commands = re.findall(r"python -m overlap (\w[^`\n#]*)", README.read_text())
+    assert len(commands) >= 3
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command))
+
+
+def test_the_table_of_results_has_the_numbers_of_the_files_it_names() -> None:
+    table = README.read_text().partition("| GPUs | per shard")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert len(rows) >= 17
+    for gpus, problem, *times, _, _, _, stem in rows:
+        *sizes, dtype = re.findall(r"\w+", problem)
+        key = (gpus.split(",")[0], "x".join(sizes), {"float8": "f8_e4m3fn"}.get(dtype, dtype))
+        (path,) = README.parent.glob(f"benchmarks/results/*/{stem.strip('`')}.csv")
+        with path.open(newline="") as file:
+            measured = [row for row in csv.DictReader(file) if (row["devices"], row["shape"], row["dtype"]) == key]
+        us = {row["method"]: float(row["loop_us"]) for row in measured}
+        assert [f"{us[method]:.1f}" for method in ("fused", "xla", "roof")] == times, stem
+
+
+def test_files_exist() -> None:
+    root = README.parent
+    spans = {span for span in inline() if re.fullmatch(r"[\w./-]+(/|\.(md|py|txt|png|sh|csv))", span)}
+    assert len(spans) > 10
+    spans |= {path for path in re.findall(r"\b(?:docs|benchmarks|overlap|launch)/[\w./-]*\w", README.read_text())}
+    missing = [
+        span for span in spans if not (root / span).exists() and not [*root.glob(f"benchmarks/results/*/{span}")]
+    ]
+    assert not missing

@@ -9,7 +9,7 @@ import pytest
 
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import choose, tables
+from overlap.tuning import choose, search, tables
 from overlap.tuning.problem import Problem
 
 H200 = Target("gpu", "NVIDIA H200", 132)
@@ -31,3 +31,10 @@ def no_tables(tmp_path, monkeypatch):
     monkeypatch.setenv(tables.DIRECTORY_VARIABLE, str(tmp_path / "user"))
     monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(choose, "_missed", set())
+
+
+def one_configuration_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches on the CPU try one configuration, for tests of something else."""
+    of_three = search.Settings.for_platform("cpu")
+    one = dataclasses.replace(of_three, max_configs=1)
+    monkeypatch.setattr(search.Settings, "for_platform", staticmethod(lambda platform, max_configs=None: one))
