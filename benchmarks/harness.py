@@ -329,6 +329,7 @@ _copy = jax.jit(jnp.copy)
 
 def _marginal_time(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
     """Seconds that each of `count` launches adds to a launch before them."""
+    average = math.nan
     for _ in range(_TRIES):
         short, long = _time(launch, outputs, 1), _time(launch, outputs, 1 + count)
         average = long / (1 + count)

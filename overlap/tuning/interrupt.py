@@ -28,7 +28,8 @@ def noticed() -> Iterator[Callable[[], bool]]:
 
     def handle(number: int, frame: Any) -> None:
         if pressed.is_set():
-            before(number, frame)  # pyright: ignore[reportCallIssue]
+            assert callable(before)
+            before(number, frame)
             return
         pressed.set()
         os.write(2, _SAID)  # Not print: the signal may have come in the middle of one.
