@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from benchmarks.problems import DTYPES
 from overlap.tuning import tables
 
-FIELDS = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout", "fused_us", "xla_us")
-_KEY = FIELDS[:-2]
+_KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
+# `result`: the file that a row is from; benchmarks/results/README.md says which commit ran, when and by what command.
+FIELDS = (*_KEY, "fused_us", "xla_us", "result")
 _GATHERED_WEIGHTS = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 
 
@@ -51,7 +52,9 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{path} is no result of a benchmark: {type(error).__name__}: {error}") from error
     pairs = {key: time for key, time in times.items() if len(time) == 2}
-    return [dict(zip(FIELDS, (*key, time["fused"], time["xla"]), strict=True)) for key, time in pairs.items()]
+    return [
+        dict(zip(FIELDS, (*key, time["fused"], time["xla"], path.stem), strict=True)) for key, time in pairs.items()
+    ]
 
 
 def _of_one_shard(op: str, devices: int, m: int, n: int, k: int) -> tuple[int, int, int]:

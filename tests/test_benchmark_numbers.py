@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import pathlib
 import subprocess
@@ -9,7 +10,8 @@ import sys
 
 import pytest
 
-from benchmarks import harness, index, provenance
+from benchmarks import crossover, harness, index, provenance
+from overlap.tuning.crossover import FILE as CROSSOVER
 
 # --- Times ------------------------------------------------------------------------------------------------------------
 
@@ -159,6 +161,21 @@ def test_every_row_of_a_result_names_what_its_table_names() -> None:
     for result in index.results():
         for path in index.tables_of(result.path):
             assert index.commits_in_rows(path) == {result.facts["commit"]}, path.name
+
+
+def test_every_row_of_the_choosers_table_is_that_of_the_result_it_names() -> None:
+    results = {result.path.stem: result.path.with_suffix(".csv") for result in index.results()}
+    measured: dict[str, dict[str, dict[str, object]]] = {}
+    with CROSSOVER.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 100
+    for row in rows:
+        name = row["result"]
+        if name not in measured:
+            measured[name] = {"/".join(str(of[key]) for key in row): of for of in crossover.rows_of(results[name])}
+        assert (
+            "/".join(str(float(text) if key.endswith("_us") else text) for key, text in row.items()) in measured[name]
+        )
 
 
 def test_the_index_of_results_is_the_generated_one() -> None:
