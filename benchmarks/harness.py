@@ -45,12 +45,11 @@ from benchmarks.programs import (
     operands_program,
     reference,
 )
+from overlap.tuning.timing import marginal_s
 
 NOT_SERVED = "NOT SERVED"
 # About how long one program with a loop runs, and a row of calls.
 _LAUNCH_US = 15_000.0
-# A difference of two times that is less than this part of a launch in the longer one is noise: it is measured again.
-_LEAST_SHARE, _TRIES = 0.1, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +252,9 @@ class Session:
         def launch() -> None:
             prepared.state = prepared.loop(prepared.state, prepared.rhs)
 
-        return _marginal_time(launch, lambda: prepared.state, self.settings.launches) / self.iterations
+        # All processes see the same times, and so decide alike which to take again.
+        seconds = marginal_s(lambda count: _time(launch, lambda: prepared.state, count), self.settings.launches)
+        return seconds / self.iterations
 
     def _time_calls(self, prepared: _Prepared) -> float:
         last: list[jax.Array] = []
@@ -261,6 +262,8 @@ class Session:
         def launch() -> None:
             last[:] = [prepared.call(prepared.lhs, prepared.rhs)]
 
+        # One launch ahead, so that what ran before (another method, an idle gap) is not in the measurement.
+        _time(launch, lambda: last, 1)
         return _time(launch, lambda: last, self.calls) / self.calls
 
     def measure_overhead(self) -> None:
@@ -327,23 +330,8 @@ class Session:
 _copy = jax.jit(jnp.copy)
 
 
-def _marginal_time(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
-    """Seconds that each of `count` launches adds to a launch before them."""
-    average = math.nan
-    for _ in range(_TRIES):
-        short, long = _time(launch, outputs, 1), _time(launch, outputs, 1 + count)
-        average = long / (1 + count)
-        # All processes see the same times, and so decide alike.
-        if (marginal := (long - short) / count) >= _LEAST_SHARE * average:
-            return marginal
-    return average  # With the cost of a launch in it: rather too long than too short.
-
-
 def _time(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
     """Seconds from the first of `count` launches until the last is done."""
-    # One launch ahead, so that what ran before (another method, an idle gap) is not in the measurement.
-    launch()
-    jax.block_until_ready(outputs())
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("benchmark")
     start = time.perf_counter()

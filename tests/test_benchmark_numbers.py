@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from benchmarks import crossover, harness, index, provenance
+from overlap.tuning import timing
 from overlap.tuning.crossover import FILE as CROSSOVER
 
 # --- Times ------------------------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ class Clock:
 def marginal_time(monkeypatch: pytest.MonkeyPatch, clock: Clock, count: int) -> float:
     monkeypatch.setattr(harness, "time", clock)
     monkeypatch.setattr(harness.jax, "block_until_ready", clock.wait)
-    return harness._marginal_time(clock.launch, lambda: None, count)
+    return timing.marginal_s(lambda launches: harness._time(clock.launch, lambda: None, launches), count)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -45,10 +46,10 @@ def test_what_a_program_costs_beside_its_work_is_in_no_time(monkeypatch: pytest.
 
 
 def test_a_difference_that_noise_has_eaten_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    # In the order of the waits: one ahead of each time, and each time's own.
-    assert marginal_time(monkeypatch, Clock([0, 900, 0, 0]), 2) == pytest.approx(50.0)
+    # In the order of the waits: that of the launch ahead, of the short time, of the long one.
+    assert marginal_time(monkeypatch, Clock([0, 900, 0]), 2) == pytest.approx(50.0)
     # Never below what was seen: the whole of the longer time, launch included.
-    always = [0, 900, 0, 0] * harness._TRIES
+    always = [0, 900, 0] * timing._TRIES
     assert marginal_time(monkeypatch, Clock(always), 2) == pytest.approx((301 + 3 * 50) / 3)
 
 

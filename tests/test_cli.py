@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
 
 import jax
@@ -76,6 +77,24 @@ def test_loop_program_runs_every_iteration():
         expected = (np.concatenate(shards) @ np.asarray(rhs, np.float32)).astype(np.float16).astype(np.float32)
     np.testing.assert_allclose(looped, expected, atol=2e-2)
     assert np.abs(looped - np.asarray(out, np.float32)).max() > 0.1  # It does not return its first argument.
+
+
+@pytest.mark.parametrize(("marginal", "us"), [(True, 10.0), (False, 40.0)])
+def test_what_a_program_costs_beside_its_work_is_in_no_time_of_a_loop(monkeypatch, marginal, us):
+    now_us = [0.0]
+
+    class Output:
+        def block_until_ready(self) -> None:
+            now_us[0] += 300.0
+
+    def run() -> Output:
+        now_us[0] += 100.0
+        return Output()
+
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: 1e-6 * now_us[0]))
+    monkeypatch.setattr(measure, "_WARM_UP_S", 0.0)
+    times = measure.time_per_run_us({"loop": run}, {"loop": 10}, 3, lambda: None, marginal=marginal)
+    assert times == {"loop": pytest.approx(us)}
 
 
 def _on_gpus(monkeypatch, fused: measure.Call) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +15,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from overlap.tuning.timing import marginal_s
+
 AXIS = "x"
 _WARM_UP_S = 0.5
+_MARGINAL_RUNS = 2
 LHS, RHS, OUT = P(AXIS, None), P(None, AXIS), P(None, AXIS)
 Call = Callable[[jax.Array, jax.Array], jax.Array]  # what runs inside jax.shard_map
 
@@ -72,7 +76,12 @@ def relative_error(out: jax.Array, lhs: jax.Array, rhs: jax.Array, chunk_rows: i
 
 
 def time_per_run_us(
-    runs: Mapping[str, Callable[[], jax.Array]], repeats: Mapping[str, int], rounds: int, tick: Callable[[], None]
+    runs: Mapping[str, Callable[[], jax.Array]],
+    repeats: Mapping[str, int],
+    rounds: int,
+    tick: Callable[[], None],
+    *,
+    marginal: bool,
 ) -> dict[str, float]:
     """Median time of each run in microseconds, the runs taking turns.
 
@@ -81,7 +90,15 @@ def time_per_run_us(
       repeats: by how much to divide a run's time.
       rounds: how many times each is measured.
       tick: called after each round.
+      marginal: whether to measure what a run adds to one before it, without the cost of beginning and waiting.
     """
+
+    def seconds(run: Callable[[], jax.Array], count: int) -> float:
+        start = time.perf_counter()
+        last = [run() for _ in range(count)][-1]
+        last.block_until_ready()
+        return time.perf_counter() - start
+
     times: dict[str, list[float]] = {name: [] for name in runs}
     # Compiled, and at the clocks that the work itself settles at.
     begin = time.perf_counter()
@@ -90,8 +107,7 @@ def time_per_run_us(
             run().block_until_ready()
     for _ in range(rounds):
         for name, run in runs.items():
-            start = time.perf_counter()
-            run().block_until_ready()
-            times[name].append((time.perf_counter() - start) / repeats[name] * 1e6)
+            one = marginal_s(functools.partial(seconds, run), _MARGINAL_RUNS) if marginal else seconds(run, 1)
+            times[name].append(one / repeats[name] * 1e6)
         tick()
     return {name: statistics.median(samples) for name, samples in times.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ from overlap.tuning.problem import Problem
 ERROR_FACTOR, ERROR_FLOOR = 2.0, 1e-4
 # Of a sum of f8 products, which Hopper's tensor cores keep in some 14 bits while XLA may take another way; times √k.
 FLOAT8_ERROR_FLOOR = 0.6 * 2.0**-13
+# A difference of two times that is less than this part of a program in the longer one is noise: it is measured again.
+_LEAST_SHARE, _TRIES = 0.1, 5
 # For the length of a loop only: what an H200 reaches, in operations and bytes per microsecond.
 _FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 5.0
 
@@ -39,7 +41,7 @@ class Effort:
     Attributes:
       launch_us: about how long one program runs; sets the length of its loop.
       max_iterations: the longest loop.
-      launches: programs per sample.
+      launches: programs per sample, behind one that is not counted; 0 where times say nothing: one program, as it is.
       warm_up_s: how long the devices work before the first sample.
     """
 
@@ -51,12 +53,32 @@ class Effort:
     @staticmethod
     def emulated() -> Effort:
         """For CPU devices, where a time says nothing: two calls, so that the loop is a loop."""
-        return Effort(0.0, 2, 1, 0.0)
+        return Effort(0.0, 2, 0, 0.0)
 
     def iterations(self, problem: Problem) -> int:
         """Calls per loop."""
         call_us = _CALL_US + max(problem.flops_per_device / _FLOPS_PER_US, problem.bytes_per_device / _BYTES_PER_US)
         return min(max(math.ceil(self.launch_us / call_us), 2), self.max_iterations)
+
+
+def marginal_s(seconds: Callable[[int], float], count: int) -> float:
+    """Seconds that each of `count` launches of a program adds to one before them.
+
+    What it costs to begin and to wait for the last one, some 100 µs, is in both times and so in no result. One launch
+    goes ahead of each pair of times, so that what ran before (another program, an idle gap) is in neither.
+
+    Args:
+      seconds: how long so many launches in a row take, until the last is done.
+      count: at least 1.
+    """
+    average = math.nan
+    for _ in range(_TRIES):
+        seconds(1)
+        short, long = seconds(1), seconds(1 + count)
+        average = long / (1 + count)
+        if (marginal := (long - short) / count) >= _LEAST_SHARE * average:
+            return marginal
+    return average  # With that cost in it: rather too long than too short.
 
 
 class Bench:
@@ -175,13 +197,16 @@ class Bench:
 
     def sample_us(self, program: Any) -> float:
         """The time of one call, from one sample."""
-        # One launch ahead, so that the clocks and caches are this program's own.
-        jax.block_until_ready(self._run(program, self._current_state()))
-        start = time.perf_counter()
-        for _ in range(self.effort.launches):
-            self._run(program, self._current_state())
-        jax.block_until_ready(self._state)
-        return 1e6 * (time.perf_counter() - start) / (self.effort.launches * self.iterations)
+
+        def seconds(launches: int) -> float:
+            start = time.perf_counter()
+            for _ in range(launches):
+                self._run(program, self._current_state())
+            jax.block_until_ready(self._state)
+            return time.perf_counter() - start
+
+        count = self.effort.launches
+        return 1e6 * (marginal_s(seconds, count) if count else seconds(1)) / self.iterations
 
     def warm_up(self, program: Any) -> None:
         """Keeps the devices busy until their clocks have settled."""
