@@ -55,8 +55,8 @@ def enable() -> None:
     with _enable_lock:
         if not _enabled:
             mlir.register_lowering(_kernel_primitive(), _lower, platform="cpu")
-            interrupt.install()
             _enabled = True
+    interrupt.install()  # Each time, since the first call may come from another thread than the main one.
 
 
 class _Meeting:
