@@ -88,15 +88,7 @@ def _await_count(count: int) -> Any:
         ]  # fmt: skip
         mgpu_utils.inline_ptx("\n".join(lines), mgpu_utils.memref_ptr(flag), has_side_effects=True, convergent=True)
 
-    wait.emulated_as = "await_count"  # pyright: ignore[reportFunctionMemberAccess]
-    wait.emulated_count = count  # pyright: ignore[reportFunctionMemberAccess]
     return wait
-
-
-# For whoever runs a kernel without reading PTX.
-_raise.emulated_as = "raise_beacon"  # pyright: ignore[reportFunctionMemberAccess]
-_lower.emulated_as = "lower_beacon"  # pyright: ignore[reportFunctionMemberAccess]
-_await.emulated_as = "await_beacon"  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _act(act: Any, flag: Any) -> None:
