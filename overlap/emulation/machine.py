@@ -18,6 +18,7 @@ from .engines import Engine
 from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
 from .laps import Laps
 from .memory import Buffer, poison
+from .orders import Orders
 from .races import Access, RaceDetector
 from .references import Slot
 from .scheduler import make_scheduler
@@ -41,6 +42,7 @@ class Thread:
         self.warpgroup, self.warp = warpgroup, warp
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
+        self.orders = Orders()
         # A warp of a later map comes after the same warp of the one before, and so takes over its component.
         self.component = machine.components.new() if before is None else before.component
         self.time = 1 if before is None else before.time + 1

@@ -2,7 +2,7 @@
 
 Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is
 then a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
-`control`, `scopes`, `data`, `transfers` and `signals`; they register themselves with `handles`.
+`control`, `scopes`, `data`, `inline`, `transfers` and `signals`; they register themselves with `handles`.
 """
 
 from __future__ import annotations
@@ -249,9 +249,9 @@ class Decoder:
 
 def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
     """Decodes the parameters of the primitive that `plgpu.kernel` binds."""
-    from . import control, data, scopes, signals, transfers
+    from . import control, data, inline, scopes, signals, transfers
 
-    del control, data, scopes, signals, transfers  # imported for the handlers they register
+    del control, data, inline, scopes, signals, transfers  # imported for the handlers they register
     (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
     if not hasattr(mesh, "num_threads"):
         raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")

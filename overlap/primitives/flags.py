@@ -56,10 +56,6 @@ def _fence_proxy_async(_: Any) -> None:
     mgpu_utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
 
-# A declaration for whoever runs a kernel without reading PTX: what this inline code amounts to.
-_fence_proxy_async.emulated_as = "fence_proxy_async"  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def fence_async_proxy() -> None:
     """Lets the copy engine's later loads see what a wait on a flag has made visible to this thread."""
     plgpu.inline_mgpu()(_fence_proxy_async)()
