@@ -3,7 +3,7 @@
 The function gets references and scalars of a module that is thrown away. Its PTX (`ptx`, `ptx_meaning`) and the few
 other operations that lead to operands become instructions of the emulated program. What cannot be read is an error when
 the kernel is decoded, with the instruction and the line of the call. An emulated thread stands for a warp or a
-warpgroup; a predicate that elects one thread is therefore true, and known to elect (`ptx_meaning.Frame`).
+warpgroup; a predicate that elects one thread is therefore true, and known to elect (`registers.Frame`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from . import ptx, ptx_meaning
+from . import ptx, ptx_meaning, ptx_memory
 from .program import Decoder, Instruction, handles
-from .ptx_meaning import LANES, WARPS, Unreadable
 from .references import RefPath
+from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 
 _NOTHING: frozenset[str] = frozenset()
 _ARCHITECTURE = (9, 0)  # to functions that ask; what they emit for others says the same
@@ -179,7 +179,7 @@ class _Reader:
             slot, path = self._references[source]
             if (slot, id(path)) not in self._addresses:
                 self._addresses[slot, id(path)] = self._emit(
-                    lambda thread: ptx_meaning.address_of(*path.locate(thread, thread.env[slot])), "address", _NOTHING
+                    lambda thread: ptx_memory.address_of(*path.locate(thread, thread.env[slot])), "address", _NOTHING
                 )
             self._values[operation.results[0]] = self._addresses[slot, id(path)]
         elif field == 2:  # Elements from there to the slice: the address is that of the slice itself.
@@ -236,7 +236,7 @@ class _Reader:
                 operand = getattr(operand, "register", getattr(operand, "base", operand))
                 if isinstance(operand, ptx.Register) and operand.name not in slots:
                     raise Unreadable(f"{i.text!r} names the operand {operand.name}, and there are {len(values)}")
-        frame = ptx_meaning.Frame(slots, varies, code)
+        frame = Frame(slots, varies, code)
         cleared = [*(slots[name] for name in code.registers), *(slots[f"${n}"] for n in range(results))]
         self._run(code, frame, cleared)
         for n in range(results):
@@ -244,7 +244,7 @@ class _Reader:
         if results:
             self._values[operation.results[0]] = values[:results] if results > 1 else values[0]
 
-    def _run(self, code: ptx.Code, frame: ptx_meaning.Frame, cleared: list[int]) -> None:
+    def _run(self, code: ptx.Code, frame: Frame, cleared: list[int]) -> None:
         """Emits the instructions of a text."""
         d, eqn = self._d, self._eqn
 
@@ -312,7 +312,7 @@ def _comparison(predicate: int, bits: int) -> Callable[[int, int], int]:
 def _thread_number(operation: Any, program: Any) -> tuple[Any, frozenset[str]]:
     if not _along_x(operation):
         return 0, _NOTHING
-    return ptx_meaning.SPECIAL["%tid.x"], frozenset(ptx_meaning.VARIES["%tid.x"])
+    return SPECIAL["%tid.x"], frozenset(VARIES["%tid.x"])
 
 
 def _along_x(operation: Any) -> bool:

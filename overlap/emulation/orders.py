@@ -2,9 +2,9 @@
 
 A relaxed store carries what its thread knew at its last release fence, a releasing one all that the thread knows; an
 atomic operation adds that to what the word carried. A relaxed load puts what it finds aside, and an acquire fence makes
-it knowledge; an acquiring load does so at once. Each of these has a scope. Two threads of one device are in each other's
-scope ``gpu``, others only in ``sys``: what either side does at scope ``gpu`` carries nothing to another device. Within
-one CTA scope ``cta`` would do, but here it orders nothing.
+it knowledge; an acquiring load does so at once. Each of these has a scope. Two threads of one device are in each
+other's scope ``gpu``, others only in ``sys``: what either side does at scope ``gpu`` carries nothing to another device.
+Within one CTA scope ``cta`` would do, but here it orders nothing.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class Orders:
 
         The oldest values that nothing forbids: the thread knows of no later ones, and has seen none. A load that is
         repeated reads the next values. So whoever looks at a word once sees it as early as possible, and whoever waits
-        for a value is content with the first one that satisfies it, and with the knowledge that comes with that alone.
+        for a counter is content with the first value that satisfies it, and with the knowledge that comes with that
+        alone. What has been overwritten by a store may also be missed: that is left to chance.
         """
         time = max(word.log[-1].serial for word in words)
         if not newest and thread.machine.detector is not None:
@@ -106,6 +107,9 @@ class Orders:
             if last >= oldest:
                 later = [serial for word in words if (serial := word.after(last)) is not None]
                 time = min(later, default=last)
+            stored = max(word.stored_at for word in words)
+            if stored > time and thread.machine.random.random() < 0.5:
+                time = stored
         writes = [word.at(time) for word in words]
         for word, write in zip(words, writes):
             self.saw(thread, word, write, time)

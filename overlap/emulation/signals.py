@@ -185,9 +185,7 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         semaphore = path.resolve(thread, env[ref])
         wanted = int(value_of(amount, env))
         by = (thread.component, thread.time)
-        found = semaphore.acquire(
-            wanted, thread.knowledge, decrement=bool(value_of(take, env)), scope=scope, by=by
-        )
+        found = semaphore.acquire(wanted, thread.knowledge, decrement=bool(value_of(take, env)), scope=scope, by=by)
         if found is not None:
             thread.orders.saw(thread, semaphore, found)
             thread.orders.acquire(thread.knowledge, scope)  # it ends with a fence, which covers earlier loads too

@@ -113,6 +113,11 @@ class Semaphore(Waitable):
         return self.log[-1].total
 
     @property
+    def stored_at(self) -> int:
+        """The serial of the last store, or of whatever else has made the value smaller: earlier values are gone."""
+        return self.log[self._first].serial
+
+    @property
     def unseen(self) -> list[Any]:
         """Signals from other devices that no thread of this device is known to have seen."""
         return list(self._unseen.values())
