@@ -39,7 +39,7 @@ SUMS = {
     "setp.ne.u32 p, r0, 7; setp.eq.xor.u32 q, r0, 7, p; and.pred q, q, !p; selp.b32 $0, 1, 2, q;": 1,
     "mov.u32 $0, 0; mov.u32 r2, 0; UP: add.u32 $0, $0, r2; add.u32 r2, r2, 1; setp.le.u32 p, r2, 4; @p bra UP;": 10,
     "mov.u32 $0, 1; bra END; mov.u32 $0, 2; { bra END; END: } END:": 1,
-    "setp.eq.u32 p, r0, 7; mov.u32 $0, 1; @!p mov.u32 $0, 2; @p add.u32 $0, $0, 2; // add": 3,
+    "setp.eq.u32 p, r0, 7; mov.u32 $0, 1; @!p mov.u32 $0, 2; @p add.u32 $0, $0, 2; /* } */ // }\n": 3,
     "mov.u64 w0, %globaltimer; cvt.u32.u64 $0, w0; add.u32 $0, $0, %laneid;": 0,
 }
 
@@ -81,11 +81,9 @@ def test_atomic_operations_and_wide_accesses():
         one = "@$1 {}.relaxed.gpu.global.{}.{} [$0], {};".format
         for operation, kind, value in (("add", "u32", 5), ("max", "s32", -1), ("max", "u32", 9), ("or", "b32", 6)):
             inline(one("red", operation, kind, value), words.at[0], elect=True)  # 5, 5, 9, 15
-        out[0] = inline(
-            "@$2 atom.acq_rel.sys.global.cas.b32 $0, [$1], 15, 4;", words.at[0], elect=True, dtype=jnp.int32
-        )
-        out[1] = inline("@$2 atom.relaxed.gpu.global.inc.u32 $0, [$1], 4;", words.at[0], elect=True, dtype=jnp.int32)
-        out[2] = inline("@$2 atom.release.gpu.exch.b32 $0, [$1], 77;", words.at[0], elect=True, dtype=jnp.int32)
+        for index, (operation, values) in enumerate((("cas.b32", "15, 4"), ("inc.u32", "4"), ("exch.b32", "77"))):
+            text = f"@$2 atom.acq_rel.sys.global.{operation} $0, [$1], {values};"
+            out[index] = inline(text, words.at[0], elect=True, dtype=jnp.int32)
         inline("st.release.sys.global.b64 [$0+8], 0x500000006;", words)
         inline("red.relaxed.gpu.global.add.u32 [$0], 2;", words.at[2])  # by all 128 threads
         out[3] = inline("ld.acquire.gpu.global.u32 $0, [$1+-4];", words.at[3], dtype=jnp.int32)
@@ -94,9 +92,7 @@ def test_atomic_operations_and_wide_accesses():
             words.at[2], dtype=jnp.int32,
         )  # fmt: skip
         plgpu.semaphore_wait(words.at[0], 70)
-        out[5] = (
-            plgpu.semaphore_read(words.at[0]) if hasattr(plgpu, "semaphore_read") else pl.semaphore_read(words.at[0])
-        )
+        out[5] = pl.semaphore_read(words.at[0])
 
     assert on_words(act, results=6) == [15, 4, 0, 262, 5, 7]
 
@@ -126,17 +122,15 @@ def test_a_lock_of_compare_and_swap():
         run("relaxed")
 
 
-@pytest.mark.parametrize(
-    ("fence", "outcomes"), [("acq_rel", {(0, 1), (1, 0), (1, 1), (0, 0)}), ("sc", {(0, 1), (1, 0), (1, 1)})]
-)
-def test_who_stores_before_it_looks_needs_sequential_consistency(fence, outcomes):
+@pytest.mark.parametrize("fence", ["acq_rel", "sc"])
+def test_who_stores_before_it_looks_needs_sequential_consistency(fence):
     def act(words, out):
         cta = lax.axis_index("cta")
         inline(f"@$1 st.relaxed.gpu.global.b32 [$0], 1; fence.{fence}.gpu;", words.at[cta], elect=True)
         out[cta] = inline("ld.relaxed.gpu.global.b32 $0, [$1];", words.at[1 - cta], dtype=jnp.int32)
 
     found = {tuple(on_words(act, ctas=2, results=2, seed=seed, scheduler="random")) for seed in range(24)}
-    assert found <= outcomes and ((0, 0) in found) == (fence == "acq_rel")
+    assert found >= {(0, 1), (1, 0)} and ((0, 0) in found) == (fence == "acq_rel")
 
 
 # ---- order: one-line mutants -----------------------------------------------------------------------------------------
@@ -147,9 +141,9 @@ MUTANTS = {
     "acquire in place of release": ("send", "acq_rel.sys", "acquire.sys", RaceError, "is not ordered"),
     "a release within the GPU": ("send", "fence.acq_rel.sys", "fence.acq_rel.gpu", RaceError, "is not ordered"),
     "a store within the GPU": ("send", "st.relaxed.sys", "st.relaxed.gpu", ProtocolError, "stays on its device"),
-    "a release behind the store": ("send", SEND, "st.relaxed.sys.global.b32 [$0], 3; fence.acq_rel.sys;", RaceError, ""),
+    "a release behind the store": ("send", SEND, "st.relaxed.sys.global.b32 [$0], 3; fence.sc.sys;", RaceError, ""),
     "a plain store": ("send", "st.relaxed.sys", "st", RaceError, "is not ordered"),
-    "too little": ("send", " 3;", " 2;", DeadlockError, r"polls semaphore\[0\] of device 0, got 2 \(setp.ge.u32 .* 3\)"),
+    "too little": ("send", " 3;", " 2;", DeadlockError, r"semaphore\[0\] of device 0, got 2 \(setp.ge.u32 .* 3\)"),
     "another word": ("send", "[$0]", "[$0+4]", DeadlockError, r"polls semaphore\[0\] of device 0, got 0"),
     "beyond the words": ("send", "[$0]", "[$0+8]", ProtocolError, "bytes 8 to 12 are out of bounds for semaphore"),
     "more than": ("wait", "setp.ge", "setp.gt", DeadlockError, r"got 3 \(setp.gt.u32 enough, number, 3\)"),
