@@ -109,7 +109,9 @@ def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], b
             if poll.head != target:
                 poll.begin(target)
             elif poll.values and not poll.is_blocked:
-                if not poll.has_news and registers.CLOCK is None:
+                # What has changed since it was looked at would wake nobody.
+                is_old = any(word.value != value for word, value in poll.values.items())
+                if not poll.has_news and not is_old and registers.CLOCK is None:
                     return _block(thread)
                 thread.polled = not poll.has_news
             poll.has_news = poll.is_blocked = False
