@@ -17,9 +17,6 @@ def _stall(_):
         mgpu_utils.inline_ptx(f"nanosleep.u32 {STALL_NS // 2};", has_side_effects=True)
 
 
-_stall.emulated_as = "none"  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def stall(victim, also=True, times=1):
     """In a kernel: device `victim` on the axis x does nothing for a while, if `also` holds."""
 

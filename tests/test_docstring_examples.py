@@ -39,8 +39,8 @@ def matrix(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.bfloat16)
 
 
-def fused(x: jax.Array, w: jax.Array) -> jax.Array:
-    return overlap.matmul(x, w, implementation="fused")
+def fused(x: jax.Array, w: Any = None) -> jax.Array:
+    return overlap.matmul(x, x if w is None else w, implementation="fused")
 
 
 # What an example takes as given. Its own names come first: a `mesh` that it makes is the one that it uses.
@@ -50,7 +50,14 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "matmul": dict,
     "explain": lambda: {"mesh": mesh()},
     "autotune": lambda: {"layer": fused, "x": matrix(64, 64), "w": matrix(64, 64)},
-    "emulate": lambda: {"f": lambda x: fused(x, x), "x": matrix(64, 64)},
+    "emulate": lambda: {"f": fused, "x": matrix(64, 64)},
+    "run_sequence": lambda: {
+        "emulation": emulation,
+        "along_x": fused,
+        "along_y": fused,
+        "a": matrix(64, 64),
+        "b": matrix(64, 64),
+    },
     "wait_timeout_s": dict,
 }
 # Per shard, for lines that stand inside a layer.
@@ -75,6 +82,7 @@ def test_examples(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
     assert function.__name__ in GIVEN, "say above what its example takes as given"
     names = {"overlap": overlap, "jax": jax, "jnp": jnp, "P": P, **GIVEN[function.__name__]()}
     for example in examples(function):
+        example.source = example.source.replace("range(100)", "range(2)")
         if INSIDE not in example.source:
             run(example, names)
             continue

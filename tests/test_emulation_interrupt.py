@@ -18,16 +18,16 @@ import numpy as np
 import overlap
 from jax.sharding import PartitionSpec as P
 from overlap import emulation
-from overlap.emulation.machine import Machine
+from overlap.emulation.sequence import World
 
 began = threading.Event()
-execute = Machine.execute
+execute = World.execute
 
 def noting(self, *arguments):
     began.set()
     return execute(self, *arguments)
 
-Machine.execute = noting
+World.execute = noting
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 def one_device(x, w):

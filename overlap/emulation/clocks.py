@@ -78,6 +78,9 @@ class Knowledge:
     def fence_smem(self) -> None:
         self.smem = self.seen
 
+    def fence_gmem(self) -> None:
+        self.gmem = self.seen
+
     def fence_all(self) -> None:
         self.smem = self.gmem = self.seen
 

@@ -1,21 +1,17 @@
-"""Loads and stores by threads themselves, accumulators and wgmma, and Python stand-ins for inline code."""
+"""Loads and stores by threads themselves, accumulators and wgmma."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from . import arithmetic
 from .errors import ProtocolError
 from .program import Decoder, handles
-from .references import RefPath, value_of
+from .references import value_of
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
-# What inline code on one reference can amount to, by the name that it gives: handler(decoder, eqn, ref, path, code).
-INLINE: dict[str, Callable[[Decoder, Any, int, RefPath, Any], None]] = {}
 
 
 def _finish(value: np.ndarray, plain: bool) -> Any:
@@ -198,58 +194,6 @@ def _accumulator_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     d.emit(run, eqn, "accumulator store", visible=True)
     return [d.new() for _ in eqn.outvars]
-
-
-# ---- inline code -----------------------------------------------------------------------------------------------------
-
-
-@handles("inline_mgpu")
-def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    p = eqn.params
-    function = p["mgpu_fn"]
-    name = getattr(function, "__qualname__", str(function))
-    meaning = getattr(function, "emulated_as", None)
-    outs = [d.new() for _ in eqn.outvars]
-    if meaning == "fence_proxy_async":
-        d.emit(lambda thread: thread.knowledge.fence_all(), eqn, "fence_proxy_async", visible=True)
-    elif meaning == "none":
-        d.emit(lambda thread: None, eqn)
-    elif meaning in INLINE:
-        INLINE[meaning](d, eqn, ins[0], d.path(d.unflatten(p["pytree_ref_transforms"], ins[1:])[0] or ()), function)
-    elif callable(meaning):
-        _inline_call(d, eqn, ins, outs, meaning)
-    else:
-        raise NotImplementedError(
-            f"inline code cannot be interpreted: give the function {name} an attribute `emulated_as`, one of "
-            f"'fence_proxy_async', 'none', {', '.join(map(repr, INLINE))}, or a callable on the NumPy values of its "
-            f"arguments; it is {meaning!r}"
-        )
-    return outs
-
-
-def _inline_call(d: Decoder, eqn: Any, ins: list[int], outs: list[int], meaning: Any) -> None:
-    p = eqn.params
-    count = p["pytree_args"].num_leaves
-    args = ins[:count]
-    transforms = d.unflatten(p["pytree_ref_transforms"], ins[count:])
-    is_ref = [hasattr(v.aval, "inner_aval") for v in eqn.invars[:count]]
-    paths = [d.path(t or ()) if r else None for t, r in zip(transforms, is_ref)]
-    avals = [v.aval for v in eqn.outvars]
-
-    def run(thread: Any) -> None:
-        values = []
-        for slot, path in zip(args, paths):
-            value = thread.env[slot]
-            if path is not None:
-                view = path.resolve(thread, value)
-                thread.access(view, _GENERIC_LOAD, write=False)
-                value = view.read()
-            values.append(value)
-        result = meaning(*jax.tree.unflatten(p["pytree_args"], values))
-        for out, aval, value in zip(outs, avals, jax.tree.leaves(result)):
-            thread.env[out] = _finish(np.asarray(value, aval.dtype).reshape(aval.shape), arithmetic.is_plain(aval))
-
-    d.emit(run, eqn, visible=True)
 
 
 # ---- without effect --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .errors import EmulationError
 from .machine import Machine
 from .memory import poison
 from .program import Program, decode
+from .sequence import Launch, World
 
 _MEETING_TIMEOUT_S = 600
 _enable_lock = threading.Lock()
@@ -118,13 +119,20 @@ class _Launcher:
         try:
             repetition = run.repetition(self)
             inputs = [meeting.inputs[device] for device in range(self._devices)]
-            machine = Machine(self._program, run.settings, self._mesh_shape, inputs, run, self._name, repetition)
-            run.begin(machine)
-            outcome = machine.execute(lambda: interrupt.stopped(interrupts))
-            run.steps += machine.now
-            errors, outputs = outcome.errors, outcome.outputs
+            world, laps, devices = World(run.settings, run, self._name, repetition), run.settings.laps, range(self._devices)
+            for lap in range(laps):
+                machine = Machine(
+                    world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
+                )
+            run.begin(world)
+            outputs = machine.outputs(ended=world.execute(lambda: interrupt.stopped(interrupts)))
+            run.steps += world.now
+            errors = world.errors
             if in_context:
-                run.warnings += outcome.warnings
+                run.warnings += world.warnings
+                if run.settings.keep:
+                    of_mesh = tuple(self._program.device_ids)
+                    run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))
         except KeyboardInterrupt:
             if not interrupt.stopped(interrupts):  # Another handler of SIGINT than ours has raised it in this callback.
                 interrupt.defer()
@@ -153,7 +161,6 @@ _names = itertools.count()
 def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers one kernel for CPU devices to a callback per device."""
     name = params.get("name") or f"kernel {next(_names)}"
-    program = decode(params, ctx.avals_in)
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
@@ -161,6 +168,8 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     devices = getattr(mesh, "devices", None)
     if devices is not None and any(d.process_index != jax.process_index() for d in np.ravel(devices)):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
+    count = int(np.prod(list(axes.values()), dtype=int))
+    program = decode(params, ctx.avals_in, tuple(range(count) if devices is None else (d.id for d in np.ravel(devices))))
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 

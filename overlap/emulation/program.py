@@ -2,7 +2,7 @@
 
 Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is
 then a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
-`control`, `scopes`, `data`, `transfers` and `signals`; they register themselves with `handles`.
+`control`, `scopes`, `data`, `inline`, `transfers` and `signals`; they register themselves with `handles`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class Program:
         self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
         self.has_barrier = True  # over all devices, before each launch
+        self.words: list[str] = []  # the names of all semaphores that the CTAs share, as they lie in memory
+        self.device_ids: tuple[int, ...] = ()  # of the mesh, in order
 
     def forget_views(self) -> None:
         for path in self.paths:
@@ -247,15 +249,16 @@ class Decoder:
         return outs
 
 
-def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
-    """Decodes the parameters of the primitive that `plgpu.kernel` binds."""
-    from . import control, data, scopes, signals, transfers
+def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
+    """Decodes the parameters of the primitive that `plgpu.kernel` binds, for a mesh of these devices."""
+    from . import control, data, inline, scopes, signals, transfers
 
-    del control, data, scopes, signals, transfers  # imported for the handlers they register
+    del control, data, inline, scopes, signals, transfers  # imported for the handlers they register
     (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
     if not hasattr(mesh, "num_threads"):
         raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")
     program = Program()
+    program.device_ids = device_ids
     cluster = tuple(mesh.cluster)
     program.cluster = dict(zip(mesh.cluster_names, cluster))
     program.num_threads = mesh.num_threads

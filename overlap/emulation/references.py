@@ -277,14 +277,7 @@ class RefPath:
 
     def resolve(self, thread: Any, base: Buffer | Cells) -> Any:
         """The view of a buffer, or the synchronisation object, that the reference denotes for `thread`."""
-        env = thread.env
-        if self._peer is not None:
-            base = base.on(thread.machine.logical_device(thread, *self._peer, env))
-        if self._place is not None:
-            if thread.cta.cluster is None:
-                raise ProtocolError(f"{base.name}: a cluster_ref in a kernel without clusters")
-            place = {axis: int(value_of(index, env)) for axis, index in self._place.items()}
-            base = twin(base, thread.cta.cluster.at(thread.cta, place))
+        env, base = thread.env, self._base(thread, base)
         key = (base.serial, *[env[i] for i in self._dynamic])
         try:
             found = self._cache.get(key)
@@ -298,10 +291,33 @@ class RefPath:
                 self._cache[key] = found
         return found
 
-    def _build(self, base: Buffer | Cells, env: list) -> Any:
+    def locate(self, thread: Any, base: Buffer | Cells) -> tuple[Buffer | Cells, int]:
+        """The array that the reference points into, and how far: elements of synchronisation objects, else bytes."""
+        base = self._base(thread, base)
+        part, whole = self._apply(base, thread.env).array, base.data if isinstance(base, Buffer) else base.cells
+        distance = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+        return base, distance if isinstance(base, Buffer) else distance // whole.itemsize
+
+    def _base(self, thread: Any, base: Buffer | Cells) -> Any:
+        """What the reference is bound to: on this device or a peer, in this CTA or another one of the cluster."""
+        env = thread.env
+        if self._peer is not None:
+            base = base.on(thread.machine.logical_device(thread, *self._peer, env))
+        if self._place is not None:
+            if thread.cta.cluster is None:
+                raise ProtocolError(f"{base.name}: a cluster_ref in a kernel without clusters")
+            place = {axis: int(value_of(index, env)) for axis, index in self._place.items()}
+            base = twin(base, thread.cta.cluster.at(thread.cta, place))
+        return base
+
+    def _apply(self, base: Buffer | Cells, env: list) -> _Builder:
         b = _Builder(base.data if isinstance(base, Buffer) else base.cells, base.name)
         for step in self._steps:
             step(b, env, self._clip)
+        return b
+
+    def _build(self, base: Buffer | Cells, env: list) -> Any:
+        b = self._apply(base, env)
         if isinstance(base, Cells):
             if b.array.size != 1:
                 raise ProtocolError(f"{base.name}{b.text}: one element is needed, got shape {b.array.shape}")

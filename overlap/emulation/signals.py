@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import clusters
-from .data import INLINE, predicate_of
+from .data import predicate_of
 from .errors import ProtocolError
 from .program import Decoder, handles
 from .references import RefPath, value_of
@@ -124,12 +124,13 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
         target = machine.logical_device(thread, device_id, id_type, thread.env)
         base = base.on(target)
     semaphore = path.resolve(thread, base)
-    machine.laps.check_begun(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
+    machine.world.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
     if count < 0:
         raise NotImplementedError(f"a signal of {count}: negative counts are not emulated")
-    semaphore.signal(count, thread.knowledge.seen, thread.device)
+    event = (thread.component, thread.time)
+    semaphore.signal(count, thread.knowledge.seen, thread.device, event, scope)
     if semaphore.device != thread.device:
-        semaphore.unseen.append((thread, thread.component, thread.time, thread.instruction, thread.lap))
+        semaphore.expect_seen((thread, *event, thread.instruction))
     machine.run.count("signals")
     machine.run.signal_event(thread, semaphore)
     thread.tick()
@@ -183,7 +184,11 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         env = thread.env
         semaphore = path.resolve(thread, env[ref])
         wanted = int(value_of(amount, env))
-        if semaphore.acquire(wanted, thread.knowledge, decrement=bool(value_of(take, env)), scope=scope):
+        by = (thread.component, thread.time)
+        found = semaphore.acquire(wanted, thread.knowledge, decrement=bool(value_of(take, env)), scope=scope, by=by)
+        if found is not None:
+            thread.orders.saw(thread, semaphore, found)
+            thread.orders.acquire(thread.knowledge, scope)  # it ends with a fence, which covers earlier loads too
             thread.machine.run.wait_event(thread, semaphore.name)
             return None
         return thread.block(
@@ -210,57 +215,3 @@ def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     d.emit(run, eqn, visible=True)
     return [out]
-
-
-# ---- beacons ---------------------------------------------------------------------------------------------------------
-#
-# A word of a device's memory that says whether the device has begun its launch. It may be looked at at any time, also
-# before its owner has begun, and then holds what the owner's launch before has left there.
-
-
-def _raise_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath, _: Any) -> None:
-    def run(thread: Any) -> None:
-        path.resolve(thread, thread.env[ref]).raise_beacon(thread.knowledge.seen)
-        thread.tick()
-
-    d.emit(run, eqn, "raise_beacon", visible=True)
-
-
-def _lower_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath, _: Any) -> None:
-    def run(thread: Any) -> None:
-        path.resolve(thread, thread.env[ref]).beacon = None
-
-    d.emit(run, eqn, "lower_beacon", visible=True)
-
-
-def _await_beacon(d: Decoder, eqn: Any, ref: int, path: RefPath, _: Any) -> None:
-    """An acquire, with a proxy fence behind it."""
-
-    def run(thread: Any) -> bool | None:
-        semaphore = path.resolve(thread, thread.env[ref])
-        if semaphore.beacon is not None:
-            thread.knowledge.learn(semaphore.beacon)
-            thread.knowledge.fence_all()
-            return None
-        return thread.block(semaphore, lambda: f"waits for the beacon {semaphore.name} of device {semaphore.device}")
-
-    d.emit(run, eqn, "await_beacon", visible=True)
-
-
-def _await_count(d: Decoder, eqn: Any, ref: int, path: RefPath, code: Any) -> None:
-    """A wait for a semaphore of this device to reach `code.emulated_count`, at GPU scope; then a proxy fence."""
-    count = code.emulated_count
-
-    def run(thread: Any) -> bool | None:
-        semaphore = path.resolve(thread, thread.env[ref])
-        if semaphore.acquire(count, thread.knowledge, decrement=False, scope="gpu"):
-            thread.knowledge.fence_all()
-            return None
-        return thread.block(semaphore, lambda: f"waits for {semaphore.name} to reach {count}, got {semaphore.value}")
-
-    d.emit(run, eqn, "await_count", visible=True)
-
-
-INLINE.update(
-    raise_beacon=_raise_beacon, lower_beacon=_lower_beacon, await_beacon=_await_beacon, await_count=_await_count
-)

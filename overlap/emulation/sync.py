@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from typing import Any
 
 import numpy as np
 
-from .clocks import EMPTY, Knowledge, join
+from .clocks import EMPTY, Knowledge, covers, join
 from .errors import ProtocolError
+
+_HISTORY = 64  # values of earlier launches that a word keeps: more than a peer that lags behind can still look at
 
 
 class Waitable:
@@ -25,67 +29,186 @@ class Waitable:
                 thread.machine.make_runnable(thread)
 
 
-class Semaphore(Waitable):
-    """A counter with a log of its signals.
+class Write:
+    """A value that a word of memory has had, and what comes with reading it.
 
-    A wait acquires only the first prefix of the log that satisfies it: it may have returned as soon as that had
-    arrived, whatever else has come since.
+    Attributes:
+        serial: its place among all writes to all words.
+        value: of the word from now on.
+        total: what has been added since the word was last stored to; waits that decrement take nothing from it.
+        system: the clock that a reader on any device gains, if it acquires at system scope.
+        local: for each device that has a part in the value, the clock that a reader there gains at GPU scope.
+        by: the event of the write, (component, time); None if everybody knows of it.
+        readers: for each component that has read it, the time when it first did.
     """
 
-    __slots__ = ("base", "beacon", "device", "log", "name", "taken", "total", "unseen", "waited")
+    __slots__ = ("by", "local", "readers", "serial", "system", "total", "value")
+
+    def __init__(
+        self,
+        value: int,
+        total: int,
+        system: np.ndarray,
+        local: dict[int, np.ndarray],
+        by: tuple[int, int] | None,
+        serial: int | None = None,
+    ):
+        self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
+        self.serial = next_serial() if serial is None else serial
+        self.readers: dict[int, int] = {}
+
+    def is_known(self, seen: np.ndarray) -> bool:
+        """Whether who has `seen` so much may read no older value: the write, or a read of it, happened before."""
+        if self.by is None or covers(seen, *self.by):
+            return True
+        return any(covers(seen, component, time) for component, time in self.readers.items())
+
+
+_serials = itertools.count(1)
+
+
+def next_serial() -> int:
+    """A place after all earlier writes; two words that are written at once share one."""
+    return next(_serials)
+
+
+def _serial_of(write: Write) -> int:
+    return write.serial
+
+
+class Semaphore(Waitable):
+    """A word of 32 bits in a device's global memory: a counter to some, a flag or a key to others.
+
+    It keeps a log of its values. A wait acquires only the first prefix of the log that satisfies it: it may have
+    returned as soon as that had arrived, whatever else has come since. A load of inline code reads the oldest value
+    that it may, and the next time the one after that (`orders.Orders.read`).
+
+    Attributes:
+        waited: whether anybody has waited for it or read it.
+    """
+
+    __slots__ = ("_first", "_unseen", "device", "log", "name", "taken", "waited")
 
     def __init__(self, name: str, device: int):
         super().__init__()
         self.name, self.device = name, device
-        self.unseen: list[Any] = []  # signals from other devices
         self.waited = False
+        self._unseen: dict[int, Any] = {}  # serial -> a write by another device that this one has not read
+        self.log: list[Write] = []
         self.zero()
 
-    def zero(self) -> None:
-        """What the framework does before each launch."""
-        self.total = 0  # of all signals
+    def zero(self, by: tuple[int, int] | None = None) -> None:
+        """What the framework does before each launch, as an event of its own or (None) with everybody's knowledge."""
+        del self.log[: -_HISTORY if by is not None else None]
+        self.log.append(Write(0, 0, EMPTY, {}, by))
         self.taken = 0  # by waits that decrement
-        self.base = 0  # the total before the first entry of the log
-        # (total after this signal, clock of all signals so far, clock of those from this device alone)
-        self.log: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self.beacon: np.ndarray | None = None  # while it is raised: the clock of whoever has raised it
-
-    def raise_beacon(self, seen: np.ndarray) -> None:
-        self.beacon = seen
-        self.wake()
+        self._first = len(self.log) - 1  # where the values begin that waits look at
 
     @property
     def value(self) -> int:
-        return self.total - self.taken
+        return self.log[-1].value
 
-    def signal(self, count: int, seen: np.ndarray, from_device: int) -> None:
-        self.total += count
-        everyone, local = (self.log[-1][1], self.log[-1][2]) if self.log else (EMPTY, EMPTY)
-        everyone = join(everyone, seen)
-        local = join(local, seen) if from_device == self.device else local
-        self.log.append((self.total, everyone, local))
-        self.wake()
+    @property
+    def total(self) -> int:
+        return self.log[-1].total
 
-    def acquire(self, value: int, knowledge: Knowledge, *, decrement: bool, scope: str) -> bool:
-        """Whether the wait for `value` is over; if so, `knowledge` gains what the wait may rely on."""
+    @property
+    def stored_at(self) -> int:
+        """The serial of the last store, or of whatever else has made the value smaller: earlier values are gone."""
+        return self.log[self._first].serial
+
+    @property
+    def unseen(self) -> list[Any]:
+        """Signals from other devices that no thread of this device is known to have seen."""
+        return list(self._unseen.values())
+
+    def expect_seen(self, what: Any) -> None:
+        """Notes that the last write came from another device: (thread, component, time, instruction, launch)."""
+        self._unseen[self.log[-1].serial] = what
+
+    def note_read(self, write: Write, component: int, time: int, device: int) -> None:
+        """Someone on `device` has read `write`."""
+        self.waited = True
+        write.readers.setdefault(component, time)
+        if device == self.device and self._unseen:
+            self._unseen = {s: what for s, what in self._unseen.items() if s > write.serial}
+
+    def after(self, serial: int) -> int | None:
+        """The serial of the first write after `serial`."""
+        position = bisect.bisect_right(self.log, serial, key=_serial_of)
+        return self.log[position].serial if position < len(self.log) else None
+
+    def at(self, serial: int) -> Write:
+        """The value at that time."""
+        return self.log[max(bisect.bisect_right(self.log, serial, key=_serial_of) - 1, 0)]
+
+    def oldest(self, seen: np.ndarray) -> Write:
+        """The oldest value that may still be read by who has `seen` so much."""
+        return next((write for write in reversed(self.log) if write.is_known(seen)), self.log[0])
+
+    def write(
+        self,
+        value: int,
+        device: int,
+        *,
+        system: np.ndarray,
+        local: np.ndarray,
+        by: tuple[int, int] | None,
+        continues: bool,
+        serial: int | None = None,
+    ) -> None:
+        """A store by a thread of `device`, or an atomic operation, which `continues` what the word carried.
+
+        `system` and `local` are the clocks that it releases, to all and to its own device.
+        """
+        last, value = self.log[-1], value & 0xFFFFFFFF
+        parts = {device: local}
+        if continues:
+            system = join(last.system, system)
+            parts = {**last.local, device: join(last.local.get(device, EMPTY), local)}
+        adds = continues and value >= last.value
+        total = last.total + value - last.value if adds else value + self.taken
+        self.log.append(Write(value, total, system, parts, by, serial))
+        if not adds:
+            self._first = len(self.log) - 1
+        if value != last.value:
+            self.wake()
+
+    def signal(
+        self, count: int, seen: np.ndarray, from_device: int, by: tuple[int, int] | None = None, scope: str = "sys"
+    ) -> None:
+        """An atomic addition, with a release at `scope`."""
+        system = EMPTY if scope == "gpu" else seen
+        self.write(self.value + count, from_device, system=system, local=seen, by=by, continues=True)
+
+    def acquire(
+        self, value: int, knowledge: Knowledge, *, decrement: bool, scope: str, by: tuple[int, int] | None = None
+    ) -> Write | None:
+        """The write that ends a wait for `value`, by a thread of this device; None if the wait is not over.
+
+        `knowledge` gains what the wait may rely on.
+        """
         self.waited = True
         if self.value < value:
-            return False
+            return None
         need = self.taken + value
+        # Totals rise, as the log is looked at from its last store on.
+        found = self.log[bisect.bisect_left(self.log, need, lo=self._first, key=lambda write: write.total)]
         if need > 0:
-            low, high = 0, len(self.log) - 1
-            while low < high:  # totals rise, as counts are not negative
-                middle = (low + high) // 2
-                if self.log[middle][0] >= need:
-                    high = middle
-                else:
-                    low = middle + 1
-            if self.log:
-                _, everyone, local = self.log[low]
-                knowledge.learn(local if scope == "gpu" else everyone)
-        if decrement:
+            others = [device for device in found.local if device != self.device]
+            if scope == "gpu" and others:
+                raise ProtocolError(
+                    f"the wait for {self.name} of device {self.device} has memory scope 'gpu', and what ends it are "
+                    f"signals of device {others[0]} as well: expected scope 'sys' (and a signal of scope 'sys')"
+                )
+            local = found.local.get(self.device, EMPTY)
+            knowledge.learn(local if scope == "gpu" else join(found.system, local))
+        if decrement and value:
             self.taken += value
-        return True
+            last = self.log[-1]
+            self.log.append(Write(last.value - value, last.total, last.system, last.local, by))
+            self.wake()
+        return found
 
 
 class MBarrier(Waitable):

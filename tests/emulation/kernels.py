@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NO_DEFECTS = frozenset()
@@ -19,8 +20,8 @@ def fence_proxy_async() -> None:
 
     def fence(ctx):
         del ctx
+        mgpu_utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
-    fence.emulated_as = "fence_proxy_async"  # what the emulator takes it for
     plgpu.inline_mgpu()(fence)()
 
 

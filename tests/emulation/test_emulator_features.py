@@ -168,23 +168,6 @@ def test_pallas_semaphores_and_signal_with_count():
     assert y.tolist() == [10, 11]
 
 
-def test_inline_code_needs_a_declaration():
-    def add_one(ctx, x):
-        del ctx, x
-
-    add_one.emulated_as = lambda x: x + 1
-    layout = plgpu.Layout.WG_SPLAT
-
-    def body(o):
-        returns = plgpu.ShapeDtypeStruct((), jnp.int32, layout=layout)
-        o[0] = plgpu.inline_mgpu(arg_types=(layout,), return_type=returns)(add_one)(jnp.int32(4))
-
-    assert run(body, out_type=out((1,), jnp.int32)).tolist() == [5]
-    del add_one.emulated_as
-    with pytest.raises(NotImplementedError, match=r"add_one.*emulated_as"):
-        run(body, out_type=out((1,), jnp.int32))
-
-
 @pytest.mark.parametrize("warp_specialized", [False, True])
 def test_emit_pipeline(warp_specialized):
     rows, columns, block = 128, 256, 64

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
@@ -15,12 +16,26 @@ from tests.emulation.cases import make_mesh, place, sharded
 SHAPE = (8, 64)
 
 
-def beacon(meaning, ref):
-    def act(ctx, ref):
-        del ctx, ref
+def inline(text, ref):
+    def run(ctx, ref):
+        del ctx
+        mgpu_utils.inline_ptx(text, mgpu_utils.memref_ptr(ref), has_side_effects=True)
 
-    act.emulated_as = meaning
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(act)(ref)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(run)(ref)
+
+
+RAISE = "fence.acq_rel.sys; st.relaxed.sys.global.b32 [$0], 7;"
+LOWER = "st.relaxed.sys.global.b32 [$0], 0;"
+AWAIT = """{
+    .reg .pred up;
+    .reg .b32 word;
+LOOK:
+    ld.relaxed.sys.global.b32 word, [$0];
+    setp.eq.u32 up, word, 7;
+    @!up bra LOOK;
+    fence.acquire.sys;
+    fence.proxy.async.global;
+}"""
 
 
 def exchange(*, skips_barrier, looks=True, lowers=True, told=False):
@@ -30,13 +45,13 @@ def exchange(*, skips_barrier, looks=True, lowers=True, told=False):
         flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The beacon; seen; done.
         other = {"x": 1 - lax.axis_index("x")}
         if skips_barrier and looks:
-            beacon("raise_beacon", flags.at[0])
+            inline(RAISE, flags.at[0])
             is_told = jnp.logical_and(told, lax.axis_index("x") == 1)  # By the other one, which has looked.
             pl.when(is_told)(lambda: plgpu.semaphore_wait(flags.at[1], 1, decrement=False))
 
             @pl.when(jnp.logical_not(is_told))
             def _look():
-                beacon("await_beacon", plgpu.remote_ref(flags.at[0], other))
+                inline(AWAIT, plgpu.remote_ref(flags.at[0], other))
 
             plgpu.semaphore_signal(flags.at[1], device_id=other)
         plgpu.copy_gmem_to_smem(plgpu.remote_ref(x_gmem, other), smem, loaded)
@@ -46,7 +61,7 @@ def exchange(*, skips_barrier, looks=True, lowers=True, told=False):
         if skips_barrier and looks:
             plgpu.semaphore_wait(flags.at[1], 1, decrement=False)
             if lowers:
-                beacon("lower_beacon", flags.at[0])
+                inline(LOWER, flags.at[0])
         plgpu.semaphore_signal(flags.at[2], device_id=other)
         plgpu.semaphore_wait(flags.at[2], 1, decrement=False)
 

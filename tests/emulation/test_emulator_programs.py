@@ -310,7 +310,7 @@ def test_late_signal_and_never_used_counter():
     assert any("never waited for" in w for w in run.warnings)
 
 
-def test_gpu_scope_orders_nothing_between_devices():
+def test_a_wait_at_gpu_scope_for_another_device_is_reported():
     mesh = cases.make_mesh(x=2)
 
     def kernel(scope):
@@ -328,7 +328,10 @@ def test_gpu_scope_orders_nothing_between_devices():
     x = cases.place(np.float32([3, 4]), mesh, P("x"))
     with emulate():
         assert np.asarray(cases.sharded(kernel("sys"), mesh, P("x"), P("x"))(x)).tolist() == [4, 8, 3, 6]
-    with pytest.raises(RaceError, match="race on output 0"), emulate():
+    wrong = (
+        r"device \d, CTA 0.*the wait for semaphore of device (\d) has memory scope 'gpu'.* signals of device (?!\1)\d"
+    )
+    with pytest.raises(ProtocolError, match=wrong), emulate():
         cases.sharded(kernel("gpu"), mesh, P("x"), P("x"))(x)
 
 

@@ -1,0 +1,131 @@
+"""What a thread's own loads, stores and fences on words of memory order: the memory model of PTX, on vector clocks.
+
+A relaxed store carries what its thread knew at its last release fence, a releasing one all that the thread knows; an
+atomic operation adds that to what the word carried. A relaxed load puts what it finds aside, and an acquire fence makes
+it knowledge; an acquiring load does so at once. Each of these has a scope. Two threads of one device are in each
+other's scope ``gpu``, others only in ``sys``: what either side does at scope ``gpu`` carries nothing to another device.
+Within one CTA scope ``cta`` would do, but here it orders nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .clocks import EMPTY, Knowledge, join
+from .sync import Semaphore, Write
+
+_FENCES = "the clocks of sequentially consistent fences"
+
+
+class Poll:
+    """The iterations of a loop that only looks at words.
+
+    Attributes:
+        head: the loop's first instruction; None outside of one.
+        values: what the words held when they were last looked at.
+        has_news: whether this iteration has found anything that the one before had not, or has done something.
+        is_blocked: whether the thread waits for one of the words to change.
+        tests: the comparisons of this iteration, as text.
+    """
+
+    __slots__ = ("has_news", "head", "is_blocked", "tests", "values")
+
+    def __init__(self):
+        self.head: int | None = None
+        self.values: dict[Semaphore, int] = {}
+        self.has_news = self.is_blocked = False
+        self.tests: list[str] = []
+
+    def begin(self, head: int | None) -> None:
+        self.head, self.has_news, self.is_blocked = head, False, False
+        self.values, self.tests = {}, []
+
+    def looked_at(self, word: Semaphore, write: Write) -> None:
+        self.has_news |= write is not word.log[-1] or self.values.get(word) != write.value
+        self.values[word] = write.value
+
+
+class Orders:
+    """What one thread has released and not yet acquired, and which values of which words it has seen."""
+
+    __slots__ = ("_pending_gpu", "_pending_sys", "_positions", "_released_gpu", "_released_sys", "poll")
+
+    def __init__(self):
+        self._released_gpu = self._released_sys = EMPTY
+        self._pending_gpu = self._pending_sys = EMPTY
+        self._positions: dict[Semaphore, int] = {}  # the serial up to which it has seen a word's values
+        self.poll = Poll()
+
+    # ---- fences ------------------------------------------------------------------------------------------------------
+
+    def acquire(self, knowledge: Knowledge, scope: str) -> None:
+        """An acquire fence: earlier loads become knowledge."""
+        if scope != "cta":
+            knowledge.learn(self._pending_gpu)
+        if scope == "sys":
+            knowledge.learn(self._pending_sys)
+
+    def release(self, knowledge: Knowledge, scope: str) -> None:
+        """A release fence: later stores carry what is known now."""
+        if scope != "cta":
+            self._released_gpu = knowledge.seen
+        if scope == "sys":
+            self._released_sys = knowledge.seen
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    def gather(self, write: Write, device: int, scope: str) -> None:
+        """Puts aside what a read of `write` by a thread of `device` brings, for an acquire fence."""
+        if scope == "cta":
+            return
+        self._pending_gpu = join(self._pending_gpu, write.local.get(device, EMPTY))
+        if scope == "sys":
+            self._pending_sys = join(self._pending_sys, write.system)
+
+    def released(self, knowledge: Knowledge, scope: str, *, releases: bool) -> dict[str, np.ndarray]:
+        """The clocks that a store or an atomic operation carries, for `Semaphore.write`."""
+        local = knowledge.seen if releases else self._released_gpu
+        system = knowledge.seen if releases else self._released_sys
+        return {"local": EMPTY if scope == "cta" else local, "system": system if scope == "sys" else EMPTY}
+
+    def read(self, thread: Any, words: Sequence[Semaphore], *, newest: bool) -> list[Write]:
+        """What a load of these adjacent words reads, as one access; an atomic operation reads the `newest` values.
+
+        The oldest values that nothing forbids: the thread knows of no later ones, and has seen none. A load that is
+        repeated reads the next values. So whoever looks at a word once sees it as early as possible, and whoever waits
+        for a counter is content with the first value that satisfies it, and with the knowledge that comes with that
+        alone. What has been overwritten by a store may also be missed: that is left to chance.
+        """
+        time = max(word.log[-1].serial for word in words)
+        if not newest and thread.machine.detector is not None:
+            oldest = max(word.oldest(thread.knowledge.seen).serial for word in words)
+            last = max(self._positions.get(word, 0) for word in words)
+            time = oldest
+            if last >= oldest:
+                later = [serial for word in words if (serial := word.after(last)) is not None]
+                time = min(later, default=last)
+            stored = max(word.stored_at for word in words)
+            if stored > time and thread.machine.random.random() < 0.5:
+                time = stored
+        writes = [word.at(time) for word in words]
+        for word, write in zip(words, writes):
+            self.saw(thread, word, write, time)
+        return writes
+
+    def saw(self, thread: Any, word: Semaphore, write: Write, time: int = 0) -> None:
+        """The thread has read this value of a word, at the time of `write` or later."""
+        self._positions[word] = max(self._positions.get(word, 0), write.serial, time)
+        word.note_read(write, thread.component, thread.time, thread.device)
+
+
+def fence_sc(thread: Any, scope: str) -> None:
+    """A sequentially consistent fence is after all earlier ones whose scopes include each other's threads."""
+    clocks, knowledge = thread.machine.world.fences, thread.knowledge
+    scopes = {"cta": (), "gpu": (thread.device,), "sys": (thread.device, "sys")}[scope]
+    for each in scopes:
+        knowledge.learn(clocks.get(each, EMPTY))
+    for each in scopes:
+        clocks[each] = knowledge.seen

@@ -1,0 +1,138 @@
+"""The registers of inline PTX: slots of an emulated thread's environment, and what single threads differ by.
+
+They hold what the hardware's hold: integers from 0, and truth values. An emulated thread stands for a warp or a
+warpgroup, so what its threads differ by (their lane, their warp) has the value of the first; what depends on it is
+noted, so that an instruction behind such a predicate is known to run in one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import ptx
+from .errors import ProtocolError
+
+Getter = Callable[[Any], Any]
+LANES, WARPS = 32, 4
+
+# Of a thread, in nanoseconds, if time is to pass. It stands still by default: then no wait runs out, and who waits for
+# what nobody does is in a deadlock. A loop that only looks at words blocks its thread unless there is a clock.
+CLOCK: Callable[[Any], int] | None = None
+
+
+class Unreadable(NotImplementedError):
+    """An instruction that is not emulated."""
+
+
+def _hardware_thread(thread: Any) -> int:
+    return (thread.warpgroup * WARPS + (thread.warp or 0)) * LANES
+
+
+def _time(thread: Any) -> int:
+    return 0 if CLOCK is None else CLOCK(thread)
+
+
+SPECIAL: dict[str, Getter] = {
+    "%laneid": lambda thread: 0,
+    "%tid.x": _hardware_thread,
+    "%tid.y": lambda thread: 0,
+    "%tid.z": lambda thread: 0,
+    "%warpid": lambda thread: _hardware_thread(thread) // LANES,
+    "%globaltimer": _time,
+    "%globaltimer_lo": lambda thread: _time(thread) & 0xFFFFFFFF,
+    "%clock64": _time,
+    "%clock": lambda thread: _time(thread) & 0xFFFFFFFF,
+}
+# What tells a thread of the hardware from the others of its emulated one: its lane, its warp.
+VARIES = {"%laneid": {"lane"}, "%tid.x": {"lane", "warp"}, "%warpid": {"warp"}}
+
+
+class Frame:
+    """The registers of one text: slots, and what each of them differs by within an emulated thread."""
+
+    def __init__(self, slots: dict[str, int], varies: dict[str, frozenset[str]], code: ptx.Code):
+        self.slots, self.varies = slots, varies
+        self._settle(code)
+
+    def _settle(self, code: ptx.Code) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for i in code.instructions:
+                target = i.operands[0] if i.operands else None
+                # All lanes get one lane's value from a shuffle.
+                if i.name in ("st", "red", "shfl") or not isinstance(target, ptx.Register):
+                    continue
+                sources = self.of_guard(i).union(*(self.of(operand) for operand in i.operands[1:]))
+                if not sources <= self.varies.get(target.name, frozenset()):
+                    self.varies[target.name] = self.varies.get(target.name, frozenset()) | sources
+                    changed = True
+
+    def of(self, operand: ptx.Operand) -> frozenset[str]:
+        if isinstance(operand, ptx.Special):
+            return frozenset(VARIES.get(operand.name, ()))
+        if isinstance(operand, ptx.Not):
+            operand = operand.register
+        if isinstance(operand, ptx.Address):
+            operand = operand.base
+        return self.varies.get(operand.name, frozenset()) if isinstance(operand, ptx.Register) else frozenset()
+
+    def of_guard(self, instruction: ptx.Instruction) -> frozenset[str]:
+        return self.of(instruction.guard)
+
+    def get(self, operand: ptx.Operand) -> Getter:
+        """Reads an operand."""
+        if isinstance(operand, int):
+            return lambda thread: operand
+        if isinstance(operand, ptx.Not):
+            inner = self.get(operand.register)
+            return lambda thread: not inner(thread)
+        if isinstance(operand, ptx.Special):
+            if operand.name not in SPECIAL:
+                raise Unreadable(f"{operand.name} is not emulated")
+            return SPECIAL[operand.name]
+        if not isinstance(operand, ptx.Register):
+            raise Unreadable("an address where a value is expected")
+        slot, name = self.slots[operand.name], operand.name.split("'")[0]
+
+        def read(thread: Any) -> Any:
+            value = thread.env[slot]
+            if value is None:
+                raise ProtocolError(f"the register {name} is read before anything has been written to it")
+            return value
+
+        return read
+
+    def set(self, operand: ptx.Operand) -> Callable[[Any, Any], None]:
+        """Writes an operand."""
+        if operand is None:
+            return lambda thread, value: None
+        if not isinstance(operand, ptx.Register):
+            raise Unreadable("a result that is no register")
+        slot = self.slots[operand.name]
+        return lambda thread, value: thread.env.__setitem__(slot, value)
+
+
+def signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def width_of(kind: str) -> int:
+    """Bits of a type; 1 of a predicate."""
+    if kind == "pred":
+        return 1
+    if kind not in ("b32", "u32", "s32", "b64", "u64", "s64"):
+        raise Unreadable(f"the type .{kind} is not emulated")
+    return int(kind[1:])
+
+
+def typed(frame: Frame, operand: ptx.Operand, kind: str) -> Getter:
+    """An operand as a number of this type."""
+    get, bits = frame.get(operand), width_of(kind)
+    if bits == 1:
+        return get
+    mask = (1 << bits) - 1
+    if kind[0] == "s":
+        return lambda thread: signed(get(thread) & mask, bits)
+    return lambda thread: get(thread) & mask
