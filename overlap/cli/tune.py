@@ -56,8 +56,8 @@ def _start(arguments: argparse.Namespace) -> Target:
         raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
     if arguments.max_configs is not None and arguments.max_configs < 1:
         raise ValueError(f"--max-configs must be at least 1, got {arguments.max_configs}")
-    if not arguments.budget_s > 0:
-        raise ValueError(f"--budget-s must be a positive number of seconds, got {arguments.budget_s}")
+    if not arguments.budget_s >= 0:
+        raise ValueError(f"--budget-s must be a number of seconds, at least 0, got {arguments.budget_s}")
     if not _compat.backends_are_initialized():
         if not _cuda.visible_gpus():
             jax.config.update("jax_platforms", "cpu")

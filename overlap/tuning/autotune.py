@@ -115,7 +115,7 @@ def autotune(
       A `Tuning`: print it for a line per problem; `with` it, calls use its results whatever the tables say.
 
     Raises:
-      ValueError: `fn` makes no such call, the file is no table, or `max_configs` or `budget_s` is not positive.
+      ValueError: `fn` makes no such call, the file is no table, or `max_configs` is below 1 or `budget_s` below 0.
       NotImplementedError: there are several processes. Tune in one, on the same kind of GPU.
       KeyboardInterrupt: after what was found until then has been written.
 
@@ -182,10 +182,10 @@ def tune(
     with the outcomes so far, of which the last one is marked. The time that is left is shared by the problems left.
 
     Raises:
-      ValueError: the file is no table, an operation cannot be tuned, there are too few devices, or no budget.
+      ValueError: the file is no table, an operation cannot be tuned, there are too few devices, or a budget below 0.
     """
-    if not budget_s > 0:
-        raise ValueError(f"`budget_s` must be a positive number of seconds, got {budget_s}")
+    if not budget_s >= 0:
+        raise ValueError(f"`budget_s` must be a number of seconds, at least 0, got {budget_s}")
     for problem in problems:
         if problem.op not in OPERATIONS:
             raise ValueError(f"`op` must be one of {list(OPERATIONS)}, got {problem.op!r}")
