@@ -391,8 +391,8 @@ class Machine:
                 if not covers(self.laps.seen[device][lap - 1].seen, access.component, access.time):
                     key = ("exit", device == access.thread.device, access.instruction.index)
                     self.fault(key, RaceError(report.left_early(device, access), "exit"))
-        for access in self.detector.unwritten.values() if not self.errors else ():
-            self.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access)))
+        for access, wholly in self.detector.unwritten.values() if not self.errors else ():
+            self.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access, wholly)))
         for semaphore in self.semaphores:
             for thread, component, time, instruction, lap in semaphore.unseen:
                 if not covers(self.laps.seen[semaphore.device][lap - 1].seen, component, time):
