@@ -108,10 +108,11 @@ def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], b
         if target <= here:
             if poll.head != target:
                 poll.begin(target)
-            elif poll.values and not poll.is_blocked:
-                if not poll.has_news and registers.CLOCK is None:
-                    return _block(thread)
-                thread.polled = not poll.has_news
+            elif poll.found and not poll.is_blocked:
+                if poll.may_wait():
+                    if registers.CLOCK is None:
+                        return _block(thread)
+                    thread.polled = True
             poll.has_news = poll.is_blocked = False
             poll.tests = []
         thread.pc = target
@@ -124,10 +125,10 @@ def _block(thread: Any) -> bool:
     """Suspends a thread whose loop finds nothing new until one of the words that it looks at changes."""
     poll = thread.orders.poll
     poll.is_blocked = True
-    words, tests = dict(poll.values), tuple(poll.tests)
+    words, tests = dict(poll.found), tuple(poll.tests)
 
     def why() -> str:
-        looks = ", ".join(f"{word.name} of device {word.device}, got {value}" for word, value in words.items())
+        looks = ", ".join(f"{word.name} of device {word.device}, got {write.value}" for word, write in words.items())
         return f"polls {looks}" + (f" ({'; '.join(tests)})" if tests else "")
 
     first, *others = words
