@@ -15,7 +15,9 @@ from overlap import _cuda
 
 __all__ = [
     "backends_are_initialized",
+    "device_ids",
     "let_warps_arrive_at_cluster_barriers",
+    "let_warps_loop",
     "lower_by_cliques",
     "offer_square_wgmma_tiles",
     "oldest_nccl_of_one_process",
@@ -89,16 +91,30 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses:
             return lower(ctx, *args, jaxprs=jaxprs, **params)
         context = axis_context.__class__(clique.mesh, frozenset(clique.mesh.axis_names))
         compiler_params: Any = params["compiler_params"]
+        # An exported program runs on whatever devices it is loaded for.
+        knows_devices = clique.knows_devices and not ctx.module_context.lowering_parameters.for_export
         a_process_each = core._is_known_multihost_mesh(clique.mesh) and not core.is_nvshmem_available()
         is_told = a_process_each and isinstance(compiler_params, addresses.Params)
         told = _Told(compiler_params.peers_read) if is_told else None
-        tokens = _counts_backwards.set(clique.is_mirrored), _told.set(told)
+        if not knows_devices and compiler_params.skip_device_barrier:
+            if is_told:
+                raise NotImplementedError(
+                    "where each GPU has a process of its own, a kernel must know the devices of its mesh, and this one "
+                    "is abstract or to be exported: give jax.shard_map a mesh of devices (or jax.set_mesh), or use "
+                    'implementation="xla"'
+                )
+            params["compiler_params"] = dataclasses.replace(compiler_params, skip_device_barrier=False)
+        tokens = (
+            _counts_backwards.set(clique.is_mirrored), _told.set(told),
+            _device_ids.set(clique.device_ids if knows_devices else None),
+        )  # fmt: skip
         try:
             within = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
             outs = lower(within, *args, jaxprs=jaxprs, **params)
         finally:
             _counts_backwards.reset(tokens[0])
             _told.reset(tokens[1])
+            _device_ids.reset(tokens[2])
         if not outs:
             return outs
         call = outs[0].owner if told is None else told.call
@@ -118,6 +134,15 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses:
 
     lower_by_clique.lowers_by_cliques = True  # pyright: ignore[reportAttributeAccessIssue]
     registration.mpmd_map_mgpu_lowering_rule = lower_by_clique
+
+
+# Those of the mesh of the kernel that is being lowered, in order; None if they are not known.
+_device_ids: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.ContextVar("device_ids", default=None)
+
+
+def device_ids() -> tuple[int, ...] | None:
+    """In the lowering of a kernel: the ids of the devices of its mesh, in order, if they are known."""
+    return _device_ids.get()
 
 
 def _axes_of(jaxpr: Any) -> frozenset[str]:
@@ -387,3 +412,16 @@ def let_warps_arrive_at_cluster_barriers() -> None:
 
     arrive.reaches_clusters = True  # pyright: ignore[reportFunctionMemberAccess]
     rules[primitives.barrier_arrive_p] = arrive
+
+
+def let_warps_loop() -> None:
+    """Lets a warp of its own (`plgpu.warp_map`) run a `lax.while_loop` over scalars, as a warpgroup can. Idempotent.
+
+    Mosaic GPU lists the operations that a warp may run, and `scf.while` is not among them; its lowering of one without
+    arrays has nothing to do with warpgroups, as those of `scf.for` and `scf.if`, which are. Same in jax 0.11.2 and
+    0.12.0.1; the assembled tests would tell of a change.
+    """
+    from jax.experimental.mosaic.gpu import dialect_lowering
+    from jaxlib.mlir.dialects import scf
+
+    dialect_lowering._supported_warp_lowerings.add(scf.WhileOp.OPERATION_NAME)

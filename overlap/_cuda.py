@@ -9,11 +9,16 @@ import importlib.util
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 
 _NCCL_SONAME = "libnccl.so.2"
 # The first NCCL with ncclGetPeerDevicePointer, by which XLA asks for its peers' addresses.
 NCCL_WITH_PEER_POINTERS = (2, 30)
-_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute, cuda.h
+# CUdevice_attribute, and flags of cuMemHostRegister, in cuda.h.
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
+_POINTER_DEVICE_ORDINAL = 9  # CUpointer_attribute
+_HOST_POINTER_FOR_REGISTERED_MEMORY = 91
+_PORTABLE, _MAPPED = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,36 @@ def visible_gpus() -> tuple[Gpu, ...]:
         driver.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, device)
         gpus.append(Gpu(name.value.decode(errors="replace"), (major.value, minor.value)))
     return tuple(gpus)
+
+
+def share_host_memory(address: int, length: int, gpus: Sequence[int]) -> bool:
+    """Lets kernels on these GPUs of this process write to its memory at the address that it has for the host.
+
+    Their contexts must be in use already. Returns whether that could be done.
+    """
+    driver, sharable = _driver(), ctypes.c_int()
+    if driver is None:
+        return False
+    for ordinal in gpus:
+        driver.cuDeviceGetAttribute(ctypes.byref(sharable), _HOST_POINTER_FOR_REGISTERED_MEMORY, ordinal)
+        if not sharable.value:
+            return False
+    context = ctypes.c_void_p()
+    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpus[0]) or driver.cuCtxPushCurrent_v2(context):
+        return False
+    done = driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(length), _PORTABLE | _MAPPED) == 0
+    driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    return done
+
+
+def gpu_of(pointer: int) -> int | None:
+    """The ordinal of the GPU whose memory an address is in; None if that is none's."""
+    driver, ordinal = _driver(), ctypes.c_int()
+    if driver is None or driver.cuPointerGetAttribute(
+        ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, ctypes.c_uint64(pointer)
+    ):
+        return None
+    return ordinal.value
 
 
 def pairs_without_peer_access() -> list[tuple[int, int]]:

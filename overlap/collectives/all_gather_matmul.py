@@ -58,10 +58,10 @@ def _kernel(inputs: Any, outputs: Any, *, ring: Ring, schedule: AllGatherSchedul
     num_ctas, me, carrier = work.num_ctas * config.cluster, ring.me(), TRANSPORTS[plan.transport]
     shapes = carrier.flag_shapes(schedule)
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    all_flags = shared_flags(*shapes, *shared, awaits_peers=carrier.awaits_peers)
+    all_flags = shared_flags(*shapes, *shared, told=carrier.told)
     flags, sums_flags = all_flags[: len(shapes)], all_flags[len(shapes) :]
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
-    site = Site(ring, schedule, config, work.parts, hopper.cta(config), num_ctas, lhs_gmem, scratch_gmem,
+    site = Site(NAME, ring, schedule, config, work.parts, hopper.cta(config), num_ctas, lhs_gmem, scratch_gmem,
                 (inputs.row_scale, *scales_gmem) if scales_gmem else None)  # fmt: skip
 
     def tile_at(index: Any) -> hopper.Tile:
@@ -188,7 +188,7 @@ def _launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.
         out_types,
         plan,
         f"overlap_{NAME}",
-        awaits_peers=TRANSPORTS[plan.transport].awaits_peers,
+        told=TRANSPORTS[plan.transport].told,
         reads_scales=schedule.scaled,
     )
     rows = (*lhs.shape[:-2], devices * m_shard)

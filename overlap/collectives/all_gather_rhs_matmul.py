@@ -7,7 +7,7 @@ cut along n (each shard gives columns of the result) or along k (each shard give
                        wait for the block's flag; then load from scratch
                    along n: tiles of the own shard's columns first, then the peers' in the order d+1, d+2, …
                    along k: every tile needs all shards: it begins with the own one, then d+1, d+2, …
-    communicator   for each of this CTA's chunks, in the order in which tiles need them:
+    communicator   for each chunk that it draws, in the order in which tiles need them:
                        peer's rhs → shared memory → scratch; when it has landed, raise the flag of its block
                    before and after that: the handshakes
     compute        the mainloop of `overlap.kernels.hopper`
@@ -41,12 +41,10 @@ from overlap.kernels.config import TMA_ROW_BYTES, Config
 from overlap.kernels.target import Target
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
+    Handshake,
     Ring,
-    entry_handshake,
-    exit_handshake,
     fence_async_proxy,
     pull_chunks,
-    share_of,
     shared_flags,
     signal,
     wait_at_least,
@@ -121,12 +119,12 @@ class _Tile(hopper.Tile):
     first: Any = 0
 
 
-def _pull(cta: Any, num_ctas: int, rhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
-          ring: Ring, schedule: GatherRhsSchedule) -> None:  # fmt: skip
-    """The communicator's transfers: this CTA's share of the chunks."""
-    pull_chunks(
-        share_of(schedule.pulls, cta, num_ctas), schedule.plan,
-        at=lambda ordinal: schedule.chunk(cta + ordinal * num_ctas),
+def _pull(number: Any, handshake: Handshake, rhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
+          ring: Ring, schedule: GatherRhsSchedule) -> Any:  # fmt: skip
+    """The transfers of the chunks that this CTA draws, from `number` on; returns how many."""
+    return pull_chunks(
+        number, (handshake.looks, handshake.looks + schedule.pulls), handshake.counter, schedule.plan,
+        at=schedule.chunk,
         source=lambda step, *place: ring.remote(rhs_gmem, ring.peer(step)).at[place],
         destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],
         landed=lambda *where: signal(flags.at[schedule.flag(*where)]),
@@ -138,11 +136,12 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
             schedule: GatherRhsSchedule, work: hopper.StreamK, plan: Plan) -> None:  # fmt: skip
     """The kernel's body. Along n, `out_gmem` is [m, D, n_shard]; along k, `lhs_gmem` is [m, D, k_shard]."""
     ring, config, chunks, along_k = plan.ring, plan.config, schedule.plan, schedule.along == "k"
-    me, num_ctas = ring.me(), work.num_ctas * config.cluster
+    me = ring.me()
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared, awaits_peers=True)
+    flags, handshake_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared, told=True)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
-    cta, group = hopper.cta(config), lax.axis_index(hopper.GRID_AXIS)
+    group = lax.axis_index(hopper.GRID_AXIS)
+    handshake = Handshake(handshake_flags, ring, hopper.cta(config), NAME)
 
     def tile_at(index: Any) -> _Tile:
         step, m, n = schedule.tile(index)
@@ -194,9 +193,10 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
 
     def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
         def communicate() -> None:
-            entry_handshake(handshake, ring, cta, num_ctas)
-            _pull(cta, num_ctas, rhs_gmem, scratch_gmem, flags, slots_smem, loaded, ring, schedule)
-            exit_handshake(handshake, ring, cta, num_ctas)
+            number = handshake.begin()
+            handshake.await_peers()
+            carried = _pull(number, handshake, rhs_gmem, scratch_gmem, flags, slots_smem, loaded, ring, schedule)
+            handshake.leave(carried, schedule.pulls)
 
         hopper.mainloop(
             work=work,

@@ -175,11 +175,11 @@ def filled_columns(column_scales: Any, config: Config) -> Any:
 
 
 def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any, plan: Plan, name: str, *,
-           awaits_peers: bool, reads_scales: bool = False) -> Any:  # fmt: skip
+           told: bool, reads_scales: bool = False) -> Any:  # fmt: skip
     """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those.
 
-    `awaits_peers`: whether it sees for itself that the peers have begun. `reads_scales`: whether it reads those of the
-    peers' rows as well as the rows.
+    `told`: whether it is told its peers' addresses (`Transport.told`). `reads_scales`: whether it reads those of the peers'
+    rows as well as the rows.
     """
     assert plan.config is not None
     leaves, structure = jax.tree.flatten(inputs)
@@ -194,7 +194,7 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
     of_rows = (0, 1 + len(inputs.sides)) if reads_scales else (0,)
     results = hopper.launch(
         body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name,
-        peers_read=of_rows if awaits_peers else (),
+        peers_read=of_rows if told else (),
     )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
 

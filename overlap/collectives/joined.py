@@ -5,11 +5,10 @@ shared memory. Here the shards are copied into one matrix, whose tiles then are 
 
     producer       first of all: the right operand's tiles of as many k steps as there are slots
                    for each output tile: wait for the flag of its rows, whosever they are; load
-    communicator   for each of this CTA's chunks, the peers' first:
+    communicator   for each chunk that it draws, the peers' first:
                        lhs, a peer's or the own one → shared memory → scratch; when it has landed, raise the flag of its
                        rows
-                   for each of its pieces of the rows' scales (those of other CTAs, if there are enough): the same, by
-                       loads and stores
+                   for each piece of the rows' scales that it draws: the same, by loads and stores
                    before and after that: the handshakes
     compute        the mainloop of `overlap.kernels.hopper`; its few tiles are narrow or cut along k (`Config.stream_k`)
 
@@ -42,12 +41,12 @@ from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.kernels import hopper
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
+    Handshake,
     Ring,
-    entry_handshake,
-    exit_handshake,
+    draw,
+    each_drawn,
     fence_async_proxy,
     pull_chunks,
-    share_of,
     shared_flags,
     signal,
     wait_at_least,
@@ -62,44 +61,33 @@ def serves(plan: Plan) -> bool:
     return plan.config is not None and plan.config.joined and plan.transport == "pull" and plan.ring.size > 1
 
 
-def _copy(cta: Any, num_ctas: int, lhs_gmem: Any, scratch_gmem: Any, flags: Any, slots_smem: Any, loaded: Any,
-          ring: Ring, schedule: JoinedSchedule) -> None:  # fmt: skip
-    """The communicator's transfers: this CTA's share of the chunks."""
+def _copy(number: Any, numbers: tuple[int, int], counter: Any, own: bool, lhs_gmem: Any, scratch_gmem: Any, flags: Any,
+          slots_smem: Any, loaded: Any, ring: Ring, schedule: JoinedSchedule) -> Any:  # fmt: skip
+    """The transfers of the chunks that this CTA draws, from `number` on: the peers' ones, or the `own` ones."""
     me = ring.me()
 
-    def copy(first: Any, last: Any, source_of: Any) -> None:
-        """This CTA's chunks from its `first` up to its `last`."""
+    def destination(step: Any, rows: Any, columns: Any) -> Any:
+        return scratch_gmem.at[pl.ds(schedule.row(me, step, rows.start), rows.size), columns]
 
-        def destination(step: Any, rows: Any, columns: Any) -> Any:
-            return scratch_gmem.at[pl.ds(schedule.row(me, step, rows.start), rows.size), columns]
+    def source(step: Any, *place: Any) -> Any:
+        return (lhs_gmem if own else ring.remote(lhs_gmem, ring.peer(step))).at[place]
 
-        pull_chunks(
-            last - first, schedule.plan,
-            at=lambda ordinal: schedule.chunk(cta + (first + ordinal) * num_ctas),
-            source=lambda step, *place: source_of(step).at[place],
-            destination=destination,
-            landed=lambda step, row, column: signal(flags.at[schedule.flag(schedule.row(me, step, row))]),
-            slots_smem=slots_smem, loaded=loaded,
-        )  # fmt: skip
-
-    pulls = share_of(schedule.pulls, cta, num_ctas)
-    copy(0, pulls, lambda step: ring.remote(lhs_gmem, ring.peer(step)))
-    copy(pulls, share_of(schedule.chunks, cta, num_ctas), lambda step: lhs_gmem)
+    return pull_chunks(
+        number, numbers, counter, schedule.plan,
+        at=lambda index: schedule.chunk(index + own * schedule.pulls), source=source, destination=destination,
+        landed=lambda step, row, column: signal(flags.at[schedule.flag(schedule.row(me, step, row))]),
+        slots_smem=slots_smem, loaded=loaded,
+    )  # fmt: skip
 
 
-def _copy_scales(cta: Any, num_ctas: int, own_gmem: Any, scratch_gmem: Any, flags: Any, ring: Ring,
-                 schedule: JoinedSchedule) -> None:  # fmt: skip
-    """The communicator's other transfers: too little for the copy engine, and too unevenly placed."""
-
-    # Dealt from the last CTA on: the first ones have chunks.
-    @pl.loop(num_ctas - 1 - cta, schedule.scale_pieces, step=num_ctas)
-    def _piece(index: Any) -> None:
-        step, row = schedule.scales(index)
-        of_peer, first = ring.remote(own_gmem, ring.peer(step)), schedule.row(ring.me(), step, row)
-        values = [of_peer[row + i] for i in range(schedule.scale_rows)]
-        for i, value in enumerate(values):
-            scratch_gmem[first + i] = value
-        signal(flags.at[schedule.flag(first)])
+def _copy_scales(index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, ring: Ring, schedule: JoinedSchedule) -> None:
+    """A piece of the scales: too little for the copy engine, and too unevenly placed."""
+    step, row = schedule.scales(index)
+    of_peer, first = ring.remote(own_gmem, ring.peer(step)), schedule.row(ring.me(), step, row)
+    values = [of_peer[row + i] for i in range(schedule.scale_rows)]
+    for i, value in enumerate(values):
+        scratch_gmem[first + i] = value
+    signal(flags.at[schedule.flag(first)])
 
 
 def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper.StreamK, plan: Plan) -> None:
@@ -110,9 +98,11 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
     """
     (lhs_gmem, sides_gmem), (outs_gmem, scratch_gmem, sums_gmem, scales_gmem) = (inputs.lhs, inputs.sides), outputs
     config: Any = plan.config
-    num_ctas, cta = work.num_ctas * config.cluster, hopper.cta(config)
     shared = [hopper.partial_sums_flags(work, config)] if work.cuts else []
-    flags, handshake, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared, awaits_peers=True)
+    flags, handshake_flags, own_counter, *sums_flags = shared_flags(
+        schedule.flags, HANDSHAKE_FLAGS, (1,), *shared, told=True
+    )
+    handshake = Handshake(handshake_flags, plan.ring, hopper.cta(config), NAME)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
 
     def tile_at(index: Any) -> hopper.Tile:
@@ -144,11 +134,23 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
 
     def run(buffers: hopper.Buffers, slots_smem: Any, loaded: Any) -> None:
         def communicate() -> None:
-            entry_handshake(handshake, plan.ring, cta, num_ctas)
-            _copy(cta, num_ctas, lhs_gmem, scratch_gmem, flags, slots_smem, loaded, plan.ring, schedule)
+            copy = functools.partial(
+                _copy, lhs_gmem=lhs_gmem, scratch_gmem=scratch_gmem, flags=flags, slots_smem=slots_smem, loaded=loaded,
+                ring=plan.ring, schedule=schedule,
+            )  # fmt: skip
+            number, carried, first = handshake.begin(), 0, handshake.looks
+            handshake.await_peers()
             for gathered_gmem in scales_gmem:
-                _copy_scales(cta, num_ctas, inputs.row_scale, gathered_gmem, flags, plan.ring, schedule)
-            exit_handshake(handshake, plan.ring, cta, num_ctas)
+                first += schedule.scale_pieces
+                number, carried = each_drawn(
+                    handshake.counter, number, first,
+                    lambda number, gathered_gmem=gathered_gmem: _copy_scales(
+                        number - handshake.looks, inputs.row_scale, gathered_gmem, flags, plan.ring, schedule
+                    ),
+                )  # fmt: skip
+            carried += copy(number, (first, first + schedule.pulls), handshake.counter, own=False)
+            copy(draw(own_counter.at[0]), (0, schedule.chunks - schedule.pulls), own_counter.at[0], own=True)
+            handshake.leave(carried, schedule.scale_pieces + schedule.pulls)
 
         hopper.mainloop(
             work=work,
@@ -202,7 +204,7 @@ def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.A
     )
     body = functools.partial(_kernel, schedule=schedule, work=work, plan=plan)
     outs, scratch, *_ = gathered_lhs.launch(
-        body, inputs, out_types, plan, f"overlap_{NAME}", awaits_peers=True, reads_scales=scaled
+        body, inputs, out_types, plan, f"overlap_{NAME}", told=True, reads_scales=scaled
     )
 
     def by_batch(x: jax.Array) -> jax.Array:

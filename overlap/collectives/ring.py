@@ -16,13 +16,17 @@ help nobody, and each costs a release at system scope, with a wait for everythin
 Of a cluster, the CTA whose tile is in the first column sends: both, if their tiles lie below each other; one, if they
 lie side by side and hold the same rows.
 
-No handshake is needed. Nobody reads a peer's inputs, so these may be overwritten as soon as the own kernel has ended.
+Before a device writes into its neighbour's memory, that one must have begun: so each looks for the device before it, and
+no other (`communicator`). Nobody reads a peer's inputs, so these may be overwritten as soon as the own kernel has ended.
 What others write here is what this device waits for: every flag belongs to a row block that some tile of this device
 needs, its producer waits for the flag's final count, and no signal comes before the bytes that it stands for. So when
 the last CTA leaves, all writes to this device's scratch have landed and all signals to its flags have arrived.
 
-No deadlock: a tile of step s + 1 waits only for tiles of step s on the next device, each CTA takes its tiles in the
-order of the steps, and a part of a tile waits for nothing of the others' parts before it has been passed on.
+No deadlock where all CTAs of a device run: a tile of step s + 1 waits only for tiles of step s on the next device, each
+CTA takes its tiles in the order of the steps, and a part of a tile waits for nothing of the others' parts before it has
+been passed on. But rows leave by the CTA that multiplies them. If another kernel holds a core of device A until device
+B gets on, and B waits for rows from a CTA that waits for that core, nobody gets on: XLA's collectives are such kernels,
+and its default schedule runs them beside this one. That is why nobody is given this transport unasked.
 
 Source: the ring collective matmul of JAX's Pallas documentation for Mosaic GPU, here without its steps.
 """
@@ -39,10 +43,11 @@ from overlap.collectives.transport import Site
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import (
-    fence_async_proxy,
+    HANDSHAKE_FLAGS,
+    Handshake,
+    board,
     send_tile,
     signal_peer,
-    wait_at_least,
     wait_stores_landed,
     wait_stores_read,
 )
@@ -86,26 +91,30 @@ class Forward:
     """See the module's docstring; the methods are those of `transport.Transport`."""
 
     forwards = True
-    awaits_peers = False
+    told = False
+    needs_all_ctas = True
     brings_scales = False
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
-        return (schedule.flags,)
+        return schedule.flags, HANDSHAKE_FLAGS
 
     def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
         del schedule, config, dtype  # It sends from the mainloop's slots.
         return ()
 
     def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
-        (row_flags,), () = flags, smem
+        (row_flags, handshake_flags), () = flags, smem
+        ring = site.ring
+        handshake = Handshake(handshake_flags, ring, site.cta, site.operation, only=ring.size - 1)
 
         def wait(tile: Tile) -> None:
-            wait_at_least(row_flags.at[site.flag(tile.step, tile)], site.parts, from_peer=True)
-            fence_async_proxy()
+            handshake.wait_for(board.ROWS, row_flags.at[site.flag(tile.step, tile)], site.parts, ring.peer(1))
 
         return dataclasses.replace(
             hooks,
             before_load=site.wait_for_rows(wait),
             in_smem=lambda tile, k, lhs_smem, rhs_smem: _pass_on(site, tile, k, lhs_smem),
             piece_done=lambda tile, parts: _announce(site, tile, parts, row_flags),
+            before_forwarding=handshake.await_peers,
+            communicate=handshake.begin_and_leave,
         )

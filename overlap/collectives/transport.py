@@ -31,6 +31,7 @@ class Site:
     """Where a transport works: what the kernel's body tells it.
 
     Attributes:
+      operation: the operation's name, for whoever waits too long.
       ring: the devices.
       schedule: who multiplies which rows when, and which flags say that they are there.
       config: sizes.
@@ -43,6 +44,7 @@ class Site:
         tiles, and [D - 1, 1, n], where those of the peers are to lie.
     """
 
+    operation: str
     ring: Ring
     schedule: AllGatherSchedule
     config: Config
@@ -77,7 +79,10 @@ class Transport(Protocol):
 
     Attributes:
       forwards: whether it has a part for the forwarder warp (`buffer_types`).
-      awaits_peers: whether it sees for itself that the peers have begun; else XLA runs a barrier before the kernel.
+      told: whether it touches nothing of its peers but operands and flags, so that their addresses can be told
+        (`overlap/primitives/addresses.py`).
+      needs_all_ctas: whether it ends only where all CTAs of a device run at the same time: another kernel that holds
+        some of the cores while it waits for another device, as XLA's collectives do, can then make both wait for ever.
       brings_scales: whether the scales of rows travel with them; else XLA gathers them beforehand.
     """
 
@@ -85,7 +90,10 @@ class Transport(Protocol):
     def forwards(self) -> bool: ...
 
     @property
-    def awaits_peers(self) -> bool: ...
+    def told(self) -> bool: ...
+
+    @property
+    def needs_all_ctas(self) -> bool: ...
 
     @property
     def brings_scales(self) -> bool: ...

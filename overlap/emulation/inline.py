@@ -29,7 +29,14 @@ _DYNAMIC = -(1 << 31)  # an index of `llvm.getelementptr` that is an operand
 
 
 class _Context:
-    """Takes the place of Mosaic GPU's launch context: there is none here."""
+    """Takes the place of Mosaic GPU's launch context: there is none here.
+
+    Attributes:
+        device_ids: of the devices of the mesh, in order; the code may depend on them.
+    """
+
+    def __init__(self, device_ids: tuple[int, ...]):
+        self.device_ids = device_ids
 
     def __getattr__(self, name: str) -> Any:
         raise Unreadable(f"it asks the launch context for `{name}`")
@@ -86,7 +93,7 @@ class _Reader:
                     self._values[value] = self._scalar(slot, variable.aval.dtype)
                     signed = mgpu_utils.is_signed(variable.aval.dtype)
                     leaves.append(mgpu.FragmentedArray.splat(value, (), is_signed=signed))
-            result = p["mgpu_fn"](_Context(), *jax.tree.unflatten(p["pytree_args"], leaves))
+            result = p["mgpu_fn"](_Context(self._d.program.device_ids), *jax.tree.unflatten(p["pytree_args"], leaves))
         for operation in block.operations:
             self._operation(operation)
         results = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, mgpu.FragmentedArray))

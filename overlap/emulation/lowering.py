@@ -140,7 +140,6 @@ _names = itertools.count()
 def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers one kernel for CPU devices to a callback per device."""
     name = params.get("name") or f"kernel {next(_names)}"
-    program = decode(params, ctx.avals_in)
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
@@ -148,6 +147,8 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     devices = getattr(mesh, "devices", None)
     if devices is not None and any(d.process_index != jax.process_index() for d in np.ravel(devices)):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
+    count = int(np.prod(list(axes.values()), dtype=int))
+    program = decode(params, ctx.avals_in, tuple(range(count) if devices is None else (d.id for d in np.ravel(devices))))
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 

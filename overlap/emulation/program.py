@@ -75,6 +75,7 @@ class Program:
         self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
         self.has_barrier = True  # over all devices, before each launch
+        self.device_ids: tuple[int, ...] = ()  # of the mesh, in order
 
     def forget_views(self) -> None:
         for path in self.paths:
@@ -247,8 +248,8 @@ class Decoder:
         return outs
 
 
-def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
-    """Decodes the parameters of the primitive that `plgpu.kernel` binds."""
+def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
+    """Decodes the parameters of the primitive that `plgpu.kernel` binds, for a mesh of these devices."""
     from . import control, data, inline, scopes, signals, transfers
 
     del control, data, inline, scopes, signals, transfers  # imported for the handlers they register
@@ -256,6 +257,7 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any]) -> Program:
     if not hasattr(mesh, "num_threads"):
         raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")
     program = Program()
+    program.device_ids = device_ids
     cluster = tuple(mesh.cluster)
     program.cluster = dict(zip(mesh.cluster_names, cluster))
     program.num_threads = mesh.num_threads

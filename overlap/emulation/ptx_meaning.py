@@ -137,6 +137,14 @@ def _block(thread: Any) -> bool:
     return thread.block(first, why)
 
 
+def _shuffle(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+    """All lanes get the value of lane 0, which an emulated thread stands for."""
+    if i.modifiers != ("sync", "idx", "b32") or i.operands[2] != 0:
+        raise Unreadable(f"{i.text!r} is not emulated")
+    put, get = frame.set(i.operands[0]), frame.get(i.operands[1])
+    return lambda thread: put(thread, get(thread))
+
+
 def _trap(thread: Any) -> None:
     raise ProtocolError(f"the kernel trapped: {thread.instruction.name}")
 
@@ -164,6 +172,8 @@ def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable
         simple = {"ld": ptx_memory.load, "st": ptx_memory.store, "setp": _compare, "cvt": _convert}
         if i.name in simple:
             return simple[i.name](frame, i)
+        if i.name == "shfl":
+            return _shuffle(frame, i)
         if i.name in ("fence", "membar"):
             return ptx_memory.fence(i)
         if i.name in ("trap", "nanosleep") or (i.name, i.modifiers) == ("bar", ("warp", "sync")):

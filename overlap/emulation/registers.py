@@ -61,7 +61,8 @@ class Frame:
             changed = False
             for i in code.instructions:
                 target = i.operands[0] if i.operands else None
-                if i.name in ("st", "red") or not isinstance(target, ptx.Register):
+                # All lanes get one lane's value from a shuffle.
+                if i.name in ("st", "red", "shfl") or not isinstance(target, ptx.Register):
                     continue
                 sources = self.of_guard(i).union(*(self.of(operand) for operand in i.operands[1:]))
                 if not sources <= self.varies.get(target.name, frozenset()):

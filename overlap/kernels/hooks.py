@@ -89,6 +89,7 @@ class Hooks:
       rhs_at: from a tile to the reference that holds its columns, or to a `OneOf` or a `ByStep`.
       out_at: from a tile to the [rows, n] reference that it is stored to, or to a `OneOf`.
       communicate: the communicator warp's whole work; called once.
+      before_forwarding: called by the forwarder warp once, before it sees its first operand tile. Needs `in_smem`.
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step
         `k` are in shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else
         [boxes, k, width]. It must not return before its copies have read them (`wait_stores_read`).
@@ -106,6 +107,7 @@ class Hooks:
     before_load: Callable[[Tile], None] | None = None
     before_lhs: Callable[[Tile], None] | None = None
     communicate: Callable[[], None] | None = None
+    before_forwarding: Callable[[], None] | None = None
     in_smem: Callable[[Tile, Any, Any, Any], None] | None = None
     piece_done: Callable[[Tile, Any], None] | None = None
     addend_at: Callable[[Tile], Any] | None = None

@@ -330,6 +330,11 @@ def mainloop(
         if config.cluster > 1:
             _wait_until_consumed(work.total_steps(group), buffers, config)
 
+    def forward() -> None:
+        if hooks.before_forwarding is not None:
+            hooks.before_forwarding()
+        for_each_piece(_forward)
+
     @pl.when(warpgroup < buffers.warpgroups)
     def _compute_role() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -347,7 +352,7 @@ def mainloop(
             if hooks.communicate is not None:
                 pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
             if hooks.in_smem is not None:
-                pl.when(warp == FORWARDER_WARP)(functools.partial(for_each_piece, _forward))
+                pl.when(warp == FORWARDER_WARP)(forward)
 
 
 def launch(
@@ -363,8 +368,8 @@ def launch(
 
     Of `num_ctas`, as many run as fill whole clusters.
 
-    `peers_read`: which operands the peers read, in a kernel that sees for itself that they have begun (its flags are
-    `shared_flags(..., awaits_peers=True)`); none: if it talks to any, the framework runs a barrier before it.
+    It sees for itself that its peers have begun, if it has any. `peers_read`: which operands the peers read, in a kernel
+    that is told their addresses (its flags are `shared_flags(..., told=True)`).
 
     It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
     """
@@ -381,7 +386,7 @@ def launch(
         thread_name=THREAD_AXIS,
         compiler_params=addresses.Params(lowering_semantics=semantics, peers_read=peers_read)
         if peers_read
-        else plgpu.CompilerParams(lowering_semantics=semantics),
+        else plgpu.CompilerParams(lowering_semantics=semantics, skip_device_barrier=True),
     )
 
     @jax.custom_batching.custom_vmap

@@ -25,26 +25,30 @@ a chain of the links below; anything else is a race, however improbable.
    counter shared by several rounds lets one fast CTA's second signal stand in for a slow CTA's first.
 7. *The start*: nobody may read a peer's inputs or signal its flags before that peer has begun the kernel: until then
    its inputs are not ready and its flags not zero. Either the framework runs a barrier over all devices before the
-   kernel, or the kernel begins with `entry_handshake`.
+   kernel, or the kernel begins with `Handshake.begin`.
 8. *The end*: a device may not leave the kernel while a peer can still read its inputs or signal its flags, because
-   XLA then reuses the memory. `exit_handshake` is that rule.
+   XLA then reuses the memory. `Handshake.leave` is that rule.
+
+And one of progress: *nobody waits for a CTA that may not have started.* Other kernels may hold some of the cores until
+another device gets on, so what a peer waits for is done by whichever CTAs are there: they draw it from a counter.
 """
 
-from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, share_of, wait_stores_landed, wait_stores_read
+from overlap.primitives.atomics import draw, each_drawn
+from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, wait_stores_landed, wait_stores_read
 from overlap.primitives.flags import fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
-from overlap.primitives.handshake import HANDSHAKE_FLAGS, entry_handshake, exit_handshake
+from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
 from overlap.primitives.peers import Ring
 
 __all__ = [
     "HANDSHAKE_FLAGS",
+    "Handshake",
     "PullPlan",
     "Ring",
-    "entry_handshake",
-    "exit_handshake",
+    "draw",
+    "each_drawn",
     "fence_async_proxy",
     "pull_chunks",
     "send_tile",
-    "share_of",
     "shared_flags",
     "signal",
     "signal_peer",

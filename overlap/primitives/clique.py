@@ -65,12 +65,14 @@ class Clique:
       positions: for each rank, its device's position in the enclosing mesh: XLA's list.
       device_ids: the devices' own ids.
       is_mirrored: whether rank 0 is the last position in `mesh`.
+      knows_devices: whether these are the devices on which the kernel will run, in this order.
     """
 
     mesh: jax.sharding.Mesh
     positions: tuple[int, ...]
     device_ids: tuple[int, ...]
     is_mirrored: bool
+    knows_devices: bool = True
 
     @staticmethod
     def of(mesh: Any, axes: frozenset[str]) -> Clique | None:
@@ -89,7 +91,8 @@ class Clique:
                 )
             # In what order does not matter; how many processes they are of does.
             devices = jax.devices() if mesh.size == jax.device_count() else range(mesh.size)
-            return _of_one_host(np.array(devices, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
+            abstract = _of_one_host(np.array(devices, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
+            return dataclasses.replace(abstract, knows_devices=False)
         host = _own_host(mesh)
         is_here = np.vectorize(lambda device: host_of(device) == host, otypes=[bool])(mesh.devices)
         if is_here.all():
@@ -171,6 +174,14 @@ def several_hosts(mesh: Any = None) -> bool:
     """Whether the devices of a mesh are on more than one host; of an abstract one, or of none, those of this job."""
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices()
     return len({host_of(device) for device in devices}) > 1
+
+
+def device_ids(context: Any) -> tuple[int, ...] | None:
+    """In a kernel's inline code: the ids of the devices of its mesh, in order; None if nobody knows them yet.
+
+    That is so of an abstract mesh and of an exported program; the framework's barrier then runs before the kernel.
+    """
+    return context.device_ids if hasattr(context, "device_ids") else _compat.device_ids()
 
 
 def lower_by_cliques() -> None:

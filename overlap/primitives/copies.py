@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.primitives.atomics import draw, loop_while
 from overlap.primitives.integers import ceil_div, quotient, remainder
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -120,13 +120,10 @@ def largest_divisor(number: int, limit: int) -> int:
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
-def share_of(chunks: int, cta: Any, num_ctas: int) -> Any:
-    """How many of `chunks` are a CTA's if they are dealt to all in turn, an int32 scalar."""
-    return lax.div(jnp.int32(chunks + num_ctas - 1) - cta, jnp.int32(num_ctas))
-
-
 def pull_chunks(
-    count: Any,
+    number: Any,
+    numbers: tuple[int, int],
+    counter: Any,
     plan: PullPlan,
     *,
     at: Callable[[Any], tuple[Any, Any, Any]],
@@ -135,29 +132,35 @@ def pull_chunks(
     landed: Callable[[Any, Any, Any], None],
     slots_smem: Any,
     loaded: Any,
-) -> None:
-    """Copies chunks remote global memory → shared memory → local global memory, in order, by one warp.
+) -> Any:
+    """Copies chunks remote global memory → shared memory → local global memory, by one warp of each CTA.
 
-    All slots but the one being stored are on their way across NVLink at any time.
+    Which ones says a counter, from which each warp draws as it goes on: so whichever CTAs run carry all of them, and
+    who is faster carries more. All slots but the one being stored are on their way across NVLink at any time.
 
     Args:
-      count: how many chunks this warp carries, an int32 scalar (`share_of`).
-      plan: their sizes.
-      at: from the running index of a chunk to the shard that it is of, in whatever terms, and its first row and column.
+      number: this CTA's first number of the counter, an int32 scalar.
+      numbers: the numbers from the first to before the second are chunks, in this order.
+      counter: the counter.
+      plan: the chunks' sizes.
+      at: from a chunk's index (0 first) to the shard that it is of, in whatever terms, and its first row and column.
       source: from a shard, rows and columns (slices) to the (remote) reference in global memory.
       destination: likewise to the local reference.
       landed: called with what `at` says of a chunk once that is complete at its destination: raise the flag here.
       slots_smem: shared memory of shape [slots, plan.rows, plan.cols].
       loaded: one barrier per slot, of one arrival.
-    """
-    slots = slots_smem.shape[0]
 
-    def in_its_size(index: Any, copy: Callable[[Any, Any, Any], None]) -> None:
+    Returns:
+      How many chunks this warp has carried, an int32 scalar; all its accesses to the sources are over.
+    """
+    (begin, end), slots = numbers, slots_smem.shape[0]
+
+    def in_its_size(number: Any, slot: Any, copy: Callable[[Any, Any, Any], None]) -> None:
         """Calls `copy` with the shard, the place there, and the place in shared memory of a chunk."""
-        shard, row, column = at(index)
+        shard, row, column = at(number - begin)
 
         def of_size(rows: int, cols: int) -> Callable[[], None]:
-            slot_smem = slots_smem.at[remainder(index, slots), pl.ds(0, rows), pl.ds(0, cols)]
+            slot_smem = slots_smem.at[slot, pl.ds(0, rows), pl.ds(0, cols)]
             return lambda: copy(shard, (pl.ds(row, rows), pl.ds(column, cols)), slot_smem)
 
         if plan.short is None:
@@ -168,25 +171,29 @@ def pull_chunks(
         pl.when(lacking <= 0)(of_size(plan.rows, plan.cols))
         pl.when(lacking > 0)(of_size(*plan.short))
 
-    def load(index: Any) -> None:
+    def load(number: Any, slot: Any) -> None:
         def start(shard: Any, place: Any, slot_smem: Any) -> None:
-            arrives_at = loaded.at[remainder(index, slots)]
-            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, arrives_at, oob_mode=IN_BOUNDS)
+            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], oob_mode=IN_BOUNDS)
 
-        in_its_size(index, start)
+        pl.when(number < end)(lambda: in_its_size(number, slot, start))
 
-    @pl.loop(0, jnp.minimum(count, slots))
-    def _prefetch(index: Any) -> None:
-        load(index)
+    # The numbers of the chunks that are on their way, in the order of the slots from the oldest on, and the next one.
+    drawn = [number]
+    for slot in range(slots):
+        load(drawn[slot], slot)
+        drawn.append(draw(counter))
 
-    @pl.loop(0, count)
-    def _carry(index: Any) -> None:
-        plgpu.barrier_wait(loaded.at[remainder(index, slots)])
-        in_its_size(index, lambda shard, place, slot_smem: send_tile(slot_smem, destination(shard, *place)))
+    def carry(state: Any) -> Any:
+        slot, count, (oldest, *others, following) = state
+        plgpu.barrier_wait(loaded.at[slot])
+        in_its_size(oldest, slot, lambda shard, place, slot_smem: send_tile(slot_smem, destination(shard, *place)))
+        # While the store is under way.
+        after = draw(counter)
         # Landed, not only read: the flag speaks of the destination. It also frees the slot.
         wait_stores_landed()
-        landed(*at(index))
+        landed(*at(oldest - begin))
+        load(following, slot)
+        return remainder(slot + 1, slots), count + 1, (*others, following, after)
 
-        @pl.when(index + slots < count)
-        def _refill() -> None:
-            load(index + slots)
+    start = (jnp.int32(0), jnp.int32(0), tuple(drawn))
+    return loop_while(lambda state: state[2][0] < end, carry, start)[1]

@@ -17,17 +17,16 @@ from overlap.primitives.peers import Ring
 _WINDOW_BYTES = 4096
 
 
-def shared_flags(*shapes: tuple[int, ...], awaits_peers: bool = False) -> tuple[Any, ...]:
+def shared_flags(*shapes: tuple[int, ...], told: bool = False) -> tuple[Any, ...]:
     """Flags shared by all CTAs of a device, zero at launch: one array of them per shape. Call once, first in the body.
 
     (Semaphores among a kernel's `scratch_types` are private to each CTA: waited on from another one, they hang.)
 
     Args:
       *shapes: the shapes.
-      awaits_peers: whether the kernel sees for itself that its peers have begun. A table of their addresses then stands
-        in front of the flags (`overlap/primitives/addresses.py`).
+      told: whether a table of the peers' addresses stands in front of the flags (`overlap/primitives/addresses.py`).
     """
-    table = [(TABLE_FLAGS,)] if awaits_peers else []
+    table = [(TABLE_FLAGS,)] if told else []
     flags = [pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in (*table, *shapes)]
     filler = -sum(math.prod(shape) for shape in (*table, *shapes)) % (_WINDOW_BYTES // FLAG_BYTES)
     if filler:
@@ -45,15 +44,12 @@ def signal_peer(flag: Any, ring: Ring, position: Any, increment: Any = 1) -> Non
     plgpu.semaphore_signal(flag, increment, device_id=ring.device_id(position))
 
 
-def wait_at_least(flag: Any, value: Any, *, from_peer: bool = False) -> None:
-    """Waits until a flag of this device has reached `value`, and leaves it as it is. An acquire.
+def wait_at_least(flag: Any, value: Any) -> None:
+    """Waits until a flag that this device's CTAs raise has reached `value`, and leaves it as it is. An acquire.
 
-    Args:
-      flag: the flag; a remote one cannot be waited on.
-      value: the least value that ends the wait.
-      from_peer: whether other devices raise it (system scope), not only this one's CTAs (GPU scope).
+    For one that other devices raise, see `waits.wait_for_word`.
     """
-    plgpu.semaphore_wait(flag, value, decrement=False, memory_scope="sys" if from_peer else "gpu")
+    plgpu.semaphore_wait(flag, value, decrement=False, memory_scope="gpu")
 
 
 def _fence_proxy_async(_: Any) -> None:

@@ -1,151 +1,225 @@
-"""The two handshakes of a kernel that reads its peers' memory: none begins too early, none leaves too early.
+"""The two handshakes of a kernel that talks to its peers: none begins too early, none leaves too early.
 
 The framework can run a barrier over all devices before such a kernel. It costs a kernel launch and a round trip, while
 the tensor cores idle, and lets the fastest device wait for the slowest. These handshakes take its place *inside* the
-kernel, where there is other work to do: `entry_handshake` tells that a peer has begun, so that its inputs are ready and
-its flags are zero; `exit_handshake`, that nobody needs this device's memory any more.
+kernel, where there is other work to do: the first tells that a peer has begun, so that its inputs are ready and its
+flags are zero; the second, that nobody needs this device's memory any more.
 
 No flag of a peer may be touched before that peer has begun, since its memory still belongs to somebody else. So a
 device begins by raising a *beacon* in its own memory, and its peers look for it there:
 
     begin   raise the own beacon; look at each peer's until it is raised, and tell that peer that it has been seen
-    end     when this device reads no peer's memory any more and all peers have seen its beacon: lower that, then tell
+    end     when this device needs no peer's memory any more and all peers have seen its beacon: lower that, then tell
             every peer; leave when all peers have said so
 
-What a peer sees before the beacon is whatever that memory last held, so a raised beacon is a key of 128 bits that
-nothing else writes. That no key is left there by an earlier launch follows from the end: a device looks at a peer's
-beacon of this launch only after it has left the one before, thus after that peer's word, which came after that beacon
-had been lowered.
+Why a launch is never taken for another
+---------------------------------------
+What a device sees before the beacon of this launch is whatever that memory last held, also what another launch has left
+there, with other members, of another operation or program: XLA gives the flags of all of them the same addresses. So a
+raised beacon is a key of 128 bits, and the key says who talks to whom: it is made of the mesh, with its devices in
+order, and of the axes along which the kernel talks (`_key`). Let device A, in launch L, see its key in the memory of
+its peer P, and suppose that P has raised it in another launch M.
+
+- M has the same key, so the same mesh and the same axes. P belongs to one group along these axes of this mesh, so A is
+  a member of M as it is of L.
+- Devices run the programs that they share in the same order, so either both ran M before L, or both will run it after.
+- M before L: A has left M. So it had P's last word of M, which P said after it had lowered its beacon of M.
+- M after L: P has left L, so it had A's last word of L, which A says only after it has seen P's beacon of L.
+
+Either way P's beacon of M is not raised while A looks for that of L. Nothing is said of where the flags of L and M lie,
+of what either computes, nor of how late anybody is; no state outlives a launch. The emulator runs random sequences of
+launches on shared flags, with the key and, as a negative control, without (`tests/test_sequences.py`).
+
+Whoever is there
+----------------
+Other kernels (NCCL's) may hold some of the cores, for as long as they wait for other devices. So nothing here waits for
+a CTA that may not have started: the looking is dealt by a counter to the CTAs that are there, each once; whoever
+completes the last piece of work with peers' memory speaks for the device; who comes later finds nothing left to do. One
+CTA on each device suffices for all devices to be done with each other.
+
+    items of the counter:   0 … looks − 1        look for a peer
+                            looks … end − 1      a transport's transfers
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.primitives import atomics, board, clique
 from overlap.primitives.addresses import require_told
-from overlap.primitives.flags import signal, signal_peer, wait_at_least
+from overlap.primitives.flags import signal
 from overlap.primitives.peers import Ring
+from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
 _WORDS = 4
-# Shape of the flags of both handshakes: the beacon's words, then four counters.
-HANDSHAKE_FLAGS = (_WORDS + 4,)
-_BEGUN, _SEEN, _OWN_CTAS, _DONE = range(_WORDS, _WORDS + 4)
-_KEY = [
-    int.from_bytes(hashlib.sha256(b"overlap: this device has begun").digest()[4 * word : 4 * word + 4], "little")
-    for word in range(_WORDS)
-]
+_BEGUN, _SEEN, _COMPLETED, _DONE, _DRAWN = range(_WORDS, _WORDS + 5)
+# Shape of the flags of both handshakes: the beacon's words, then two counters, a word with a bit for each position
+# before and after the second, and the counter of the items.
+HANDSHAKE_FLAGS = (_WORDS + 5,)
+# Between zero, which is a beacon that has not been raised yet, and its key.
+_LOWERED = 1
 
 
-def _write(beacon: Any, words: Sequence[int]) -> None:
-    """By one thread of the warp, the one that signals."""
-    address = mgpu_utils.memref_ptr(beacon)
-    one = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARP)
-    for index, word in enumerate(words):
-        mgpu_utils.inline_ptx(f"st.relaxed.sys.global.b32 [$0+{4 * index}], {word};", address, predicate=one)
+def _key(context: Any, ring: Ring) -> list[int]:
+    """The words of a raised beacon; asked for at lowering, when the devices of the mesh are known."""
+    text = f"overlap: {ring.axis_name!r} of {ring.mesh_shape!r} on {clique.device_ids(context)!r}"
+    digest = hashlib.sha256(text.encode()).digest()
+    words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
+    return [max(words[0], _LOWERED + 1), *words[1:]]
 
 
-def _raise(_: Any, beacon: Any) -> None:
-    mgpu_utils.inline_ptx("fence.acq_rel.sys;", has_side_effects=True)
-    _write(beacon, _KEY)
+@dataclasses.dataclass(frozen=True)
+class Handshake:
+    """The handshakes of one kernel.
 
-
-def _lower(context: Any, beacon: Any) -> None:
-    require_told(context)
-    _write(beacon, [0] * _WORDS)
-
-
-def _await(_: Any, beacon: Any) -> None:
-    """By all threads of the warp, as one access. A peer's memory is not cached here: each look crosses NVLink."""
-    words = range(_WORDS)
-    loads = (f"ld.relaxed.sys.global.b32 word{word}, [$0+{4 * word}];" for word in words)
-    tests = (f"setp.eq.and.u32 raised, word{word}, {_KEY[word]}, raised;" for word in words[1:])
-    lines = [
-        "{", ".reg .pred raised;", *(f".reg .b32 word{word};" for word in words),
-        "LOOK:", *loads, f"setp.eq.u32 raised, word0, {_KEY[0]};", *tests,
-        "@raised bra SEEN;", "nanosleep.u32 40;", "bra LOOK;",
-        "SEEN:", "fence.acquire.sys;", "fence.proxy.async.global;", "}",
-    ]  # fmt: skip
-    mgpu_utils.inline_ptx("\n".join(lines), mgpu_utils.memref_ptr(beacon), has_side_effects=True, convergent=True)
-
-
-def _await_count(count: int) -> Any:
-    """As `wait_at_least` within this GPU and `fence_async_proxy`, by all threads of the warp.
-
-    Where one thread waits for the others, ptxas keeps more of what follows in registers than this warp has to spare.
-    """
-
-    def wait(_: Any, flag: Any) -> None:
-        lines = [
-            "{", ".reg .pred enough;", ".reg .b32 number;",
-            "LOOK:", "ld.relaxed.gpu.global.b32 number, [$0];", f"setp.ge.u32 enough, number, {count};",
-            "@!enough bra LOOK;", "fence.acquire.gpu;", "fence.proxy.async.global;", "}",
-        ]  # fmt: skip
-        mgpu_utils.inline_ptx("\n".join(lines), mgpu_utils.memref_ptr(flag), has_side_effects=True, convergent=True)
-
-    return wait
-
-
-def _act(act: Any, flag: Any) -> None:
-    """Runs one of the above on a flag; of a beacon that is its first word."""
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(act)(flag)
-
-
-def entry_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
-    """Waits until all peers have begun this kernel: their inputs may then be read and their flags raised.
-
-    Every CTA calls it once, from the warp that reads the peers' memory, before it does.
-
-    Args:
+    Attributes:
       flags: of shape `HANDSHAKE_FLAGS`, in memory that the peers can address.
       ring: the peers.
       cta: this CTA's index on the device.
-      num_ctas: how many there are.
+      operation: its name, for whoever waits too long.
+      only: the distance of the one peer whose memory this device needs; None: that of all peers. In the same distance
+        behind it is the one peer that needs its own.
     """
-    beacon, begun = flags.at[0], flags.at[_BEGUN]
 
-    @pl.when(cta == 0)
-    def _begin() -> None:
-        _act(_raise, beacon)
+    flags: Any
+    ring: Ring
+    cta: Any
+    operation: str
+    only: int | None = None
 
-    # Each peer is looked for by one CTA, all of them at the same time.
-    @pl.loop(cta + 1, ring.size, step=num_ctas)
-    def _look_for(distance: Any) -> None:
-        peer = ring.peer(distance)
-        _act(_await, ring.remote(beacon, peer))
-        signal(begun)
-        signal_peer(flags.at[_SEEN], ring, peer)
+    @property
+    def looks(self) -> int:
+        """How many peers this device looks for: so many items of the counter come first."""
+        return self.ring.size - 1 if self.only is None else 1
 
-    _act(_await_count(ring.size - 1), begun)
+    @property
+    def counter(self) -> Any:
+        """The counter that deals items to the CTAs."""
+        return self.flags.at[_DRAWN]
 
+    @property
+    def _number(self) -> int:
+        return board.describe(self.operation, self.ring.axis_name, self.ring.size)
 
-def exit_handshake(flags: Any, ring: Ring, cta: Any, num_ctas: int) -> None:
-    """Tells every peer that this device reads its memory no more, and waits until all peers have said the same.
+    def begin(self) -> Any:
+        """Every communicator calls it once, first: looks for the peers that fall to it.
 
-    Every CTA calls it once, from the one warp whose remote reads have all completed (each awaited on its mbarrier).
-    CTA 0 gathers the others' word and speaks for the device: devices − 1 signals cross NVLink, not CTAs times that.
+        Returns its first item that is no look: at least `looks`.
+        """
+        return self._begin(self._look)
 
-    Why it suffices: a CTA's signal releases its completed reads; CTA 0 acquires them all, and its system-scope release
-    to the peer passes them on; the peer's CTA 0 acquires that before it leaves, and a kernel ends with its last CTA.
+    def begin_and_leave(self) -> None:
+        """Instead of `begin` and `leave`, where the communicator has no transfers and each wait for data is a wait for
+        all that peers do here: who has looked speaks at once."""
 
-    Args: as of `entry_handshake`, which the same warps have called before.
-    """
-    own_ctas, done = flags.at[_OWN_CTAS], flags.at[_DONE]
-    signal(own_ctas)
+        def look_and_speak(item: Any) -> None:
+            self._look(item)
+            self._speak()
 
-    @pl.when(cta == 0)
-    def _speak_for_the_device() -> None:
-        wait_at_least(own_ctas, num_ctas)
-        wait_at_least(flags.at[_SEEN], ring.size - 1, from_peer=True)
-        _act(_lower, flags.at[0])
+        assert self.looks == 1
+        self._begin(look_and_speak)
 
-        @pl.loop(1, ring.size)
+    def _begin(self, look: Callable[[Any], None]) -> Any:
+        # CTA 0 is nearly always there, and need not wait for a number; else whoever has drawn the first one raises it.
+        pl.when(self.cta == 0)(self._raise)
+        first = atomics.draw(self.counter)
+        pl.when(jnp.logical_and(first == 0, self.cta != 0))(self._raise)
+        return atomics.each_drawn(self.counter, first, self.looks, look)[0]
+
+    def await_peers(self) -> None:
+        """Waits until all peers have begun whose memory this device needs: it may then be read and written."""
+        wait_within_device(self.flags.at[_BEGUN], self.looks)
+
+    def leave(self, completed: Any, total: int) -> None:
+        """Every communicator calls it once, last: whoever completes the device's last transfer speaks for the device.
+
+        Args:
+          completed: how many transfers this CTA has completed: it accesses no peer's memory any more.
+          total: how many the device has; at least one.
+
+        Why it suffices: an addition to the counter releases a CTA's completed accesses, the last one acquires them all,
+        and its release at system scope passes them on to the peer, which acquires it before it leaves; a kernel ends
+        with its last CTA.
+        """
+
+        @pl.when(completed > 0)
+        def _count() -> None:
+            before = atomics.add(self.flags.at[_COMPLETED], completed)
+            pl.when(before + completed == total)(self._speak)
+
+    def wait_for(self, role: int, word: Any, expected: Any, position: Any) -> None:
+        """Waits until a word of this device, which the peer at `position` raises, has reached `expected`."""
+        wait_for_word(word, expected, self.ring, position, operation=self._number, role=role, at_least=True)
+
+    def _raise(self) -> None:
+        atomics.inline(self._raise_code, [self.flags.at[0]])
+
+    def _raise_code(self, context: Any, pointer: Any) -> None:
+        key = _key(context, self.ring)
+        others = [f"@first st.relaxed.sys.global.b32 [$0+{4 * i}], {key[i]};" for i in range(1, _WORDS)]
+        lines = [
+            *atomics.BY_LANE_0, ".reg .b32 before;",
+            # What was computed before this kernel, and the zeroed flags, come before the beacon.
+            "fence.acq_rel.sys;", *others,
+            # Only once: who comes late must not raise it again.
+            f"@first atom.relaxed.sys.global.cas.b32 before, [$0], 0, {key[0]};",
+        ]  # fmt: skip
+        atomics.ptx(lines, pointer)
+
+    def _lower_code(self, context: Any, pointer: Any) -> None:
+        require_told(context)
+        lines = [*atomics.BY_LANE_0, f"@first st.relaxed.sys.global.b32 [$0], {_LOWERED};"]
+        atomics.ptx(lines, pointer)
+
+    def _look(self, item: Any) -> None:
+        """Looks for one peer until it has begun, and tells it so."""
+        ring, beacon = self.ring, self.flags.at[0]
+        peer = ring.peer(item + 1 if self.only is None else self.only)
+        atomics.inline(self._look_code, [ring.remote(beacon, peer), beacon], ring.me(), peer, 1)
+        signal(self.flags.at[_BEGUN])
+        atomics.set_bit_at_peer(self.flags.at[_SEEN], ring, peer, ring.me())
+
+    def _look_code(self, context: Any, *operands: Any) -> None:
+        # A peer's memory is not cached here: each look crosses NVLink.
+        key = _key(context, self.ring)
+        look = [
+            ".reg .b32 word<4>;", *(f"ld.relaxed.sys.global.b32 word{i}, [$0+{4 * i}];" for i in range(_WORDS)),
+            "mov.b32 got, word0;", f"setp.eq.u32 there, word0, {key[0]};",
+            *(f"setp.eq.and.u32 there, word{i}, {key[i]}, there;" for i in range(1, _WORDS)),
+        ]  # fmt: skip
+        look_until(look, operands, operation=self._number, role=board.BEGUN)
+
+    def _speak(self) -> None:
+        """Lowers the beacon, tells all peers concerned, and waits for their word."""
+        ring = self.ring
+        readers, owners = (1, 1) if self.only is None else (ring.size - self.only, self.only)
+        self._wait(_SEEN, board.SEEN, readers)
+        atomics.inline(self._lower_code, [self.flags.at[0]])
+        for_all = self.only is None
+
+        @pl.loop(1, ring.size) if for_all else _once(readers)
         def _tell(distance: Any) -> None:
-            signal_peer(done, ring, ring.peer(distance))
+            atomics.set_bit_at_peer(self.flags.at[_DONE], ring, ring.peer(distance), ring.me())
 
-        wait_at_least(done, ring.size - 1, from_peer=True)
+        self._wait(_DONE, board.DONE, owners)
+
+    def _wait(self, flag: int, role: int, distance: int) -> None:
+        """Waits for a bit of each peer, or of the one in that distance."""
+        ring = self.ring
+        if self.only is None:
+            me = ring.me()
+            expected, peer = jnp.int32((1 << ring.size) - 1) ^ (jnp.int32(1) << me), me
+        else:
+            peer = ring.peer(distance)
+            expected = jnp.int32(1) << peer
+        wait_for_word(self.flags.at[flag], expected, ring, peer, operation=self._number, role=role)
+
+
+def _once(value: int) -> Callable[[Callable[[Any], None]], None]:
+    return lambda act: act(value)

@@ -1,0 +1,116 @@
+"""Atomic words in global memory, by one warp as one thread: numbers drawn from a counter, sums, and bits.
+
+Pallas has signals (an addition of a constant whose result nobody sees) and no other atomic operations, so these are
+PTX. All lanes of the warp run them; lane 0 acts, and all lanes get its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from overlap import _compat
+from overlap.primitives.peers import Ring
+
+_SCALAR = plgpu.Layout.WG_SPLAT
+BY_LANE_0 = (".reg .pred first;", ".reg .b32 lane;", "mov.u32 lane, %laneid;", "setp.eq.u32 first, lane, 0;")
+
+
+def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns: bool = False) -> Any:
+    """Runs inline code on references and int32 scalars.
+
+    Args:
+      emit: called at lowering as `emit(context, *pointers, *values)`; it emits PTX, and returns an i32 value if `returns`.
+      refs: words of global memory, here or on a peer.
+      *scalars: int32 scalars.
+      returns: whether the code has a result, an int32 scalar.
+    """
+
+    def code(context: Any, *operands: Any) -> Any:
+        pointers = map(mgpu_utils.memref_ptr, operands[: len(refs)])
+        result = emit(context, *pointers, *(value.registers.item() for value in operands[len(refs) :]))
+        return mgpu.FragmentedArray.splat(result, (), is_signed=True) if returns else None
+
+    return plgpu.inline_mgpu(
+        arg_types=(*(plgpu.RefType() for _ in refs), *(_SCALAR for _ in scalars)),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR) if returns else None,
+    )(code)(*refs, *(jnp.asarray(x, jnp.int32) for x in scalars))
+
+
+def ptx(lines: Sequence[str], *operands: Any, returns: bool = False) -> Any:
+    """One block of PTX that all lanes of the warp run together; operands count from $1 if it `returns`, else from $0."""
+    text = "\n".join(["{", *lines, "}"])
+    result = ir.IntegerType.get_signless(32) if returns else None
+    return mgpu_utils.inline_ptx(text, *operands, result_types=result, has_side_effects=True, convergent=True)
+
+
+def _draw(_: Any, pointer: Any) -> Any:
+    lines = [
+        *BY_LANE_0, ".reg .b32 number;", "mov.b32 number, 0;",
+        "@first atom.relaxed.gpu.global.add.u32 number, [$1], 1;",
+        "shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;",
+    ]  # fmt: skip
+    return ptx(lines, pointer, returns=True)
+
+
+def _add(_: Any, pointer: Any, amount: Any) -> Any:
+    lines = [
+        *BY_LANE_0, ".reg .b32 before;", "mov.b32 before, 0;",
+        "@first atom.acq_rel.gpu.global.add.u32 before, [$1], $2;",
+        "shfl.sync.idx.b32 $0, before, 0, 31, 0xffffffff;",
+    ]  # fmt: skip
+    return ptx(lines, pointer, amount, returns=True)
+
+
+def _set_bit(_: Any, pointer: Any, place: Any) -> None:
+    lines = [
+        *BY_LANE_0, ".reg .b32 bit;", "mov.b32 bit, 1;", "shl.b32 bit, bit, $1;",
+        "@first red.release.sys.global.or.b32 [$0], bit;",
+    ]  # fmt: skip
+    ptx(lines, pointer, place)
+
+
+def draw(counter: Any) -> jax.Array:
+    """The next number of a counter of this device, 0 first: nobody else gets the same. It orders nothing."""
+    return inline(_draw, [counter], returns=True)
+
+
+def add(counter: Any, amount: Any) -> jax.Array:
+    """Adds to a counter of this device and returns what it was. A release and an acquire at GPU scope."""
+    return inline(_add, [counter], amount, returns=True)
+
+
+def set_bit_at_peer(word: Any, ring: Ring, position: Any, bit: Any) -> None:
+    """Sets a bit in a word of the device at `position` of the ring. A release at system scope."""
+    inline(_set_bit, [ring.remote(word, position)], bit)
+
+
+def each_drawn(counter: Any, number: Any, end: int, do: Callable[[Any], None]) -> tuple[Any, Any]:
+    """Calls `do(number)`, then with each number drawn next, as long as they are below `end`.
+
+    All who call it on one counter share the numbers among them, however many they are and whenever they come.
+
+    Returns:
+      The first number beyond, and how many there were before.
+    """
+
+    def body(state: Any) -> Any:
+        number, count = state
+        do(number)
+        return draw(counter), count + 1
+
+    return loop_while(lambda state: state[0] < end, body, (number, jnp.int32(0)))
+
+
+def loop_while(test: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
+    """`lax.while_loop` over int32 scalars, also in a warp of its own."""
+    _compat.let_warps_loop()
+    return lax.while_loop(test, body, state)

@@ -1,0 +1,135 @@
+"""Where a kernel writes down for whom it has waited long, and the thread of the host that reads it out.
+
+A kernel cannot print: a call of `vprintf` makes the assembler serialize every wgmma of the kernel. It can write to
+memory of the host. So the board is a page of the host that all GPUs of the process can write to, and a thread of the
+host looks at it each second. The kernel must know where it is, and that must not differ from process to process, since
+compiled programs are kept in caches: the board lies at an address of the virtual memory that is fixed here.
+
+    kernel      after `REPORT_AFTER_S`, and again when it gives up: writes its record; takes it back if the wait ends
+    host        prints it
+
+A record has a place for each pair of devices, so that none is lost. It holds numbers; what the operation is called is
+known to the host, since it was traced in this process (`describe`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import mmap
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from overlap import _cuda
+
+REPORT_AFTER_S = 30.0
+# A kernel that has given up waits for so long before it ends, for the host to have read its record.
+LINGER_S = 2.5
+_LOOK_EVERY_S = 1.0
+ADDRESS = 0x4F56_4C41_0000  # Some 87 TB: far from where programs, libraries and drivers have theirs.
+MOST_DEVICES = 32
+RECORD_BYTES = 64
+_BYTES = MOST_DEVICES * MOST_DEVICES * RECORD_BYTES
+# The words of a record. The state is written last: 0: nothing, or over; 1: still waiting; 2: given up.
+STATE, OPERATION, POSITION, PEER, ROLE, EXPECTED, GOT, WAITED, POINTER = range(9)  # The last one is two words.
+# A kernel's clock counts in 2^20 ns.
+TICK_S = 2**20 / 1e9
+
+OVER, STILL_WAITING, GIVEN_UP = range(3)
+
+BEGUN, SEEN, DONE, ROWS = range(4)
+_ROLES = {
+    BEGUN: "for it to begin this operation (flag: its beacon, expected raised)",
+    SEEN: "for it to have noticed that this device has begun (flag: seen, a bit for each position)",
+    DONE: "for it to be done with this device's memory (flag: done, a bit for each position)",
+    ROWS: "for rows that it passes on (flag: rows)",
+}
+
+_WHAT_NOW = (
+    "The kernel ends with a CUDA error, after which this process cannot use its GPU any more. OVERLAP_WAIT_TIMEOUT_S "
+    "sets the limit in seconds (0: none)"
+)
+_logger = logging.getLogger("overlap")
+_described: dict[int, tuple[str, int]] = {}
+
+
+def describe(operation: str, axis_name: Any, devices: int) -> int:
+    """A number, the same in each process, by which a kernel names itself on the board."""
+    text = f"{operation} along {axis_name!r} of {devices} devices"
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    _described[number] = (text, devices)
+    return number
+
+
+@functools.cache
+def address() -> int | None:
+    """Where the board is in the memory of this process's GPUs, put up if need be; None if there is none.
+
+    There is none without GPUs (a program that is compiled for others), or where the driver cannot share such memory:
+    kernels then end when they give up, without a word.
+    """
+    gpus = [device.local_hardware_id for device in jax.local_devices() if device.platform == "gpu"]
+    if not gpus:
+        return None
+    try:
+        memory = _map_at(ADDRESS, _BYTES)
+    except OSError as error:
+        _logger.debug("no board for waits: %s", error)
+        return None
+    if not _cuda.share_host_memory(ADDRESS, _BYTES, gpus):
+        _logger.debug("no board for waits: the driver does not share host memory at its own address")
+        return None
+    records = np.frombuffer(memory, np.uint32).reshape(-1, RECORD_BYTES // 4)
+    threading.Thread(target=_watch, args=(records,), name="overlap-waits", daemon=True).start()
+    return ADDRESS
+
+
+def _map_at(start: int, length: int) -> Any:
+    """Fresh memory at an address, or OSError if that is taken."""
+    fixed_noreplace, private_anonymous = 0x100000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    got = library.mmap(
+        start, length, mmap.PROT_READ | mmap.PROT_WRITE, private_anonymous | fixed_noreplace, -1, 0
+    )
+    if got != start:
+        raise OSError(ctypes.get_errno(), f"{length} bytes at {start:#x} cannot be had")
+    return (ctypes.c_char * length).from_address(start)
+
+
+def line(record: Any) -> str:
+    """What a record says."""
+    operation, devices = _described.get(int(record[OPERATION]), ("a fused operation", MOST_DEVICES))
+    role, expected, got = int(record[ROLE]), int(record[EXPECTED]), int(record[GOT])
+    if role in (SEEN, DONE):
+        missing = [place for place in range(devices) if (expected & ~got) >> place & 1]
+    else:
+        missing = [int(record[PEER])]
+    peers = f"position{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    gpu = _cuda.gpu_of(int(record[POINTER]) | int(record[POINTER + 1]) << 32)
+    return (
+        f"{operation}: position {int(record[POSITION])} (GPU {'?' if gpu is None else gpu}, process "
+        f"{jax.process_index()}) has waited {int(record[WAITED]) * TICK_S:.0f} s for {peers}: {_ROLES.get(role, 'for a flag')}, expected {expected:#x}, got {got:#x}"
+    )
+
+
+def _watch(records: np.ndarray) -> None:
+    said = np.zeros(len(records), np.uint32)
+    while True:
+        time.sleep(_LOOK_EVERY_S)
+        states = records[:, STATE].copy()
+        for place in np.flatnonzero(states != said):
+            text, said[place] = line(records[place].copy()), states[place]
+            if states[place] == STILL_WAITING:
+                _logger.warning("still waiting: %s", text)
+            elif states[place] == GIVEN_UP:
+                _logger.error("gave up waiting: %s. %s", text, _WHAT_NOW)
+            else:
+                _logger.warning("no longer waiting: %s", text)

@@ -1,0 +1,139 @@
+"""Waits for another device: they end, or say for whom they wait, and after a limit end the kernel.
+
+A legal wait may be long: a peer compiles, loads data, or sits in a debugger. So the warp that waits looks on, and
+
+    after `board.REPORT_AFTER_S`             writes to the board which device waits for which, and for what
+    after `settings.wait_timeout_s()`        writes that it has given up, lingers until the host has read it, and traps
+
+Time is looked at only when a look was in vain. Waits for CTAs of the same device are not bounded: those wait for a peer
+in turn, and a trap ends the whole kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap import settings
+from overlap.primitives import board
+from overlap.primitives.atomics import inline, ptx
+from overlap.primitives.peers import Ring
+
+_NEVER = 2**32 - 1
+_FENCES = ("fence.acquire.sys;", "fence.proxy.async.global;")
+
+
+def _ticks(seconds: float) -> int:
+    return min(int(seconds / board.TICK_S) + 1, _NEVER - 1)
+
+
+def _write_record(state: int, operation: int, role: int) -> list[str]:
+    """Fills in a record of the board; `own`, `me`, `peer`, `expected`, `got` and `waited` are registers."""
+    fields = (
+        (board.OPERATION, str(operation)), (board.POSITION, "me"), (board.PEER, "peer"), (board.ROLE, str(role)),
+        (board.EXPECTED, "expected"), (board.GOT, "got"), (board.WAITED, "waited"),
+    )  # fmt: skip
+    return [
+        *(f"@lane_0 st.relaxed.sys.global.b32 [record+{4 * word}], {value};" for word, value in fields),
+        f"@lane_0 st.relaxed.sys.global.b64 [record+{4 * board.POINTER}], own;",
+        "fence.acq_rel.sys;",
+        f"@lane_0 st.relaxed.sys.global.b32 [record+{4 * board.STATE}], {state};",
+    ]
+
+
+def look_until(
+    look: Sequence[str], operands: Sequence[Any], *, operation: int, role: int, fences: Sequence[str] = _FENCES
+) -> None:
+    """Emits a wait, by all lanes of the warp as one thread.
+
+    Args:
+      look: PTX that looks once: it sets the predicate `there`, and `got` to what it saw.
+      operands: what is looked at; then, for the record, any flag of this device, and as i32 values this device's
+        position, the peer's and the expected value. $0, $1, … in `look`.
+      operation: of `board.describe`.
+      role: why it waits.
+      fences: what makes it an acquire once it is there.
+    """
+    where, limit_s = board.address(), settings.wait_timeout_s()
+    limit = _ticks(limit_s) if limit_s else _NEVER
+    first = min(_ticks(board.REPORT_AFTER_S), limit)
+    own, me, peer, expected = (f"${len(operands) - 4 + i}" for i in range(4))
+    most = board.MOST_DEVICES - 1
+
+    def write(state: int) -> list[str]:
+        if where is None:
+            return []
+        return [
+            # A place for each pair of devices: GPUs of one process have their memory far apart.
+            f"mov.b64 own, {own};", "shr.u64 record, own, 34;", "cvt.u32.u64 place, record;",
+            "shr.u32 me, place, 5;", "xor.b32 place, place, me;", f"and.b32 place, place, {most};",
+            f"mov.b32 me, {me};", f"and.b32 peer, {peer}, {most};", f"mov.b32 expected, {expected};",
+            f"mad.lo.u32 place, place, {board.MOST_DEVICES}, peer;",
+            f"mov.b64 record, {where};", f"mad.wide.u32 record, place, {board.RECORD_BYTES}, record;",
+            "mov.u32 place, %laneid;", "setp.eq.u32 lane_0, place, 0;",
+            *_write_record(state, operation, role),
+        ]  # fmt: skip
+
+    clock = ["mov.u64 now, %globaltimer;", "shr.u64 now, now, 20;", "cvt.u32.u64 clock, now;"]
+    lines = [
+        ".reg .pred there, early, lane_0;", ".reg .b32 got, clock, since, waited, until, me, peer, expected, place;",
+        ".reg .b64 now, own, record;",
+        "mov.b32 since, 0;", f"mov.b32 until, {first};",
+        "LOOK:", *look, "@there bra THERE;", "nanosleep.u32 40;",
+        *clock, "setp.eq.u32 early, since, 0;", "@early mov.b32 since, clock;",
+        "sub.u32 waited, clock, since;", "setp.lt.u32 early, waited, until;", "@early bra LOOK;",
+        f"setp.ge.u32 early, waited, {limit};", "@early bra GIVE_UP;",
+        *write(board.STILL_WAITING), f"mov.b32 until, {limit};", "bra LOOK;",
+        "GIVE_UP:", *write(board.GIVEN_UP), "mov.b32 since, clock;",
+        "LINGER:", "nanosleep.u32 1000000;",
+        *clock, "sub.u32 waited, clock, since;",
+        f"setp.lt.u32 early, waited, {_ticks(board.LINGER_S)};", "@early bra LINGER;",
+        "trap;",
+        "THERE:", *fences,
+        f"setp.eq.u32 early, until, {first};", "@early bra OVER;", *write(board.OVER), "OVER:",
+    ]  # fmt: skip
+    ptx(lines, *operands)
+
+
+def wait_for_word(
+    word: Any, expected: Any, ring: Ring, peer: Any, *, operation: int, role: int, at_least: bool = False
+) -> None:
+    """Waits until a word of this device is `expected`. An acquire at system scope, then a proxy fence.
+
+    Args:
+      word: the word, which other devices change.
+      expected: an int32 scalar.
+      ring: the devices.
+      peer: the position of whom it waits for; this device's own if that is for several.
+      operation: of `board.describe`.
+      role: why it waits.
+      at_least: whether more will do as well.
+    """
+    test = "ge" if at_least else "eq"
+    look = ("ld.relaxed.sys.global.b32 got, [$0];", f"setp.{test}.u32 there, got, $4;")
+
+    def emit(_: Any, *operands: Any) -> None:
+        look_until(look, operands, operation=operation, role=role)
+
+    inline(emit, [word, word], ring.me(), peer, expected)
+
+
+def wait_within_device(word: Any, count: int) -> None:
+    """Waits until a counter of this device has reached `count`. An acquire at GPU scope, then a proxy fence.
+
+    By all threads of the warp: where one waits for the others, ptxas keeps more of what follows in registers than this
+    warp has to spare.
+    """
+
+    def wait(_: Any, flag: Any) -> None:
+        lines = [
+            ".reg .pred enough;", ".reg .b32 number;",
+            "LOOK:", "ld.relaxed.gpu.global.b32 number, [$0];", f"setp.ge.u32 enough, number, {count};",
+            "@!enough bra LOOK;", "fence.acquire.gpu;", "fence.proxy.async.global;",
+        ]  # fmt: skip
+        ptx(lines, mgpu_utils.memref_ptr(flag))
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(wait)(word)

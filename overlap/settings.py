@@ -1,0 +1,46 @@
+"""What a user sets by environment variables, read once per process and checked.
+
+It stands on the lowest floor, so that kernels and `python -m overlap doctor` can both ask. It imports nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+
+WAIT_TIMEOUT_VARIABLE = "OVERLAP_WAIT_TIMEOUT_S"
+WAIT_TIMEOUT_DEFAULT_S = 600.0
+
+
+@functools.cache
+def wait_timeout_s() -> float:
+    """How long a kernel may wait for another device before it gives up, in seconds; 0: for ever.
+
+    Read from $OVERLAP_WAIT_TIMEOUT_S at the first call of the process; a later change of the variable has no effect,
+    since kernels that were compiled before have the old value in them.
+
+    Returns:
+      A finite number of seconds, at least 0. 600 if the variable is unset or empty.
+
+    Raises:
+      ValueError: the variable is something else.
+
+    Example:
+      >>> import overlap.settings
+      >>> overlap.settings.wait_timeout_s() >= 0
+      True
+    """
+    text = os.environ.get(WAIT_TIMEOUT_VARIABLE, "").strip()
+    if not text:
+        return WAIT_TIMEOUT_DEFAULT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(
+            f"`{WAIT_TIMEOUT_VARIABLE}` must be a number of seconds, at least 0 (0: wait for ever), got {text!r}: "
+            f"correct the variable, or unset it for the default of {WAIT_TIMEOUT_DEFAULT_S:.0f} s"
+        )
+    return seconds
