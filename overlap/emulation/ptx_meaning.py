@@ -108,11 +108,10 @@ def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], b
         if target <= here:
             if poll.head != target:
                 poll.begin(target)
-            elif poll.found and not poll.is_blocked:
-                if poll.may_wait():
-                    if registers.CLOCK is None:
-                        return _block(thread)
-                    thread.polled = True
+            elif not poll.is_blocked and poll.may_wait():
+                if registers.CLOCK is None:
+                    return _block(thread)
+                thread.polled = True
             poll.has_news = poll.is_blocked = False
             poll.tests = []
         thread.pc = target
