@@ -6,11 +6,14 @@ A wing of its own: it imports nothing of `overlap` and runs any `plgpu.kernel`. 
 from .context import Event, Run, core_count, emulate
 from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
 from .lowering import enable
+from .replay import run_sequence
+from .sequence import Launch
 
 __all__ = [
     "DeadlockError",
     "EmulationError",
     "Event",
+    "Launch",
     "ProtocolError",
     "RaceError",
     "Run",
@@ -18,4 +21,5 @@ __all__ = [
     "core_count",
     "emulate",
     "enable",
+    "run_sequence",
 ]

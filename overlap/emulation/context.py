@@ -38,6 +38,7 @@ class Settings:
     step_limit: int | None = 20_000_000
     record: bool = False
     laps: int = 1
+    keep: bool = False
 
     def __post_init__(self):
         if self.cores < 1:
@@ -88,6 +89,7 @@ class Run:
         counts: launches, copies, bytes (copied), wgmmas, signals.
         steps: scheduler steps in all.
         events: a list of `Event` if ``record=True``.
+        launches: a list of `Launch` if ``keep=True``, to be run in a sequence (`run_sequence`).
     """
 
     def __init__(self, settings: Settings):
@@ -96,6 +98,7 @@ class Run:
         self.warnings: list[str] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.events: list[Event] = []
+        self.launches: list[Any] = []
         self.steps = 0
         self._now = lambda: 0
         self._repetitions: collections.Counter[Any] = collections.Counter()
@@ -113,8 +116,8 @@ class Run:
         self._repetitions[launcher] += 1
         return self._repetitions[launcher] - 1
 
-    def begin(self, machine: Any) -> None:
-        self._now = lambda: machine.now
+    def begin(self, world: Any) -> None:
+        self._now = lambda: world.now
         self.counts["launches"] += 1
 
     def count(self, what: str, nbytes: int = 0) -> None:
@@ -210,6 +213,7 @@ def emulate(
     step_limit: int | None = 20_000_000,
     record: bool = False,
     laps: int = 1,
+    keep: bool = False,
 ) -> Iterator[Run]:
     """Runs Mosaic GPU kernels on CPU devices, concurrently and with faults found, while the context is active.
 
@@ -227,7 +231,8 @@ def emulate(
         step_limit: an error after this many scheduler steps in one launch. None: no limit.
         record: whether to keep a list of events in `run.events`.
         laps: how often in a row each launch is run, on the same memory and, if the kernel skips the framework's
-            barrier, by each device as soon as it is done with the one before. All but the last have inputs of NaN.
+            barrier, by each device on its own once it is done with the one before. All but the last have inputs of NaN.
+        keep: whether to keep all launches in `run.launches`, with their operands and results.
 
     Yields:
         A `Run`. On exit all computations under way are waited for and the first error is raised; `run.check()` does the
@@ -242,7 +247,7 @@ def emulate(
     from .lowering import enable
 
     enable()
-    run = Run(Settings(cores, completion, scheduler, seed, detect_races, resident, step_limit, record, laps))
+    run = Run(Settings(cores, completion, scheduler, seed, detect_races, resident, step_limit, record, laps, keep))
     with _lock:
         _active.append(run)
     try:

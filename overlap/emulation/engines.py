@@ -17,6 +17,7 @@ from .races import Access
 
 if TYPE_CHECKING:
     from .machine import Machine, Thread
+    from .sequence import World
     from .memory import View
 
 _EARLY = 0.25  # the chance, per step, that some operation completes in random mode
@@ -79,7 +80,7 @@ class Operation:
         self.knowledge: Knowledge = thread.knowledge.copy()
         self.component, self.time = thread.pool.take(self.knowledge.seen)
         self.knowledge.note(self.component, self.time)
-        self.issued = thread.machine.now
+        self.issued = thread.machine.world.now
         self.stage = 0  # stages completed
         self.event: Any = None
         self.barrier: Any = None
@@ -88,9 +89,9 @@ class Operation:
 class Engine:
     """All operations in flight in one launch."""
 
-    def __init__(self, machine: Machine):
-        self._machine = machine
-        self._mode = machine.settings.completion
+    def __init__(self, world: World):
+        self._world = world
+        self._mode = world.settings.completion
         self._flying: list[Operation] = []  # loads and stores
 
     def _record(
@@ -105,17 +106,17 @@ class Engine:
         atomic: bool = False,
         by_rows: bool = False,
     ) -> None:
-        machine = self._machine
+        world = self._world
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
-        if machine.detector is None:
+        if world.detector is None:
             return
         access = Access(
             op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic,
             by_rows=by_rows,
         )  # fmt: skip
-        machine.detector.access(access, op.knowledge)
-        machine.note_remote(op.thread, access)
+        world.detector.access(access, op.knowledge)
+        op.thread.machine.note_remote(op.thread, access)
         if view.buffer.space == "smem":
             view.buffer.async_uses[component] = access
 
@@ -135,7 +136,7 @@ class Engine:
 
         `undefined`: what lies out of bounds is not even zero.
         """
-        run = self._machine.run
+        run = self._world.run
         ops = []
         for landing in landings:
             dst, part = landing.view, landing.part
@@ -168,7 +169,7 @@ class Engine:
             part = op.landing.part
             op.dst.write(value if part is None else value.reshape(op.landing.whole)[part])
             op.stage = 2
-            self._machine.run.event_end(op.event)
+            self._world.run.event_end(op.event)
             knowledge = op.knowledge
             if op.barrier.cta is not op.thread.cta:  # a peer learns of this copy, not of what its issuer did before
                 knowledge = Knowledge()
@@ -182,7 +183,7 @@ class Engine:
         if op.stage == 1:
             self._store_value(op)
             op.stage = 2
-            self._machine.run.event_end(op.event)
+            self._world.run.event_end(op.event)
         return True
 
     def _store_value(self, op: Operation) -> None:
@@ -211,8 +212,8 @@ class Engine:
         thread.open_stores.append(op)
         if commit:
             self.commit(thread)
-        self._machine.run.count("copies", src.array.nbytes)
-        op.event = self._machine.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
+        self._world.run.count("copies", src.array.nbytes)
+        op.event = self._world.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
         self._fly(op)
 
     def commit(self, thread: Thread) -> None:
@@ -247,10 +248,10 @@ class Engine:
                 self._record(op, operand, what, op.component, op.time, write=False, by_rows=operand is a)
         thread.tick()
         thread.wgmmas.append(op)
-        run = self._machine.run
+        run = self._world.run
         run.count("wgmmas")
         op.event = run.event(thread, "wgmma", a if not isinstance(a, np.ndarray) else b, b, None)
-        if self._mode == "eager" or (self._mode == "random" and self._machine.random.random() < 0.5):
+        if self._mode == "eager" or (self._mode == "random" and self._world.random.random() < 0.5):
             self._multiply(thread, len(thread.wgmmas))
 
     def _multiply(self, thread: Thread, count: int) -> None:
@@ -264,7 +265,7 @@ class Engine:
                 product = _matmul(a.astype(wide), b.astype(wide))
                 target[...] = (target + product.reshape(target.shape)).astype(target.dtype)
             op.stage = 2
-            self._machine.run.event_end(op.event)
+            self._world.run.event_end(op.event)
 
     def wait_wgmma(self, thread: Thread, allowed: int) -> None:
         done = len(thread.wgmmas) - allowed
@@ -279,9 +280,9 @@ class Engine:
 
     def maybe_complete(self) -> None:
         """In random mode, completes a stage of some operation now and then."""
-        if self._mode != "random" or not self._flying or self._machine.random.random() > _EARLY:
+        if self._mode != "random" or not self._flying or self._world.random.random() > _EARLY:
             return
-        self._complete(int(self._machine.random.random() * len(self._flying)))
+        self._complete(int(self._world.random.random() * len(self._flying)))
 
     def _complete(self, position: int) -> None:
         op = self._flying[position]
@@ -296,13 +297,16 @@ class Engine:
         choices = awaited or loads
         if not choices:
             return False
-        self._complete(self._machine.random.choice(choices))
+        self._complete(self._world.random.choice(choices))
         return True
 
-    def finish(self, device: int) -> None:
-        """Completes all that is left of a device's when its last thread has gone."""
-        for op in self._flying:
-            if op.thread.device == device:
-                while not self._advance(op):
-                    pass
-        self._flying = [op for op in self._flying if op.thread.device != device]
+    def finish(self, machine: Machine, device: int) -> None:
+        """Completes all that is left of a launch on a device when its last thread has gone."""
+
+        def is_left(op: Operation) -> bool:
+            return op.thread.machine is machine and op.thread.device == device
+
+        for op in filter(is_left, self._flying):
+            while not self._advance(op):
+                pass
+        self._flying = [op for op in self._flying if not is_left(op)]

@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 from . import context
 from .errors import EmulationError
 from .machine import Machine
+from .sequence import Launch, World
 from .memory import poison
 from .program import Program, decode
 
@@ -115,13 +116,20 @@ class _Launcher:
         try:
             repetition = run.repetition(self)
             inputs = [meeting.inputs[device] for device in range(self._devices)]
-            machine = Machine(self._program, run.settings, self._mesh_shape, inputs, run, self._name, repetition)
-            run.begin(machine)
-            outcome = machine.execute()
-            run.steps += machine.now
-            errors, outputs = outcome.errors, outcome.outputs
+            world, laps, devices = World(run.settings, run, self._name, repetition), run.settings.laps, range(self._devices)
+            for lap in range(laps):
+                machine = Machine(
+                    world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
+                )
+            run.begin(world)
+            outputs = machine.outputs(ended=world.execute())
+            run.steps += world.now
+            errors = world.errors
             if in_context:
-                run.warnings += outcome.warnings
+                run.warnings += world.warnings
+                if run.settings.keep:
+                    of_mesh = tuple(self._program.device_ids)
+                    run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))
         except BaseException as bug:
             error = EmulationError(f"the emulator cannot run kernel {self._name!r}: {type(bug).__name__}: {bug}")
             error.__cause__ = bug

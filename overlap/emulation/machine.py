@@ -1,28 +1,26 @@
-"""The emulated machine: devices with CTAs with threads, and the launch of one kernel on it."""
+"""One launch of one kernel on the devices of its mesh: their CTAs, and the threads of these."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import report
-from .clocks import ComponentPool, Components, Knowledge, covers
+from .clocks import ComponentPool, Knowledge, covers
 from .clusters import Cluster, check_left, note_use
-from .engines import Engine
-from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
-from .laps import Laps
+from .errors import ProtocolError, RaceError
 from .memory import Buffer, poison
 from .orders import Orders
-from .races import Access, RaceDetector
+from .races import Access
 from .references import Slot
-from .scheduler import make_scheduler
 from .sync import Meeting, Semaphore, Waitable
+
+if TYPE_CHECKING:
+    from .sequence import World
 
 
 class Thread:
@@ -38,7 +36,7 @@ class Thread:
         pc: int,
         before: Thread | None = None,
     ):
-        self.machine, self.cta, self.device, self.lap = machine, cta, cta.device, machine.laps.current[cta.device]
+        self.machine, self.cta, self.device = machine, cta, cta.device
         self.warpgroup, self.warp = warpgroup, warp
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
@@ -71,7 +69,7 @@ class Thread:
     def block(self, on: Waitable, why: Callable[[], str]) -> bool:
         """Suspends the thread at the current instruction until `on` changes; `why` describes the wait."""
         if self.blocked is None:
-            self.blocked_at = self.machine.now
+            self.blocked_at = self.machine.world.now
         self.blocked = (on, why)
         on.waiters.append(self)
         return True
@@ -85,6 +83,24 @@ class Thread:
             access = Access(self, view, what, self.instruction, self.component, self.time, write=write, atomic=atomic)
             detector.access(access, self.knowledge)
             self.machine.note_remote(self, access)
+
+    def turn(self) -> bool:
+        """Runs up to the next visible instruction; returns whether the thread can go on."""
+        functions, visible = self.machine.program.functions, self.machine.program.visible
+        pc, acted = self.pc, False
+        while True:
+            if visible[pc]:
+                if acted:
+                    self.pc = pc
+                    return True
+                acted = True
+            self.pc = pc + 1
+            if functions[pc](self):
+                if not self.done:
+                    self.pc = pc
+                return False
+            self.blocked = None
+            pc = self.pc
 
     @property
     def instruction(self) -> Any:
@@ -128,54 +144,77 @@ class Cta:
         return f"device {self.device}, CTA {where}"
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What a launch produced: outputs per device, faults, warnings."""
-
-    outputs: list[list[np.ndarray]]
-    errors: list[EmulationError]
-    warnings: list[str]
-
-
 class Machine:
-    """Runs one launch of one program on all devices."""
+    """One launch of one program on the devices of a mesh.
+
+    Attributes:
+        devices: for each position of the mesh, row-major, which of the world's devices it is. Everywhere else a device
+            is known by that number, and positions are only what a kernel computes with.
+        ordinals: for each device, the how manieth of its launches this is, from 1.
+        arrived: the devices that have come to this launch.
+        buffers: for each device, what the kernel's parameters denote.
+        values: for each device, what they hold when it begins; None: nothing.
+        private: semaphores that belong to single CTAs.
+        results: for each position, the outputs; set when the launch has ended there.
+    """
 
     def __init__(
         self,
+        world: World,
         program: Any,
-        settings: Any,
         mesh_shape: dict[str, int],
+        devices: tuple[int, ...],
         inputs: list[list[np.ndarray]],
-        run: Any,
         name: str,
-        repetition: int = 0,
+        *,
+        flags_at: int = 0,
+        is_real: bool = True,
     ):
-        self.program, self.settings, self.run, self.name = program, settings, run, name
-        self.mesh_shape = mesh_shape
+        self.world, self.program, self.name = world, program, name
+        self.mesh_shape, self.devices, self._flags_at = mesh_shape, devices, flags_at
+        self._position = {device: position for position, device in enumerate(devices)}
         self.coordinates = list(itertools.product(*(range(n) for n in mesh_shape.values())))
-        self.random = random.Random(f"{settings.seed}:{name}:{repetition}")
-        self.components = Components()
-        self.errors: list[EmulationError] = []
-        self.warnings: list[str] = []
-        self._reported: set[Any] = set()
-        self.detector = RaceDetector(self._race) if settings.detect_races else None
-        self.engine = Engine(self)
-        self.scheduler = make_scheduler(settings, self.random)
-        self.now = 0
-        self.semaphores: list[Semaphore] = []
-        self.globals: dict[Any, Any] = {}
-        self.remote_uses: list[dict[Any, Access]] = [{} for _ in self.coordinates]  # by component and launch
-        self.buffers = [self._bind(device, values) for device, values in enumerate(inputs)]
-        for position in range(len(self.buffers[0])):
-            row = [b[position] for b in self.buffers]
+        self.settings, self.run, self.random = world.settings, world.run, world.random
+        self.components, self.detector = world.components, world.detector
+        self.engine, self.scheduler, self.fault = world.engine, world.scheduler, world.fault
+        self.ordinals: dict[int, int] = {}
+        self.arrived: list[int] = []
+        self.globals: dict[Any, dict[int, Any]] = {}
+        self.private: list[Semaphore] = []
+        self.remote_uses: dict[int, dict[int, Access]] = {device: {} for device in devices}  # by component
+        self.buffers = {device: self._bind(device, values) for device, values in zip(devices, inputs)}
+        self.values = {
+            device: [b.data if isinstance(b, Buffer) and b.is_operand and is_real else None for b in row]
+            for device, row in self.buffers.items()
+        }
+        for row in zip(*self.buffers.values()):
             for buffer in row:
                 if isinstance(buffer, Buffer):
-                    buffer.peers = row
-        self.ctas: list[list[Cta]] = [[] for _ in self.coordinates]
-        self.queued: list[list[Cta]] = [[] for _ in self.coordinates]
-        self.threads: list[Thread] = []
-        self.exit_seen = [Knowledge() for _ in self.coordinates]
-        self.laps = Laps(self, settings.laps)
+                    buffer.peers = dict(zip(devices, row))
+        self.results: dict[int, list[np.ndarray]] = {}
+        self.ctas: dict[int, list[Cta]] = {device: [] for device in devices}
+        self.queued: dict[int, list[Cta]] = {device: [] for device in devices}
+        self._start: dict[int, Knowledge] = {}
+        self.exit_seen = {device: Knowledge() for device in devices}
+        world.add(self)
+
+    def words(self) -> Iterator[tuple[int, str]]:
+        """Addresses and names of the semaphores that all CTAs share."""
+        return ((self._flags_at + offset, name) for offset, name in enumerate(self.program.words))
+
+    def semaphores(self) -> Iterator[Semaphore]:
+        """All of them, on all devices."""
+        yield from self.private
+        for device in self.devices:
+            yield from (self.world.devices[device].word(address) for address, _ in self.words())
+
+    def word(self, device: int, offset: int) -> Semaphore:
+        """One that all CTAs share."""
+        return self.world.devices[device].word(self._flags_at + offset)
+
+    def place(self, device: int) -> tuple[int, ...]:
+        """A device's coordinates in the mesh."""
+        return self.coordinates[self._position[device]]
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -190,6 +229,7 @@ class Machine:
             aliased = i in self.program.aliases
             data = np.array(value) if aliased or not value.flags.c_contiguous else value
             out.append(Buffer(f"input {i}", "gmem", data, device, read_only=not aliased, written=True))
+            out[-1].is_operand = True
         for o, aval in enumerate(self.program.out_avals):
             if o in aliases:
                 out.append(out[aliases[o]])
@@ -203,11 +243,12 @@ class Machine:
         if buffer.space == "smem" and buffer.cta is not thread.cta:
             note_use(thread, buffer.cta, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != thread.device:
-            self.laps.check_begun(thread, buffer.device, f"uses {access.view}", asynchronous=access.asynchronous)
-            self.remote_uses[buffer.device][access.component, thread.lap] = access
+            what = f"uses {access.view}"
+            self.world.check_present(thread, buffer.device, what, asynchronous=access.asynchronous)
+            self.remote_uses[buffer.device][access.component] = access
 
     def logical_device(self, thread: Thread, device_id: Any, id_type: Any, env: list) -> int:
-        """The position in the mesh (row-major) that a device id means to `thread`."""
+        """The device that a device id, which speaks of positions in the mesh, means to `thread`."""
 
         def value(x: Any) -> int:
             return int(env[x.index]) if type(x) is Slot else int(x)
@@ -216,7 +257,7 @@ class Machine:
         if device_id is None:
             return thread.device
         if isinstance(device_id, dict):
-            own = dict(zip(sizes, self.coordinates[thread.device]))
+            own = dict(zip(sizes, self.place(thread.device)))
             for names, x in device_id.items():
                 index = value(x)
                 for axis in reversed(names if isinstance(names, tuple) else (names,)):
@@ -230,7 +271,7 @@ class Machine:
             logical = value(device_id)
             if not 0 <= logical < len(self.coordinates):
                 raise ProtocolError(f"device id {logical} is out of range for {len(self.coordinates)} devices")
-            return logical
+            return self.devices[logical]
         else:
             parts = [value(x) for x in (device_id if isinstance(device_id, (tuple, list)) else (device_id,))]
             if len(parts) != len(sizes):
@@ -245,17 +286,23 @@ class Machine:
                     f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}"
                 )
             logical = logical * size + part
-        return logical
+        return self.devices[logical]
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def start(self, thread: Thread) -> None:
-        self.threads.append(thread)
+        self.world.threads.append(thread)
         self.scheduler.admit(thread)
 
     def make_runnable(self, thread: Thread) -> None:
         if thread.blocked is not None and not thread.done:
             self.scheduler.ready(thread)
+
+    def begin(self, device: int, known: Knowledge) -> None:
+        """Starts the launch on a device, whose threads know so much then."""
+        self._start[device] = known
+        self.queue(device)
+        self.launch(device)
 
     def queue(self, device: int) -> None:
         """Makes the CTAs of a launch on a device."""
@@ -285,8 +332,8 @@ class Machine:
             for slot, buffer in zip(self.program.parameters, self.buffers[device]):
                 env[slot] = buffer
             thread = Thread(self, cta, warpgroup, None, env, 0)
-            thread.knowledge.join(self.laps.start_of(device))
-            thread.axes = dict(zip(self.mesh_shape, self.coordinates[device]))
+            thread.knowledge.join(self._start[device])
+            thread.axes = dict(zip(self.mesh_shape, self.place(device)))
             thread.axes.update(zip(self.program.axis_names, (*cta.coordinates, warpgroup)))
             cta.running += 1
             self.start(thread)
@@ -305,96 +352,43 @@ class Machine:
                 cta.reuse(cta.final, thread)
                 self.launch(thread.device)
                 if all(cta.ended for cta in self.ctas[thread.device]):
-                    self.laps.end(thread.device)
+                    self.engine.finish(self, thread.device)
+                    self.world.devices[thread.device].end(self)
 
-    def execute(self) -> Outcome:
-        """Runs the launch to its end or its first fatal fault."""
-        self.program.forget_views()
-        aborted = False
-        thread: Thread | None = None
-        try:
-            self.laps.begin()
-            scheduler, engine, turn = self.scheduler, self.engine, self._turn
-            limit = self.settings.step_limit
-            while True:
-                thread = None
-                engine.maybe_complete()
-                thread = scheduler.pick()
-                if thread is None:
-                    if engine.complete_awaited():
-                        continue
-                    break
-                self.now += 1
-                if limit is not None and self.now > limit:
-                    raise StepLimitError(f"no end after {limit} steps; a loop polls for ever, or step_limit is too low")
-                if turn(thread):
-                    scheduler.ready(thread)
-            if any(not t.done for t in self.threads) or any(self.queued):
-                raise DeadlockError(report.deadlock(self))
-            self._check_end()
-        except EmulationError as error:
-            aborted = True
-            self._fail(error, thread)
-        if aborted:
-            outputs = [[poison(a.shape, a.dtype) for a in self.program.out_avals] for _ in self.coordinates]
-        else:
-            first = len(self.program.input_is_ref)
-            outputs = [[b.data for b in row[first:]] for row in self.buffers]
-        return Outcome(outputs, self.errors, self.warnings)
+    def take_results(self, device: int) -> None:
+        """The launch has ended on a device, whose memory is another one's from now on."""
+        first = len(self.program.input_is_ref)
+        self.results[device] = [buffer.data.copy() for buffer in self.buffers[device][first:]]
+        for buffer in self.buffers[device]:
+            if isinstance(buffer, Buffer):
+                buffer.data[...] = poison(buffer.data.shape, buffer.data.dtype)
 
-    def _turn(self, thread: Thread) -> bool:
-        """Runs `thread` up to its next visible instruction; returns whether it can go on."""
-        functions, visible = self.program.functions, self.program.visible
-        pc, acted = thread.pc, False
-        while True:
-            if visible[pc]:
-                if acted:
-                    thread.pc = pc
-                    return True
-                acted = True
-            thread.pc = pc + 1
-            if functions[pc](thread):
-                if not thread.done:
-                    thread.pc = pc
-                return False
-            thread.blocked = None
-            pc = thread.pc
+    def outputs(self, *, ended: bool) -> list[list[np.ndarray]]:
+        """For each position, the results; worthless ones unless it has `ended` well."""
+        first = len(self.program.input_is_ref)
+        if not ended:
+            return [[poison(a.shape, a.dtype) for a in self.program.out_avals] for _ in self.devices]
+        return [
+            self.results[d] if d in self.results else [b.data for b in self.buffers[d][first:]] for d in self.devices
+        ]
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, error: EmulationError, thread: Thread | None) -> None:
-        where = f"{thread}, at {thread.instruction.source}: " if thread is not None else ""
-        args = (error.kind,) if isinstance(error, RaceError) else ()
-        self.errors.append(type(error)(f"{where}{error}\n{report.how_to_repeat(self)}", *args))
-
-    def fault(self, key: Any, error: EmulationError, thread: Thread | None = None) -> None:
-        """Records a fault that does not end the run, once per `key`."""
-        if key not in self._reported and len(self.errors) < 16:
-            self._reported.add(key)
-            self._fail(error, thread)
-
-    def _race(self, kind: str, prior: Access, access: Access) -> None:
-        key = (kind, prior.instruction.index, access.instruction.index)
-        self.fault(key, RaceError(report.race(kind, prior, access), kind))
-
-    def _check_end(self) -> None:
-        """What must hold when the kernel ends: nobody touches a device's memory that may have left."""
-        for semaphore in self.semaphores:
-            if semaphore.total and not semaphore.waited:
-                self.warnings.append(
-                    f"{semaphore.name} of device {semaphore.device} was signalled but never waited for"
-                )
-        if self.detector is None:
-            return
-        for device, uses in enumerate(self.remote_uses):
-            for (_, lap), access in uses.items():
-                if not covers(self.laps.seen[device][lap - 1].seen, access.component, access.time):
+    def check_remote_uses(self) -> None:
+        """That no device may have left while a peer still used its memory."""
+        for device, uses in self.remote_uses.items():
+            for access in uses.values():
+                if not covers(self.exit_seen[device].seen, access.component, access.time):
                     key = ("exit", device == access.thread.device, access.instruction.index)
                     self.fault(key, RaceError(report.left_early(device, access), "exit"))
-        for access, wholly in self.detector.unwritten.values() if not self.errors else ():
-            self.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access, wholly)))
-        for semaphore in self.semaphores:
-            for thread, component, time, instruction, lap in semaphore.unseen:
-                if not covers(self.laps.seen[semaphore.device][lap - 1].seen, component, time):
+
+    def check_signals(self, device: int) -> None:
+        """That no signal of a peer may come after the launch has ended on a device."""
+        if self.detector is None:
+            return
+        mine = [s for s in self.private if s.device == device] + [self.word(device, i) for i, _ in enumerate(self.words())]
+        for semaphore in mine:
+            for thread, component, time, instruction in semaphore.unseen:
+                if not covers(self.exit_seen[device].seen, component, time):
                     key = ("late", instruction.index)
                     self.fault(key, ProtocolError(report.late_signal(semaphore, thread, instruction)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -38,7 +39,7 @@ class Buffer:
         data: np.ndarray,
         device: int,
         cta: Any = None,
-        peers: list | None = None,
+        peers: Mapping[int, Buffer] | None = None,
         read_only: bool = False,
         written: bool = False,
     ):
@@ -47,6 +48,7 @@ class Buffer:
         self.twins: Any = None  # the same allocation in each CTA of the cluster
         self.read_only = read_only
         self.written = written  # it has contents from the start
+        self.is_operand = False
         self.serial = next(_serials)
         self.shadow = Shadow(max(data.nbytes, 1))
         # The last asynchronous access of each component, for "left while a copy is in flight".

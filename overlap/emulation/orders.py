@@ -129,7 +129,7 @@ class Orders:
 
 def fence_sc(thread: Any, scope: str) -> None:
     """A sequentially consistent fence is after all earlier ones whose scopes include each other's threads."""
-    clocks, knowledge = thread.machine.globals.setdefault(_FENCES, {}), thread.knowledge
+    clocks, knowledge = thread.machine.world.fences, thread.knowledge
     scopes = {"cta": (), "gpu": (thread.device,), "sys": (thread.device, "sys")}[scope]
     for each in scopes:
         knowledge.learn(clocks.get(each, EMPTY))

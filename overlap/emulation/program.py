@@ -75,6 +75,7 @@ class Program:
         self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
         self.has_barrier = True  # over all devices, before each launch
+        self.words: list[str] = []  # the names of all semaphores that the CTAs share, as they lie in memory
         self.device_ids: tuple[int, ...] = ()  # of the mesh, in order
 
     def forget_views(self) -> None:

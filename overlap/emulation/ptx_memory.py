@@ -138,7 +138,7 @@ def _note_write(thread: Any, word: Semaphore, i: ptx.Instruction, scope: str) ->
                 f"{i.text!r} writes {word.name} of device {word.device} at scope {scope!r}, which stays on its device: "
                 "expected scope 'sys'"
             )
-        thread.machine.laps.check_begun(thread, word.device, f"writes {word.name}", asynchronous=False)
+        thread.machine.world.check_present(thread, word.device, f"writes {word.name}", asynchronous=False)
 
 
 def _store_words(
@@ -157,7 +157,7 @@ def _store_words(
         )  # fmt: skip
         thread.orders.saw(thread, word, word.log[-1])
         if word.device != thread.device:
-            word.expect_seen((thread, *event, thread.instruction, thread.lap))
+            word.expect_seen((thread, *event, thread.instruction))
     thread.tick()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 _MOST = 64  # waiters listed
 
 
-def how_to_repeat(machine: Any) -> str:
+def how_to_repeat(world: Any) -> str:
     """The settings that repeat a run exactly."""
-    s = machine.settings
+    s = world.settings
     return (
-        f"[kernel {machine.name!r}; repeat with emulate(cores={s.cores}, completion={s.completion!r}, "
+        f"[kernel {world.name!r}; repeat with emulate(cores={s.cores}, completion={s.completion!r}, "
         f"scheduler={s.scheduler!r}, seed={s.seed}, resident={s.resident}, laps={s.laps})]"
     )
 
@@ -42,8 +42,16 @@ def not_begun(thread: Any, device: int, what: str, lacks_fence: bool) -> str:
             "only waited for that device to begin. Expected: a proxy fence (fence.proxy.async) behind the wait"
         )
     return (
-        f"too early: {thread} {what} of device {device}, which may not have begun launch {thread.lap} yet. Expected: a "
+        f"too early: {thread} {what} of device {device}, which may not have begun this launch yet. Expected: a "
         "wait for something that device does in this launch, or the framework's barrier (skip_device_barrier=False)"
+    )
+
+
+def has_left(thread: Any, device: int, what: str) -> str:
+    """The memory of a peer that has ended the launch."""
+    return (
+        f"too late: {thread} {what} of device {device}, which has left the kernel. Expected: device {device} waits for "
+        "something that comes after this"
     )
 
 
@@ -91,20 +99,22 @@ def late_signal(semaphore: Any, thread: Any, instruction: Any) -> str:
     )
 
 
-def deadlock(machine: Any) -> str:
+def deadlock(world: Any) -> str:
     """Every waiter, and the CTAs that never started."""
-    waiting = [t for t in machine.threads if not t.done]
+    waiting = [t for t in world.threads if not t.done]
     lines = [f"deadlock: {len(waiting)} threads wait and nothing is in flight that could wake one"]
     for thread in waiting[:_MOST]:
         why = thread.blocked[1]() if thread.blocked else "is not blocked"
-        source = machine.program.instructions[thread.pc].source
+        source = thread.machine.program.instructions[thread.pc].source
         lines.append(f"  {thread}: {why} (at {source}, since step {thread.blocked_at})")
     if len(waiting) > _MOST:
         lines.append(f"  ... and {len(waiting) - _MOST} more")
-    for device, queue in enumerate(machine.queued):
-        if queue:
+    for machine in world.machines:
+        for device, queue in machine.queued.items():
+            if not queue:
+                continue
             names = ", ".join(str(cta).split(", ", 1)[1] for cta in queue[:8]) + (", ..." if len(queue) > 8 else "")
-            fit = machine.settings.resident
+            fit = world.settings.resident
             lines.append(
                 f"  device {device}: {len(queue)} CTAs were never launched ({names}), as only {fit} fit at a time"
             )

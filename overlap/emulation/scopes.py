@@ -25,7 +25,7 @@ def _allocate(cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> A
             (key, cta.index, None if thread is None else str(thread)),
             shape,
             name,
-            f" of CTA {cta.index}",
+            cta=cta.index,
         )
     if hasattr(dtype, "num_arrivals"):
         return _barriers(cta, dtype, name, shape, thread)
@@ -61,43 +61,53 @@ def _allocate_all(thread: Any, avals: list[Any], names: list[str], key: Any, vis
     return allocate(thread.cta) if cluster is None else cluster.enter(thread.cta, key, visit, allocate)
 
 
-def _semaphores(machine: Any, device: int, key: Any, shape: tuple[int, ...], name: str, owner: str = "") -> Cells:
-    """The semaphores with this key, the same array on every device (addressable from all of them)."""
+def _semaphores(
+    machine: Any, device: int, key: Any, shape: tuple[int, ...], name: str, *, cta: Any = None, first: int | None = None
+) -> Cells:
+    """The semaphores with this key, the same array on every device (addressable from all of them).
+
+    They are a `cta`'s own, or all CTAs', `first` being the place of the first one in the launch's memory for these.
+    """
     peers = machine.globals.get(key)
     if peers is None:
-        peers = []
-        for peer in range(len(machine.coordinates)):
+        peers = machine.globals[key] = {}
+        for peer in machine.devices:
             cells = np.empty(shape, object)
-            for index in np.ndindex(*shape):
-                label = f"{name}[{', '.join(map(str, index))}]" if index else name
-                cells[index] = Semaphore(label + owner, peer)
-                machine.semaphores.append(cells[index])
-            peers.append(Cells(name, cells, peer))
-        for cells in peers:
-            cells.peers = peers
-        machine.globals[key] = peers
+            for offset, index in enumerate(np.ndindex(*shape)):
+                if first is None:
+                    cells[index] = Semaphore(_label(name, index) + f" of CTA {cta}", peer)
+                    machine.private.append(cells[index])
+                else:
+                    cells[index] = machine.word(peer, first + offset)
+            peers[peer] = Cells(name, cells, peer, peers)
     return peers[device]
+
+
+def _label(name: str, index: tuple[int, ...]) -> str:
+    return f"{name}[{', '.join(map(str, index))}]" if index else name
 
 
 @handles("get_global")
 def _get_global(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     aval, out, key = eqn.params["what"], d.new(), ("global", d.here)
     position = sum(i.name == "get_global" for i in d.program.instructions)
+    is_semaphore = "semaphore" in str(getattr(aval.dtype, "name", aval.dtype))
+    name, first = "semaphore" if position == 0 else f"semaphore#{position}", len(d.program.words)
+    if is_semaphore:
+        d.program.words += [_label(name, index) for index in np.ndindex(*aval.shape)]
 
     def run(thread: Any) -> None:
         machine, shape = thread.machine, tuple(aval.shape)
-        if "semaphore" in str(getattr(aval.dtype, "name", aval.dtype)):
-            name = "semaphore" if position == 0 else f"semaphore#{position}"
-            thread.env[out] = _semaphores(machine, thread.device, key, shape, name)
+        if is_semaphore:
+            thread.env[out] = _semaphores(machine, thread.device, key, shape, name, first=first)
             return
         if key not in machine.globals:
-            row = [
-                Buffer(f"global {position}", "gmem", poison(shape, aval.dtype), i)
-                for i in range(len(machine.coordinates))
-            ]
-            for buffer in row:
+            row = machine.globals[key] = {
+                device: Buffer(f"global {position}", "gmem", poison(shape, aval.dtype), device)
+                for device in machine.devices
+            }
+            for buffer in row.values():
                 buffer.peers = row
-            machine.globals[key] = row
         thread.env[out] = machine.globals[key][thread.device]
 
     d.emit(run, eqn, "get_global")

@@ -124,13 +124,13 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
         target = machine.logical_device(thread, device_id, id_type, thread.env)
         base = base.on(target)
     semaphore = path.resolve(thread, base)
-    machine.laps.check_begun(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
+    machine.world.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
     if count < 0:
         raise NotImplementedError(f"a signal of {count}: negative counts are not emulated")
     event = (thread.component, thread.time)
     semaphore.signal(count, thread.knowledge.seen, thread.device, event, scope)
     if semaphore.device != thread.device:
-        semaphore.expect_seen((thread, *event, thread.instruction, thread.lap))
+        semaphore.expect_seen((thread, *event, thread.instruction))
     machine.run.count("signals")
     machine.run.signal_event(thread, semaphore)
     thread.tick()
