@@ -123,7 +123,7 @@ def _pull(number: Any, handshake: Handshake, rhs_gmem: Any, scratch_gmem: Any, f
           ring: Ring, schedule: GatherRhsSchedule) -> Any:  # fmt: skip
     """The transfers of the chunks that this CTA draws, from `number` on; returns how many."""
     return pull_chunks(
-        number, (handshake.looks, handshake.looks + schedule.pulls), handshake.counter, schedule.plan,
+        number, (handshake.looks, handshake.items), handshake.counter, schedule.plan,
         at=schedule.chunk,
         source=lambda step, *place: ring.remote(rhs_gmem, ring.peer(step)).at[place],
         destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],
@@ -141,7 +141,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
     flags, handshake_flags, *sums_flags = shared_flags(schedule.flags, HANDSHAKE_FLAGS, *shared, told=True)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
     group = lax.axis_index(hopper.GRID_AXIS)
-    handshake = Handshake(handshake_flags, ring, hopper.cta(config), NAME)
+    handshake = Handshake(handshake_flags, ring, hopper.cta(config), NAME, schedule.pulls)
 
     def tile_at(index: Any) -> _Tile:
         step, m, n = schedule.tile(index)
@@ -196,7 +196,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
             number = handshake.begin()
             handshake.await_peers()
             carried = _pull(number, handshake, rhs_gmem, scratch_gmem, flags, slots_smem, loaded, ring, schedule)
-            handshake.leave(carried, schedule.pulls)
+            handshake.leave(carried)
 
         hopper.mainloop(
             work=work,

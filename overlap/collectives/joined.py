@@ -5,11 +5,10 @@ shared memory. Here the shards are copied into one matrix, whose tiles then are 
 
     producer       first of all: the right operand's tiles of as many k steps as there are slots
                    for each output tile: wait for the flag of its rows, whosever they are; load
-    communicator   for each chunk that it draws, the peers' first:
-                       lhs, a peer's or the own one → shared memory → scratch; when it has landed, raise the flag of its
-                       rows
+    communicator   looks for the peers; while they begin, for each chunk of the own shard that it draws:
+                       lhs → shared memory → scratch; when it has landed, raise the flag of its rows
                    for each piece of the rows' scales that it draws: the same, by loads and stores
-                   before and after that: the handshakes
+                   for each chunk of a peer's shard that it draws: as for the own ones; takes leave of the peers
     compute        the mainloop of `overlap.kernels.hopper`; its few tiles are narrow or cut along k (`Config.stream_k`)
 
 Such a product takes as long as its weights take to arrive, and that does not begin with the gather: while the rows are
@@ -102,7 +101,8 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
     flags, handshake_flags, own_counter, *sums_flags = shared_flags(
         schedule.flags, HANDSHAKE_FLAGS, (1,), *shared, told=True
     )
-    handshake = Handshake(handshake_flags, plan.ring, hopper.cta(config), NAME)
+    transfers = schedule.scale_pieces + schedule.pulls
+    handshake = Handshake(handshake_flags, plan.ring, hopper.cta(config), NAME, transfers)
     partial = hopper.PartialSums(*sums_gmem, *sums_flags) if work.cuts else None
 
     def tile_at(index: Any) -> hopper.Tile:
@@ -139,18 +139,19 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
                 ring=plan.ring, schedule=schedule,
             )  # fmt: skip
             number, carried, first = handshake.begin(), 0, handshake.looks
+            own, counter = schedule.chunks - schedule.pulls, own_counter.at[0]
+            copy(draw(counter, own), (0, own), counter, own=True)
             handshake.await_peers()
             for gathered_gmem in scales_gmem:
                 first += schedule.scale_pieces
                 number, carried = each_drawn(
-                    handshake.counter, number, first,
+                    handshake.counter, number, first, handshake.items,
                     lambda number, gathered_gmem=gathered_gmem: _copy_scales(
                         number - handshake.looks, inputs.row_scale, gathered_gmem, flags, plan.ring, schedule
                     ),
                 )  # fmt: skip
-            carried += copy(number, (first, first + schedule.pulls), handshake.counter, own=False)
-            copy(draw(own_counter.at[0]), (0, schedule.chunks - schedule.pulls), own_counter.at[0], own=True)
-            handshake.leave(carried, schedule.scale_pieces + schedule.pulls)
+            carried += copy(number, (first, handshake.items), handshake.counter, own=False)
+            handshake.leave(carried)
 
         hopper.mainloop(
             work=work,

@@ -80,7 +80,7 @@ def _keep_own(site: Site, slots_smem: Any, loaded: Any, counter: Any) -> None:
     """The own shard's transfers. Nobody in this kernel reads the copy, so it comes last, and without flags."""
     schedule, me = site.schedule, site.ring.me()
     pull_chunks(
-        draw(counter), (0, schedule.chunks), counter, schedule.plan,
+        draw(counter, schedule.chunks), (0, schedule.chunks), counter, schedule.plan,
         at=lambda index: _within(schedule, 0, *schedule.origin(index)),
         source=lambda shard, *place: site.within(site.lhs_gmem, shard[1], *place),
         destination=functools.partial(_destination, site, me), landed=lambda *_: None, slots_smem=slots_smem,
@@ -120,7 +120,8 @@ class Pull:
     def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
         (row_flags, handshake_flags, *own_counter), (slots_smem, loaded) = flags, smem
         schedule = site.schedule
-        handshake = Handshake(handshake_flags, site.ring, site.cta, site.operation)
+        transfers = schedule.scale_pieces + schedule.pulls
+        handshake = Handshake(handshake_flags, site.ring, site.cta, site.operation, transfers)
 
         def wait(tile: Tile) -> None:
             wait_at_least(row_flags.at[site.flag(tile.step, tile)], schedule.flag_target(tile.m))
@@ -133,11 +134,11 @@ class Pull:
                 chunks_smem, scales_smem = slots_smem
                 first += schedule.scale_pieces
                 number, carried = each_drawn(
-                    handshake.counter, number, first,
+                    handshake.counter, number, first, handshake.items,
                     lambda number: _pull_scales(site, row_flags, scales_smem, loaded, number - handshake.looks),
                 )  # fmt: skip
             carried += _pull(site, row_flags, chunks_smem, loaded, number, handshake.counter, first)
-            handshake.leave(carried, schedule.scale_pieces + schedule.pulls)
+            handshake.leave(carried)
             if schedule.keeps_own:
                 _keep_own(site, chunks_smem, loaded, own_counter[0].at[0])
 

@@ -52,13 +52,16 @@ def ptx(lines: Sequence[str], *operands: Any, returns: bool = False) -> Any:
     return mgpu_utils.inline_ptx(text, *operands, result_types=result, has_side_effects=True, convergent=True)
 
 
-def _draw(_: Any, pointer: Any) -> Any:
-    lines = [
-        *BY_LANE_0, ".reg .b32 number;", "mov.b32 number, 0;",
-        "@first atom.relaxed.gpu.global.add.u32 number, [$1], 1;",
-        "shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;",
-    ]  # fmt: skip
-    return ptx(lines, pointer, returns=True)
+def _draw(end: int) -> Callable[..., Any]:
+    def emit(_: Any, pointer: Any, previous: Any) -> Any:
+        lines = [
+            *BY_LANE_0, ".reg .b32 number;", f"mov.b32 number, {end};", f"setp.lt.and.s32 first, $2, {end}, first;",
+            "@first atom.relaxed.gpu.global.add.u32 number, [$1], 1;",
+            "shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;",
+        ]  # fmt: skip
+        return ptx(lines, pointer, previous, returns=True)
+
+    return emit
 
 
 def _add(_: Any, pointer: Any, amount: Any) -> Any:
@@ -78,9 +81,13 @@ def _set_bit(_: Any, pointer: Any, place: Any) -> None:
     ptx(lines, pointer, place)
 
 
-def draw(counter: Any) -> jax.Array:
-    """The next number of a counter of this device, 0 first: nobody else gets the same. It orders nothing."""
-    return inline(_draw, [counter], returns=True)
+def draw(counter: Any, end: int, previous: Any = 0) -> jax.Array:
+    """The next number of a counter of this device, 0 first: nobody else gets the same. It orders nothing.
+
+    If `previous`, which was drawn before, is not below `end`, then no other will be: `end` itself is returned, without
+    the time that a trip to the counter takes.
+    """
+    return inline(_draw(end), [counter], previous, returns=True)
 
 
 def add(counter: Any, amount: Any) -> jax.Array:
@@ -93,10 +100,11 @@ def set_bit_at_peer(word: Any, ring: Ring, position: Any, bit: Any) -> None:
     inline(_set_bit, [ring.remote(word, position)], bit)
 
 
-def each_drawn(counter: Any, number: Any, end: int, do: Callable[[Any], None]) -> tuple[Any, Any]:
+def each_drawn(counter: Any, number: Any, end: int, last: int, do: Callable[[Any], None]) -> tuple[Any, Any]:
     """Calls `do(number)`, then with each number drawn next, as long as they are below `end`.
 
-    All who call it on one counter share the numbers among them, however many they are and whenever they come.
+    All who call it on one counter share the numbers among them, however many they are and whenever they come. `last`:
+    no number from there on will be needed.
 
     Returns:
       The first number beyond, and how many there were before.
@@ -105,7 +113,7 @@ def each_drawn(counter: Any, number: Any, end: int, do: Callable[[Any], None]) -
     def body(state: Any) -> Any:
         number, count = state
         do(number)
-        return draw(counter), count + 1
+        return draw(counter, last, number), count + 1
 
     return loop_while(lambda state: state[0] < end, body, (number, jnp.int32(0)))
 

@@ -181,14 +181,14 @@ def pull_chunks(
     drawn = [number]
     for slot in range(slots):
         load(drawn[slot], slot)
-        drawn.append(draw(counter))
+        drawn.append(draw(counter, end, drawn[slot]))
 
     def carry(state: Any) -> Any:
         slot, count, (oldest, *others, following) = state
         plgpu.barrier_wait(loaded.at[slot])
         in_its_size(oldest, slot, lambda shard, place, slot_smem: send_tile(slot_smem, destination(shard, *place)))
         # While the store is under way.
-        after = draw(counter)
+        after = draw(counter, end, following)
         # Landed, not only read: the flag speaks of the destination. It also frees the slot.
         wait_stores_landed()
         landed(*at(oldest - begin))

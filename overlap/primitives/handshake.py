@@ -83,6 +83,7 @@ class Handshake:
       ring: the peers.
       cta: this CTA's index on the device.
       operation: its name, for whoever waits too long.
+      transfers: how many transfers the device has: items of the counter after the looks.
       only: the distance of the one peer whose memory this device needs; None: that of all peers. In the same distance
         behind it is the one peer that needs its own.
     """
@@ -91,12 +92,18 @@ class Handshake:
     ring: Ring
     cta: Any
     operation: str
+    transfers: int = 0
     only: int | None = None
 
     @property
     def looks(self) -> int:
         """How many peers this device looks for: so many items of the counter come first."""
         return self.ring.size - 1 if self.only is None else 1
+
+    @property
+    def items(self) -> int:
+        """How many items the counter deals in all."""
+        return self.looks + self.transfers
 
     @property
     def counter(self) -> Any:
@@ -122,36 +129,36 @@ class Handshake:
             self._look(item)
             self._speak()
 
-        assert self.looks == 1
+        assert self.looks == 1 and not self.transfers
         self._begin(look_and_speak)
 
     def _begin(self, look: Callable[[Any], None]) -> Any:
         # CTA 0 is nearly always there, and need not wait for a number; else whoever has drawn the first one raises it.
         pl.when(self.cta == 0)(self._raise)
-        first = atomics.draw(self.counter)
+        first = atomics.draw(self.counter, self.items)
         pl.when(jnp.logical_and(first == 0, self.cta != 0))(self._raise)
-        return atomics.each_drawn(self.counter, first, self.looks, look)[0]
+        return atomics.each_drawn(self.counter, first, self.looks, self.items, look)[0]
 
     def await_peers(self) -> None:
         """Waits until all peers have begun whose memory this device needs: it may then be read and written."""
         wait_within_device(self.flags.at[_BEGUN], self.looks)
 
-    def leave(self, completed: Any, total: int) -> None:
+    def leave(self, completed: Any) -> None:
         """Every communicator calls it once, last: whoever completes the device's last transfer speaks for the device.
 
         Args:
           completed: how many transfers this CTA has completed: it accesses no peer's memory any more.
-          total: how many the device has; at least one.
 
         Why it suffices: an addition to the counter releases a CTA's completed accesses, the last one acquires them all,
         and its release at system scope passes them on to the peer, which acquires it before it leaves; a kernel ends
         with its last CTA.
         """
+        assert self.transfers
 
         @pl.when(completed > 0)
         def _count() -> None:
             before = atomics.add(self.flags.at[_COMPLETED], completed)
-            pl.when(before + completed == total)(self._speak)
+            pl.when(before + completed == self.transfers)(self._speak)
 
     def wait_for(self, role: int, word: Any, expected: Any, position: Any) -> None:
         """Waits until a word of this device, which the peer at `position` raises, has reached `expected`."""
