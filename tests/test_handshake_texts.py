@@ -29,8 +29,7 @@ def gather(x_gmem, out_gmem, x_smem, loaded):
     """[1, 64] -> [3, 64]: whoever draws a peer copies its row."""
     (flags,) = shared_flags(HANDSHAKE_FLAGS)
     ring = Ring("x", (("x", DEVICES),))
-    handshake = Handshake(flags, ring, lax.axis_index("cta"), "test")
-    peers = DEVICES - 1
+    handshake = Handshake(flags, ring, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
 
     def copy(source, owner):
         plgpu.copy_gmem_to_smem(source, x_smem, loaded)
@@ -49,10 +48,10 @@ def gather(x_gmem, out_gmem, x_smem, loaded):
                 peer = ring.peer(item - handshake.looks + 1)
                 copy(ring.remote(x_gmem, peer), peer)
 
-            _, carried = each_drawn(handshake.counter, number, handshake.looks + peers, pull)
+            _, carried = each_drawn(handshake.counter, number, handshake.items, handshake.items, pull)
             pl.when(lax.axis_index("cta") == 0)(lambda: copy(x_gmem, ring.me()))
             fence_async_proxy()
-            handshake.leave(carried, peers)
+            handshake.leave(carried)
 
 
 @functools.cache

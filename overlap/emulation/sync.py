@@ -106,6 +106,7 @@ class Semaphore(Waitable):
         self.log.append(Write(0, 0, EMPTY, {}, by))
         self.taken = 0  # by waits that decrement
         self._first = len(self.log) - 1  # where the values begin that waits look at
+        self.wake()
 
     @property
     def value(self) -> int:
