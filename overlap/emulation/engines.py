@@ -95,7 +95,16 @@ class Engine:
         self._flying: list[Operation] = []  # loads and stores
 
     def _record(
-        self, op: Operation, view: View, what: str, component: int, time: int, *, write: bool, atomic: bool = False
+        self,
+        op: Operation,
+        view: View,
+        what: str,
+        component: int,
+        time: int,
+        *,
+        write: bool,
+        atomic: bool = False,
+        by_rows: bool = False,
     ) -> None:
         world = self._world
         if write and view.buffer.read_only:
@@ -103,8 +112,9 @@ class Engine:
         if world.detector is None:
             return
         access = Access(
-            op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic
-        )
+            op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic,
+            by_rows=by_rows,
+        )  # fmt: skip
         world.detector.access(access, op.knowledge)
         op.thread.machine.note_remote(op.thread, access)
         if view.buffer.space == "smem":
@@ -234,7 +244,8 @@ class Engine:
         op.sources = (a, b)
         for name, operand in (("left operand", a), ("right operand", b)):
             if not isinstance(operand, np.ndarray):
-                self._record(op, operand, f"wgmma, {name}", op.component, op.time, write=False)
+                what = f"wgmma, {name}"
+                self._record(op, operand, what, op.component, op.time, write=False, by_rows=operand is a)
         thread.tick()
         thread.wgmmas.append(op)
         run = self._world.run

@@ -25,27 +25,33 @@ class Poll:
 
     Attributes:
         head: the loop's first instruction; None outside of one.
-        values: what the words held when they were last looked at.
+        found: what the words held when they were last looked at.
         has_news: whether this iteration has found anything that the one before had not, or has done something.
         is_blocked: whether the thread waits for one of the words to change.
         tests: the comparisons of this iteration, as text.
     """
 
-    __slots__ = ("has_news", "head", "is_blocked", "tests", "values")
+    __slots__ = ("found", "has_news", "head", "is_blocked", "tests")
 
     def __init__(self):
         self.head: int | None = None
-        self.values: dict[Semaphore, int] = {}
+        self.found: dict[Semaphore, Write] = {}
         self.has_news = self.is_blocked = False
         self.tests: list[str] = []
 
     def begin(self, head: int | None) -> None:
         self.head, self.has_news, self.is_blocked = head, False, False
-        self.values, self.tests = {}, []
+        self.found, self.tests = {}, []
 
     def looked_at(self, word: Semaphore, write: Write) -> None:
-        self.has_news |= write is not word.log[-1] or self.values.get(word) != write.value
-        self.values[word] = write.value
+        before = self.found.get(word)
+        self.has_news |= before is None or before.value != write.value
+        self.found[word] = write
+
+    def may_wait(self) -> bool:
+        """Whether another iteration would find the same, until somebody writes one of the words."""
+        latest = all(write is word.log[-1] for word, write in self.found.items())
+        return bool(self.found) and latest and not self.has_news
 
 
 class Orders:

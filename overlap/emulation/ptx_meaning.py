@@ -108,12 +108,10 @@ def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], b
         if target <= here:
             if poll.head != target:
                 poll.begin(target)
-            elif poll.values and not poll.is_blocked:
-                # What has changed since it was looked at would wake nobody.
-                is_old = any(word.value != value for word, value in poll.values.items())
-                if not poll.has_news and not is_old and registers.CLOCK is None:
+            elif not poll.is_blocked and poll.may_wait():
+                if registers.CLOCK is None:
                     return _block(thread)
-                thread.polled = not poll.has_news
+                thread.polled = True
             poll.has_news = poll.is_blocked = False
             poll.tests = []
         thread.pc = target
@@ -126,10 +124,10 @@ def _block(thread: Any) -> bool:
     """Suspends a thread whose loop finds nothing new until one of the words that it looks at changes."""
     poll = thread.orders.poll
     poll.is_blocked = True
-    words, tests = dict(poll.values), tuple(poll.tests)
+    words, tests = dict(poll.found), tuple(poll.tests)
 
     def why() -> str:
-        looks = ", ".join(f"{word.name} of device {word.device}, got {value}" for word, value in words.items())
+        looks = ", ".join(f"{word.name} of device {word.device}, got {write.value}" for word, write in words.items())
         return f"polls {looks}" + (f" ({'; '.join(tests)})" if tests else "")
 
     first, *others = words

@@ -82,6 +82,11 @@ def _require_scope(thread: Any, word: Semaphore, write: Write, scope: str) -> No
             f"an access of scope {scope!r} to {word.name} of device {word.device} meets a value that device "
             f"{others[0]} has written: expected scope 'sys' on both sides"
         )
+    if write.within not in (None, thread.device):
+        raise ProtocolError(
+            f"an access to {word.name} of device {word.device} meets a value that device {write.within} has written at "
+            "a scope that does not leave it: expected scope 'sys' on both sides"
+        )
 
 
 def _require_order(thread: Any, word: Semaphore, what: str, *, reads: bool) -> None:
@@ -147,7 +152,9 @@ def _store_words(
     for n, word in enumerate(words):
         part = (value >> 32 * n) & 0xFFFFFFFF
         thread.orders.poll.has_news |= part != word.value
-        word.write(part, thread.device, by=event, continues=continues, serial=serial, **clocks)
+        word.write(
+            part, thread.device, by=event, continues=continues, scope=scope or "sys", serial=serial, **clocks
+        )  # fmt: skip
         thread.orders.saw(thread, word, word.log[-1])
         if word.device != thread.device:
             word.expect_seen((thread, *event, thread.instruction))

@@ -41,9 +41,24 @@ def region_of(array: np.ndarray, base: np.ndarray) -> Region:
 
 
 class Access:
-    """One access to memory, as the shadow remembers it."""
+    """One access to memory, as the shadow remembers it.
 
-    __slots__ = ("asynchronous", "atomic", "component", "instruction", "thread", "time", "view", "what", "write")
+    Attributes:
+        by_rows: of a read: each row goes into the same row of a result and nowhere else.
+    """
+
+    __slots__ = (
+        "asynchronous",
+        "atomic",
+        "by_rows",
+        "component",
+        "instruction",
+        "thread",
+        "time",
+        "view",
+        "what",
+        "write",
+    )
 
     def __init__(
         self,
@@ -57,7 +72,9 @@ class Access:
         write: bool,
         asynchronous: bool = False,
         atomic: bool = False,
+        by_rows: bool = False,
     ):
+        self.by_rows = by_rows
         self.thread, self.view, self.what, self.instruction = thread, view, what, instruction
         self.component, self.time = component, time
         self.write, self.asynchronous, self.atomic = write, asynchronous, atomic
@@ -106,6 +123,13 @@ class Shadow:
             np.ndarray(shape, np.int32, buffer=self.reads, offset=start, strides=strides),
         )
 
+    def unwritten(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
+        """For each element of `array`, a view of the buffer `base`, whether nobody has written it."""
+        places = np.full((), region_of(array, base)[0], np.int64)
+        for count, stride in zip(array.shape, array.strides):
+            places = places[..., None] + np.arange(count) * stride
+        return self.writes[places // self.granule] == 0
+
 
 class RaceDetector:
     """Checks each access of one launch against what the shadows hold, and reports through `report(kind, old, new)`."""
@@ -113,7 +137,8 @@ class RaceDetector:
     def __init__(self, report):
         self._sets: list[dict[int, Access]] = [{}]
         self._report = report
-        self.unwritten: dict[int, Access] = {}  # instruction -> a read of memory that nobody had written before
+        # instruction -> a read of memory that nobody had written before, and whether that is true of all of it
+        self.unwritten: dict[int, tuple[Access, bool]] = {}
 
     def access(self, access: Access, knowledge: Knowledge) -> None:
         """Checks `access`, by someone with `knowledge`, and remembers it."""
@@ -128,8 +153,8 @@ class RaceDetector:
             for prior in sets[number].values():
                 self._check(prior, access, knowledge)
         if not access.write:
-            if old_writes == [0] and not view.buffer.written:
-                self.unwritten.setdefault(access.instruction.index, access)
+            if 0 in old_writes and not view.buffer.written and not self._is_row_by_row(access, old_writes):
+                self.unwritten.setdefault(access.instruction.index, (access, old_writes == [0]))
             for number in _distinct(reads):
                 old = sets[number]
                 new = {c: a for c, a in old.items() if not covers(seen, a.component, a.time)} if number else {}
@@ -149,6 +174,19 @@ class RaceDetector:
         sets.append({access.component: access})
         writes[...] = len(sets) - 1
         reads[...] = 0
+
+    @staticmethod
+    def _is_row_by_row(access: Access, old_writes: list[int]) -> bool:
+        """Whether a read finds whole rows that somebody has written and others that nobody has, which stay apart.
+
+        A tile at the end of an operand is loaded without the rows that it does not have. They get into the same rows of
+        the product, as NaN, and are dropped when that is stored.
+        """
+        if not access.by_rows or old_writes == [0]:
+            return False
+        view = access.view
+        missing = view.buffer.shadow.unwritten(view.array, view.buffer.data).reshape(view.shape)
+        return bool((missing.any(axis=-1) == missing.all(axis=-1)).all())
 
     def _replace(self, cells: np.ndarray, old: int, new: dict[int, Access]) -> None:
         self._sets.append(new)

@@ -80,11 +80,12 @@ def left_cluster(cta: Any, what: str) -> str:
     )
 
 
-def unwritten(access: Any) -> str:
-    """A read of memory that holds nothing yet."""
+def unwritten(access: Any, wholly: bool) -> str:
+    """A read of memory that holds nothing yet, or only in part of what is read."""
+    got = "none of it" if wholly else "a part of it"
     return (
-        f"read of memory that nobody has written:\n  {access}\n  Expected: written before in this launch; got none "
-        "of it (the wrong peer, shard or slot?)"
+        f"read of memory that nobody has written:\n  {access}\n  Expected: written before in this launch; got {got} "
+        "(the wrong peer, shard or slot?)"
     )
 
 

@@ -266,5 +266,5 @@ class World:
             return
         for machine in self.machines:
             machine.check_remote_uses()
-        for access in self.detector.unwritten.values() if not self.errors else ():
-            self.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access)))
+        for access, wholly in self.detector.unwritten.values() if not self.errors else ():
+            self.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access, wholly)))

@@ -39,10 +39,11 @@ class Write:
         system: the clock that a reader on any device gains, if it acquires at system scope.
         local: for each device that has a part in the value, the clock that a reader there gains at GPU scope.
         by: the event of the write, (component, time); None if everybody knows of it.
+        within: the device within which it was written, at a scope that goes no further; None at system scope.
         readers: for each component that has read it, the time when it first did.
     """
 
-    __slots__ = ("by", "local", "readers", "serial", "system", "total", "value")
+    __slots__ = ("by", "local", "readers", "serial", "system", "total", "value", "within")
 
     def __init__(
         self,
@@ -52,8 +53,10 @@ class Write:
         local: dict[int, np.ndarray],
         by: tuple[int, int] | None,
         serial: int | None = None,
+        within: int | None = None,
     ):
         self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
+        self.within = within
         self.serial = next_serial() if serial is None else serial
         self.readers: dict[int, int] = {}
 
@@ -103,6 +106,7 @@ class Semaphore(Waitable):
         self.log.append(Write(0, 0, EMPTY, {}, by))
         self.taken = 0  # by waits that decrement
         self._first = len(self.log) - 1  # where the values begin that waits look at
+        self.wake()
 
     @property
     def value(self) -> int:
@@ -155,6 +159,7 @@ class Semaphore(Waitable):
         local: np.ndarray,
         by: tuple[int, int] | None,
         continues: bool,
+        scope: str = "sys",
         serial: int | None = None,
     ) -> None:
         """A store by a thread of `device`, or an atomic operation, which `continues` what the word carried.
@@ -168,7 +173,7 @@ class Semaphore(Waitable):
             parts = {**last.local, device: join(last.local.get(device, EMPTY), local)}
         adds = continues and value >= last.value
         total = last.total + value - last.value if adds else value + self.taken
-        self.log.append(Write(value, total, system, parts, by, serial))
+        self.log.append(Write(value, total, system, parts, by, serial, None if scope == "sys" else device))
         if not adds:
             self._first = len(self.log) - 1
         if value != last.value:
@@ -179,7 +184,7 @@ class Semaphore(Waitable):
     ) -> None:
         """An atomic addition, with a release at `scope`."""
         system = EMPTY if scope == "gpu" else seen
-        self.write(self.value + count, from_device, system=system, local=seen, by=by, continues=True)
+        self.write(self.value + count, from_device, system=system, local=seen, by=by, continues=True, scope=scope)
 
     def acquire(
         self, value: int, knowledge: Knowledge, *, decrement: bool, scope: str, by: tuple[int, int] | None = None

@@ -88,7 +88,7 @@ def test_clean(skips_barrier, completion):
 
 
 def test_without_the_barrier_a_peer_may_not_have_begun():
-    with pytest.raises(ProtocolError, match=r"too early: device \d, CTA 0 .*may not have begun launch 1"), emulate():
+    with pytest.raises(ProtocolError, match=r"too early: device \d, CTA 0 .*may not have begun this launch"), emulate():
         exchange(skips_barrier=True, looks=False)()
 
 
@@ -108,7 +108,7 @@ def test_a_beacon_left_raised_stands_for_the_launch_before():
                 run()
         except EmulationError as report:
             reports.append(str(report))
-    assert any("may not have begun launch" in report for report in reports)
+    assert any("may not have begun this launch" in report for report in reports)
 
 
 def test_laps_is_checked():

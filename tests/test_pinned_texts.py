@@ -1,0 +1,95 @@
+"""PTX that no emulator runs, word for word, with the reason for each instruction.
+
+Most is for GPUs that have a process each: the emulator is one process. Who changes a text here has to say why it is
+right, and to run tests/multi_gpu/, also under mpirun.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import core
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.kernels import dispatch
+from overlap.kernels.target import Target
+from overlap.primitives.addresses import TABLE_FLAGS
+from tests import oracle
+from tests.mesh_cases import layout
+
+# The kernel that tells the addresses zeroes the flags behind the table, as XLA would: by 128 threads, each of them the
+# words at its own distance from the beginning ($0, of flags of 4 bytes). Plain stores will do: it is the only kernel
+# that knows this memory yet, and the one that reads it is launched behind it on the same stream.
+ZEROES = r"""{
+\.reg \.b32 thread;
+\.reg \.b64 mine;
+mov\.u32 thread, %tid\.x;
+mad\.wide\.u32 mine, thread, 4, \$0;
+(?:st\.global\.b32 \[mine\+\d+\], 0;
+)+}"""
+# An entry of the table, of 8 bytes: an address, or the rank. All threads store the same value, so it does not matter
+# which of them is last.
+ENTRY = r"st\.global\.b64 \[\$0\+(\d+)\], \$1;"
+# In the other kernel, by one warp: an address that peers have been told ($0) must be the one that this kernel got ($1).
+# `ne`, as any difference counts; all 64 bits; the trap is an error of the program instead of a wrong number at a peer.
+REQUIRES = r"{ \.reg \.pred differ; setp\.ne\.b64 differ, \$0, \$1; @differ trap; }"
+
+
+def texts_of(processes, **keywords):
+    """All texts of a program for four GPUs, of one process or one each."""
+    found = []
+    emit = mgpu_utils.inline_ptx
+
+    def record(text, *operands, **options):
+        found.append(text)
+        return emit(text, *operands, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+        patch.setattr(
+            core, "_is_known_multihost_mesh", lambda mesh: processes > 1 and mesh is not None and mesh.size > 1
+        )
+        patch.setattr(mgpu_utils, "inline_ptx", record)
+        call = functools.partial(overlap.all_gather_lhs_matmul, axis_name="x", implementation="fused", **keywords)
+        specs = (P("x", None), P(None, "x"))
+        mapped = oracle.on_mesh(layout("x", x=4).mesh(), call, in_specs=specs, out_specs=P(None, "x"))
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 2048))]
+        mapped.trace(*arguments).lower(lowering_platforms=("cuda",))
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return texts_of(4)
+
+
+def test_the_flags_are_zeroed(texts):
+    (text,) = (text for text in texts if re.fullmatch(ZEROES, text))
+    zeroed = [int(offset) for offset in re.findall(r"mine\+(\d+)", text)]
+    assert zeroed == list(range(4 * TABLE_FLAGS, 4096, 4 * 128)), "each word behind the table, and no other"
+
+
+def test_the_table_is_stored(texts):
+    places = [int(found[1]) for text in texts if (found := re.fullmatch(ENTRY, text))]
+    # The rank, where the two buffers are themselves, and their addresses on the four peers: each entry once.
+    assert sorted(places) == [0, 8, 16, *range(32, 32 + 8 * 2 * 4, 8)]
+
+
+def test_the_table_is_checked(texts):
+    assert sum(bool(re.fullmatch(REQUIRES, text)) for text in texts) == 2
+
+
+def test_a_warp_arrives_at_the_barriers_of_a_cluster():
+    """Pallas's own arrival, which the emulator knows; what it becomes on a GPU is ours (`_compat`)."""
+    config = overlap.Config(cluster=2)
+    found = {" ".join(text.split()) for text in texts_of(1, transport="ring", config=config) if "mbarrier" in text}
+    # $0: this lane's number is that of a CTA concerned; $1: the barrier here; $2: the lane. `mapa` gives the address of
+    # the same barrier in that CTA; the release at cluster scope is what the wait acquires.
+    assert (
+        "{ .reg .b32 there; @$0 mapa.shared::cluster.u32 there, $1, $2; "
+        "@$0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
+    ) in found
