@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from overlap import _cuda
@@ -59,7 +59,7 @@ class Addresses(Protocol):
     def tell(self, num_flags: int) -> Callable[..., Any]: ...
 
 
-def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses: Addresses) -> None:
+def lower_by_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addresses: Addresses) -> None:
     """Has Pallas lower each Mosaic GPU kernel for its clique instead of its whole mesh. The first call counts.
 
     `clique_of(mesh, axes)` is asked for each kernel in a `shard_map` over `mesh` that counts along the axes of the
@@ -120,13 +120,13 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses:
     registration.mpmd_map_mgpu_lowering_rule = lower_by_clique
 
 
-def _axes_of(jaxpr: Any) -> frozenset[str]:
+def _axes_of(jaxpr: Any) -> frozenset[Hashable]:
     """The names of all axes along which something in a kernel counts; what single warps do has no effects outside."""
     from jax._src import core
 
     effects = [effect for effect in jaxpr.effects if isinstance(effect, core.NamedAxisEffect)]
     within = (sub for equation in jaxpr.eqns for sub in core.jaxprs_in_params(equation.params))
-    return frozenset(str(effect.name) for effect in effects).union(*map(_axes_of, within))
+    return frozenset(effect.name for effect in effects).union(*map(_axes_of, within))
 
 
 @dataclasses.dataclass

@@ -47,6 +47,7 @@ from overlap.kernels.partial_sums import PartialSums, finish_together, partial_s
 from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives import addresses, wait_stores_read
+from overlap.primitives.axes import KernelAxis
 from overlap.primitives.integers import remainder
 
 COMPUTE_REGISTERS = 232
@@ -54,7 +55,7 @@ TRANSFER_REGISTERS = 40
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
-THREAD_AXIS = "warpgroup"
+THREAD_AXIS = KernelAxis("warpgroup")
 
 __all__ = [
     "GRID_AXIS",
@@ -108,7 +109,7 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
     lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
 
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
-        def load_operand(k: Any, operand: Any, box: Any, start: Any, across: bool, shared_by: str | None) -> None:
+        def load_operand(k: Any, operand: Any, box: Any, start: Any, across: bool, shared_by: KernelAxis | None) -> None:
             slot = remainder(piece.before + k, config.stages)
             choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
             full = buffers.full.at[slot]
