@@ -109,7 +109,7 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
     lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
 
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
-        def load_operand(k: Any, operand: Any, box: Any, start: Any, across: bool, shared_by: KernelAxis | None) -> None:
+        def load_operand(k: Any, operand: Any, box: Any, start: Any, across: bool, shared_by: Any) -> None:
             slot = remainder(piece.before + k, config.stages)
             choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
             full = buffers.full.at[slot]

@@ -164,7 +164,13 @@ def loaded_boxes(buffers: Buffers, across: bool) -> Any:
 
 
 def load_step(
-    operand_gmem: Any, box_smem: Any, barrier: Any, start: Any, k_start: Any, across: bool, shared_by: KernelAxis | None = None
+    operand_gmem: Any,
+    box_smem: Any,
+    barrier: Any,
+    start: Any,
+    k_start: Any,
+    across: bool,
+    shared_by: KernelAxis | None = None,
 ) -> None:
     """Starts the copies of one operand's tile for one k step.
 
@@ -177,7 +183,9 @@ def load_step(
       across: the operand's rows run across k.
       shared_by: the cluster axis along which CTAs need the same tile: each loads its part into all of them.
     """
-    copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=barrier, collective_axes=None if shared_by is None else (shared_by,))
+    copy = functools.partial(
+        plgpu.copy_gmem_to_smem, barrier=barrier, collective_axes=None if shared_by is None else (shared_by,)
+    )
     if not across:
         rows, columns = box_smem.shape
         copy(operand_gmem.at[pl.ds(start, rows), pl.ds(k_start, columns)], box_smem)

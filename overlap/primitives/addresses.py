@@ -69,8 +69,8 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(write)(*refs)
 
     return plgpu.kernel(
-        overlap_tell_addresses, out_type=jax.ShapeDtypeStruct((num_flags,), jnp.int32), grid=(1,), grid_names=(KernelAxis("cta"),),
-        num_threads=1, thread_name=KernelAxis("warpgroup"),
+        overlap_tell_addresses, out_type=jax.ShapeDtypeStruct((num_flags,), jnp.int32), grid=(1,),
+        grid_names=(KernelAxis("cta"),), num_threads=1, thread_name=KernelAxis("warpgroup"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True
         ),
