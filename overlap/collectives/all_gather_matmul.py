@@ -39,6 +39,7 @@ from overlap.collectives.transport import Site, Transport, choose_transport
 from overlap.kernels import differentiable, dispatch, hopper, product
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
+from overlap.kernels.varying import summed_like, varying
 from overlap.primitives import Ring, shared_flags
 from overlap.primitives.integers import ceil_div
 
@@ -217,9 +218,9 @@ def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Arr
     @jax.custom_batching.custom_vmap
     def run(*leaves: jax.Array) -> Any:
         given = jax.tree.unflatten(structure, leaves)
-        if joined.serves(plan):
-            return joined.launch(given, plan)
-        return (_launch if plan.ring.size > 1 else _on_one_device)(given, plan)
+        by = joined.launch if joined.serves(plan) else _launch if plan.ring.size > 1 else _on_one_device
+        outs, gathered = by(given, plan)
+        return outs, gathered_lhs.same_on_ring(gathered, given.lhs, plan.ring)
 
     @run.def_vmap
     def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> Any:
@@ -248,7 +249,7 @@ def _fused_forward(operands: Operands, plan: Plan) -> Any:
 
 def _fused_backward(plan: Plan, operands: Operands, cotangents: Any) -> tuple[Operands]:
     # The transpose, matmul + reduce-scatter, runs by XLA.
-    return (reference.all_gather_lhs_matmul_backward(operands, plan, *cotangents),)
+    return (summed_like(reference.all_gather_lhs_matmul_backward(operands, plan, *cotangents), operands),)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -343,7 +344,7 @@ def all_gather_lhs_matmul(
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
       ...     lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x"),
-      ...     mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False,
+      ...     mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"),
       ... )
       >>> y = jax.jit(layer)(x, w)
       >>> gate, up = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x")  # inside such a layer
@@ -361,5 +362,6 @@ def all_gather_lhs_matmul(
     )  # fmt: skip
     if choice.config is None:
         return call.restore(*reference.all_gather_lhs_matmul(call.operands, plan))
-    results: Any = _fused(call.operands, plan)
+    operands = dataclasses.replace(call.operands, lhs=varying(call.operands.lhs, ring.names))
+    results: Any = _fused(operands, plan)
     return call.restore(*results)

@@ -39,6 +39,7 @@ from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.kernels import differentiable, dispatch, hopper, matmul, product
 from overlap.kernels.config import TMA_ROW_BYTES, Config
 from overlap.kernels.target import Target
+from overlap.kernels.varying import summed_like, varying
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Ring,
@@ -277,7 +278,7 @@ def _fused_forward(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> Any:
 
 def _fused_backward(plan: Plan, saved: Any, cotangent: jax.Array) -> Any:
     lhs, rhs = saved
-    return backward_by_xla(lhs, rhs, plan.ring.axis_name, plan.along, cotangent)
+    return summed_like(backward_by_xla(lhs, rhs, plan.ring.axis_name, plan.along, cotangent), (lhs, rhs))
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -319,7 +320,6 @@ def decide(
     def check_call(config: Config, target: Target) -> None:
         check(lhs, rhs, out_dtype, ring, along, config, target)
         require_peers(ring, target, mesh)
-        matmul.require_unchecked_vma(lhs, rhs)
         if mesh is None:
             require_all_manual()
 
@@ -377,7 +377,7 @@ def all_gather_rhs_matmul(
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
       ...     lambda x, w: overlap.all_gather_rhs_matmul(x, w, "x", gather_dimension=0),
-      ...     mesh=mesh, in_specs=(P("x", None), P("x", None)), out_specs=P("x", None), check_vma=False,
+      ...     mesh=mesh, in_specs=(P("x", None), P("x", None)), out_specs=P("x", None),
       ... )
       >>> y = jax.jit(layer)(x, w)
 
@@ -392,4 +392,4 @@ def all_gather_rhs_matmul(
     if choice.config is None:
         return by_xla(lhs, rhs, ring.axis_name, along, out_dtype)
     plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
-    return _fused(lhs, rhs, plan)
+    return _fused(lhs, varying(rhs, ring.names), plan)

@@ -21,6 +21,7 @@ from overlap.kernels import hopper, matmul
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
+from overlap.kernels.varying import axes_of, same_along
 from overlap.primitives import Ring
 
 _XLA = 'implementation="xla"'
@@ -125,7 +126,6 @@ class Call:
                 )  # fmt: skip
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{self._which(index)}{cannot}") from None
-        matmul.require_unchecked_vma(lhs, *sides)
 
     def _which(self, index: int) -> str:
         return "" if self.container is None else f"`rhs[{index}]`: "
@@ -197,6 +197,11 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
         peers_read=of_rows if awaits_peers else (),
     )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
+
+
+def same_on_ring(gathered: jax.Array | None, lhs: jax.Array, ring: Ring) -> jax.Array | None:
+    """The gathered operand, typed as what it is: the same on all devices of the ring, and elsewhere as the operand."""
+    return None if gathered is None else same_along(gathered, {*ring.names, *(axes_of(gathered) - axes_of(lhs))})
 
 
 def why_not_folded(is_batched: Operands, axis_size: int) -> str | None:

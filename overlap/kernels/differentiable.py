@@ -14,6 +14,7 @@ from overlap.kernels import product
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.hopper import Forms
 from overlap.kernels.product import Operands, Plan
+from overlap.kernels.varying import summed_like
 
 # Outside `jax.jit` each call would otherwise trace, and so compile, its kernel anew.
 _launch = jax.jit(product.launch, static_argnums=1)
@@ -127,7 +128,8 @@ def _backward(plan: Plan, saved: Any, cotangent: jax.Array) -> tuple[Operands]:
     unbatch = lambda d, x: d.sum(axis=0).astype(x.dtype) if d.ndim > x.ndim else d  # noqa: E731
     d_c = None if operands.c is None else unbatch(d_z, operands.c).astype(operands.c.dtype)
     d_bias = None if operands.bias is None else d_z.sum(axis=tuple(range(d_z.ndim - 1)))
-    return (Operands(unbatch(d_lhs, lhs), unbatch(d_rhs, rhs), d_c, d_bias, d_rows, d_columns),)
+    cotangents = Operands(unbatch(d_lhs, lhs), unbatch(d_rhs, rhs), d_c, d_bias, d_rows, d_columns)
+    return (summed_like(cotangents, operands),)
 
 
 _differentiable.defvjp(_forward, _backward)

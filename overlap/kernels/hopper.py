@@ -43,6 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels import staging
 from overlap.kernels.config import COMPUTE_WARPGROUPS, WGMMA_M, Config
 from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile, at_step, spread, with_reference
+from overlap.kernels.launch import sealed
 from overlap.kernels.partial_sums import PartialSums, finish_together, partial_sums_flags, partial_sums_type
 from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
@@ -359,6 +360,7 @@ def launch(
     name: str,
     cluster: int = 1,
     peers_read: tuple[int, ...] = (),
+    otherwise: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references.
 
@@ -367,7 +369,7 @@ def launch(
     `peers_read`: which operands the peers read, in a kernel that sees for itself that they have begun (its flags are
     `shared_flags(..., awaits_peers=True)`); none: if it talks to any, the framework runs a barrier before it.
 
-    It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
+    `otherwise`: as of `overlap.kernels.launch.sealed`.
     """
     body.__name__ = name
     semantics = plgpu.LoweringSemantics.Warpgroup
@@ -384,16 +386,4 @@ def launch(
         if peers_read
         else plgpu.CompilerParams(lowering_semantics=semantics),
     )
-
-    @jax.custom_batching.custom_vmap
-    def run(*operands: jax.Array) -> Any:
-        return kernel(*operands)
-
-    @run.def_vmap
-    def _refuse(*_: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} does not support `jax.vmap` yet: fold the batch into the rows of `lhs`, or use "
-            'implementation="xla"'
-        )
-
-    return run
+    return sealed(kernel, name, otherwise)

@@ -46,20 +46,6 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms
     return jnp.dtype(jnp.bfloat16) if lhs.dtype in FLOAT8 else jnp.dtype(lhs.dtype)
 
 
-def require_unchecked_vma(*operands: Any) -> None:
-    """Raises NotImplementedError if an operand's type says along which mesh axes it varies (`check_vma=True`).
-
-    Mosaic GPU's split of a warpgroup into warps rejects such references.
-    """
-    for operand in operands:
-        manual = getattr(jax.typeof(operand), "manual_axis_type", None) if isinstance(operand, jax.Array) else None
-        if manual is not None and manual.varying:
-            raise NotImplementedError(
-                "the fused kernel needs `check_vma=False` in the enclosing jax.shard_map (default: True): set it, "
-                'or use implementation="xla"'
-            )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A checked call: operands with at most one batch dimension, and what leads back to the caller's shape."""
@@ -147,7 +133,6 @@ def _scales(scale: Any, m: int, n: int) -> tuple[Any, Any]:
 def _decide(call: _Call, config: Config | None, implementation: str | None) -> Explanation:
     def check(config: Config, target: Any) -> None:
         product.check(call.operands, call.forms, call.out_dtype, config, target)
-        require_unchecked_vma(call.operands.lhs, call.operands.rhs)
 
     problem = product.problem(call.operands, call.forms, call.out_dtype)
     return dispatch.decide("matmul", implementation, dispatch.target(), config, check, problem)
