@@ -30,13 +30,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap.collectives import gathered_lhs, joined, reference
-from overlap.collectives.axis import require_all_manual, require_peers, ring_of, untried
+from overlap.collectives.axis import require_peers, ring_of, untried
 from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Site, Transport, choose_transport
-from overlap.kernels import differentiable, dispatch, hopper, product
+from overlap.kernels import differentiable, dispatch, hopper, product, sharded
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.kernels.varying import summed_like, varying
@@ -264,7 +264,7 @@ def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implemen
         call.check(ring, config, target, forwards=forwards)
         require_peers(ring, target, mesh)
         if mesh is None:
-            require_all_manual()
+            call.require_whole()
 
     problem = call.problem(NAME, ring.size)
     return dispatch.decide(
@@ -363,5 +363,5 @@ def all_gather_lhs_matmul(
     if choice.config is None:
         return call.restore(*reference.all_gather_lhs_matmul(call.operands, plan))
     operands = dataclasses.replace(call.operands, lhs=varying(call.operands.lhs, ring.names))
-    results: Any = _fused(operands, plan)
+    results: Any = sharded.on_the_rest(lambda operands: _fused(operands, plan), operands)
     return call.restore(*results)

@@ -34,9 +34,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import tuning
-from overlap.collectives.axis import require_all_manual, require_peers, ring_of, untried
+from overlap.collectives.axis import require_peers, ring_of, untried
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
-from overlap.kernels import differentiable, dispatch, hopper, matmul, product
+from overlap.kernels import differentiable, dispatch, hopper, matmul, product, sharded
 from overlap.kernels.config import TMA_ROW_BYTES, Config
 from overlap.kernels.target import Target
 from overlap.kernels.varying import summed_like, varying
@@ -321,7 +321,8 @@ def decide(
         check(lhs, rhs, out_dtype, ring, along, config, target)
         require_peers(ring, target, mesh)
         if mesh is None:
-            require_all_manual()
+            sharded.require_rest_of_one()
+            sharded.require_whole({"lhs": lhs, "rhs": rhs})
 
     return dispatch.decide(
         NAME, implementation, dispatch.target(mesh), config, check_call, problem, untried=untried(ring, mesh)
@@ -392,4 +393,5 @@ def all_gather_rhs_matmul(
     if choice.config is None:
         return by_xla(lhs, rhs, ring.axis_name, along, out_dtype)
     plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
-    return _fused(lhs, varying(rhs, ring.names), plan)
+    operands = lhs, varying(rhs, ring.names)
+    return sharded.on_the_rest(lambda operands: _fused(*operands, plan), operands)

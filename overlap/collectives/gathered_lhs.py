@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from overlap import tuning
-from overlap.kernels import hopper, matmul
+from overlap.kernels import hopper, matmul, sharded
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
@@ -127,8 +127,20 @@ class Call:
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{self._which(index)}{cannot}") from None
 
+    def require_whole(self) -> None:
+        """Whether each device holds its operands, whatever the enclosing `shard_map` leaves to XLA's partitioner.
+
+        Raises as `overlap.kernels.sharded` does.
+        """
+        sharded.require_rest_of_one()
+        sides = {self._name(index): side for index, side in enumerate(self.operands.sides)}
+        sharded.require_whole({"lhs": self.operands.lhs} | sides)
+
+    def _name(self, index: int) -> str:
+        return "rhs" if self.container is None else f"rhs[{index}]"
+
     def _which(self, index: int) -> str:
-        return "" if self.container is None else f"`rhs[{index}]`: "
+        return "" if self.container is None else f"`{self._name(index)}`: "
 
     def restore(self, outs: tuple[jax.Array, ...], gathered: jax.Array | None) -> Any:
         """The results as the caller expects them."""

@@ -360,7 +360,6 @@ def launch(
     name: str,
     cluster: int = 1,
     peers_read: tuple[int, ...] = (),
-    otherwise: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A `plgpu.kernel` with the mainloop's grid and threads; `body` receives operand and output references.
 
@@ -369,7 +368,7 @@ def launch(
     `peers_read`: which operands the peers read, in a kernel that sees for itself that they have begun (its flags are
     `shared_flags(..., awaits_peers=True)`); none: if it talks to any, the framework runs a barrier before it.
 
-    `otherwise`: as of `overlap.kernels.launch.sealed`.
+    It is one operation of jax: see `overlap.kernels.launch`.
     """
     body.__name__ = name
     semantics = plgpu.LoweringSemantics.Warpgroup
@@ -386,4 +385,4 @@ def launch(
         if peers_read
         else plgpu.CompilerParams(lowering_semantics=semantics),
     )
-    return sealed(kernel, name, otherwise)
+    return sealed(kernel, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from overlap.kernels import differentiable, dispatch, product
+from overlap.kernels import differentiable, dispatch, product, sharded
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hopper import PLAIN, Forms
 from overlap.kernels.product import Operands, Plan
+from overlap.kernels.varying import alike
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
@@ -130,9 +132,49 @@ def _scales(scale: Any, m: int, n: int) -> tuple[Any, Any]:
     return row, column
 
 
+def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
+    """From `matmul` without its arrays to the result, each device's part computed by itself: see `sharded`.
+
+    Raises:
+      ValueError, NotImplementedError: as `_normalize` does for the whole call, and `sharded.layout_of`.
+    """
+    scale = arrays["scale"]
+    operands = {name: _on_device(x) for name, x in arrays.items() if x is not None and name != "scale"}
+    factors = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
+    operands |= {f"scale[{i}]": jnp.asarray(factor, jnp.float32) for i, factor in enumerate(factors)}
+
+    def arguments(parts: dict[str, Any]) -> dict[str, Any]:
+        scale = tuple(parts[name] for name in parts if name.startswith("scale["))
+        return {name: x for name, x in parts.items() if not name.startswith("scale[")} | {"scale": scale or None}
+
+    if all(hasattr(x, "shape") for x in operands.values()):
+        # On types that say nothing of any mesh.
+        bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
+        jax.eval_shape(lambda parts: _normalize(**arguments(parts), **keywords).operands, bare)
+    else:
+        _normalize(**arguments(operands), **keywords)
+    batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
+    matrices = {
+        "lhs": ("k", "m") if keywords["transpose_lhs"] else ("m", "k"),
+        "rhs": ("n", "k") if keywords["transpose_rhs"] else ("k", "n"),
+        "c": ("m", "n"),
+    }
+
+    def dimensions(name: str, x: jax.Array) -> tuple[Any, ...]:
+        if name in matrices:
+            return (*batch[: x.ndim - 2], *matrices[name])
+        # Along the rows or the columns; a factor of all is of size 1 everywhere.
+        of_rows = x.ndim == 2 and x.shape[1] == 1
+        return tuple(None if size == 1 else "m" if of_rows else "n" for size in x.shape)
+
+    layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
+    return lambda matmul: layout.call(lambda **parts: matmul(**arguments(parts)), operands, (*batch, "m", "n"))
+
+
 def _decide(call: _Call, config: Config | None, implementation: str | None) -> Explanation:
     def check(config: Config, target: Any) -> None:
         product.check(call.operands, call.forms, call.out_dtype, config, target)
+        sharded.require_rest_of_one()
 
     problem = product.problem(call.operands, call.forms, call.out_dtype)
     return dispatch.decide("matmul", implementation, dispatch.target(), config, check, problem)
@@ -193,19 +235,27 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
-    call = _normalize(
-        lhs,
-        rhs,
-        c=c,
-        bias=bias,
-        activation=activation,
-        scale=scale,
-        preferred_element_type=preferred_element_type,
-        transpose_lhs=transpose_lhs,
+    keywords: dict[str, Any] = dict(
+        activation=activation, preferred_element_type=preferred_element_type, transpose_lhs=transpose_lhs,
         transpose_rhs=transpose_rhs,
-    )
+    )  # fmt: skip
+    arrays = dict(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
+    if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
+        try:
+            cut = _cut(mesh, arrays, keywords)
+        except NotImplementedError as cannot:
+            if implementation is None:
+                if dispatch.target().platform != "cpu":
+                    dispatch.leave_to_xla("matmul", str(cannot), insists=False)
+                implementation = "xla"
+            if implementation != "xla":
+                raise
+        else:
+            return cut(functools.partial(matmul, config=config, implementation=implementation, **keywords))
+    call = _normalize(**arrays, **keywords)
     choice = _decide(call, config, implementation)
     if choice.config is None:
         return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, activation))
-    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, activation)
-    return call.restore(differentiable.fused(call.operands, plan))
+    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, activation, insists=implementation == "fused")
+    out = sharded.on_the_rest(lambda operands: differentiable.fused(alike(operands), plan), call.operands)
+    return call.restore(out)

@@ -28,11 +28,10 @@ def varying(value: Any, axes: Iterable[Any]) -> Any:
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
-def alike(values: Iterable[Any]) -> list[Any]:
+def alike(tree: Any) -> Any:
     """The same values, all typed as varying along each axis that one of them varies along."""
-    values = list(values)
-    axes = sorted(axes_of(*values), key=str)
-    return [varying(value, axes) for value in values]
+    axes = sorted(axes_of(*jax.tree.leaves(tree)), key=str)
+    return jax.tree.map(lambda value: varying(value, axes), tree)
 
 
 def summed_like(cotangents: Any, operands: Any) -> Any:
