@@ -49,10 +49,7 @@ def rest_of(mesh: Any) -> Axes:
 def mesh_of(*operands: Any) -> Any:
     """The mesh of the operands' types, if it has Explicit axes; else None."""
     for operand in operands:
-        is_concrete = isinstance(operand, jax.Array) and not isinstance(operand, jax.core.Tracer)
-        # The sharding of an array that is there has the mesh with its devices, which eager resharding needs.
-        sharding = operand.sharding if is_concrete else _type_sharding(operand)
-        mesh = getattr(sharding, "mesh", None)
+        mesh = getattr(_type_sharding(operand), "mesh", None)
         if mesh is not None and explicit_axes(mesh):
             return mesh
     return None
@@ -95,11 +92,14 @@ class Layout:
     def call(self, function: Callable[..., Any], operands: dict[str, Any], out: tuple[Any, ...]) -> Any:
         """`function(**operands)` on each device's parts; `out`: the names of the result's dimensions."""
         specs = {name: self.spec(self.names[name]) for name in operands}
-        cut = {
-            name: x if _spec_of(x) == specs[name] else jax.reshard(x, jax.NamedSharding(self.mesh, specs[name]))
-            for name, x in operands.items()
-        }
-        return enter(lambda parts: function(**parts), self.mesh, (specs,), self.spec(out))(cut)
+        whole = [name for name, x in operands.items() if _spec_of(x) != specs[name]]
+
+        def run(operands: dict[str, Any]) -> Any:
+            cut = {name: jax.reshard(operands[name], jax.NamedSharding(self.mesh, specs[name])) for name in whole}
+            return enter(lambda parts: function(**parts), self.mesh, (specs,), self.spec(out))(operands | cut)
+
+        # Outside `jax.jit` only a jitted function brings an array of one device to the mesh.
+        return (jax.jit(run) if whole else run)(operands)
 
 
 def _spec_of(x: Any) -> jax.P:
