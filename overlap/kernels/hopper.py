@@ -48,7 +48,7 @@ from overlap.kernels.partial_sums import PartialSums, finish_together, partial_s
 from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives import addresses, wait_stores_read
-from overlap.primitives.axes import KernelAxis
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
 
 COMPUTE_REGISTERS = 232
@@ -56,7 +56,7 @@ TRANSFER_REGISTERS = 40
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
-THREAD_AXIS = KernelAxis("warpgroup")
+THREAD_AXIS = kernel_axis("warpgroup")
 
 __all__ = [
     "GRID_AXIS",

@@ -28,11 +28,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
-from overlap.primitives.axes import KernelAxis
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import ceil_div
 
 # The axes of the grid: clusters, and the CTAs of one.
-GRID_AXIS, RANK_AXIS = KernelAxis("cluster"), KernelAxis("rank in the cluster")
+GRID_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the cluster")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def load_step(
     start: Any,
     k_start: Any,
     across: bool,
-    shared_by: KernelAxis | None = None,
+    shared_by: Any = None,
 ) -> None:
     """Starts the copies of one operand's tile for one k step.
 

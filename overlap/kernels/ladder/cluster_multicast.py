@@ -31,11 +31,11 @@ from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling, num_ctas
 from overlap.kernels.ladder.warp_specialized import THREADS, Slots, accumulate_tile, load_tiles, split_roles
-from overlap.primitives.axes import KernelAxis
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 
 CLUSTER = 2
-CLUSTER_AXIS, RANK_AXIS = KernelAxis("cluster"), KernelAxis("rank in the cluster")  # The rank says which tile row.
+CLUSTER_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the cluster")  # The rank says which tile row.
 
 
 def wait_until_peers_are_done(filled: Any, slots: Slots) -> None:

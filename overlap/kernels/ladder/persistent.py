@@ -28,10 +28,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling, num_ctas
 from overlap.kernels.ladder.warp_specialized import THREADS, Slots, accumulate_tile, load_tiles, split_roles
-from overlap.primitives.axes import KernelAxis
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 
-CTA_AXIS = KernelAxis("cta")
+CTA_AXIS = kernel_axis("cta")
 
 
 def for_each_tile(worker: Any, workers: int, tiles: int, visit: Callable[[Any, Any], None]) -> None:

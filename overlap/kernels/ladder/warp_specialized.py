@@ -29,11 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, M_AXIS, N_AXIS, Tiling
-from overlap.primitives.axes import KernelAxis
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
 
 MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
-THREAD_AXIS = KernelAxis("warpgroup")
+THREAD_AXIS = kernel_axis("warpgroup")
 THREADS: dict[str, Any] = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": THREAD_AXIS}
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
 Store = Callable[[jax.Array, Any, Any], None]  # (values, output, buffer)
