@@ -137,6 +137,41 @@ def test_operands_that_are_cut_differently():
         jax.eval_shape(fused, lhs, put(EXPLICIT, integers(2, 2, M, N), P("x")))
 
 
+def test_vmap_and_scan():
+    lhs, rhs = put(EXPLICIT, integers(1, 2, M, K), P(None, "x")), put(EXPLICIT, integers(2, K, N), P(None, "y"))
+    with emulate(cores=2, detect_races=False):
+        out = jax.jit(jax.vmap(fused, (0, None)))(lhs, rhs)
+        loop = jax.jit(lambda lhs, rhs: lax.scan(lambda carry, x: (carry, fused(x, rhs)), 0, lhs)[1])(lhs, rhs)
+    assert jax.typeof(out).sharding.spec == jax.typeof(loop).sharding.spec == P(None, "x", "y")
+    for result in (out, loop):
+        np.testing.assert_array_equal(np.asarray(result, np.float32), oracle_of(lhs, rhs))
+
+
+@pytest.mark.parametrize("mesh", [EXPLICIT, make_mesh(x=2)], ids=str)
+def test_vmap_over_a_dimension_that_is_sharded(mesh):
+    """jax keeps the axes of such a dimension to itself."""
+    lhs, rhs = put(mesh, integers(1, 2, M, K), P("x")), put(mesh, integers(2, K, N), P())
+    with pytest.raises(NotImplementedError, match=r"`jax.vmap`.*\('x',\).*leading.*\"xla\""):
+        jax.eval_shape(jax.vmap(fused, (0, None)), lhs, rhs)
+    out = jax.jit(jax.vmap(overlap.matmul, (0, None)))(lhs, rhs)
+    assert jax.typeof(out).sharding.spec == P("x", None, None)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), oracle_of(lhs, rhs))
+
+
+def test_explain_is_about_the_part_of_a_device(h200):
+    def struct(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float16, sharding=jax.NamedSharding(EXPLICIT, spec))
+
+    rhs = struct((4096, 4096), P())
+    part, whole = (
+        overlap.explain(overlap.matmul, struct((m, 4096), spec), rhs, bias=struct((4096,), P()))
+        for m, spec in ((2048, P("x")), (1024, P()))
+    )
+    assert part.implementation == "fused" and part == whole
+    gathered = overlap.explain(overlap.matmul, struct((2048, 4096), P(None, "x")), rhs)
+    assert gathered.implementation == "xla" and "`lhs`" in gathered.reason
+
+
 def lowered_for_cuda(function, *operands):
     return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 

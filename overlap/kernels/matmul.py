@@ -155,8 +155,8 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         _normalize(**arguments(operands), **keywords)
     batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
     matrices = {
-        "lhs": ("k", "m") if keywords["transpose_lhs"] else ("m", "k"),
-        "rhs": ("n", "k") if keywords["transpose_rhs"] else ("k", "n"),
+        "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
+        "rhs": ("n", "k") if keywords.get("transpose_rhs") else ("k", "n"),
         "c": ("m", "n"),
     }
 
@@ -184,7 +184,25 @@ def decide(
     lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, **keywords: Any
 ) -> Explanation:
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
-    return _decide(_normalize(lhs, rhs, **keywords), config, implementation)
+    arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ("c", "bias", "scale")}
+    mesh = sharded.mesh_of(*jax.tree.leaves(arrays))
+    if mesh is None:
+        return _decide(_normalize(**arrays, **keywords), config, implementation)
+    of_parts: list[Explanation] = []
+
+    def of_part(**parts: Any) -> jax.Array:
+        call = _normalize(**parts, **keywords)
+        of_parts.append(_decide(call, config, implementation))
+        _, m, n, _ = product.sizes(call.operands, call.forms)
+        return jnp.zeros((*call.batch, m, n))
+
+    try:
+        jax.eval_shape(lambda arrays: _cut(mesh, arrays, keywords)(of_part), arrays)
+    except NotImplementedError as cannot:
+        if implementation == "fused":
+            raise
+        return Explanation("matmul", "xla", None, str(cannot), dispatch.target())
+    return of_parts[0]
 
 
 def matmul(
@@ -241,8 +259,9 @@ def matmul(
     )  # fmt: skip
     arrays = dict(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
     if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
+        of_part = functools.partial(matmul, config=config, implementation=implementation, **keywords)
         try:
-            cut = _cut(mesh, arrays, keywords)
+            return _cut(mesh, arrays, keywords)(of_part)
         except NotImplementedError as cannot:
             if implementation is None:
                 if dispatch.target().platform != "cpu":
@@ -250,8 +269,6 @@ def matmul(
                 implementation = "xla"
             if implementation != "xla":
                 raise
-        else:
-            return cut(functools.partial(matmul, config=config, implementation=implementation, **keywords))
     call = _normalize(**arrays, **keywords)
     choice = _decide(call, config, implementation)
     if choice.config is None:

@@ -66,9 +66,12 @@ def enter(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
     # A nested one must check what the enclosing one does. If that has `check_vma=True`, positions are typed as varying.
     outer = getattr(mesh, "manual_axes", ())
     checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
+    rest, every = set(rest_of(mesh)), set(mesh.axis_names) - set(outer)
+    # All of them are not named: jax then leaves those out that `jax.vmap` is over.
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(rest_of(mesh)), check_vma=checks
-    )
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set() if rest == every else rest,
+        check_vma=checks,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +93,26 @@ class Layout:
         return _spec(self.axes.get(name, ()) for name in names)
 
     def call(self, function: Callable[..., Any], operands: dict[str, Any], out: tuple[Any, ...]) -> Any:
-        """`function(**operands)` on each device's parts; `out`: the names of the result's dimensions."""
+        """`function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
+
+        Raises:
+          NotImplementedError: inside `jax.vmap` over a dimension that is sharded, whose axes jax does not let anyone
+            enter.
+        """
         specs = {name: self.spec(self.names[name]) for name in operands}
         whole = [name for name, x in operands.items() if _spec_of(x) != specs[name]]
 
+        def of_part(parts: dict[str, Any]) -> Any:
+            if left := explicit_axes(jax.sharding.get_abstract_mesh()):
+                raise NotImplementedError(
+                    f"the fused kernel does not take `jax.vmap` over a dimension that is sharded, here over {left}: "
+                    'give that dimension as a leading one instead, or use implementation="xla"'
+                )
+            return function(**parts)
+
         def run(operands: dict[str, Any]) -> Any:
             cut = {name: jax.reshard(operands[name], jax.NamedSharding(self.mesh, specs[name])) for name in whole}
-            return enter(lambda parts: function(**parts), self.mesh, (specs,), self.spec(out))(operands | cut)
+            return enter(of_part, self.mesh, (specs,), self.spec(out))(operands | cut)
 
         # Outside `jax.jit` only a jitted function brings an array of one device to the mesh.
         return (jax.jit(run) if whole else run)(operands)
