@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.emulation import emulate
+from overlap.kernels import dispatch
+from overlap.kernels.target import Target
 from tests.product_cases import normal
 
 CONFIG = overlap.Config(tile_n=64, stages=2)
@@ -146,6 +148,15 @@ def test_results_vary_along_the_same_axes(name):
     case = CASES[name]
     for kind in KINDS:
         assert types(kind, case, case.fused) == types(kind, case, case.by_xla)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lowered_for_a_gpu(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    mapped, operands = on_mesh("explicit", CASES[name], CASES[name].fused)
+    text = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "callback" not in text
+    assert ('xla_replica_ids = "0,1,2,3"' in text) == ("matmul" not in name)
 
 
 def test_one_device_on_the_axis():

@@ -329,7 +329,8 @@ def all_gather_lhs_matmul(
     Returns:
       [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. A list or tuple
       of such if `rhs` is one. With `return_gathered` a pair of that and [..., D · m_shard, k], which is the same on all
-      devices of the axis. Deterministic: repeated calls give the same bits.
+      devices of the axis and typed so: `out_specs` may leave the axis out. Deterministic: repeated calls give the same
+      bits.
 
     Raises:
       ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.

@@ -219,7 +219,7 @@ def matmul(
     config: Config | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """activation(scale · (lhs @ rhs) + bias + c) on one GPU, by the mainloop that all fused operations share.
+    """activation(scale · (lhs @ rhs) + bias + c) on each GPU, by the mainloop that all fused operations share.
 
     Args:
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2).
@@ -241,10 +241,16 @@ def matmul(
       [..., m, n]. Deterministic.
 
     Raises:
-      ValueError: ranks, dtypes, sizes or the config are wrong.
+      ValueError: ranks, dtypes, sizes or the config are wrong, or the types do not say how the result is sharded.
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
     Works under `jax.jit`, `jax.grad` (the backward pass uses the same kernel), `jax.vmap` and `lax.scan`.
+
+    On several devices: inside `jax.shard_map` each device computes the product of what it holds. Outside, operands that
+    are sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n are multiplied part by
+    part, and the result is sharded as they are; a sharded k goes to XLA, or is a ValueError where both operands have
+    it. Along Auto axes XLA's partitioner decides, and it cannot split a kernel: XLA runs, or `implementation="fused"`
+    raises NotImplementedError.
 
     Example:
       >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)
