@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from overlap import _cuda
@@ -23,6 +23,7 @@ __all__ = [
     "oldest_nccl_of_one_process",
     "peer_table",
     "told_addresses",
+    "without_varying_axes",
 ]
 
 
@@ -49,6 +50,17 @@ def oldest_nccl_of_one_process() -> tuple[int, int] | None:
     return _cuda.NCCL_WITH_PEER_POINTERS if jax.__version_info__ >= (0, 12) else None
 
 
+def without_varying_axes() -> Any:
+    """A context in which jax neither checks nor derives along which mesh axes a value varies: `check_vma=False`.
+
+    A kernel is traced and lowered in it, on types without such axes (`overlap/kernels/launch.py`). There is no public
+    way: `check_vma` is an argument of `jax.shard_map`, which belongs to the user.
+    """
+    from jax._src import config
+
+    return config._check_vma(False)
+
+
 class Addresses(Protocol):
     """What lowering needs of `overlap.primitives.addresses`."""
 
@@ -61,7 +73,7 @@ class Addresses(Protocol):
     def tell(self, num_flags: int) -> Callable[..., Any]: ...
 
 
-def lower_by_cliques(clique_of: Callable[[Any, frozenset[str]], Any], addresses: Addresses) -> None:
+def lower_by_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addresses: Addresses) -> None:
     """Has Pallas lower each Mosaic GPU kernel for its clique instead of its whole mesh. The first call counts.
 
     `clique_of(mesh, axes)` is asked for each kernel in a `shard_map` over `mesh` that counts along the axes of the
@@ -145,13 +157,13 @@ def device_ids() -> tuple[int, ...] | None:
     return _device_ids.get()
 
 
-def _axes_of(jaxpr: Any) -> frozenset[str]:
+def _axes_of(jaxpr: Any) -> frozenset[Hashable]:
     """The names of all axes along which something in a kernel counts; what single warps do has no effects outside."""
     from jax._src import core
 
     effects = [effect for effect in jaxpr.effects if isinstance(effect, core.NamedAxisEffect)]
     within = (sub for equation in jaxpr.eqns for sub in core.jaxprs_in_params(equation.params))
-    return frozenset(str(effect.name) for effect in effects).union(*map(_axes_of, within))
+    return frozenset(effect.name for effect in effects).union(*map(_axes_of, within))
 
 
 @dataclasses.dataclass

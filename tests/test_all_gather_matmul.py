@@ -136,11 +136,3 @@ def test_output_dtype():
     assert result.dtype == jnp.float16
     expected = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)
     np.testing.assert_allclose(np.asarray(result, np.float32), expected, rtol=2e-3, atol=2e-2)
-
-
-def test_varying_manual_axes_are_refused_with_the_way_out():
-    mesh = make_mesh(x=2)
-    lhs, rhs = operands(mesh, (128, 128, 64), jnp.bfloat16, seed=9)
-    checked = jax.shard_map(fused, mesh=mesh, in_specs=(oracle.X, oracle.W), out_specs=oracle.Y)
-    with pytest.raises(NotImplementedError, match="check_vma=False"):
-        jax.jit(checked)(lhs, rhs)

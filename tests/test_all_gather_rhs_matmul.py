@@ -257,12 +257,6 @@ def test_explain(monkeypatch):
         explain(*GOOD_N, gather_dimension=3)
 
 
-def test_varying_manual_axes_are_refused_with_the_way_out():
-    checked = jax.shard_map(fused("n"), mesh=make_mesh(x=2), in_specs=(ROWS, weights("n")), out_specs=ROWS)
-    with pytest.raises(NotImplementedError, match="check_vma=False"):
-        jax.eval_shape(checked, struct(128, 64), struct(64, 256))
-
-
 # --- Lowered, assembled -----------------------------------------------------------------------------------------------
 
 

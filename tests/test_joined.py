@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
+from overlap.emulation.races import RaceDetector
 from overlap.kernels import dispatch
 from overlap.tuning import model, space
 from overlap.tuning.problem import Problem
@@ -130,6 +131,27 @@ FORMS = [
 @pytest.mark.parametrize(("devices", "cores", "form", "config"), FORMS, ids=str)
 def test_all_forms(devices, cores, form, config):
     check(form, devices, cores, config, completions=("random",))
+
+
+TALL = dataclasses.replace(ONE, tile_m=256)
+
+
+@pytest.mark.parametrize(
+    ("m", "config"), [(96, MANY), (33, MANY), (20, TALL), (96, ALONG_M), (40, ALONG_M), (33, ALONG_N)], ids=str
+)
+def test_no_scale_is_read_that_nobody_has_written(m, config, monkeypatch):
+    """Where tiles, or blocks of 64 rows, end below the last row; not even as part of what is read at once."""
+    access = RaceDetector.access
+
+    def whole(self, access_, knowledge):
+        view = access_.view
+        if not access_.write and not view.buffer.written and view.array.dtype == np.float32:
+            writes, _ = view.cells()
+            assert np.all(writes), f"a part of {view} is not written"
+        access(self, access_, knowledge)
+
+    monkeypatch.setattr(RaceDetector, "access", whole)
+    check(Form(m, (72,), 72, scales=("rows", "columns")), 2, 3, config, completions=("random",))
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])

@@ -30,15 +30,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap.collectives import gathered_lhs, joined, reference
-from overlap.collectives.axis import require_all_manual, require_peers, ring_of, untried
+from overlap.collectives.axis import require_peers, ring_of, untried
 from overlap.collectives.gathered_lhs import Operands, Plan
 from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Site, Transport, choose_transport
-from overlap.kernels import differentiable, dispatch, hopper, product
+from overlap.kernels import differentiable, dispatch, hopper, product, sharded
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
+from overlap.kernels.varying import summed_like, varying
 from overlap.primitives import Ring, shared_flags
 from overlap.primitives.integers import ceil_div
 
@@ -217,9 +218,9 @@ def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Arr
     @jax.custom_batching.custom_vmap
     def run(*leaves: jax.Array) -> Any:
         given = jax.tree.unflatten(structure, leaves)
-        if joined.serves(plan):
-            return joined.launch(given, plan)
-        return (_launch if plan.ring.size > 1 else _on_one_device)(given, plan)
+        by = joined.launch if joined.serves(plan) else _launch if plan.ring.size > 1 else _on_one_device
+        outs, gathered = by(given, plan)
+        return outs, gathered_lhs.same_on_ring(gathered, given.lhs, plan.ring)
 
     @run.def_vmap
     def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> Any:
@@ -248,7 +249,7 @@ def _fused_forward(operands: Operands, plan: Plan) -> Any:
 
 def _fused_backward(plan: Plan, operands: Operands, cotangents: Any) -> tuple[Operands]:
     # The transpose, matmul + reduce-scatter, runs by XLA.
-    return (reference.all_gather_lhs_matmul_backward(operands, plan, *cotangents),)
+    return (summed_like(reference.all_gather_lhs_matmul_backward(operands, plan, *cotangents), operands),)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -263,7 +264,7 @@ def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implemen
         call.check(ring, config, target, forwards=forwards)
         require_peers(ring, target, mesh)
         if mesh is None:
-            require_all_manual()
+            call.require_whole()
 
     problem = call.problem(NAME, ring.size)
     return dispatch.decide(
@@ -328,7 +329,8 @@ def all_gather_lhs_matmul(
     Returns:
       [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. A list or tuple
       of such if `rhs` is one. With `return_gathered` a pair of that and [..., D · m_shard, k], which is the same on all
-      devices of the axis. Deterministic: repeated calls give the same bits.
+      devices of the axis and typed so: `out_specs` may leave the axis out. Deterministic: repeated calls give the same
+      bits.
 
     Raises:
       ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.
@@ -343,7 +345,7 @@ def all_gather_lhs_matmul(
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
       ...     lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x"),
-      ...     mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False,
+      ...     mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"),
       ... )
       >>> y = jax.jit(layer)(x, w)
       >>> gate, up = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x")  # inside such a layer
@@ -361,5 +363,6 @@ def all_gather_lhs_matmul(
     )  # fmt: skip
     if choice.config is None:
         return call.restore(*reference.all_gather_lhs_matmul(call.operands, plan))
-    results: Any = _fused(call.operands, plan)
+    operands = dataclasses.replace(call.operands, lhs=varying(call.operands.lhs, ring.names))
+    results: Any = sharded.on_the_rest(lambda operands: _fused(operands, plan), operands)
     return call.restore(*results)

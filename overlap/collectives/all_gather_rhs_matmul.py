@@ -34,11 +34,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import tuning
-from overlap.collectives.axis import require_all_manual, require_peers, ring_of, untried
+from overlap.collectives.axis import require_peers, ring_of, untried
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
-from overlap.kernels import differentiable, dispatch, hopper, matmul, product
+from overlap.kernels import differentiable, dispatch, hopper, matmul, product, sharded
 from overlap.kernels.config import TMA_ROW_BYTES, Config
 from overlap.kernels.target import Target
+from overlap.kernels.varying import summed_like, varying
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
@@ -277,7 +278,7 @@ def _fused_forward(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> Any:
 
 def _fused_backward(plan: Plan, saved: Any, cotangent: jax.Array) -> Any:
     lhs, rhs = saved
-    return backward_by_xla(lhs, rhs, plan.ring.axis_name, plan.along, cotangent)
+    return summed_like(backward_by_xla(lhs, rhs, plan.ring.axis_name, plan.along, cotangent), (lhs, rhs))
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -319,9 +320,9 @@ def decide(
     def check_call(config: Config, target: Target) -> None:
         check(lhs, rhs, out_dtype, ring, along, config, target)
         require_peers(ring, target, mesh)
-        matmul.require_unchecked_vma(lhs, rhs)
         if mesh is None:
-            require_all_manual()
+            sharded.require_rest_of_one()
+            sharded.require_whole({"lhs": lhs, "rhs": rhs})
 
     return dispatch.decide(
         NAME, implementation, dispatch.target(mesh), config, check_call, problem, untried=untried(ring, mesh)
@@ -377,7 +378,7 @@ def all_gather_rhs_matmul(
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
       ...     lambda x, w: overlap.all_gather_rhs_matmul(x, w, "x", gather_dimension=0),
-      ...     mesh=mesh, in_specs=(P("x", None), P("x", None)), out_specs=P("x", None), check_vma=False,
+      ...     mesh=mesh, in_specs=(P("x", None), P("x", None)), out_specs=P("x", None),
       ... )
       >>> y = jax.jit(layer)(x, w)
 
@@ -392,4 +393,5 @@ def all_gather_rhs_matmul(
     if choice.config is None:
         return by_xla(lhs, rhs, ring.axis_name, along, out_dtype)
     plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
-    return _fused(lhs, rhs, plan)
+    operands = lhs, varying(rhs, ring.names)
+    return sharded.on_the_rest(lambda operands: _fused(*operands, plan), operands)

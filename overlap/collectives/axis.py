@@ -32,8 +32,7 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
     if not names:
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call, e.g. "
-            f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}), mesh=mesh, in_specs=…, out_specs=…, "
-            "check_vma=False)"
+            f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}), mesh=mesh, in_specs=…, out_specs=…)"
         )
     for axis in axes:
         if axis not in names:
@@ -77,17 +76,3 @@ def require_peers(ring: Ring, target: Target, mesh: Any) -> None:
         clique = Clique.of(mesh, frozenset(name for name, _ in ring.axes))
         assert clique is not None
         clique.require_known_ids()
-
-
-def require_all_manual() -> None:
-    """Raises NotImplementedError if the enclosing `shard_map` leaves axes to the partitioner.
-
-    The kernel's peers are devices, and the partitioner would be free to run it with other operands than they hold.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    rest = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
-    if rest:
-        raise NotImplementedError(
-            f"the fused kernel needs all mesh axes to be manual, and {rest} are not: leave `axis_names` out of "
-            'jax.shard_map, or use implementation="xla"'
-        )

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from overlap import tuning
-from overlap.kernels import hopper, matmul
+from overlap.kernels import hopper, matmul, sharded
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
+from overlap.kernels.varying import axes_of, same_along
 from overlap.primitives import Ring
 
 _XLA = 'implementation="xla"'
@@ -125,10 +126,21 @@ class Call:
                 )  # fmt: skip
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{self._which(index)}{cannot}") from None
-        matmul.require_unchecked_vma(lhs, *sides)
+
+    def require_whole(self) -> None:
+        """Whether each device holds its operands, whatever the enclosing `shard_map` leaves to XLA's partitioner.
+
+        Raises as `overlap.kernels.sharded` does.
+        """
+        sharded.require_rest_of_one()
+        sides = {self._name(index): side for index, side in enumerate(self.operands.sides)}
+        sharded.require_whole({"lhs": self.operands.lhs} | sides)
+
+    def _name(self, index: int) -> str:
+        return "rhs" if self.container is None else f"rhs[{index}]"
 
     def _which(self, index: int) -> str:
-        return "" if self.container is None else f"`rhs[{index}]`: "
+        return "" if self.container is None else f"`{self._name(index)}`: "
 
     def restore(self, outs: tuple[jax.Array, ...], gathered: jax.Array | None) -> Any:
         """The results as the caller expects them."""
@@ -197,6 +209,11 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
         peers_read=of_rows if told else (),
     )(*leaves)  # fmt: skip
     return jax.tree.unflatten(out_structure, results)
+
+
+def same_on_ring(gathered: jax.Array | None, lhs: jax.Array, ring: Ring) -> jax.Array | None:
+    """The gathered operand, typed as what it is: the same on all devices of the ring, and elsewhere as the operand."""
+    return None if gathered is None else same_along(gathered, {*ring.names, *(axes_of(gathered) - axes_of(lhs))})
 
 
 def why_not_folded(is_batched: Operands, axis_size: int) -> str | None:

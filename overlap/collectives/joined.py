@@ -50,7 +50,7 @@ from overlap.primitives import (
     signal,
     wait_at_least,
 )
-from overlap.primitives.integers import ceil_div
+from overlap.primitives.integers import ceil_div, smaller
 
 NAME = "all_gather_lhs_matmul_joined"
 
@@ -84,6 +84,14 @@ def _copy_scales(index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, ring:
     step, row = schedule.scales(index)
     of_peer, first = ring.remote(own_gmem, ring.peer(step)), schedule.row(ring.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
+    if schedule.read_rows > schedule.rows:
+        # While they are on their way: what is read with the last ones, and gets into rows that are not stored.
+        @pl.when(first + schedule.scale_rows == schedule.rows)
+        def _fill() -> None:
+            @pl.loop(schedule.rows, schedule.read_rows)
+            def _row(filler: Any) -> None:
+                scratch_gmem[filler] = jnp.float32(0)
+
     for i, value in enumerate(values):
         scratch_gmem[first + i] = value
     signal(flags.at[schedule.flag(first)])
@@ -112,11 +120,10 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
         return hopper.Tile(step, m, n, out_row=m * config.tile_m, side=side)
 
     def wait_for_rows(tile: hopper.Tile) -> None:
-        # The second tile of a cluster may lie wholly below the last row; it then waits for nothing.
-        @pl.when(tile.m < schedule.flags[0])
-        def _wait() -> None:
-            wait_at_least(flags.at[tile.m], schedule.flag_target(tile.m))
-            fence_async_proxy()
+        # The second tile of a cluster may lie wholly below the last row: it waits for those whose scales it takes.
+        flag = smaller(tile.m, schedule.flags[0] - 1)
+        wait_at_least(flags.at[flag], schedule.flag_target(flag))
+        fence_async_proxy()
 
     def epilogue_at(tile: hopper.Tile) -> Any:
         first_column = schedule.product.first_column(tile.side) * config.cluster_tile[1]
@@ -124,7 +131,9 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
         def epilogue(values: jax.Array, rows: Any, columns: Any, addend: Any) -> jax.Array:
             del addend
             for gathered_gmem in scales_gmem:  # They are here if the rows are.
-                values = values * hopper.spread(gathered_gmem, rows, values.shape, 0)
+                # Where there are no rows, nothing is stored, and the scales of the last ones serve.
+                start = smaller(rows.start, schedule.read_rows - rows.size)
+                values = values * hopper.spread(gathered_gmem, pl.ds(start, rows.size), values.shape, 0)
             if inputs.column_scales is not None:
                 where = pl.ds(first_column + columns.start, columns.size)
                 values = values * hopper.spread(inputs.column_scales, where, values.shape, 1)
@@ -200,8 +209,7 @@ def launch(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.A
         [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
         [hopper.partial_sums_type(work, config)] if work.cuts else [],
-        # Filled up to whole tiles, as they are read.
-        [jax.ShapeDtypeStruct((schedule.product.order.m_tiles * config.cluster_tile[0],), jnp.float32)] * scaled,
+        [jax.ShapeDtypeStruct((schedule.read_rows,), jnp.float32)] * scaled,
     )
     body = functools.partial(_kernel, schedule=schedule, work=work, plan=plan)
     outs, scratch, *_ = gathered_lhs.launch(

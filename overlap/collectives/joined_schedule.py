@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels.config import Config
+from overlap.kernels.config import WGMMA_M, Config
 from overlap.primitives.copies import PullPlan, largest_divisor
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder
 
@@ -87,6 +87,11 @@ class JoinedSchedule:
         per_shard = self.plan.shard_rows // self.scale_rows
         before = quotient(index, per_shard)
         return before, (index - before * per_shard) * self.scale_rows
+
+    @property
+    def read_rows(self) -> int:
+        """How many scales are read: those of whole blocks of rows as wgmma computes them."""
+        return ceil_div(self.rows, WGMMA_M) * WGMMA_M
 
     # --- Flags ---
 

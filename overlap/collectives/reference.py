@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from overlap.collectives.gathered_lhs import Operands, Plan
+from overlap.collectives.gathered_lhs import Operands, Plan, same_on_ring
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.staging import Forms
+from overlap.kernels.varying import axes_of, part_of
 
 
 def all_gather_lhs_matmul(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
@@ -22,7 +23,7 @@ def all_gather_lhs_matmul(operands: Operands, plan: Plan) -> tuple[tuple[jax.Arr
         else _scaled(_times(gathered, side, plan.forms, jnp.float32), rows, columns).astype(plan.out_dtype)
         for side, columns in zip(operands.sides, _columns(operands), strict=True)
     )
-    return outs, gathered if plan.returns_gathered else None
+    return outs, same_on_ring(gathered, operands.lhs, plan.ring) if plan.returns_gathered else None
 
 
 def all_gather_lhs_matmul_backward(
@@ -34,7 +35,9 @@ def all_gather_lhs_matmul_backward(
     """
     gathered, rows = _gathered(operands, plan)
     axis_name, forms, lhs = plan.ring.axis_name, plan.forms, operands.lhs
-    d_gathered: Any = 0.0 if d_kept is None else d_kept.astype(jnp.float32)
+    d_gathered: Any = (
+        0.0 if d_kept is None else part_of(d_kept.astype(jnp.float32), axes_of(lhs, *operands.sides, *d_outs))
+    )
     d_rows: Any = None
     d_sides, d_columns = [], []
     for side, columns, d_out in zip(operands.sides, _columns(operands), d_outs, strict=True):

@@ -130,14 +130,19 @@ def _scan(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("axis_index")
 def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    name = eqn.params["axis_name"]
+    name, is_warp = eqn.params["axis_name"], eqn.params["axis_name"] in d.warp_axes
     out = d.new()
 
     def run(thread: Any) -> None:
-        try:
+        # As Mosaic GPU's lowering looks names up: the warps' axis, then those of the mesh, then the kernel's.
+        mesh = thread.machine.mesh_shape
+        if name in mesh and not is_warp:
+            thread.env[out] = thread.machine.coordinates[thread.device][list(mesh).index(name)]
+        elif name in thread.axes:
             thread.env[out] = thread.axes[name]
-        except KeyError:
-            raise ProtocolError(f"axis_index of {name!r}: the kernel has the axes {list(thread.axes)}") from None
+        else:
+            available = [*mesh, *(axis for axis in thread.axes if axis not in mesh)]
+            raise ProtocolError(f"axis_index of {name!r}: the kernel has the axes {available}")
 
     d.emit(run, eqn)
     return [out]
@@ -192,7 +197,9 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.emit(fork, eqn, "warp_map", visible=True)
     jaxpr = jaxprs[0]
     constants = ins if getattr(jaxpr, "jaxpr", jaxpr).constvars else None
+    d.warp_axes.append(axis)
     d.inline(jaxpr, [] if constants else ins, constants)
+    d.warp_axes.pop()
 
     def end(thread: Any) -> bool:
         thread.machine.leave(thread)

@@ -165,8 +165,9 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
     axes = {axis: size for axis, size in mesh.shape.items() if axis in manual} if mesh is not None else {}
-    devices = getattr(mesh, "devices", None)
-    if devices is not None and any(d.process_index != jax.process_index() for d in np.ravel(devices)):
+    # An abstract mesh names no devices; then those of this process are meant, if there is one process.
+    devices = np.ravel(mesh.devices) if isinstance(mesh, jax.sharding.Mesh) else jax.devices() if mesh else ()
+    if any(d.process_index != jax.process_index() for d in devices):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
     count = int(np.prod(list(axes.values()), dtype=int))
     program = decode(params, ctx.avals_in, tuple(range(count) if devices is None else (d.id for d in np.ravel(devices))))

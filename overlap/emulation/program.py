@@ -91,6 +91,7 @@ class Decoder:
         self.scope: dict[Any, int] = {}
         self._constants: dict[Any, int] = {}
         self._used: set[Any] = set()
+        self.warp_axes: list[Any] = []  # of the maps over warps around what is being decoded
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,10 +14,24 @@ from jax import lax
 from overlap.kernels import product
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.hopper import Forms
+from overlap.kernels.launch import sealed
 from overlap.kernels.product import Operands, Plan
 
+
+def _sealed(operands: Operands, plan: Plan) -> jax.Array:
+    """The kernel, or the same by XLA where XLA's partitioner may split it and the caller does not insist."""
+    leaves, structure = jax.tree.flatten(operands)
+
+    def by(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
+        return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
+
+    otherwise = by(lambda given: by_xla(given, plan.forms, plan.out_dtype, plan.activation))
+    kernel = by(lambda given: product.launch(given, plan))
+    return sealed(kernel, "matmul", None if plan.insists else otherwise)(*leaves)
+
+
 # Outside `jax.jit` each call would otherwise trace, and so compile, its kernel anew.
-_launch = jax.jit(product.launch, static_argnums=1)
+_launch = jax.jit(_sealed, static_argnums=1)
 
 
 def fused(operands: Operands, plan: Plan) -> jax.Array:
@@ -143,7 +158,7 @@ def _by_kernel_or_xla(lhs: jax.Array, rhs: jax.Array, plan: Plan, forms: Forms, 
         config = product.choose_config(operands, forms, out_dtype, plan.target)
     except NotImplementedError:
         return by_xla(operands, forms, out_dtype)
-    return _batchable(operands, Plan(config, plan.target, forms, jnp.dtype(out_dtype)))
+    return _batchable(operands, Plan(config, plan.target, forms, jnp.dtype(out_dtype), insists=plan.insists))
 
 
 def by_xla(operands: Operands, forms: Forms, out_dtype: Any, activation: Any = None) -> jax.Array:

@@ -43,10 +43,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels import staging
 from overlap.kernels.config import COMPUTE_WARPGROUPS, WGMMA_M, Config
 from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile, at_step, spread, with_reference
+from overlap.kernels.launch import sealed
 from overlap.kernels.partial_sums import PartialSums, finish_together, partial_sums_flags, partial_sums_type
 from overlap.kernels.staging import GRID_AXIS, PLAIN, RANK_AXIS, Buffers, Forms, buffer_types, swizzled
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives import addresses, wait_stores_read
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
 
 COMPUTE_REGISTERS = 232
@@ -54,7 +56,7 @@ TRANSFER_REGISTERS = 40
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
-THREAD_AXIS = "warpgroup"
+THREAD_AXIS = kernel_axis("warpgroup")
 
 __all__ = [
     "GRID_AXIS",
@@ -108,7 +110,7 @@ def _produce(tile: Tile, piece: Piece, *, buffers: Buffers, hooks: Hooks, config
     lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
 
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
-        def load_operand(k: Any, operand: Any, box: Any, start: Any, across: bool, shared_by: str | None) -> None:
+        def load_operand(k: Any, operand: Any, box: Any, start: Any, across: bool, shared_by: Any) -> None:
             slot = remainder(piece.before + k, config.stages)
             choice, k_start = at_step(operand, tile.k_first + piece.k_first + k, config.tile_k)
             full = buffers.full.at[slot]
@@ -371,7 +373,7 @@ def launch(
     It sees for itself that its peers have begun, if it has any. `peers_read`: which operands the peers read, in a kernel
     that is told their addresses (its flags are `shared_flags(..., told=True)`).
 
-    It cannot be batched: `vmap` would add a grid axis, and a persistent kernel with counted flags then hangs.
+    It is one operation of jax: see `overlap.kernels.launch`.
     """
     body.__name__ = name
     semantics = plgpu.LoweringSemantics.Warpgroup
@@ -388,16 +390,4 @@ def launch(
         if peers_read
         else plgpu.CompilerParams(lowering_semantics=semantics, skip_device_barrier=True),
     )
-
-    @jax.custom_batching.custom_vmap
-    def run(*operands: jax.Array) -> Any:
-        return kernel(*operands)
-
-    @run.def_vmap
-    def _refuse(*_: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} does not support `jax.vmap` yet: fold the batch into the rows of `lhs`, or use "
-            'implementation="xla"'
-        )
-
-    return run
+    return sealed(kernel, name)

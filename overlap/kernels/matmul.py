@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from overlap.kernels import differentiable, dispatch, product
+from overlap.kernels import differentiable, dispatch, product, sharded
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hopper import PLAIN, Forms
 from overlap.kernels.product import Operands, Plan
+from overlap.kernels.varying import alike
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
@@ -44,20 +46,6 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms
     if preferred_element_type is not None:
         return jnp.dtype(preferred_element_type)
     return jnp.dtype(jnp.bfloat16) if lhs.dtype in FLOAT8 else jnp.dtype(lhs.dtype)
-
-
-def require_unchecked_vma(*operands: Any) -> None:
-    """Raises NotImplementedError if an operand's type says along which mesh axes it varies (`check_vma=True`).
-
-    Mosaic GPU's split of a warpgroup into warps rejects such references.
-    """
-    for operand in operands:
-        manual = getattr(jax.typeof(operand), "manual_axis_type", None) if isinstance(operand, jax.Array) else None
-        if manual is not None and manual.varying:
-            raise NotImplementedError(
-                "the fused kernel needs `check_vma=False` in the enclosing jax.shard_map (default: True): set it, "
-                'or use implementation="xla"'
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +132,49 @@ def _scales(scale: Any, m: int, n: int) -> tuple[Any, Any]:
     return row, column
 
 
+def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
+    """From `matmul` without its arrays to the result, each device's part computed by itself: see `sharded`.
+
+    Raises:
+      ValueError, NotImplementedError: as `_normalize` does for the whole call, and `sharded.layout_of`.
+    """
+    scale = arrays["scale"]
+    operands = {name: _on_device(x) for name, x in arrays.items() if x is not None and name != "scale"}
+    factors = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
+    operands |= {f"scale[{i}]": jnp.asarray(factor, jnp.float32) for i, factor in enumerate(factors)}
+
+    def arguments(parts: dict[str, Any]) -> dict[str, Any]:
+        scale = tuple(parts[name] for name in parts if name.startswith("scale["))
+        return {name: x for name, x in parts.items() if not name.startswith("scale[")} | {"scale": scale or None}
+
+    if all(hasattr(x, "shape") for x in operands.values()):
+        # On types that say nothing of any mesh.
+        bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
+        jax.eval_shape(lambda parts: _normalize(**arguments(parts), **keywords).operands, bare)
+    else:
+        _normalize(**arguments(operands), **keywords)
+    batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
+    matrices = {
+        "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
+        "rhs": ("n", "k") if keywords.get("transpose_rhs") else ("k", "n"),
+        "c": ("m", "n"),
+    }
+
+    def dimensions(name: str, x: jax.Array) -> tuple[Any, ...]:
+        if name in matrices:
+            return (*batch[: x.ndim - 2], *matrices[name])
+        # Along the rows or the columns; a factor of all is of size 1 everywhere.
+        of_rows = x.ndim == 2 and x.shape[1] == 1
+        return tuple(None if size == 1 else "m" if of_rows else "n" for size in x.shape)
+
+    layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
+    return lambda matmul: layout.call(lambda **parts: matmul(**arguments(parts)), operands, (*batch, "m", "n"))
+
+
 def _decide(call: _Call, config: Config | None, implementation: str | None) -> Explanation:
     def check(config: Config, target: Any) -> None:
         product.check(call.operands, call.forms, call.out_dtype, config, target)
-        require_unchecked_vma(call.operands.lhs, call.operands.rhs)
+        sharded.require_rest_of_one()
 
     problem = product.problem(call.operands, call.forms, call.out_dtype)
     return dispatch.decide("matmul", implementation, dispatch.target(), config, check, problem)
@@ -157,7 +184,25 @@ def decide(
     lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, **keywords: Any
 ) -> Explanation:
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
-    return _decide(_normalize(lhs, rhs, **keywords), config, implementation)
+    arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ("c", "bias", "scale")}
+    mesh = sharded.mesh_of(*jax.tree.leaves(arrays))
+    if mesh is None:
+        return _decide(_normalize(**arrays, **keywords), config, implementation)
+    of_parts: list[Explanation] = []
+
+    def of_part(**parts: Any) -> jax.Array:
+        call = _normalize(**parts, **keywords)
+        of_parts.append(_decide(call, config, implementation))
+        _, m, n, _ = product.sizes(call.operands, call.forms)
+        return jnp.zeros((*call.batch, m, n))
+
+    try:
+        jax.eval_shape(lambda arrays: _cut(mesh, arrays, keywords)(of_part), arrays)
+    except NotImplementedError as cannot:
+        if implementation == "fused":
+            raise
+        return Explanation("matmul", "xla", None, str(cannot), dispatch.target())
+    return of_parts[0]
 
 
 def matmul(
@@ -174,7 +219,7 @@ def matmul(
     config: Config | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """activation(scale · (lhs @ rhs) + bias + c) on one GPU, by the mainloop that all fused operations share.
+    """activation(scale · (lhs @ rhs) + bias + c) on each GPU, by the mainloop that all fused operations share.
 
     Args:
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2).
@@ -196,10 +241,16 @@ def matmul(
       [..., m, n]. Deterministic.
 
     Raises:
-      ValueError: ranks, dtypes, sizes or the config are wrong.
+      ValueError: ranks, dtypes, sizes or the config are wrong, or the types do not say how the result is sharded.
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
     Works under `jax.jit`, `jax.grad` (the backward pass uses the same kernel), `jax.vmap` and `lax.scan`.
+
+    On several devices: inside `jax.shard_map` each device computes the product of what it holds. Outside, operands that
+    are sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n are multiplied part by
+    part, and the result is sharded as they are; a sharded k goes to XLA, or is a ValueError where both operands have
+    it. Along Auto axes XLA's partitioner decides, and it cannot split a kernel: XLA runs, or `implementation="fused"`
+    raises NotImplementedError.
 
     Example:
       >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)
@@ -208,19 +259,26 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
-    call = _normalize(
-        lhs,
-        rhs,
-        c=c,
-        bias=bias,
-        activation=activation,
-        scale=scale,
-        preferred_element_type=preferred_element_type,
-        transpose_lhs=transpose_lhs,
+    keywords: dict[str, Any] = dict(
+        activation=activation, preferred_element_type=preferred_element_type, transpose_lhs=transpose_lhs,
         transpose_rhs=transpose_rhs,
-    )
+    )  # fmt: skip
+    arrays = dict(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
+    if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
+        of_part = functools.partial(matmul, config=config, implementation=implementation, **keywords)
+        try:
+            return _cut(mesh, arrays, keywords)(of_part)
+        except NotImplementedError as cannot:
+            if implementation is None:
+                if dispatch.target().platform != "cpu":
+                    dispatch.leave_to_xla("matmul", str(cannot), insists=False)
+                implementation = "xla"
+            if implementation != "xla":
+                raise
+    call = _normalize(**arrays, **keywords)
     choice = _decide(call, config, implementation)
     if choice.config is None:
         return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, activation))
-    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, activation)
-    return call.restore(differentiable.fused(call.operands, plan))
+    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, activation, insists=implementation == "fused")
+    out = sharded.on_the_rest(lambda operands: differentiable.fused(alike(operands), plan), call.operands)
+    return call.restore(out)

@@ -60,6 +60,7 @@ class Plan:
       forms: how the operands lie in memory.
       out_dtype: of the result.
       activation: a function of f32 values, elementwise; None for none.
+      insists: whether the caller asked for the fused kernel, so that XLA may not run in its place.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class Plan:
     forms: Forms
     out_dtype: Any
     activation: Callable[[jax.Array], jax.Array] | None = None
+    insists: bool = False
 
 
 def sizes(operands: Operands, forms: Forms) -> tuple[int | None, int, int, int]:

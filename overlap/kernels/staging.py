@@ -28,10 +28,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import ceil_div
 
 # The axes of the grid: clusters, and the CTAs of one.
-GRID_AXIS, RANK_AXIS = "cluster", "rank"
+GRID_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the cluster")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,13 @@ def loaded_boxes(buffers: Buffers, across: bool) -> Any:
 
 
 def load_step(
-    operand_gmem: Any, box_smem: Any, barrier: Any, start: Any, k_start: Any, across: bool, shared_by: str | None = None
+    operand_gmem: Any,
+    box_smem: Any,
+    barrier: Any,
+    start: Any,
+    k_start: Any,
+    across: bool,
+    shared_by: Any = None,
 ) -> None:
     """Starts the copies of one operand's tile for one k step.
 
@@ -176,7 +183,9 @@ def load_step(
       across: the operand's rows run across k.
       shared_by: the cluster axis along which CTAs need the same tile: each loads its part into all of them.
     """
-    copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=barrier, collective_axes=shared_by)
+    copy = functools.partial(
+        plgpu.copy_gmem_to_smem, barrier=barrier, collective_axes=None if shared_by is None else (shared_by,)
+    )
     if not across:
         rows, columns = box_smem.shape
         copy(operand_gmem.at[pl.ds(start, rows), pl.ds(k_start, columns)], box_smem)

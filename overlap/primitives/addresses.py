@@ -29,6 +29,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
+from overlap.primitives.axes import kernel_axis
 
 FLAG_BYTES = 4
 # The table, in flags: entries of 8 bytes, laid out as Mosaic GPU's own.
@@ -68,8 +69,8 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(write)(*refs)
 
     return plgpu.kernel(
-        overlap_tell_addresses, out_type=jax.ShapeDtypeStruct((num_flags,), jnp.int32), grid=(1,), grid_names=("cta",),
-        num_threads=1, thread_name="warpgroup",
+        overlap_tell_addresses, out_type=jax.ShapeDtypeStruct((num_flags,), jnp.int32), grid=(1,),
+        grid_names=(kernel_axis("cta"),), num_threads=1, thread_name=kernel_axis("warpgroup"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True
         ),

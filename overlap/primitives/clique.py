@@ -28,6 +28,7 @@ unless JAX_PARTITION_INDEX names it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -75,7 +76,7 @@ class Clique:
     knows_devices: bool = True
 
     @staticmethod
-    def of(mesh: Any, axes: frozenset[str]) -> Clique | None:
+    def of(mesh: Any, axes: frozenset[Hashable]) -> Clique | None:
         """This process's clique in a mesh, for a kernel that counts along `axes`; None if it talks to nobody.
 
         Raises:

@@ -41,6 +41,11 @@ class Ring:
         return tuple((name, sizes[name]) for name in names)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the ring's own axes, major to minor."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
     def size(self) -> int:
         """How many devices are on the ring."""
         return math.prod(size for _, size in self.axes)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
+from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
 
 
 def store_tile(values: jax.Array, out_gmem: Any, out_smem: Any) -> None:
@@ -37,8 +37,8 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
     def body(
         lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, lhs_smem: Any, rhs_smem: Any, out_smem: Any, full: Any
     ) -> None:
-        m_slice = pl.ds(lax.axis_index("m") * tile_m, tile_m)
-        n_slice = pl.ds(lax.axis_index("n") * tile_n, tile_n)
+        m_slice = pl.ds(lax.axis_index(M_AXIS) * tile_m, tile_m)
+        n_slice = pl.ds(lax.axis_index(N_AXIS) * tile_n, tile_n)
 
         def accumulate(acc: Any) -> jax.Array:
             @pl.loop(0, t.k_steps)
@@ -60,7 +60,7 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
         body,
         out_type=t.out_type,
         grid=(t.m_tiles, t.n_tiles),
-        grid_names=("m", "n"),
+        grid_names=(M_AXIS, N_AXIS),
         scratch_types=[
             t.smem(tile_m, t.tile_k), t.smem(t.tile_k, tile_n), t.smem(tile_m, tile_n), plgpu.Barrier(num_arrivals=2),
         ],

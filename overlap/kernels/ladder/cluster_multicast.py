@@ -31,10 +31,11 @@ from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling, num_ctas
 from overlap.kernels.ladder.warp_specialized import THREADS, Slots, accumulate_tile, load_tiles, split_roles
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 
 CLUSTER = 2
-RANK = "rank"  # The cluster's axis: which of the two tile rows.
+CLUSTER_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the cluster")  # The rank says which tile row.
 
 
 def wait_until_peers_are_done(filled: Any, slots: Slots) -> None:
@@ -73,7 +74,7 @@ def clustered(
     tile_at = tile_at or (lambda index: (quotient(index, t.n_tiles), remainder(index, t.n_tiles)))
 
     def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, chunks_smem: Any) -> None:
-        cluster, rank = lax.axis_index("cluster"), lax.axis_index(RANK)
+        cluster, rank = lax.axis_index(CLUSTER_AXIS), lax.axis_index(RANK_AXIS)
 
         def mine(visit: Callable[[Any, Any, Any], None]) -> None:
             def at(index: Any, ordinal: Any) -> None:
@@ -85,7 +86,7 @@ def clustered(
         def memory() -> None:
             @mine
             def _tile(row: Any, column: Any, first: Any) -> None:
-                load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t, first=first, shared_by=RANK)
+                load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t, first=first, shared_by=RANK_AXIS)
 
             my_tiles = quotient(pairs - 1 - cluster, clusters) + 1
             wait_until_peers_are_done(my_tiles * t.k_steps, slots)
@@ -102,14 +103,14 @@ def clustered(
 
         split_roles(memory, compute)
 
-    consumed = plgpu.ClusterBarrier(collective_axes=(RANK,), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)
+    consumed = plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)
     return plgpu.kernel(
         body,
         out_type=t.out_type,
         grid=(clusters,),
-        grid_names=("cluster",),
+        grid_names=(CLUSTER_AXIS,),
         cluster=(CLUSTER,),
-        cluster_names=(RANK,),
+        cluster_names=(RANK_AXIS,),
         **THREADS,
         scratch_types=[Slots.types(t, stages, consumed), chunk_type(t, chunk_n)],
         compiler_params=COMPILER_PARAMS,

@@ -28,7 +28,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling, num_ctas
 from overlap.kernels.ladder.warp_specialized import THREADS, Slots, accumulate_tile, load_tiles, split_roles
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
+
+CTA_AXIS = kernel_axis("cta")
 
 
 def for_each_tile(worker: Any, workers: int, tiles: int, visit: Callable[[Any, Any], None]) -> None:
@@ -50,7 +53,7 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 4
             def at(index: Any, ordinal: Any) -> None:
                 visit(quotient(index, t.n_tiles), remainder(index, t.n_tiles), ordinal * t.k_steps)
 
-            for_each_tile(lax.axis_index("cta"), ctas, tiles, at)
+            for_each_tile(lax.axis_index(CTA_AXIS), ctas, tiles, at)
 
         def load(row: Any, column: Any, first: Any) -> None:
             load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t, first=first)
@@ -70,7 +73,7 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 4
         body,
         out_type=t.out_type,
         grid=(ctas,),
-        grid_names=("cta",),
+        grid_names=(CTA_AXIS,),
         **THREADS,
         scratch_types=[Slots.types(t, stages), chunk_type(t, chunk_n)],
         compiler_params=COMPILER_PARAMS,

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.hopper import swizzled
 from overlap.kernels.ladder.basic import store_tile
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
+from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
 
 
 def matmul(
@@ -46,7 +46,7 @@ def matmul(
     delay = in_flight if delay_release is None else delay_release
 
     def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, out_smem: Any) -> None:
-        row, column = lax.axis_index("m"), lax.axis_index("n")
+        row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
 
         def accumulate(acc: Any) -> jax.Array:
             def multiply(_: Any, lhs_smem: Any, rhs_smem: Any) -> None:
@@ -75,7 +75,7 @@ def matmul(
         body,
         out_type=t.out_type,
         grid=(t.m_tiles, t.n_tiles),
-        grid_names=("m", "n"),
+        grid_names=(M_AXIS, N_AXIS),
         scratch_types=[t.smem(tile_m, tile_n)],
         compiler_params=COMPILER_PARAMS,
         kernel_name="ladder_pipelined",

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels import dispatch, hopper
+from overlap.primitives.axes import kernel_axis
 
 COMPUTE_WARPGROUPS = 2  # From rung 2 on.
 SWIZZLE_BYTES = 128
 # References are sliced and swizzled as a whole, and the compiler distributes them over the 128 lanes of a warpgroup.
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+# The axes of a grid with a CTA for each output tile. Objects, not words: a user's mesh may have an axis of any name.
+M_AXIS, N_AXIS = kernel_axis("tile row"), kernel_axis("tile column")
 
 
 @dataclasses.dataclass(frozen=True)

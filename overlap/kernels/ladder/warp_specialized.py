@@ -28,11 +28,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.ladder.basic import store_tile
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling
+from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, M_AXIS, N_AXIS, Tiling
+from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
 
 MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
-THREADS = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": "warpgroup"}
+THREAD_AXIS = kernel_axis("warpgroup")
+THREADS: dict[str, Any] = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": THREAD_AXIS}
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
 Store = Callable[[jax.Array, Any, Any], None]  # (values, output, buffer)
 
@@ -87,6 +89,7 @@ def load_tiles(
       shared_by: the cluster axis along which CTAs share the right operand (rung 5).
     """
     m_slice, n_slice = pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n)
+    shared = None if shared_by is None else (shared_by,)
 
     @pl.loop(0, t.k_steps)
     def _step(k: Any) -> None:
@@ -98,7 +101,7 @@ def load_tiles(
             plgpu.barrier_wait(slots.consumed.at[slot])
 
         plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], slots.lhs_smem.at[slot], full)
-        plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], slots.rhs_smem.at[slot], full, collective_axes=shared_by)
+        plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], slots.rhs_smem.at[slot], full, collective_axes=shared)
 
 
 def accumulate_tile(wg_rows: Any, slots: Slots, t: Tiling, *, first: Any = 0) -> jax.Array:
@@ -128,7 +131,7 @@ def accumulate_tile(wg_rows: Any, slots: Slots, t: Tiling, *, first: Any = 0) ->
 
 def split_roles(memory: Any, compute: Any) -> None:
     """Runs `memory()` on one warpgroup and `compute(warpgroup)` on the two others, which get most of its registers."""
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup = lax.axis_index(THREAD_AXIS)
 
     @pl.when(warpgroup == MEMORY_WARPGROUP)
     def _memory() -> None:
@@ -145,7 +148,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
     """The kernel: the CTA at (m, n) of the grid computes that tile; `store` puts a warpgroup's half of it away."""
 
     def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, out_smem: Any) -> None:
-        row, column = lax.axis_index("m"), lax.axis_index("n")
+        row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
 
         def compute(warpgroup: Any) -> None:
             values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), slots, t)
@@ -159,7 +162,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
         body,
         out_type=t.out_type,
         grid=(t.m_tiles, t.n_tiles),
-        grid_names=("m", "n"),
+        grid_names=(M_AXIS, N_AXIS),
         **THREADS,
         scratch_types=[Slots.types(t, stages), out_smem_type],
         compiler_params=COMPILER_PARAMS,

@@ -1,0 +1,114 @@
+"""A kernel as one operation of jax: what it is made of shows only when it is lowered.
+
+`sealed(kernel)` binds a primitive of this library whose parameter is the traced kernel. So all that jax needs to know
+of a kernel inside a program is said here, once for all kernels:
+
+    types      results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
+               traced on types without such axes: Mosaic GPU refuses references that have them
+    vmap       refused: it would add an axis to the grid, and a persistent kernel with counted flags would then hang
+    lowering   the kernel, where each device runs it on operands of its own. Elsewhere, in a program of several devices
+               outside `jax.shard_map`, XLA's partitioner would run the whole kernel on every device without a word. The
+               operation's form by XLA, `otherwise`, takes its place, or the call is refused
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from overlap import _compat
+from overlap.kernels import dispatch
+from overlap.kernels.varying import alike
+
+_kernel_p = Primitive("overlap_kernel")
+_kernel_p.multiple_results = True
+
+
+def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The same function of arrays, as one operation.
+
+    Args:
+      kernel: from arrays to a tree of arrays.
+      name: the kernel's, for messages.
+      otherwise: what computes the same by XLA, in operations that XLA can partition, with results of the same shapes
+        and dtypes; None: the caller asked for the kernel.
+    """
+
+    def run(*operands: jax.Array) -> Any:
+        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        with _compat.without_varying_axes():
+            traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
+            by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
+        results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name)
+        return jax.tree.unflatten(jax.tree.structure(types), results)
+
+    return run
+
+
+def _all_manual() -> bool:
+    """Whether this code is inside a `jax.shard_map` over all axes of the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+@_kernel_p.def_abstract_eval
+def _types(*operands: Any, kernel: Any, otherwise: Any, name: str) -> list[Any]:
+    del otherwise, name
+    if not operands:
+        return kernel.out_avals
+    like = operands[0]
+
+    def typed(aval: Any) -> Any:
+        sharding = jax.NamedSharding(like.sharding.mesh, jax.P(*[None] * len(aval.shape)))
+        return aval.update(sharding=sharding, manual_axis_type=like.manual_axis_type)
+
+    return [typed(aval) for aval in kernel.out_avals]
+
+
+@_kernel_p.def_impl
+def _run(*operands: Any, **params: Any) -> Any:
+    return jax.jit(lambda *operands: _kernel_p.bind(*operands, **params))(*operands)
+
+
+def _batch(operands: Any, dims: Any, *, name: str, **_: Any) -> Any:
+    raise NotImplementedError(
+        f'{name} does not support `jax.vmap` yet: fold the batch into the rows of `lhs`, or use implementation="xla"'
+    )
+
+
+batching.primitive_batchers[_kernel_p] = _batch
+
+
+def _why_not_on_each_device(context: Any) -> str | None:
+    """Why a kernel in a module that is lowered for these devices would not run on each one's own operands."""
+    if hasattr(context, "manual_axes"):
+        rest = {axis: size for axis, size in context.mesh.shape.items() if axis not in context.manual_axes}
+        if math.prod(rest.values()) > 1:
+            return f"the fused kernel is inside a jax.shard_map that leaves the mesh axes {rest} to XLA's partitioner"
+        return None
+    if (devices := getattr(context, "num_devices", 1)) > 1:
+        return f"the fused kernel is in a program for {devices} devices, outside of jax.shard_map"
+    return None
+
+
+def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str) -> Any:
+    lowered = kernel
+    if reason := _why_not_on_each_device(context.module_context.axis_context):
+        reason += (
+            ", and the partitioner cannot split it: call it inside jax.shard_map over all axes of the mesh, or use "
+            'implementation="xla"'
+        )
+        dispatch.leave_to_xla(name, reason, insists=otherwise is None)
+        lowered = otherwise
+    # With the types that it was traced on.
+    within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
+    with _compat.without_varying_axes():
+        return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)
+
+
+mlir.register_lowering(_kernel_p, _lower)

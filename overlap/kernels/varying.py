@@ -1,0 +1,82 @@
+"""Along which mesh axes a value differs from device to device: the types of `jax.shard_map(..., check_vma=True)`.
+
+With `check_vma=True`, jax's default, each value's type names the manual axes that it *varies* along. Along the others
+it is the same on all devices. jax derives the type of every result, and the sums over devices that a gradient needs.
+With `check_vma=False` the types name no axis, and all functions here leave values as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def axes_of(*values: Any) -> frozenset[Any]:
+    """The manual axes that at least one of these values varies along."""
+    types = (getattr(jax.typeof(value), "manual_axis_type", None) for value in values)
+    return frozenset().union(*(own.varying for own in types if own is not None))
+
+
+def varying(value: Any, axes: Iterable[Any]) -> Any:
+    """The same value, typed as varying along `axes` as well. The gradient is then summed along these."""
+    missing = tuple(axis for axis in axes if axis not in axes_of(value))
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
+def alike(tree: Any) -> Any:
+    """The same values, all typed as varying along each axis that one of them varies along."""
+    axes = sorted(axes_of(*jax.tree.leaves(tree)), key=str)
+    return jax.tree.map(lambda value: varying(value, axes), tree)
+
+
+def summed_like(cotangents: Any, operands: Any) -> Any:
+    """Cotangents summed along the axes that their operands do not vary along.
+
+    An operand that is the same on several devices takes part in what each of them computes.
+    """
+
+    def summed(operand: jax.Array, cotangent: jax.Array) -> jax.Array:
+        axes = tuple(sorted(axes_of(cotangent) - axes_of(operand), key=str))
+        # A cotangent may also vary along fewer axes than its operand.
+        return varying(lax.psum(cotangent, axes) if axes else cotangent, axes_of(operand))
+
+    return jax.tree.map(summed, operands, cotangents)
+
+
+def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:
+    """One device's part of a cotangent that may be the same on all devices along some of `axes`.
+
+    For where the parts of all devices are summed: a cotangent that is the same everywhere would be counted many times.
+    """
+    common = tuple(axis for axis in axes if axis not in axes_of(cotangent))
+    return varying(cotangent, common) / lax.axis_size(common) if common else cotangent
+
+
+def same_along(value: jax.Array, axes: Iterable[Any]) -> jax.Array:
+    """A value that is known to be the same on all devices along `axes`, so typed; for instance gathered along them."""
+    known = tuple(axis for axis in axes if axis in axes_of(value))
+    return _same_p.bind(value, axes=known) if known else value
+
+
+_same_p = Primitive("overlap_same_along")
+_same_p.def_impl(lambda value, *, axes: value)
+mlir.register_lowering(_same_p, lambda context, value, *, axes: [value])
+batching.defvectorized(_same_p)
+
+
+@_same_p.def_abstract_eval
+def _abstract(aval: Any, *, axes: tuple[Any, ...]) -> Any:
+    own = aval.manual_axis_type
+    return aval.update(manual_axis_type=own.update(varying=own.varying - frozenset(axes)))
+
+
+def _transpose(cotangent: Any, value: Any, *, axes: tuple[Any, ...]) -> list[Any]:
+    return [part_of(cotangent, axes)]
+
+
+ad.deflinear2(_same_p, _transpose)
