@@ -190,8 +190,8 @@ def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any,
            told: bool, reads_scales: bool = False) -> Any:  # fmt: skip
     """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those.
 
-    `told`: whether it is told its peers' addresses (`Transport.told`). `reads_scales`: whether it reads those of the peers'
-    rows as well as the rows.
+    `told`: whether it is told its peers' addresses (`Transport.told`). `reads_scales`: whether it reads those of the
+    peers' rows as well as the rows.
     """
     assert plan.config is not None
     leaves, structure = jax.tree.flatten(inputs)

@@ -79,7 +79,9 @@ def _copy(number: Any, numbers: tuple[int, int], counter: Any, own: bool, lhs_gm
     )  # fmt: skip
 
 
-def _copy_scales(index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, ring: Ring, schedule: JoinedSchedule) -> None:
+def _copy_scales(
+    index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, ring: Ring, schedule: JoinedSchedule
+) -> None:
     """A piece of the scales: too little for the copy engine, and too unevenly placed."""
     step, row = schedule.scales(index)
     of_peer, first = ring.remote(own_gmem, ring.peer(step)), schedule.row(ring.me(), step, row)

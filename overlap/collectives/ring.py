@@ -16,11 +16,11 @@ help nobody, and each costs a release at system scope, with a wait for everythin
 Of a cluster, the CTA whose tile is in the first column sends: both, if their tiles lie below each other; one, if they
 lie side by side and hold the same rows.
 
-Before a device writes into its neighbour's memory, that one must have begun: so each looks for the device before it, and
-no other (`communicator`). Nobody reads a peer's inputs, so these may be overwritten as soon as the own kernel has ended.
-What others write here is what this device waits for: every flag belongs to a row block that some tile of this device
-needs, its producer waits for the flag's final count, and no signal comes before the bytes that it stands for. So when
-the last CTA leaves, all writes to this device's scratch have landed and all signals to its flags have arrived.
+Before a device writes into its neighbour's memory, that one must have begun: so each looks for the device before it,
+and no other. Nobody reads a peer's inputs, so these may be overwritten as soon as the own kernel has ended. What others
+write here is what this device waits for: every flag belongs to a row block that some tile of this device needs, its
+producer waits for the flag's final count, and no signal comes before the bytes that it stands for. So when the last CTA
+leaves, all writes to this device's scratch have landed and all signals to its flags have arrived.
 
 No deadlock where all CTAs of a device run: a tile of step s + 1 waits only for tiles of step s on the next device, each
 CTA takes its tiles in the order of the steps, and a part of a tile waits for nothing of the others' parts before it has

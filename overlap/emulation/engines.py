@@ -17,8 +17,8 @@ from .races import Access
 
 if TYPE_CHECKING:
     from .machine import Machine, Thread
-    from .sequence import World
     from .memory import View
+    from .sequence import World
 
 _EARLY = 0.25  # the chance, per step, that some operation completes in random mode
 

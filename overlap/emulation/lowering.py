@@ -119,7 +119,8 @@ class _Launcher:
         try:
             repetition = run.repetition(self)
             inputs = [meeting.inputs[device] for device in range(self._devices)]
-            world, laps, devices = World(run.settings, run, self._name, repetition), run.settings.laps, range(self._devices)
+            world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
+            devices = range(self._devices)
             for lap in range(laps):
                 machine = Machine(
                     world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
@@ -170,7 +171,8 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     if any(d.process_index != jax.process_index() for d in devices):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
     count = int(np.prod(list(axes.values()), dtype=int))
-    program = decode(params, ctx.avals_in, tuple(range(count) if devices is None else (d.id for d in np.ravel(devices))))
+    ids = range(count) if devices is None else (device.id for device in np.ravel(devices))
+    program = decode(params, ctx.avals_in, tuple(ids))
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 

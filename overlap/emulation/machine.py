@@ -386,8 +386,9 @@ class Machine:
         """That no signal of a peer may come after the launch has ended on a device."""
         if self.detector is None:
             return
-        mine = [s for s in self.private if s.device == device] + [self.word(device, i) for i, _ in enumerate(self.words())]
-        for semaphore in mine:
+        for semaphore in self.semaphores():
+            if semaphore.device != device:
+                continue
             for thread, component, time, instruction in semaphore.unseen:
                 if not covers(self.exit_seen[device].seen, component, time):
                     key = ("late", instruction.index)

@@ -27,8 +27,8 @@ def run_sequence(
     """Runs launches one after the other, each device at its own pace, and returns the results of each.
 
     They may be of different kernels, along different axes and on different meshes, permuted ones and such of a part of
-    the devices too. Each device runs those that it is a member of, in the order given, with whatever delay the scheduler
-    chooses between them. All have their operands, results and semaphores at the same addresses of a device's memory, or
+    the devices too. Each device runs those that it is a member of, in the order given, with whatever delay the
+    scheduler chooses between them. All have their operands, results and semaphores at the same addresses of a device's memory, or
     nearly: semaphores are shifted by some words by chance. So they find there what the launch before has left.
 
     Args:

@@ -370,8 +370,8 @@ def launch(
 
     Of `num_ctas`, as many run as fill whole clusters.
 
-    It sees for itself that its peers have begun, if it has any. `peers_read`: which operands the peers read, in a kernel
-    that is told their addresses (its flags are `shared_flags(..., told=True)`).
+    It sees for itself that its peers have begun, if it has any. `peers_read`: which operands the peers read, in a
+    kernel that is told their addresses (its flags are `shared_flags(..., told=True)`).
 
     It is one operation of jax: see `overlap.kernels.launch`.
     """

@@ -28,7 +28,7 @@ def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns
     """Runs inline code on references and int32 scalars.
 
     Args:
-      emit: called at lowering as `emit(context, *pointers, *values)`; it emits PTX, and returns an i32 value if `returns`.
+      emit: called at lowering as `emit(context, *pointers, *values)`; it emits PTX, and returns an i32 if it `returns`.
       refs: words of global memory, here or on a peer.
       *scalars: int32 scalars.
       returns: whether the code has a result, an int32 scalar.
@@ -46,7 +46,7 @@ def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns
 
 
 def ptx(lines: Sequence[str], *operands: Any, returns: bool = False) -> Any:
-    """One block of PTX that all lanes of the warp run together; operands count from $1 if it `returns`, else from $0."""
+    """A block of PTX that all lanes of the warp run together; operands count from $1 if it `returns`, else from $0."""
     text = "\n".join(["{", *lines, "}"])
     result = ir.IntegerType.get_signless(32) if returns else None
     return mgpu_utils.inline_ptx(text, *operands, result_types=result, has_side_effects=True, convergent=True)

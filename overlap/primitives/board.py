@@ -45,10 +45,10 @@ OVER, STILL_WAITING, GIVEN_UP = range(3)
 
 BEGUN, SEEN, DONE, ROWS = range(4)
 _ROLES = {
-    BEGUN: "for it to begin this operation (flag: its beacon, expected raised)",
-    SEEN: "for it to have noticed that this device has begun (flag: seen, a bit for each position)",
-    DONE: "for it to be done with this device's memory (flag: done, a bit for each position)",
-    ROWS: "for rows that it passes on (flag: rows)",
+    BEGUN: "to begin this operation; flag: its beacon",
+    SEEN: "to notice that this device has begun; flag: seen, with a bit for each position",
+    DONE: "to be done with this device's memory; flag: done, with a bit for each position",
+    ROWS: "to pass rows on; flag: parts of rows",
 }
 
 _WHAT_NOW = (
@@ -113,10 +113,11 @@ def line(record: Any) -> str:
     else:
         missing = [int(record[PEER])]
     peers = f"position{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    gpu = _cuda.gpu_of(int(record[POINTER]) | int(record[POINTER + 1]) << 32)
+    gpu, where = _cuda.gpu_of(int(record[POINTER]) | int(record[POINTER + 1]) << 32), _ROLES.get(role, "for a flag")
     return (
         f"{operation}: position {int(record[POSITION])} (GPU {'?' if gpu is None else gpu}, process "
-        f"{jax.process_index()}) has waited {int(record[WAITED]) * TICK_S:.0f} s for {peers}: {_ROLES.get(role, 'for a flag')}, expected {expected:#x}, got {got:#x}"
+        f"{jax.process_index()}) has waited {int(record[WAITED]) * TICK_S:.0f} s for {peers} {where}, expected "
+        f"{expected:#x}, got {got:#x}"
     )
 
 

@@ -122,8 +122,10 @@ class Handshake:
         return self._begin(self._look)
 
     def begin_and_leave(self) -> None:
-        """Instead of `begin` and `leave`, where the communicator has no transfers and each wait for data is a wait for
-        all that peers do here: who has looked speaks at once."""
+        """Instead of `begin` and `leave`, where the communicator has no transfers: who has looked speaks at once.
+
+        All that peers do to this device's memory must then be what its other warps wait for.
+        """
 
         def look_and_speak(item: Any) -> None:
             self._look(item)
