@@ -121,6 +121,7 @@ class _Launcher:
             inputs = [meeting.inputs[device] for device in range(self._devices)]
             world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
             devices = range(self._devices)
+            machine = None
             for lap in range(laps):
                 machine = Machine(
                     world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
