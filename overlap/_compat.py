@@ -72,6 +72,8 @@ class Addresses(Protocol):
 
     def tell(self, num_flags: int) -> Callable[..., Any]: ...
 
+    def note_program(self, program: Any) -> None: ...
+
 
 def lower_by_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addresses: Addresses) -> None:
     """Has Pallas lower each Mosaic GPU kernel for its clique instead of its whole mesh. The first call counts.
@@ -237,6 +239,7 @@ def _let_kernels_be_told(addresses: Addresses) -> None:
         finally:
             _told.reset(token)
         told.call = zeros.owner
+        addresses.note_program(ctx.module_context.module)
         # Two of them with the same operands are not one: each makes flags of its own.
         told.call.attributes["has_side_effect"] = ir.BoolAttr.get(True)
         for attribute in (launch_context.COLLECTIVE_ATTR, launch_context.SYMMETRIC_MEMORY_ARGS_ATTR):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import jax
 
 from overlap import _compat, _cuda
+from overlap.primitives import windows
 
 __all__ = ["initialize", "nccl_version"]
 
@@ -52,12 +53,6 @@ class _Job:
     coordinator: str
     local_visible: tuple[str | None, ...] | None
     abort: Callable[[int], Any]
-
-
-# Address space per GPU for NCCL's windows. XLA registers its whole memory pool (three quarters of the GPU) anew for
-# each program with a fused kernel, and NCCL's default, the size of the GPU, is full after the first: the second fails
-# with "Allocation failed. No suitable space found". This has room for some forty; only address space is spent.
-_WINDOW_SPACE_BYTES = 1 << 42
 
 
 # Each host compiles a program with a fused kernel for itself (overlap/primitives/clique.py), and XLA by default has the
@@ -123,7 +118,8 @@ def initialize(
             local_device_ids = _local_device_ids(job, gpu_count)
         if check_nccl:
             _require_nccl(_cuda.nccl())
-            os.environ.setdefault("NCCL_WIN_STRIDE", str(_WINDOW_SPACE_BYTES))
+            # NCCL's default, the size of the GPU, is full after the first program: only address space is spent.
+            os.environ.setdefault(windows.STRIDE_VARIABLE, str(windows.stride_bytes(job.local_size or gpu_count)))
             flags = os.environ.get("XLA_FLAGS", "")
             several_hosts = job.local_size != job.size or "JAX_PARTITION_INDEX" in os.environ
             if several_hosts and _OWN_AUTOTUNING not in flags:

@@ -1,4 +1,4 @@
-"""The command line: `python -m overlap demo | doctor | tune`."""
+"""The command line: `python -m overlap demo | doctor | soak | tune`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STATUSES = (
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m overlap",
-        description="Fused collective + matmul kernels: a demonstration, a check-up, a tuner.",
+        description="Fused collective + matmul kernels: a demonstration, a check-up, an endurance test, a tuner.",
         epilog=_STATUSES,
     )
     version = f"overlap {overlap.__version__} (jax {jax.__version__}, Python {platform.python_version()})"
@@ -70,6 +70,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     doctor.set_defaults(run=_doctor)
+
+    soak = commands.add_parser(
+        "soak",
+        help="run all operations for long, in random sequences, and compare every bit",
+        description="Runs fused launches of all operations along all axes of several meshes of the visible GPUs, in "
+        "random sequences, with devices that are late and other collectives beside them, and compares every result "
+        "bit for bit. Under launch/mpirun.sh as one process per GPU. Without GPUs emulated, to try it out.",
+    )
+    soak.add_argument("--minutes", type=float, default=5.0, help="how long (default: 5)")
+    soak.add_argument("--seed", type=int, default=0, help="what runs in which order follows from it (default: 0)")
+    soak.add_argument("--first", type=int, default=0, help="begin with this program of the sequence (default: 0)")
+    soak.add_argument("--programs", type=int, help="stop after so many (default: when the time is over)")
+    soak.add_argument("--steps", type=int, help="launches in each program (default: 200, emulated 1)")
+    soak.set_defaults(run=_soak)
 
     tune = commands.add_parser(
         "tune",
@@ -100,6 +114,15 @@ def _tune(arguments: argparse.Namespace) -> int:
     from overlap.cli import tune
 
     return tune.run(arguments)
+
+
+def _soak(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("rich") is None:
+        print("soak needs rich: pip install 'overlap[cli]'", file=sys.stderr)
+        return 1
+    from overlap.cli import soak
+
+    return soak.run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

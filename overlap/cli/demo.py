@@ -20,10 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import overlap
-from overlap import _compat, _cuda
+from overlap import _compat
 from overlap.cli import measure, picture
+from overlap.cli.devices import why_not_gpus
 from overlap.cli.spans import spans_of
-from overlap.kernels.target import Target
 
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
 # At most what a comparison within the same dtype allows: twice XLA's own error.
@@ -71,7 +71,7 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
     if devices is not None and devices < 1:
         errors.print(f"--devices must be at least 1, got {devices}", style="red")
         return 2
-    reason = "asked for with --emulate" if emulate else _why_not_gpus()
+    reason = "asked for with --emulate" if emulate else why_not_gpus()
     try:
         with _progress() as step:
             if reason is None:
@@ -92,23 +92,6 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
         return 1
     console.print(f"Which shard each device multiplied, received and sent when: {out}", soft_wrap=True, highlight=False)
     return 0
-
-
-def _why_not_gpus() -> str | None:
-    """Why the demo runs emulated, or None if the visible GPUs run the fused kernel."""
-    if (jax.config.jax_platforms or "").startswith("cpu"):
-        return "JAX_PLATFORMS=cpu"
-    gpus = _cuda.visible_gpus()
-    if not gpus:
-        return "no GPU is visible"
-    if _cuda.jax_plugin() is None:
-        return "jax has no CUDA plugin here: pip install 'overlap[cuda13]'"
-    try:
-        for gpu in gpus:
-            Target("gpu", gpu.name, num_cores=1).require_hopper()
-    except NotImplementedError as error:
-        return str(error)
-    return None
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh:

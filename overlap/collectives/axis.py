@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from overlap.kernels.target import Target
-from overlap.primitives import Ring
+from overlap.primitives import Ring, windows
 from overlap.primitives.clique import Clique, several_hosts
 
 
@@ -70,9 +70,13 @@ def untried(ring: Ring, mesh: Any = None) -> str | None:
 def require_peers(ring: Ring, target: Target, mesh: Any) -> None:
     """Raises NotImplementedError if the GPUs of `mesh` cannot talk to each other along `ring`.
 
-    Only `explain` knows the mesh's devices beforehand; inside `jax.shard_map` it is for the lowering to find out.
+    Only `explain` knows the mesh's devices beforehand; inside `jax.shard_map` it is for the lowering to find out. And
+    in a job of several processes a program must be told where its peers' memory is.
     """
-    if isinstance(mesh, jax.sharding.Mesh) and ring.size > 1 and target.platform == "gpu":
+    if ring.size == 1 or target.platform != "gpu":
+        return
+    windows.require_room()
+    if isinstance(mesh, jax.sharding.Mesh):
         clique = Clique.of(mesh, frozenset(name for name, _ in ring.axes))
         assert clique is not None
         clique.require_known_ids()

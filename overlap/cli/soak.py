@@ -1,0 +1,137 @@
+"""`python -m overlap soak`: fused launches of all kinds in random sequences, with devices that are late, bit for bit.
+
+Works in one process with all GPUs and in one process per GPU (launch/mpirun.sh -- python -m overlap soak); without GPUs
+emulated, to try it out. What runs, and in which order, follows from the seed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import random
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import overlap
+from overlap.cli import soak_programs
+from overlap.cli.devices import why_not_gpus
+from overlap.cli.soak_programs import CASES
+
+_EMULATED_DEVICES = 4
+# Programs between two looks at their results: they are on their way to the devices together.
+_BLOCK = 24
+_LATE_US = (0.0, 0.0, 0.0, 100.0, 1000.0, 10000.0, 50000.0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command. Returns 0, 1 if a result was wrong, 2 for wrong arguments."""
+    console = Console(stderr=True)
+    if not arguments.minutes > 0 or arguments.first < 0 or (arguments.programs is not None and arguments.programs < 1):
+        console.print("soak: --minutes and --programs must be above 0, and --first at least 0", style="red")
+        return 2
+    overlap.initialize()
+    emulated = why_not_gpus()
+    if emulated:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", _EMULATED_DEVICES)
+    devices = jax.devices()
+    if len(devices) < 2:
+        console.print(f"soak: needs at least 2 devices, got {len(devices)}: make more GPUs visible", style="red")
+        return 2
+    meshes = list(soak_programs.meshes(devices))
+    choices = [(case, mesh, axis) for mesh in meshes for axis in soak_programs.axes_of(mesh) for case in CASES]
+    steps = arguments.steps or (1 if emulated else 200)
+    where = f"{len(devices)} emulated CPU devices ({emulated})" if emulated else f"{len(devices)} GPUs"
+    leads = jax.process_index() == 0
+    if leads:
+        console.print(f"{where}, {len(choices)} kinds of programs of {steps} launches each, seed {arguments.seed}")
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not leads) as progress:
+        done, failed = _run_all(arguments, choices, steps, progress)
+    if leads:
+        _print(done, failed, arguments, steps)
+    return int(bool(failed))
+
+
+def _run_all(arguments: argparse.Namespace, choices: list[Any], steps: int, progress: Progress) -> tuple[Any, list[Any]]:
+    """Runs programs until the time is over or one is wrong; returns how many of each case, and what was wrong."""
+    chance, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
+    operands: dict[Any, Any] = {}
+    done: collections.Counter[str] = collections.Counter()
+    task, number, pending = progress.add_task("0 launches", total=1.0), 0, []
+    while True:
+        drawn = _draw(chance, choices)
+        if number >= arguments.first:
+            pending.append((number, drawn, _start(drawn, steps, arguments.seed, operands)))
+        number += 1
+        is_last = arguments.programs is not None and number >= arguments.first + arguments.programs
+        if len(pending) < _BLOCK and not is_last:
+            continue
+        failed = [(at, drawn, int(jax.device_get(wrong))) for at, drawn, wrong in pending if int(jax.device_get(wrong))]
+        done.update(drawn[0][0].name for _, drawn, _ in pending)
+        pending = []
+        elapsed = 1 - (end - time.monotonic()) / (60 * arguments.minutes)
+        launches = f"{steps * done.total():,} launches"
+        progress.update(task, completed=min(elapsed, 1.0), description=launches)
+        if failed or is_last or _any_has(elapsed >= 1, choices[0][1]):
+            return done, failed
+
+
+def _draw(chance: random.Random, choices: list[Any]) -> tuple[Any, list[float], int]:
+    """A program, for how long each device is late, and in which steps."""
+    case, mesh, axis = chance.choice(choices)
+    late = [chance.choice(_LATE_US) for _ in range(mesh.size)]
+    # Long times are rare, or they would be all that happens.
+    period = chance.choice((7, 40)) if max(late) <= 1000 else 1 << 20
+    return (case, mesh, axis), late, period
+
+
+def _start(drawn: Any, steps: int, seed: int, operands: dict[Any, Any]) -> jax.Array:
+    (case, mesh, axis), late, period = drawn
+    if mesh not in operands:
+        operands[mesh] = soak_programs.operands(mesh, seed)
+    every = tuple(mesh.axis_names)
+    late_us = soak_programs.on_all(mesh, P(every), np.array(late, np.float32))
+    # A period that no step ends: late in the last one, once.
+    of_steps = soak_programs.on_all(mesh, P(), np.array(min(period, steps), np.int32))
+    return soak_programs.program(case, mesh, axis, steps)(late_us, of_steps, *operands[mesh])
+
+
+def _any_has(own: bool, mesh: Any) -> bool:
+    """Whether that is so in any process: they all stop after the same program."""
+    if jax.process_count() == 1:
+        return own
+    every = tuple(mesh.axis_names)
+    sharding = jax.NamedSharding(mesh, P(every))
+    flags = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.full(1, own, np.int32))
+    return bool(jax.device_get(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, P()))(flags)))
+
+
+def _print(done: Any, failed: list[Any], arguments: argparse.Namespace, steps: int) -> None:
+    console = Console()
+    for name, count in sorted(done.items()):
+        console.print(f"  {name:<24} {count:>6} programs  {count * steps:>10,} launches", highlight=False)
+    if not failed:
+        console.print(f"{done.total() * steps:,} launches, no bit differed", style="green", highlight=False)
+        return
+    for number, ((case, mesh, axis), late, _), wrong in failed:
+        ids = [device.id for device in mesh.devices.flat]
+        console.print(
+            f"program {number}: {wrong} wrong results of {case.name} along {axis!r} of {dict(mesh.shape)} on devices "
+            f"{ids}, late by {late} µs",
+            style="red", highlight=False, markup=False,
+        )  # fmt: skip
+    # Together with the programs before it that were on their way.
+    first = max(0, failed[0][0] - _BLOCK)
+    again = ["python", "-m", "overlap", "soak", "--seed", str(arguments.seed), "--first", str(first)]
+    again += ["--programs", str(failed[-1][0] - first + 1), "--steps", str(steps), "--minutes", str(arguments.minutes)]
+    console.print(f"to repeat it: {shlex.join(again)}", soft_wrap=True, markup=False, highlight=False)
+    sys.stdout.flush()

@@ -1,0 +1,173 @@
+"""What the soak runs: programs of many fused launches, each of whose results is compared with exact numbers.
+
+All operands are whole numbers, and so small that every sum is exact in every dtype used: a right result has no other
+bits than the expected one, however it was computed. What is expected is multiplied by XLA from operands that every
+device holds as a whole, so nothing depends on another communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+
+# (turns of a loop on one device take about so long)
+_US_PER_TURN = 18.0
+_F8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation with sizes per shard, to be run along an axis of a mesh.
+
+    Attributes:
+      name: for people.
+      rows: of the operand that each device holds.
+      columns: of the result (per shard).
+      depth: of the contraction.
+      dtype: of the operands.
+      compute: from (shard, whole, weights, axis) to pairs of what is computed and what is expected.
+      beside: whether a collective of XLA's may run at the same time.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    depth: int
+    dtype: Any
+    compute: Callable[[Any, Any, Any, Any], list[tuple[jax.Array, jax.Array]]]
+    beside: bool = True
+
+
+def _exact(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
+    return lax.dot(lhs, rhs, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def _gather_rows(**options: Any) -> Callable[..., Any]:
+    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+        out = overlap.all_gather_lhs_matmul(shard, weights, axis, implementation="fused", **options)
+        return [(out, _exact(whole, weights, out.dtype))]
+
+    return compute
+
+
+def _several_sides(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+    sides = [weights[:, :64], weights[:, 64:]]
+    outs, gathered = overlap.all_gather_lhs_matmul(shard, sides, axis, implementation="fused", return_gathered=True)
+    return [*((out, _exact(whole, side, out.dtype)) for out, side in zip(outs, sides)), (gathered, whole)]
+
+
+def _scaled_float8(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+    rows = shard.shape[0]
+    # Powers of two, different in each row.
+    scale_of = lambda row: jnp.exp2((row % 5).astype(jnp.float32) - 2)[:, None]  # noqa: E731
+    first = lax.axis_index(axis) * rows
+    out = overlap.all_gather_lhs_matmul(
+        shard, weights.T, axis, transpose_rhs=True, scale=scale_of(first + jnp.arange(rows)), implementation="fused"
+    )
+    exact = _exact(whole.astype(jnp.bfloat16), weights.astype(jnp.bfloat16), jnp.float32)
+    return [(out, (exact * scale_of(jnp.arange(whole.shape[0]))).astype(out.dtype))]
+
+
+def _gather_weights(dimension: int) -> Callable[..., Any]:
+    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+        # The rows of `whole` are the weights' k, or their n.
+        side, everything = (shard, whole) if dimension == 0 else (shard.T, whole.T)
+        lhs = jnp.resize(weights, (96, everything.shape[0]))
+        out = overlap.all_gather_rhs_matmul(lhs, side, axis, gather_dimension=dimension, implementation="fused")
+        return [(out, _exact(lhs, everything, out.dtype))]
+
+    return compute
+
+
+CASES = (
+    Case("rows", 128, 256, 256, jnp.float16, _gather_rows()),
+    Case("ragged rows", 200, 264, 136, jnp.bfloat16, _gather_rows()),
+    Case("few rows", 16, 256, 512, jnp.bfloat16, _gather_rows()),
+    Case("rows by the ring", 128, 128, 192, jnp.bfloat16, _gather_rows(transport="ring"), beside=False),
+    Case("several sides, gathered", 72, 136, 128, jnp.bfloat16, _several_sides),
+    Case("scaled float8", 64, 128, 128, _F8, _scaled_float8),
+    Case("few scaled float8", 8, 128, 256, _F8, _scaled_float8),
+    Case("weights along k", 64, 256, 128, jnp.bfloat16, _gather_weights(0)),
+    Case("weights along n", 64, 256, 128, jnp.bfloat16, _gather_weights(1)),
+)
+
+
+def meshes(devices: list[Any]) -> Iterator[Mesh]:
+    """Meshes of all devices: one axis; two axes if the number allows; each permuted as well."""
+    count = len(devices)
+    shapes: list[dict[str, int]] = [{"x": count}]
+    shapes += [{"x": side, "y": count // side} for side in range(2, count) if count % side == 0]
+    for shape in shapes:
+        for order in (devices, [*devices[1::2], *devices[::2]]):
+            array = np.array(order, dtype=object).reshape(tuple(shape.values()))
+            yield Mesh(array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def axes_of(mesh: Mesh) -> list[Any]:
+    """The axes along which something can be gathered: each one, and all together."""
+    names = list(mesh.axis_names)
+    return names if len(names) == 1 else [*names, tuple(names)]
+
+
+def _spin(microseconds: Any) -> jax.Array:
+    """Work for about that long on this device, and a zero that depends on it."""
+    turns = (microseconds / _US_PER_TURN).astype(jnp.int32)
+    return lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
+
+
+@functools.cache
+def program(case: Case, mesh: Mesh, axis: Any, steps: int) -> Any:
+    """A jitted function of (late_us [devices], period, operands of `operands`) that runs `steps` launches in a loop.
+
+    A device is late by its time in every `period`-th step. Beside the launches goes a sum along all other axes. Returns
+    how many results had a wrong bit on any device.
+    """
+    others = tuple(name for name in mesh.axis_names if name != axis and name not in axis)
+
+    def run(late_us: Any, period: Any, whole: Any, weights: Any) -> jax.Array:
+        me, size = lax.axis_index(axis), lax.axis_size(axis)
+        whole = whole[: size * case.rows, : case.depth].astype(case.dtype)
+        weights = weights[: case.depth, : case.columns].astype(case.dtype)
+
+        def step(i: Any, state: Any) -> Any:
+            wrong, beside = state
+            late = _spin(jnp.where(i % period == period - 1, late_us[0], 0.0))
+            now = jnp.roll(whole, i, axis=1)
+            shard = lax.dynamic_slice(now, (me * case.rows, 0), (case.rows, case.depth))
+            shard = (shard.astype(jnp.float32) + late).astype(case.dtype)
+            if others and case.beside:
+                beside = beside + lax.psum(jnp.roll(now.astype(jnp.float32), i), others)[:8, :8]
+            for out, expected in case.compute(shard, now, weights, axis):
+                wrong += jnp.any(out != expected).astype(jnp.int32)
+            return wrong, beside
+
+        wrong, beside = lax.fori_loop(0, steps, step, (jnp.int32(0), jnp.zeros((8, 8), jnp.float32)))
+        return lax.psum(wrong + jnp.isnan(beside.sum()).astype(jnp.int32), mesh.axis_names)
+
+    every = tuple(mesh.axis_names)
+    specs = (P(every), P(), P(), P())
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+
+
+def operands(mesh: Mesh, seed: int) -> tuple[jax.Array, jax.Array]:
+    """The gathered operand and the weights of all cases, the same on all devices: −1, 0 and 1."""
+    chance, rows = np.random.default_rng(seed), mesh.size * max(case.rows for case in CASES)
+    shapes = (rows, max(c.depth for c in CASES)), (max(c.depth for c in CASES), max(c.columns for c in CASES))
+    whole, weights = (chance.integers(-1, 2, shape).astype(jnp.bfloat16) for shape in shapes)
+    return on_all(mesh, P(), whole), on_all(mesh, P(), weights)
+
+
+def on_all(mesh: Mesh, spec: P, values: np.ndarray) -> jax.Array:
+    """An array of values that every process has."""
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
