@@ -16,6 +16,7 @@ from overlap import _cuda
 __all__ = [
     "backends_are_initialized",
     "device_ids",
+    "job_store",
     "let_warps_arrive_at_cluster_barriers",
     "let_warps_loop",
     "lower_by_cliques",
@@ -36,6 +37,16 @@ def backends_are_initialized() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def job_store() -> Any:
+    """The key-value store that connects the processes of `jax.distributed`; None in a single process.
+
+    jax has no public way to it. Used: `key_value_set`, `key_value_dir_get`.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def oldest_nccl_of_one_process() -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from overlap import _compat, _cuda
+from overlap import _compat, _cuda, departures
 from overlap.primitives import windows
 
 __all__ = ["initialize", "nccl_version"]
@@ -138,7 +138,8 @@ def initialize(
         # A job of one host stays off the network.
         coordinator_bind_address=f"{host}:{port}" if host == "127.0.0.1" else None,
     )
-    # Exit handlers run in reverse order: this one has to come before jax's, which waits for the other processes.
+    # Exit handlers run in reverse order: these have to come before jax's, which waits for the other processes.
+    departures.watch(job.rank)
     atexit.register(_abort_at_exit, job)
 
 

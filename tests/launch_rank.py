@@ -1,7 +1,14 @@
-"""One process of a job that a test starts. Argument: what goes wrong ("", "raise", "exit", "late"), or "hosts"."""
+"""One process of a job that a test starts.
 
+Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"), or "hosts".
+"""
+
+import logging
+import os
 import re
+import signal
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap import departures
 
 
 def lower_for_own_host() -> None:
@@ -32,8 +40,24 @@ def lower_for_own_host() -> None:
     print(f"process {jax.process_index()}: ids {ids}", flush=True)
 
 
+class Heard(logging.Handler):
+    """Sets an event at the first warning."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.event = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"heard: {record.getMessage()}", flush=True)
+        self.event.set()
+
+
 def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
+    heard = Heard()
+    if mode == "leave":
+        departures._LOOK_EVERY_S, departures._SAID_AFTER_S = 0.2, 1.0
+        logging.getLogger("overlap").addHandler(heard)
     if mode == "late":
         jax.devices()
     overlap.initialize()
@@ -45,6 +69,14 @@ def main() -> None:
             raise ValueError("process 1 gives up")
         if mode == "exit":
             raise SystemExit(3)
+        if mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "leave":
+            raise SystemExit(0)
+    if mode == "leave":
+        # It goes on, until it is told that the other one has ended.
+        print(f"process 0 was told: {heard.event.wait(30)}", flush=True)
+        return
 
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

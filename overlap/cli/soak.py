@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def _run_all(arguments: argparse.Namespace, choices: list[Any], steps: int, progress: Progress) -> tuple[Any, list[Any]]:
+def _run_all(
+    arguments: argparse.Namespace, choices: list[Any], steps: int, progress: Progress
+) -> tuple[collections.Counter[str], list[Any]]:
     """Runs programs until the time is over or one is wrong; returns how many of each case, and what was wrong."""
     chance, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
     operands: dict[Any, Any] = {}
