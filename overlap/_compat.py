@@ -62,10 +62,9 @@ def oldest_nccl_of_one_process() -> tuple[int, int] | None:
 
 
 def without_varying_axes() -> Any:
-    """A context in which jax neither checks nor derives along which mesh axes a value varies: `check_vma=False`.
+    """A context without `check_vma`, in which `overlap/kernels/launch.py` traces and lowers a kernel.
 
-    A kernel is traced and lowered in it, on types without such axes (`overlap/kernels/launch.py`). There is no public
-    way: `check_vma` is an argument of `jax.shard_map`, which belongs to the user.
+    There is no public way: `check_vma` is an argument of `jax.shard_map`, which belongs to the user.
     """
     from jax._src import config
 

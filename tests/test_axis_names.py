@@ -1,5 +1,6 @@
 """A mesh axis may have any name: the kernels' own axes are equal to none of them, and the emulator sees a clash."""
 
+import functools
 import re
 
 import jax
@@ -21,8 +22,8 @@ from tests.product_cases import integers
 
 SMALL = overlap.Config(tile_n=64, stages=2, cluster=2)
 JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, stream_k=2, joined=True)
-# What our kernels, the ladder or a reader of either would call an axis of their own.
-NAMES = [("cluster", "warpgroup", "rank"), ("cta", "m", "n")]
+# What our kernels, or the lessons of the ladder, or their readers would call an axis of their own.
+NAMES, LESSONS_NAMES = ("cluster", "warpgroup", "rank"), ("cta", "m", "n")
 
 
 def gather(**keywords):
@@ -37,8 +38,8 @@ CALLS = {
     "gathered rhs": lambda lhs, rhs, axis: overlap.all_gather_rhs_matmul(
         lhs, rhs, axis, gather_dimension=1, config=SMALL, implementation="fused"
     ),
-    **{rung.name: lambda lhs, rhs, axis, rung=rung: rung.matmul(lhs, rhs) for rung in RUNGS},
 }
+LESSONS = {rung.name: lambda lhs, rhs, axis, rung=rung: rung.matmul(lhs, rhs) for rung in RUNGS}
 
 
 @pytest.fixture
@@ -56,15 +57,13 @@ def modules(monkeypatch):
     return texts
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, *LESSONS])
 def test_the_compiler_makes_the_same_kernel_whatever_the_axes_are_called(name, modules):
     operand = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-    for names in (("x", "y", "z"), *NAMES):
+    for names in (("x", "y", "z"), LESSONS_NAMES if name in LESSONS else NAMES):
         mesh = make_mesh(**dict.fromkeys(names, 2))
-        call = jax.shard_map(
-            lambda lhs, rhs, axis=names[0]: CALLS[name](lhs, rhs, axis), mesh=mesh, in_specs=P(), out_specs=P(),
-            check_vma=False,
-        )  # fmt: skip
+        layer = functools.partial((CALLS | LESSONS)[name], axis=names[0])
+        call = jax.shard_map(layer, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         jax.jit(call).trace(operand, operand).lower(lowering_platforms=("cuda",))
     assert "block_id" in modules[0]
     assert set(modules) == {modules[0]}
@@ -86,7 +85,7 @@ def test_emulated_on_axes_with_the_names_of_the_kernels(name):
         return a @ (lax.all_gather(b, axis, axis=1, tiled=True) if name == "gathered rhs" else b)
 
     with emulate(cores=4, seed=1):
-        out = run(CALLS[name])
+        out = run((CALLS | LESSONS)[name])
     np.testing.assert_array_equal(np.asarray(out), np.asarray(run(expected)))
 
 

@@ -296,6 +296,40 @@ def test_partly_manual_matmul_is_cut_along_the_rest():
     np.testing.assert_array_equal(np.asarray(out, np.float32), oracle_of(lhs, rhs))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", [*OPS, "cut along the rest"])
+def test_partly_manual_gradients(name, check_vma):
+    """The operands are whole along "y", or, for `matmul` with all that it takes, n is cut there."""
+    mesh = make_mesh(x=2, y=2)
+    lhs = put(mesh, integers(1, M, K).astype(jnp.float16) * 0.1, P("x"))
+    rhs = put(mesh, integers(2, K, N).astype(jnp.float16) * 0.1, P() if name in OPS else P(None, "y"))
+    bias = put(mesh, jnp.linspace(-1.0, 1.0, N), P())
+
+    def layer(lhs, rhs, bias, **keywords):
+        if name in OPS:
+            return op(name, lhs, rhs, **keywords)
+        return overlap.matmul(lhs, rhs, bias=bias, activation=jnp.tanh, **keywords)
+
+    def gradients(check_vma, axis_names, rhs_spec, bias_spec, out_spec, **keywords):
+        mapped = jax.shard_map(
+            functools.partial(layer, **keywords), mesh=mesh, in_specs=(P("x"), rhs_spec, bias_spec),
+            out_specs=out_spec, axis_names=axis_names, check_vma=check_vma,
+        )  # fmt: skip
+        loss = lambda *operands: (mapped(*operands).astype(jnp.float32) ** 2).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(lhs, rhs, jax.reshard(bias, bias_spec))
+
+    out_spec = OPS[name][1] if name in OPS else P("x")
+    with jax.set_mesh(mesh):
+        with emulate(cores=2, detect_races=False) as run:
+            actual = gradients(check_vma, {"x"}, P(), P(), out_spec, implementation="fused", config=CONFIG)
+        specs = (P(), P(), out_spec) if name in OPS else (P(None, "y"), P("y"), P("x", "y"))
+        expected = gradients(True, {"x", "y"}, *specs, implementation="xla", config=None)
+    assert run.counts["launches"] > 0
+    for a, b in zip(actual, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
+
+
 # ---- One shard_map within another ------------------------------------------------------------------------------------
 
 

@@ -61,17 +61,50 @@ def _type_sharding(operand: Any) -> Any:
     return None
 
 
-def enter(function: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` inside `jax.shard_map` over all axes of `mesh` that are left to enter."""
-    # A nested one must check what the enclosing one does. If that has `check_vma=True`, positions are typed as varying.
+def enter(function: Callable[[Any], Any], mesh: Any, in_specs: Any, out_spec: jax.P) -> Callable[[Any], Any]:
+    """`function` of a tree of operands inside `jax.shard_map` over all axes of `mesh` that are left to enter.
+
+    Args:
+      function: from each device's parts to its part of the result.
+      mesh: the mesh.
+      in_specs: of the operands: one for all, or a dictionary as they are.
+      out_spec: of all results. It has every axis along which an operand is cut.
+    """
     outer = getattr(mesh, "manual_axes", ())
+    # A nested one must check what the enclosing one does. If that has `check_vma=True`, positions are typed as varying.
     checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
     rest, every = set(rest_of(mesh)), set(mesh.axis_names) - set(outer)
-    # All of them are not named: jax then leaves those out that `jax.vmap` is over.
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set() if rest == every else rest,
-        check_vma=checks,
-    )  # fmt: skip
+
+    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # All of them are not named: jax then leaves those out that `jax.vmap` is over.
+        names = set() if rest == every else rest
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=checks
+        )
+
+    run = mapped(function, (in_specs,), out_spec)
+    if not outer:
+        return run
+
+    def cotangents(operands: Any, of_results: Any) -> Any:
+        (found,) = jax.vjp(function, operands)[1](of_results)
+        if checks or not isinstance(in_specs, dict):
+            return found
+        # Without types jax does not know of an operand that several parts of the result come from.
+        uncut = {name: tuple(_axes_in(out_spec) - _axes_in(spec)) for name, spec in in_specs.items()}
+        return {name: lax.psum(d, uncut[name]) if uncut[name] else d for name, d in found.items()}
+
+    # jax 0.11 and 0.12 cannot lower the gradient of a nested one if it keeps anything but its operands until then.
+    nested = jax.custom_vjp(run)
+    nested.defvjp(
+        lambda operands: (run(operands), operands),
+        lambda operands, of_results: (mapped(cotangents, (in_specs, out_spec), in_specs)(operands, of_results),),
+    )
+    return nested
+
+
+def _axes_in(spec: jax.P) -> set[str]:
+    return {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +145,7 @@ class Layout:
 
         def run(operands: dict[str, Any]) -> Any:
             cut = {name: jax.reshard(operands[name], jax.NamedSharding(self.mesh, specs[name])) for name in whole}
-            return enter(of_part, self.mesh, (specs,), self.spec(out))(operands | cut)
+            return enter(of_part, self.mesh, specs, self.spec(out))(operands | cut)
 
         # Outside `jax.jit` only a jitted function brings an array of one device to the mesh.
         return (jax.jit(run) if whole else run)(operands)
@@ -219,4 +252,4 @@ def on_the_rest(function: Callable[[Any], Any], operands: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or not rest_of(mesh):
         return function(operands)
-    return enter(function, mesh, (jax.P(),), jax.P())(operands)
+    return enter(function, mesh, jax.P(), jax.P())(operands)
