@@ -48,7 +48,7 @@ def _look(store: Any, rank: int, ending: threading.Event) -> None:
         now = time.monotonic()
         for other in ended - {rank}:
             first_seen.setdefault(other, now)
-        late = sorted(other for other, since in first_seen.items() if now - since >= _SAID_AFTER_S and other not in said)
+        late = sorted(rank for rank, since in first_seen.items() if now - since >= _SAID_AFTER_S and rank not in said)
         if late:
             said.update(late)
             _logger.warning("%s", _message(rank, late))

@@ -59,5 +59,5 @@ def test_nothing_is_refused_where_nothing_is_known(job, monkeypatch):
 
 def test_an_allocator_whose_memory_peers_do_not_see_is_refused_by_name(job, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    with pytest.raises(NotImplementedError, match="XLA_PYTHON_CLIENT_ALLOCATOR=platform .* cuda_async"):
+    with pytest.raises(NotImplementedError, match=r"XLA_PYTHON_CLIENT_ALLOCATOR=platform .* cuda_async"):
         windows.require_room()

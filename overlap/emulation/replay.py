@@ -28,8 +28,8 @@ def run_sequence(
 
     They may be of different kernels, along different axes and on different meshes, permuted ones and such of a part of
     the devices too. Each device runs those that it is a member of, in the order given, with whatever delay the
-    scheduler chooses between them. All have their operands, results and semaphores at the same addresses of a device's memory, or
-    nearly: semaphores are shifted by some words by chance. So they find there what the launch before has left.
+    scheduler chooses between them. All have their operands, results and semaphores at the same addresses of a device's
+    memory, or nearly: semaphores are shifted by some words by chance. So they find there what the launch before left.
 
     Args:
         launches: of `Run.launches` (`emulate(keep=True)`).
@@ -51,13 +51,13 @@ def run_sequence(
     )  # fmt: skip
     world = World(settings, Run(settings), "a sequence of " + ", ".join(launch.name for launch in launches))
     chance = random.Random(seed)
-    machines = [
-        Machine(
-            world, launch.program, launch.mesh_shape, launch.devices, launch.inputs, launch.name,
-            flags_at=chance.choice(_FLAG_SHIFTS),
-        )  # fmt: skip
-        for launch in launches
-    ]
+
+
+    def add(launch: Launch) -> Machine:
+        at = chance.choice(_FLAG_SHIFTS)
+        return Machine(world, launch.program, launch.mesh_shape, launch.devices, launch.inputs, launch.name, flags_at=at)
+
+    machines = [add(launch) for launch in launches]
     world.run.begin(world)
     ended = world.execute()
     if world.errors:

@@ -29,8 +29,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
-from overlap.primitives.windows import note_program
 from overlap.primitives.axes import kernel_axis
+from overlap.primitives.windows import note_program
 
 __all__ = ["FLAG_BYTES", "TABLE_FLAGS", "Params", "note_program", "require_told", "tell"]
 
