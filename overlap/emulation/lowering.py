@@ -121,13 +121,12 @@ class _Launcher:
             inputs = [meeting.inputs[device] for device in range(self._devices)]
             world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
             devices = range(self._devices)
-            machine = None
             for lap in range(laps):
-                machine = Machine(
+                Machine(
                     world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
                 )
             run.begin(world)
-            outputs = machine.outputs(ended=world.execute(lambda: interrupt.stopped(interrupts)))
+            outputs = world.machines[-1].outputs(ended=world.execute(lambda: interrupt.stopped(interrupts)))
             run.steps += world.now
             errors = world.errors
             if in_context:

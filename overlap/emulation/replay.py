@@ -55,7 +55,8 @@ def run_sequence(
 
     def add(launch: Launch) -> Machine:
         at = chance.choice(_FLAG_SHIFTS)
-        return Machine(world, launch.program, launch.mesh_shape, launch.devices, launch.inputs, launch.name, flags_at=at)
+        given = launch.mesh_shape, launch.devices, launch.inputs, launch.name
+        return Machine(world, launch.program, *given, flags_at=at)
 
     machines = [add(launch) for launch in launches]
     world.run.begin(world)
