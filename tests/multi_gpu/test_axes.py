@@ -1,0 +1,33 @@
+"""Fused calls along both axes of a mesh, one after the other, with devices that are late by up to 20 ms."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from tests.axes_cases import count_wrong
+from tests.oracle import make_mesh
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+pytestmark = [pytest.mark.gpus(4)]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["loops", "programs"])
+def test_no_launch_is_taken_for_another(apart):
+    if jax.device_count() % 2 or jax.device_count() < 4:
+        pytest.skip(f"needs an even number of GPUs, at least 4, got {jax.device_count()}")
+    mesh = make_mesh(x=2, y=jax.device_count() // 2)
+    assert count_wrong(mesh, 1, 40, apart=apart) == 0
+
+
+def test_negative_control_with_one_key_for_all_they_are():
+    """Some launches then wait in vain, or compute with operands that are not there yet."""
+    if jax.process_count() > 1:
+        pytest.skip("starts a process of its own")
+    command = [sys.executable, "-m", "tests.axes_cases", "--one-key", "--repeats", "60"]
+    environment = os.environ | {"OVERLAP_WAIT_TIMEOUT_S": "4", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert "gave up waiting" in done.stderr or ("wrong" in done.stdout and "0 wrong" not in done.stdout)

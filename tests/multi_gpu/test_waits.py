@@ -1,0 +1,70 @@
+"""Every wait for another device ends, and says for whom: one process, and jobs of one process per GPU.
+
+Each program is a process (or a job) of its own, since a kernel that gives up takes its GPU's context with it. So these
+run where the tests themselves run as one process.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from overlap import _cuda
+
+LIMIT_S = 6
+# At most: from the limit to the end, the start of jax and of MPI included (some 15 s on these machines).
+GRACE_S = 45
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+pytestmark = [pytest.mark.gpus(2)]
+
+
+def run(mode, transport="pull", processes=None):
+    if jax.process_count() > 1:
+        pytest.skip("starts jobs of its own")
+    command = [sys.executable, "-m", "tests.waits_program", mode, transport]
+    if processes:
+        if (version := _cuda.nccl().version) < (*_cuda.NCCL_WITH_PEER_POINTERS, 0):
+            pytest.skip(f"one process per GPU needs NCCL 2.30, found {version}")
+        command = [ROOT / "launch" / "mpirun.sh", "-np", str(processes), "--", *command]
+    # Beside this process, which holds most of the memory.
+    environment = os.environ | {"OVERLAP_WAIT_TIMEOUT_S": str(LIMIT_S), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
+    start = time.monotonic()
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                          errors="replace", timeout=150, check=False)  # fmt: skip
+    return done, time.monotonic() - start
+
+
+@pytest.mark.parametrize("transport", ["pull", "ring"])
+def test_a_device_that_is_late_is_waited_for_and_named(transport, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT_S", 30)
+    done, _ = run("late", transport)
+    assert done.returncode == 0 and "DONE, wrong by 0.0" in done.stdout, done.stdout + done.stderr[-2000:]
+    last = jax.device_count() - 1
+    assert re.search(rf"still waiting: all_gather_lhs_matmul along 'x' of {last + 1} devices: position \d \(GPU \d, "
+                     rf"process 0\) has waited \d s for position.* to begin", done.stderr)  # fmt: skip
+    assert "no longer waiting" in done.stderr and "gave up" not in done.stderr
+
+
+@pytest.mark.parametrize("transport", ["pull", "ring"])
+def test_a_device_that_never_comes_ends_the_program(transport):
+    done, seconds = run("never", transport)
+    assert done.returncode != 0 and "RAISED after" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert float(re.search(r"RAISED after ([\d.]+)", done.stdout)[1]) < LIMIT_S + 15
+    assert "gave up waiting: all_gather_lhs_matmul along 'x'" in done.stderr and seconds < LIMIT_S + GRACE_S
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("stall", "gave up waiting"), ("exit", "gave up waiting"), ("kill", "signal 9"), ("raise", "on purpose")]
+)  # fmt: skip
+def test_a_process_that_does_not_come_ends_the_job(mode, said):
+    done, seconds = run(mode, processes=jax.device_count())
+    assert done.returncode != 0 and said in done.stderr, done.stdout + done.stderr[-2000:]
+    assert seconds < LIMIT_S + GRACE_S
+    if said == "gave up waiting":
+        last = jax.device_count() - 1
+        assert re.search(rf"gave up waiting: all_gather_lhs_matmul .* for position {last} to begin", done.stderr)

@@ -1,0 +1,70 @@
+"""A program whose devices or processes do not all come: for tests on GPUs, as a process (or a job) of its own.
+
+    python -m tests.waits_program late | never | stall | kill | raise | exit
+
+`late`: the last device begins some seconds after the others. `never`: it is busy for much longer than the limit. The
+others are about the last process of a job: it sleeps, is killed, raises, or ends with status 0 while others go on.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.primitives import board
+from tests.oracle import make_mesh
+
+SECONDS = {"late": 6.0, "never": 45.0}
+
+
+def main(mode: str, transport: str) -> None:
+    board.REPORT_AFTER_S = 2.0
+    overlap.initialize()
+    devices = jax.device_count()
+    mesh = make_mesh(x=devices)
+
+    def ones(shape, spec):
+        return jax.jit(lambda: jnp.ones(shape, jnp.bfloat16), out_shardings=jax.NamedSharding(mesh, spec))()
+
+    def layer(x, w, turns):
+        # Work that only the last device has, which its operand depends on.
+        turns = jnp.where(lax.axis_index("x") == devices - 1, turns, 0)
+        zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.float32(0))
+        out = overlap.all_gather_lhs_matmul(
+            x + zero.astype(x.dtype), w, "x", implementation="fused", transport=transport
+        )
+        return jnp.abs(out - x.shape[1]).max()[None]
+
+    f = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(P("x"), P(None, "x"), P()), out_specs=P("x")))
+    x, w = ones((devices * 256, 512), P("x")), ones((512, devices * 256), P(None, "x"))
+    jax.block_until_ready(f(x, w, 1))
+    start = time.monotonic()
+    jax.block_until_ready(f(x, w, 20000))
+    turns = int(SECONDS.get(mode, 0) * 20000 / (time.monotonic() - start))
+    if mode not in SECONDS and jax.process_index() == jax.process_count() - 1:
+        if mode == "raise":
+            raise ValueError("on purpose")
+        if mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "exit":
+            sys.exit(0)
+        time.sleep(1000)
+    start = time.monotonic()
+    try:
+        for _ in range(3 if mode == "late" else 1):
+            wrong = jax.block_until_ready(f(x, w, turns))
+            turns = 0
+        print(f"DONE, wrong by {max(float(s.data[0]) for s in wrong.addressable_shards)}", flush=True)
+    except jax.errors.JaxRuntimeError as error:
+        print(f"RAISED after {time.monotonic() - start:.1f} s: {str(error)[:200]}", flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "pull")
