@@ -59,8 +59,9 @@ def test_a_device_that_never_comes_ends_the_program(transport):
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"), [("stall", "gave up waiting"), ("exit", "gave up waiting"), ("kill", "signal 9"), ("raise", "on purpose")]
-)  # fmt: skip
+    ("mode", "said"),
+    [("stall", "gave up waiting"), ("exit", "gave up waiting"), ("kill", "signal 9"), ("raise", "on purpose")],
+)
 def test_a_process_that_does_not_come_ends_the_job(mode, said):
     done, seconds = run(mode, processes=jax.device_count())
     assert done.returncode != 0 and said in done.stderr, done.stdout + done.stderr[-2000:]
