@@ -45,6 +45,15 @@ def test_explain_says_which_and_why(hopper):
         assert f"transport {choice.transport}: {choice.transport_reason}" in str(choice)
 
 
+def test_explain_says_how_many_ctas_must_run_at_once(hopper):
+    whole, cut = (explain(config=overlap.Config(stream_k=parts)) for parts in (1, 3))
+    ring = explain(transport="ring")
+    assert (whole.ctas_at_once, cut.ctas_at_once, ring.ctas_at_once) == (1, 3, ring.target.num_cores)
+    assert "at the same time" not in str(whole) and f"needs {ring.ctas_at_once} CTAs at the same time" in str(ring)
+    assert explain(implementation="xla").ctas_at_once == 0
+    assert explain(devices=1, transport="ring", config=overlap.Config()).ctas_at_once == 1
+
+
 def test_without_the_kernel_or_without_peers_there_is_no_transport(hopper):
     for choice in (explain(implementation="xla", transport="ring"), explain(devices=1, transport="ring")):
         assert choice.transport == choice.transport_reason == "" and "transport" not in str(choice)

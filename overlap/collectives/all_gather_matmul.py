@@ -258,10 +258,10 @@ _fused.defvjp(_fused_forward, _fused_backward)
 def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None, by: str | None,
             mesh: Any = None) -> dispatch.Explanation:  # fmt: skip
     transport = choose_transport(by)
-    forwards = TRANSPORTS[transport[0]].forwards
+    carrier = TRANSPORTS[transport[0]]
 
     def check(config: Config, target: Target) -> None:
-        call.check(ring, config, target, forwards=forwards)
+        call.check(ring, config, target, forwards=carrier.forwards)
         require_peers(ring, target, mesh)
         if mesh is None:
             call.require_whole()
@@ -269,7 +269,8 @@ def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implemen
     problem = call.problem(NAME, ring.size)
     return dispatch.decide(
         NAME, implementation, dispatch.target(mesh), config, check, problem,
-        transport=transport if ring.size > 1 else ("", ""), untried=untried(ring, mesh),
+        transport=transport if ring.size > 1 else ("", ""), needs_all_ctas=carrier.needs_all_ctas and ring.size > 1,
+        untried=untried(ring, mesh),
     )  # fmt: skip
 
 

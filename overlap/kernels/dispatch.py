@@ -32,6 +32,9 @@ class Explanation:
       source: where the configuration comes from: "given", a table, or the heuristic.
       transport: how a fused collective moves its operand, "pull" or "ring"; empty if it is not fused, or has no choice.
       transport_reason: why.
+      ctas_at_once: how many CTAs of a device must run at the same time for the fused kernel to end, whatever else runs;
+        0 for "xla". All of them (those of the ring): another kernel that holds a core of the GPU until another device
+        gets on, as XLA's collectives do, can make both wait for ever.
     """
 
     op: str
@@ -42,11 +45,13 @@ class Explanation:
     source: str = ""
     transport: str = ""
     transport_reason: str = ""
+    ctas_at_once: int = 0
 
     def __str__(self) -> str:
         config = f" with {self.config} ({self.source})" if self.config else ""
         transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
-        return f"{self.op}: {self.implementation}{config}: {self.reason}{transport}"
+        needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
+        return f"{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}"
 
 
 def target(mesh: Any = None) -> Target:
@@ -63,6 +68,7 @@ def decide(
     problem: tuning.Problem,
     transport: tuple[str, str] = ("", ""),
     untried: str | None = None,
+    needs_all_ctas: bool = False,
 ) -> Explanation:
     """Chooses between the fused kernel and XLA, by the op's own predicate.
 
@@ -74,6 +80,8 @@ def decide(
       check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
       problem: the call's sizes; each decision is logged once per problem.
       transport: how the fused kernel would move its operand, and why.
+      needs_all_ctas: whether the fused kernel ends only where all its CTAs run at the same time; else those that share a
+        tile must.
       untried: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing speaks against
         it.
 
@@ -88,6 +96,7 @@ def decide(
     source = "given"
     if config is None:
         config, source = tuning.choose_config(problem, device)
+    at_once = device.num_cores if needs_all_ctas else config.cluster * config.stream_k
     if implementation == "fused":
         check(config, device)
         if device.platform == "cpu":
@@ -97,7 +106,7 @@ def decide(
                     'process, or use implementation="xla"'
                 )
             emulation.enable()
-        return Explanation(op, "fused", config, "asked for", device, source, *transport)
+        return Explanation(op, "fused", config, "asked for", device, source, *transport, at_once)
     missed = False
     if device.platform == "cpu":
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
@@ -111,7 +120,7 @@ def decide(
                 choice = Explanation(op, "xla", None, slower, device)
             else:
                 reason = "the fused kernel serves this problem"
-                choice = Explanation(op, "fused", config, reason, device, source, *transport)
+                choice = Explanation(op, "fused", config, reason, device, source, *transport, at_once)
         except NotImplementedError as cannot:
             missed = True
             choice = Explanation(op, "xla", None, str(cannot), device)
