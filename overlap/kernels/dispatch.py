@@ -80,8 +80,8 @@ def decide(
       check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
       problem: the call's sizes; each decision is logged once per problem.
       transport: how the fused kernel would move its operand, and why.
-      needs_all_ctas: whether the fused kernel ends only where all its CTAs run at the same time; else those that share a
-        tile must.
+      needs_all_ctas: whether the fused kernel ends only where all its CTAs run at the same time; else only those that
+        share a tile must.
       untried: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing speaks against
         it.
 
