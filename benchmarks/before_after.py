@@ -1,0 +1,186 @@
+"""The kernels of another commit and those of this one, taking turns in one process: is anything slower than it was?
+
+    git worktree add /tmp/before COMMIT
+    python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT --out DIR
+
+Both packages are loaded at the same time, the other one from a copy whose imports are renamed. Each case is a loop
+inside one program on all GPUs of one process; a time is that of a loop by its iterations, so it contains what a
+program costs to begin (the same for both). The ratio is the median over the rounds. The results of the two are compared
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pathlib
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from benchmarks import environment, provenance
+
+X, W = P("x", None), P(None, "x")
+_NAME = "overlap_before"
+# (operation, m, n, k per shard, dtype, keywords)
+CASES: tuple[tuple[str, int, int, int, Any, dict[str, Any]], ...] = (
+    ("lhs", 1024, 4096, 4096, jnp.float16, {}),
+    ("lhs", 1024, 4096, 8192, jnp.bfloat16, {}),
+    ("lhs", 1024, 3584, 8192, jnp.bfloat16, {}),
+    ("lhs", 1024, 6144, 12288, jnp.bfloat16, {}),
+    ("lhs", 512, 4096, 4096, jnp.bfloat16, {}),
+    ("lhs", 128, 4096, 4096, jnp.bfloat16, {}),
+    ("lhs", 64, 4096, 4096, jnp.bfloat16, {}),
+    ("lhs", 32, 4096, 4096, jnp.bfloat16, {}),
+    ("lhs", 16, 4096, 4096, jnp.bfloat16, {}),
+    ("lhs", 32, 8192, 8192, jnp.bfloat16, {}),
+    ("lhs", 16, 8192, 8192, jnp.bfloat16, {}),
+    ("lhs", 1024, 4096, 4096, jnp.bfloat16, {"transport": "ring"}),
+    ("lhs", 1024, 4096, 4096, jnp.bfloat16, {"return_gathered": True}),
+    ("scaled", 1024, 4096, 4096, jnp.float8_e4m3fn, {}),
+    ("scaled", 16, 8192, 8192, jnp.float8_e4m3fn, {}),
+    ("rhs", 2048, 2048, 8192, jnp.bfloat16, {"gather_dimension": 1}),
+    ("rhs", 2048, 4096, 2048, jnp.bfloat16, {"gather_dimension": 0}),
+)
+
+
+def load(tree: pathlib.Path) -> Any:
+    """The package `overlap` of another tree, under another name."""
+    home = pathlib.Path(tempfile.mkdtemp())
+    shutil.copytree(tree / "overlap", home / _NAME, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (home / _NAME).rglob("*.py"):
+        file.write_text(re.sub(r"\b(from|import) overlap\b", rf"\1 {_NAME}", file.read_text()))
+    sys.path.insert(0, str(home))
+    # Code that says "overlap.something" without importing that name as such finds the package under its own name.
+    return importlib.import_module(_NAME)
+
+
+def call_of(package: Any, case: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The operation of a case by one of the two packages, inside `shard_map`."""
+    kind, m, n, _, _, keywords = case
+
+    def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        if kind == "rhs":
+            return package.all_gather_rhs_matmul(lhs, rhs, "x", implementation="fused", **keywords)
+        scaled = {"scale": (jnp.ones((m, 1)), jnp.ones((n,))), "transpose_rhs": True} if kind == "scaled" else {}
+        out = package.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused", **keywords, **scaled)
+        return out[0] if keywords.get("return_gathered") else out
+
+    return call
+
+
+def layout(case: Any, devices: int) -> tuple[tuple[tuple[int, int], P], ...]:
+    """Global shapes and shardings of both operands."""
+    kind, m, n, k, _, keywords = case
+    if kind == "rhs" and keywords["gather_dimension"] == 0:
+        return ((devices * m, devices * k), X), ((devices * k, n), X)
+    return ((devices * m, k), X), (((devices * n, k), X) if kind == "scaled" else ((k, devices * n), W))
+
+
+def loop(package: Any, case: Any, mesh: Any, iterations: int) -> Any:
+    """A jitted program that runs the operation many times, each on the last one's result."""
+    call, k = call_of(package, case), case[3]
+
+    def program(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        out = jax.eval_shape(call, lhs, rhs)
+
+        def body(_: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            lhs, out = state
+            element = jnp.clip(out[:1, :1].astype(jnp.float32) * k**-0.5, -4, 4).astype(lhs.dtype)
+            lhs = lax.dynamic_update_slice(lhs, element, (0, 0))
+            return lhs, call(lhs, rhs)
+
+        return lax.fori_loop(0, iterations, body, (lhs, jnp.zeros(out.shape, out.dtype)))[1][:8, :8]
+
+    specs = tuple(spec for _, spec in layout(case, mesh.size))
+    return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=X, check_vma=False))
+
+
+def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:
+    """Times of both, in microseconds per iteration, and whether their results are the same bits."""
+    iterations = 300 if case[1] <= 256 else 60
+    operands = [
+        jax.jit(
+            lambda seed=seed, shape=shape: jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(case[4]),
+            out_shardings=NamedSharding(mesh, spec),
+        )()
+        for seed, (shape, spec) in enumerate(layout(case, mesh.size))
+    ]
+    # This one first: both mend the same parts of jax, and the first to come does.
+    programs = {"after": loop(overlap, case, mesh, iterations), "before": loop(before, case, mesh, iterations)}
+    results = {name: np.asarray(program(*operands), np.float32) for name, program in programs.items()}
+    times: dict[str, list[float]] = {"before": [], "after": []}
+    for turn in range(rounds):
+        for name in ("before", "after")[:: 1 if turn % 2 else -1]:
+            jax.block_until_ready(programs[name](*operands))
+            start = time.perf_counter()
+            jax.block_until_ready(programs[name](*operands))
+            times[name].append((time.perf_counter() - start) / iterations * 1e6)
+    ratios = sorted(after / before for after, before in zip(times["after"], times["before"]))
+    return {
+        "before": statistics.median(times["before"]), "after": statistics.median(times["after"]),
+        "ratio": statistics.median(ratios), "low": ratios[len(ratios) // 4], "high": ratios[3 * len(ratios) // 4],
+        "same": bool((results["after"] == results["before"]).all()),
+    }  # fmt: skip
+
+
+def name_of(case: Any) -> str:
+    """A case in words."""
+    kind, m, n, k, dtype, keywords = case
+    given = ", ".join(f"{name}={value!r}" for name, value in keywords.items() if name != "gather_dimension")
+    words = {"lhs": "all_gather_lhs_matmul", "scaled": "the same with scales", "rhs": "all_gather_rhs_matmul"}[kind]
+    along = f" along {'nk'[1 - keywords['gather_dimension']]}" if kind == "rhs" else ""
+    return f"{words}{along} {m}, {n}, {k} {jnp.dtype(dtype).name}" + (f" ({given})" if given else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--before", type=pathlib.Path, required=True, help="the root of the other tree")
+    parser.add_argument("--before-commit", required=True, help="its commit")
+    parser.add_argument("--commit", help="this tree's commit, where there is no .git")
+    parser.add_argument("--devices", type=int, help="default: all GPUs")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--out", type=pathlib.Path, help="a folder for before_after_N_gpus.md")
+    arguments = parser.parse_args(argv)
+    try:
+        code = provenance.facts(arguments.commit)
+    except provenance.Refused as refused:
+        print(f"before_after: {refused}", file=sys.stderr)
+        return 2
+    devices = arguments.devices or jax.device_count()
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    before = load(arguments.before)
+    facts = environment.describe("one process", devices, code) | {"before": arguments.before_commit}
+    lines = [f"# Before and after, {devices} GPUs", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    lines += ["| case | before, µs | after, µs | after / before | quartiles | same bits |", "|---|---|---|---|---|---|"]
+    for case in CASES:
+        if arguments.only not in name_of(case):
+            continue
+        row = measure(before, case, mesh, arguments.rounds)
+        lines.append(
+            f"| {name_of(case)} | {row['before']:.1f} | {row['after']:.1f} | {row['ratio']:.3f} | {row['low']:.3f} – "
+            f"{row['high']:.3f} | {'yes' if row['same'] else 'NO'} |"
+        )
+        print(lines[-1], flush=True)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"before_after_{devices}_gpus.md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
