@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import _compat
+from overlap import _compat_mosaic
 from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import ceil_div
@@ -111,9 +111,9 @@ def buffer_types(
     # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
     rows = 8 if forms.k_major else width
     if not forms.k_major:
-        _compat.offer_square_wgmma_tiles()
+        _compat_mosaic.offer_square_wgmma_tiles()
     if forwards and config.cluster > 1:
-        _compat.let_warps_arrive_at_cluster_barriers()
+        _compat_mosaic.let_warps_arrive_at_cluster_barriers()
     lhs_box, lhs_mma = _operand(config.tile_m, tile_k, width, forms.transpose_lhs)
     rhs_box, rhs_mma = _operand(config.tile_n, tile_k, width, not forms.transpose_rhs)
     wg_m, _ = config.halves

@@ -17,7 +17,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from overlap import _compat
+from overlap import _compat_mosaic
 from overlap.primitives.peers import Ring
 
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -120,5 +120,5 @@ def each_drawn(counter: Any, number: Any, end: int, last: int, do: Callable[[Any
 
 def loop_while(test: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
     """`lax.while_loop` over int32 scalars, also in a warp of its own."""
-    _compat.let_warps_loop()
+    _compat_mosaic.let_warps_loop()
     return lax.while_loop(test, body, state)

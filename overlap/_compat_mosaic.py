@@ -1,0 +1,109 @@
+"""What Mosaic GPU could do and does not offer: taught to it by private names, each with its reason.
+
+As in `overlap/_compat.py`, nothing else in the library imports these names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["let_warps_arrive_at_cluster_barriers", "let_warps_loop", "offer_square_wgmma_tiles"]
+
+
+def offer_square_wgmma_tiles() -> None:
+    """Lets wgmma take operands in tiles of S × S, S being the elements of 128 bytes, besides 8 × S. Idempotent.
+
+    Mosaic GPU's wgmma and its descriptors know these tiles, but its layout inference does not offer them. An operand
+    that arrives as several exactly clipped boxes lies in them (`overlap/kernels/staging.py`). They are appended to the
+    choices, so that only a buffer which states them has them. Same code in jax 0.11.2 and 0.12.0.1; the assembled tests
+    would tell of a change.
+    """
+    from jax._src.lib import mosaic_gpu_dialect as dialect  # pyright: ignore[reportPrivateImportUsage]
+    from jax.experimental.mosaic.gpu import constraints, launch_context, layout_inference, utils
+    from jaxlib.mlir import ir
+
+    offered = layout_inference.mma_tiling_constraint
+    if getattr(offered, "offers_square_tiles", False):
+        return
+
+    def mma_tiling_constraint(variable: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        constraint: Any = offered(variable, op, *args, **kwargs)
+        if not isinstance(op, dialect.WGMMAOp):
+            return constraint
+        side = 128 * 8 // utils.bitwidth(ir.MemRefType(variable.key.value.type).element_type)
+        if any(size % side for size in variable.shape):
+            return constraint
+        square = constraints.SMEMTransforms(launch_context.TileTransform((side, side)), 128)
+        return constraints.OneOf(variable, (*constraint.allowed, square))
+
+    mma_tiling_constraint.offers_square_tiles = True  # pyright: ignore[reportFunctionMemberAccess]
+    layout_inference.mma_tiling_constraint = mma_tiling_constraint
+
+
+def let_warps_arrive_at_cluster_barriers() -> None:
+    """Lets a warp of its own (`plgpu.warp_map`) arrive at a `ClusterBarrier`, as a warpgroup can. Idempotent.
+
+    Mosaic GPU has the arrival of a warpgroup only, though all that it needs is a thread per CTA of the cluster: it
+    refuses others in the lowering rule. Same code in jax 0.11.2 and 0.12.0.1; the assembled tests would tell of a
+    change.
+    """
+    from jax._src.pallas.mosaic_gpu import core, lowering, primitives
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    rules: Any = lowering.mosaic_lowering_rules[core.WGxWARP_SEMANTICS]
+    rule = rules[primitives.barrier_arrive_p]
+    if getattr(rule, "reaches_clusters", False):
+        return
+
+    class OfWarp:
+        """A cluster barrier to the rule, which only indexes it and arrives."""
+
+        def __init__(self, barrier: Any) -> None:
+            self.barrier = barrier
+
+        def __getitem__(self, index: Any) -> OfWarp:
+            return OfWarp(self.barrier[index])
+
+        def arrive(self, *, orders_tensor_core: bool = False, predicate: Any = None) -> None:
+            assert not orders_tensor_core and predicate is None
+            # What any lane has done comes before the arrival of each.
+            utils.warp_barrier()
+            # Lane i arrives at CTA i, where that is one of those in question.
+            constant = lambda value: utils.c(value, ir.IntegerType.get_signless(32))  # noqa: E731
+            lane = arith.remui(utils.thread_idx(), constant(utils.WARP_SIZE))
+            bit = arith.andi(arith.shrui(self.barrier.cluster_mask, lane), constant(1))
+            utils.inline_ptx(
+                """
+                {
+                    .reg .b32 there;
+                    @$0 mapa.shared::cluster.u32 there, $1, $2;
+                    @$0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];
+                }
+                """,
+                arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0)),
+                self.barrier.barrier.get_ptr(),
+                lane,
+                has_side_effects=True,
+            )
+
+    def arrive(ctx: Any, barrier: Any, *args: Any, **params: Any) -> Any:
+        of_warp = OfWarp(barrier) if isinstance(barrier, utils.CollectiveBarrierRef) else barrier
+        return rule(ctx, of_warp, *args, **params)
+
+    arrive.reaches_clusters = True  # pyright: ignore[reportFunctionMemberAccess]
+    rules[primitives.barrier_arrive_p] = arrive
+
+
+def let_warps_loop() -> None:
+    """Lets a warp of its own (`plgpu.warp_map`) run a `lax.while_loop` over scalars, as a warpgroup can. Idempotent.
+
+    Mosaic GPU lists the operations that a warp may run, and `scf.while` is not among them; its lowering of one without
+    arrays has nothing to do with warpgroups, as those of `scf.for` and `scf.if`, which are. Same in jax 0.11.2 and
+    0.12.0.1; the assembled tests would tell of a change.
+    """
+    from jax.experimental.mosaic.gpu import dialect_lowering
+    from jaxlib.mlir.dialects import scf
+
+    dialect_lowering._supported_warp_lowerings.add(scf.WhileOp.OPERATION_NAME)
