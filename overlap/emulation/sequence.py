@@ -95,7 +95,7 @@ class Device:
         """What the framework does before a launch: semaphores are zero, and operands are computed."""
         for address, name in machine.words():
             word = self.word(address)
-            word.name = name
+            word.name, word.launch = name, machine
             word.zero((self.component, self.begun) if self.begun > 1 else None)
         for semaphore in machine.private:
             if semaphore.device == self.index:

@@ -40,10 +40,11 @@ class Write:
         local: for each device that has a part in the value, the clock that a reader there gains at GPU scope.
         by: the event of the write, (component, time); None if everybody knows of it.
         within: the device within which it was written, at a scope that goes no further; None at system scope.
+        launch: the launch that the word belonged to when it was written.
         readers: for each component that has read it, the time when it first did.
     """
 
-    __slots__ = ("by", "local", "readers", "serial", "system", "total", "value", "within")
+    __slots__ = ("by", "launch", "local", "readers", "serial", "system", "total", "value", "within")
 
     def __init__(
         self,
@@ -54,9 +55,10 @@ class Write:
         by: tuple[int, int] | None,
         serial: int | None = None,
         within: int | None = None,
+        launch: Any = None,
     ):
         self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
-        self.within = within
+        self.within, self.launch = within, launch
         self.serial = next_serial() if serial is None else serial
         self.readers: dict[int, int] = {}
 
@@ -88,13 +90,15 @@ class Semaphore(Waitable):
 
     Attributes:
         waited: whether anybody has waited for it or read it.
+        launch: the launch that it belongs to at present; None for one that belongs to a single launch for ever.
     """
 
-    __slots__ = ("_first", "_unseen", "device", "log", "name", "taken", "waited")
+    __slots__ = ("_first", "_unseen", "device", "launch", "log", "name", "taken", "waited")
 
     def __init__(self, name: str, device: int):
         super().__init__()
         self.name, self.device = name, device
+        self.launch: Any = None
         self.waited = False
         self._unseen: dict[int, Any] = {}  # serial -> a write by another device that this one has not read
         self.log: list[Write] = []
@@ -173,7 +177,8 @@ class Semaphore(Waitable):
             parts = {**last.local, device: join(last.local.get(device, EMPTY), local)}
         adds = continues and value >= last.value
         total = last.total + value - last.value if adds else value + self.taken
-        self.log.append(Write(value, total, system, parts, by, serial, None if scope == "sys" else device))
+        within = None if scope == "sys" else device
+        self.log.append(Write(value, total, system, parts, by, serial, within, self.launch))
         if not adds:
             self._first = len(self.log) - 1
         if value != last.value:
