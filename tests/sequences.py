@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import multiprocessing
@@ -70,18 +71,18 @@ LAYOUTS = [
     layout(2, 3, 4, 5, x=2, y=2),
 ]
 
-TILES = overlap.Config(tile_m=128, tile_n=64, stages=2, chunk_bytes=512)
-JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=256, joined=True)
+TILES = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+JOINED = dataclasses.replace(TILES, joined=True)
 Kind = Literal["pull", "ring", "several", "joined", "rhs n", "rhs k", "matmul"]
 # Of each kind, two shapes per device: rows, columns, contraction (of a shard, where that is what is gathered).
 SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
-    "pull": [(64, 64, 64), (136, 72, 72)],
-    "ring": [(64, 64, 64), (136, 72, 72)],
-    "several": [(64, 64, 64), (72, 40, 136)],
-    "joined": [(8, 128, 64), (24, 72, 136)],
-    "rhs n": [(64, 64, 64), (136, 72, 72)],
-    "rhs k": [(64, 64, 64), (136, 72, 72)],
-    "matmul": [(64, 64, 64), (136, 72, 136)],
+    "pull": [(16, 64, 64), (72, 64, 72)],
+    "ring": [(16, 64, 64), (72, 64, 72)],
+    "several": [(16, 64, 64), (72, 40, 72)],
+    "joined": [(8, 64, 64), (24, 72, 72)],
+    "rhs n": [(16, 64, 64), (72, 24, 72)],
+    "rhs k": [(16, 64, 64), (72, 64, 40)],
+    "matmul": [(16, 64, 64), (72, 64, 72)],
 }
 
 
@@ -164,15 +165,26 @@ class Trial:
         return "\n".join([*lines, f"repeat it: python -m tests.sequences --count 1 --seed {self.number}{detect}"])
 
 
-_TOGETHER = 50  # sequences that share few calls, each of which has to be traced once
+_TOGETHER = 25  # sequences that share few calls, each of which has to be traced once
 
 
-def trial(number: int, *, detect: bool = False, pool: Sequence[Call] = ()) -> Trial:
-    """Sequence `number`, of calls of `pool` if there is one."""
-    if not pool:
-        pool = random.Random(f"calls {number // _TOGETHER}").sample(CALLS, 10)
-    chance = random.Random(number)
-    calls = tuple(chance.choice(pool) for _ in range(chance.randint(3, 6)))
+def _pool(number: int) -> list[Call]:
+    """Some calls: of few kinds and shapes, so that their flags lie alike, and mostly of the same devices."""
+    chance = random.Random(f"calls {number}")
+    devices = set(chance.choice(LAYOUTS).order)
+    alike = [each for each in LAYOUTS if set(each.order) == devices]
+    layouts = alike if chance.random() < 0.7 and len(alike) > 1 else LAYOUTS
+    rings = [(each, axes) for each in layouts for axes in each.rings]
+    forms = chance.sample([(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes], 2)
+    return [Call(*ring, *form) for ring in chance.sample(rings, min(5, len(rings))) for form in forms]
+
+
+def trial(number: int, *, detect: bool = False) -> Trial:
+    """Sequence `number`."""
+    pool, chance = _pool(number // _TOGETHER), random.Random(number)
+    calls = [chance.choice(pool)]
+    for _ in range(chance.randint(2, 5)):
+        calls.append(calls[-1] if chance.random() < 0.3 else chance.choice(pool))
     # Rows on the ring leave by the CTA that multiplies them: it needs all CTAs at once.
     may_be_alone = all(call.kind != "ring" for call in calls)
     settings = {
@@ -182,7 +194,7 @@ def trial(number: int, *, detect: bool = False, pool: Sequence[Call] = ()) -> Tr
         "detect_races": chance.random() < 0.25 or detect,
         "seed": number,
     }
-    return Trial(number, calls, settings)
+    return Trial(number, tuple(calls), settings)
 
 
 def fault_of(trial: Trial) -> str | None:
@@ -217,6 +229,7 @@ def _groups(first: int, count: int) -> Iterator[range]:
 def _prepare() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+    gc.set_threshold(200_000, 20, 20)  # By default a fifth of the time goes into looking through what jax has made.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from .context import Completion, Run, Scheduler, Settings
 from .machine import Machine
 from .sequence import Launch, World
 
-_FLAG_SHIFTS = (0, 0, 0, 1, 4, 7)
+_FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)
 
 
 def run_sequence(

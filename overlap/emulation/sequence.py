@@ -71,13 +71,17 @@ class Device:
         self.seen = Knowledge()  # what has happened before the end of the last one
         self.memory = np.zeros(0, np.uint8)
         self._words: dict[int, Semaphore] = {}
+        self._ranges: dict[tuple[int, int], list[Semaphore]] = {}
         self.priority, self.polled, self.done = 0.0, False, False
 
-    def word(self, address: int) -> Semaphore:
-        """A word of the memory in which semaphores lie."""
-        if address not in self._words:
-            self._words[address] = Semaphore(f"word {address}", self.index)
-        return self._words[address]
+    def words(self, first: int, count: int) -> list[Semaphore]:
+        """Words of the memory in which semaphores lie."""
+        if (first, count) not in self._ranges:
+            for address in range(first, first + count):
+                if address not in self._words:
+                    self._words[address] = Semaphore(f"word {address}", self.index)
+            self._ranges[first, count] = [self._words[address] for address in range(first, first + count)]
+        return self._ranges[first, count]
 
     def start_next(self) -> None:
         """The framework gets to the next launch."""
@@ -93,8 +97,7 @@ class Device:
 
     def _prepare(self, machine: Machine) -> None:
         """What the framework does before a launch: semaphores are zero, and operands are computed."""
-        for address, name in machine.words():
-            word = self.word(address)
+        for word, name in zip(machine.words(self.index), machine.program.words):
             word.name, word.launch = name, machine
             word.zero((self.component, self.begun) if self.begun > 1 else None)
         for semaphore in machine.private:
@@ -256,12 +259,10 @@ class World:
 
     def _check_end(self) -> None:
         """What must hold when all has ended: nobody touches a device's memory that may have left."""
-        for machine in self.machines:
-            for semaphore in machine.semaphores():
-                if semaphore.total and not semaphore.waited:
-                    self.warnings.append(
-                        f"{semaphore.name} of device {semaphore.device} was signalled but never waited for"
-                    )
+        # A word that launches share counts once, for the last of them.
+        for semaphore in {id(each): each for m in self.machines for each in m.semaphores(m.devices)}.values():
+            if semaphore.total and not semaphore.waited:
+                self.warnings.append(f"{semaphore.name} of device {semaphore.device} was signalled but never waited for")
         if self.detector is None:
             return
         for machine in self.machines:

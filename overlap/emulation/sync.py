@@ -41,10 +41,11 @@ class Write:
         by: the event of the write, (component, time); None if everybody knows of it.
         within: the device within which it was written, at a scope that goes no further; None at system scope.
         launch: the launch that the word belonged to when it was written.
+        is_zeroing: whether the framework has written it before a launch.
         readers: for each component that has read it, the time when it first did.
     """
 
-    __slots__ = ("by", "launch", "local", "readers", "serial", "system", "total", "value", "within")
+    __slots__ = ("by", "is_zeroing", "launch", "local", "readers", "serial", "system", "total", "value", "within")
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Write:
     ):
         self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
         self.within, self.launch = within, launch
+        self.is_zeroing = False
         self.serial = next_serial() if serial is None else serial
         self.readers: dict[int, int] = {}
 
@@ -106,8 +108,13 @@ class Semaphore(Waitable):
 
     def zero(self, by: tuple[int, int] | None = None) -> None:
         """What the framework does before each launch, as an event of its own or (None) with everybody's knowledge."""
+        last = self.log[-1] if self.log else None
+        if by is not None and last is not None and last.is_zeroing and not last.readers:
+            last.by, last.serial = by, next_serial()  # Nobody has touched the word since: most are never used.
+            return
         del self.log[: -_HISTORY if by is not None else None]
         self.log.append(Write(0, 0, EMPTY, {}, by))
+        self.log[-1].is_zeroing = True
         self.taken = 0  # by waits that decrement
         self._first = len(self.log) - 1  # where the values begin that waits look at
         self.wake()
