@@ -133,8 +133,8 @@ class Device:
 class World:
     """Runs a sequence of launches: its devices, its clock, and what all launches have in common."""
 
-    def __init__(self, settings: Any, run: Any, name: str, repetition: int = 0):
-        self.settings, self.run, self.name = settings, run, name
+    def __init__(self, settings: Any, run: Any, name: str, repetition: int = 0, *, is_replay: bool = False):
+        self.settings, self.run, self.name, self.is_replay = settings, run, name, is_replay
         self.random = random.Random(f"{settings.seed}:{name}:{repetition}")
         self.components = Components()
         self.errors: list[EmulationError] = []
@@ -227,7 +227,7 @@ class World:
     # ---- faults ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: EmulationError, thread: Thread | None) -> None:
-        where = f"{thread}, at {thread.instruction.source}: " if thread is not None else ""
+        where = f"{report.who(thread)}, at {thread.instruction.source}: " if thread is not None else ""
         args = (error.kind,) if isinstance(error, RaceError) else ()
         self.errors.append(type(error)(f"{where}{error}\n{report.how_to_repeat(self)}", *args))
 
@@ -262,7 +262,8 @@ class World:
         # A word that launches share counts once, for the last of them.
         for semaphore in {id(each): each for m in self.machines for each in m.semaphores(m.devices)}.values():
             if semaphore.total and not semaphore.waited:
-                self.warnings.append(f"{semaphore.name} of device {semaphore.device} was signalled but never waited for")
+                where = f"{semaphore.name} of device {semaphore.device}"
+                self.warnings.append(f"{where} was signalled but never waited for")
         if self.detector is None:
             return
         for machine in self.machines:
