@@ -137,7 +137,7 @@ def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         # As Mosaic GPU's lowering looks names up: the warps' axis, then those of the mesh, then the kernel's.
         mesh = thread.machine.mesh_shape
         if name in mesh and not is_warp:
-            thread.env[out] = thread.machine.coordinates[thread.device][list(mesh).index(name)]
+            thread.env[out] = thread.machine.place(thread.device)[list(mesh).index(name)]
         elif name in thread.axes:
             thread.env[out] = thread.axes[name]
         else:

@@ -171,7 +171,7 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     if any(d.process_index != jax.process_index() for d in devices):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
     count = int(np.prod(list(axes.values()), dtype=int))
-    ids = range(count) if devices is None else (device.id for device in np.ravel(devices))
+    ids = range(count) if mesh is None else (device.id for device in devices)
     program = decode(params, ctx.avals_in, tuple(ids))
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,19 +198,15 @@ class Machine:
         self.exit_seen = {device: Knowledge() for device in devices}
         world.add(self)
 
-    def words(self) -> Iterator[tuple[int, str]]:
-        """Addresses and names of the semaphores that all CTAs share."""
-        return ((self._flags_at + offset, name) for offset, name in enumerate(self.program.words))
+    def words(self, device: int) -> list[Semaphore]:
+        """The semaphores of a device that all its CTAs share."""
+        return self.world.devices[device].words(self._flags_at, len(self.program.words))
 
-    def semaphores(self) -> Iterator[Semaphore]:
-        """All of them, on all devices."""
-        yield from self.private
-        for device in self.devices:
-            yield from (self.world.devices[device].word(address) for address, _ in self.words())
-
-    def word(self, device: int, offset: int) -> Semaphore:
-        """One that all CTAs share."""
-        return self.world.devices[device].word(self._flags_at + offset)
+    def semaphores(self, devices: Collection[int]) -> Iterator[Semaphore]:
+        """All of them on these devices."""
+        yield from (semaphore for semaphore in self.private if semaphore.device in devices)
+        for device in devices:
+            yield from self.words(device)
 
     def place(self, device: int) -> tuple[int, ...]:
         """A device's coordinates in the mesh."""
@@ -386,9 +382,7 @@ class Machine:
         """That no signal of a peer may come after the launch has ended on a device."""
         if self.detector is None:
             return
-        for semaphore in self.semaphores():
-            if semaphore.device != device:
-                continue
+        for semaphore in self.semaphores([device]):
             for thread, component, time, instruction in semaphore.unseen:
                 if not covers(self.exit_seen[device].seen, component, time):
                     key = ("late", instruction.index)

@@ -255,6 +255,7 @@ class RefPath:
         self._place: dict[Any, Any] | None = None  # of another CTA in the cluster
         self._clip = clip
         self._cache: dict[Any, Any] = {}
+        self._places: dict[Any, int] = {}
         for transform in transforms or ():
             if type(transform).__name__ == "PeerMemRef":
                 self._peer = (transform.device_id, transform.device_id_type)
@@ -274,6 +275,7 @@ class RefPath:
     def forget(self) -> None:
         """Drops cached views, which belong to one launch."""
         self._cache.clear()
+        self._places.clear()
 
     def resolve(self, thread: Any, base: Buffer | Cells) -> Any:
         """The view of a buffer, or the synchronisation object, that the reference denotes for `thread`."""
@@ -293,10 +295,20 @@ class RefPath:
 
     def locate(self, thread: Any, base: Buffer | Cells) -> tuple[Buffer | Cells, int]:
         """The array that the reference points into, and how far: elements of synchronisation objects, else bytes."""
-        base = self._base(thread, base)
-        part, whole = self._apply(base, thread.env).array, base.data if isinstance(base, Buffer) else base.cells
-        distance = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-        return base, distance if isinstance(base, Buffer) else distance // whole.itemsize
+        env, base = thread.env, self._base(thread, base)
+        key = (base.serial, *[env[i] for i in self._dynamic])
+        try:
+            found = self._places.get(key)
+        except TypeError:  # an index is an array, which is refused
+            found = None
+        if found is None:
+            part, whole = self._apply(base, env).array, base.data if isinstance(base, Buffer) else base.cells
+            distance = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+            found = distance if isinstance(base, Buffer) else distance // whole.itemsize
+            if len(self._places) > _CACHE_LIMIT:
+                self._places.clear()
+            self._places[key] = found
+        return base, found
 
     def _base(self, thread: Any, base: Buffer | Cells) -> Any:
         """What the reference is bound to: on this device or a peer, in this CTA or another one of the cluster."""

@@ -11,7 +11,7 @@ from .context import Completion, Run, Scheduler, Settings
 from .machine import Machine
 from .sequence import Launch, World
 
-_FLAG_SHIFTS = (0, 0, 0, 1, 4, 7)
+_FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)
 
 
 def run_sequence(
@@ -26,17 +26,20 @@ def run_sequence(
 ) -> list[list[list[np.ndarray]]]:
     """Runs launches one after the other, each device at its own pace, and returns the results of each.
 
-    They may be of different kernels, along different axes and on different meshes, permuted ones and such of a part of
-    the devices too. Each device runs those that it is a member of, in the order given, with whatever delay the
+    They may be of different kernels, along different axes and on different meshes, also permuted ones and those of a
+    part of the devices. Each device runs those that it is a member of, in the order given, with whatever delay the
     scheduler chooses between them. All have their operands, results and semaphores at the same addresses of a device's
-    memory, or nearly: semaphores are shifted by some words by chance. So they find there what the launch before left.
+    memory, or nearly: semaphores are shifted by some words by chance. So they find there what the launch before has
+    left.
 
     Args:
         launches: of `Run.launches` (`emulate(keep=True)`).
         completion, scheduler, seed, detect_races, resident, step_limit: as of `emulate`.
 
     Raises:
-        EmulationError: the first fault.
+        EmulationError: the first fault. It names the launch that each thread was in, the first one being number 1.
+        NotImplementedError: a launch along a part of its mesh's axes (a partly manual `shard_map`) was kept: which
+            devices ran it is not known.
 
     Example:
         >>> with emulation.emulate(cores=2, keep=True) as run:
@@ -45,20 +48,24 @@ def run_sequence(
         >>> for seed in range(100):
         ...     emulation.run_sequence([y, y, x, x], seed=seed)
     """
+    for number, launch in enumerate(launches, 1):
+        if len(launch.devices) != len(launch.inputs):
+            raise NotImplementedError(
+                f"`launches`: launch {number} ({launch.name}) ran on {len(launch.inputs)} of the {len(launch.devices)} "
+                "devices of a mesh whose other axes are not manual: expected a shard_map over all axes"
+            )
     settings = Settings(
         completion=completion, scheduler=scheduler, seed=seed, detect_races=detect_races, resident=resident,
         step_limit=step_limit,
     )  # fmt: skip
-    world = World(settings, Run(settings), "a sequence of " + ", ".join(launch.name for launch in launches))
+    world = World(settings, Run(settings), ", ".join(launch.name for launch in launches), is_replay=True)
     chance = random.Random(seed)
-
-
-    def add(launch: Launch) -> Machine:
-        at = chance.choice(_FLAG_SHIFTS)
-        given = launch.mesh_shape, launch.devices, launch.inputs, launch.name
-        return Machine(world, launch.program, *given, flags_at=at)
-
-    machines = [add(launch) for launch in launches]
+    machines = []
+    for each in launches:
+        flags_at = chance.choice(_FLAG_SHIFTS)
+        machines.append(
+            Machine(world, each.program, each.mesh_shape, each.devices, each.inputs, each.name, flags_at=flags_at)
+        )
     world.run.begin(world)
     ended = world.execute()
     if world.errors:

@@ -10,10 +10,23 @@ _MOST = 64  # waiters listed
 def how_to_repeat(world: Any) -> str:
     """The settings that repeat a run exactly."""
     s = world.settings
+    if world.is_replay:
+        return (
+            f"[launches of {world.name}; repeat with run_sequence(launches, {s.completion!r}, {s.scheduler!r}, "
+            f"{s.seed}, detect_races={s.detect_races}, resident={s.resident})]"
+        )
     return (
         f"[kernel {world.name!r}; repeat with emulate(cores={s.cores}, completion={s.completion!r}, "
         f"scheduler={s.scheduler!r}, seed={s.seed}, resident={s.resident}, laps={s.laps})]"
     )
+
+
+def who(thread: Any) -> str:
+    """A thread, and of several launches the one that it is in."""
+    machines = thread.machine.world.machines
+    if len(machines) == 1:
+        return str(thread)
+    return f"{thread}, in launch {machines.index(thread.machine) + 1} of {len(machines)} ({thread.machine.name})"
 
 
 def race(kind: str, prior: Any, access: Any) -> str:
@@ -106,16 +119,23 @@ def deadlock(world: Any) -> str:
     for thread in waiting[:_MOST]:
         why = thread.blocked[1]() if thread.blocked else "is not blocked"
         source = thread.machine.program.instructions[thread.pc].source
-        lines.append(f"  {thread}: {why} (at {source}, since step {thread.blocked_at})")
+        lines.append(f"  {who(thread)}: {why} (at {source}, since step {thread.blocked_at})")
     if len(waiting) > _MOST:
         lines.append(f"  ... and {len(waiting) - _MOST} more")
-    for machine in world.machines:
+    for number, machine in enumerate(world.machines, 1):
+        missing = [device for device in machine.devices if device not in machine.arrived]
+        if machine.program.has_barrier and machine.arrived and missing:
+            lines.append(
+                f"  devices {machine.arrived} wait at the framework's barrier before launch {number} ({machine.name}) "
+                f"for devices {missing}"
+            )
         for device, queue in machine.queued.items():
             if not queue:
                 continue
             names = ", ".join(str(cta).split(", ", 1)[1] for cta in queue[:8]) + (", ..." if len(queue) > 8 else "")
             fit = world.settings.resident
+            of = f" of launch {number} ({machine.name})" if len(world.machines) > 1 else ""
             lines.append(
-                f"  device {device}: {len(queue)} CTAs were never launched ({names}), as only {fit} fit at a time"
+                f"  device {device}: {len(queue)} CTAs{of} were never launched ({names}), as only {fit} fit at a time"
             )
     return "\n".join(lines)

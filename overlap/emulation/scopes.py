@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -72,13 +73,14 @@ def _semaphores(
     if peers is None:
         peers = machine.globals[key] = {}
         for peer in machine.devices:
-            cells = np.empty(shape, object)
-            for offset, index in enumerate(np.ndindex(*shape)):
-                if first is None:
-                    cells[index] = Semaphore(_label(name, index) + f" of CTA {cta}", peer)
-                    machine.private.append(cells[index])
-                else:
-                    cells[index] = machine.word(peer, first + offset)
+            cells = np.empty(math.prod(shape), object)
+            if first is None:
+                own = [Semaphore(_label(name, index) + f" of CTA {cta}", peer) for index in np.ndindex(*shape)]
+                machine.private += own
+                cells[:] = own
+            else:
+                cells[:] = machine.words(peer)[first : first + cells.size]
+            cells = cells.reshape(shape)
             peers[peer] = Cells(name, cells, peer, peers)
     return peers[device]
 

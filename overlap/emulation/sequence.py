@@ -71,13 +71,17 @@ class Device:
         self.seen = Knowledge()  # what has happened before the end of the last one
         self.memory = np.zeros(0, np.uint8)
         self._words: dict[int, Semaphore] = {}
+        self._ranges: dict[tuple[int, int], list[Semaphore]] = {}
         self.priority, self.polled, self.done = 0.0, False, False
 
-    def word(self, address: int) -> Semaphore:
-        """A word of the memory in which semaphores lie."""
-        if address not in self._words:
-            self._words[address] = Semaphore(f"word {address}", self.index)
-        return self._words[address]
+    def words(self, first: int, count: int) -> list[Semaphore]:
+        """Words of the memory in which semaphores lie."""
+        if (first, count) not in self._ranges:
+            for address in range(first, first + count):
+                if address not in self._words:
+                    self._words[address] = Semaphore(f"word {address}", self.index)
+            self._ranges[first, count] = [self._words[address] for address in range(first, first + count)]
+        return self._ranges[first, count]
 
     def start_next(self) -> None:
         """The framework gets to the next launch."""
@@ -93,9 +97,8 @@ class Device:
 
     def _prepare(self, machine: Machine) -> None:
         """What the framework does before a launch: semaphores are zero, and operands are computed."""
-        for address, name in machine.words():
-            word = self.word(address)
-            word.name = name
+        for word, name in zip(machine.words(self.index), machine.program.words):
+            word.name, word.launch = name, machine
             word.zero((self.component, self.begun) if self.begun > 1 else None)
         for semaphore in machine.private:
             if semaphore.device == self.index:
@@ -130,8 +133,8 @@ class Device:
 class World:
     """Runs a sequence of launches: its devices, its clock, and what all launches have in common."""
 
-    def __init__(self, settings: Any, run: Any, name: str, repetition: int = 0):
-        self.settings, self.run, self.name = settings, run, name
+    def __init__(self, settings: Any, run: Any, name: str, repetition: int = 0, *, is_replay: bool = False):
+        self.settings, self.run, self.name, self.is_replay = settings, run, name, is_replay
         self.random = random.Random(f"{settings.seed}:{name}:{repetition}")
         self.components = Components()
         self.errors: list[EmulationError] = []
@@ -224,7 +227,7 @@ class World:
     # ---- faults ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: EmulationError, thread: Thread | None) -> None:
-        where = f"{thread}, at {thread.instruction.source}: " if thread is not None else ""
+        where = f"{report.who(thread)}, at {thread.instruction.source}: " if thread is not None else ""
         args = (error.kind,) if isinstance(error, RaceError) else ()
         self.errors.append(type(error)(f"{where}{error}\n{report.how_to_repeat(self)}", *args))
 
@@ -256,12 +259,11 @@ class World:
 
     def _check_end(self) -> None:
         """What must hold when all has ended: nobody touches a device's memory that may have left."""
-        for machine in self.machines:
-            for semaphore in machine.semaphores():
-                if semaphore.total and not semaphore.waited:
-                    self.warnings.append(
-                        f"{semaphore.name} of device {semaphore.device} was signalled but never waited for"
-                    )
+        # A word that launches share counts once, for the last of them.
+        for semaphore in {id(each): each for m in self.machines for each in m.semaphores(m.devices)}.values():
+            if semaphore.total and not semaphore.waited:
+                where = f"{semaphore.name} of device {semaphore.device}"
+                self.warnings.append(f"{where} was signalled but never waited for")
         if self.detector is None:
             return
         for machine in self.machines:

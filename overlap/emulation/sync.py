@@ -40,10 +40,12 @@ class Write:
         local: for each device that has a part in the value, the clock that a reader there gains at GPU scope.
         by: the event of the write, (component, time); None if everybody knows of it.
         within: the device within which it was written, at a scope that goes no further; None at system scope.
+        launch: the launch that the word belonged to when it was written.
+        is_zeroing: whether the framework has written it before a launch.
         readers: for each component that has read it, the time when it first did.
     """
 
-    __slots__ = ("by", "local", "readers", "serial", "system", "total", "value", "within")
+    __slots__ = ("by", "is_zeroing", "launch", "local", "readers", "serial", "system", "total", "value", "within")
 
     def __init__(
         self,
@@ -54,9 +56,11 @@ class Write:
         by: tuple[int, int] | None,
         serial: int | None = None,
         within: int | None = None,
+        launch: Any = None,
     ):
         self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
-        self.within = within
+        self.within, self.launch = within, launch
+        self.is_zeroing = False
         self.serial = next_serial() if serial is None else serial
         self.readers: dict[int, int] = {}
 
@@ -88,13 +92,15 @@ class Semaphore(Waitable):
 
     Attributes:
         waited: whether anybody has waited for it or read it.
+        launch: the launch that it belongs to at present; None for one that belongs to a single launch for ever.
     """
 
-    __slots__ = ("_first", "_unseen", "device", "log", "name", "taken", "waited")
+    __slots__ = ("_first", "_unseen", "device", "launch", "log", "name", "taken", "waited")
 
     def __init__(self, name: str, device: int):
         super().__init__()
         self.name, self.device = name, device
+        self.launch: Any = None
         self.waited = False
         self._unseen: dict[int, Any] = {}  # serial -> a write by another device that this one has not read
         self.log: list[Write] = []
@@ -102,8 +108,13 @@ class Semaphore(Waitable):
 
     def zero(self, by: tuple[int, int] | None = None) -> None:
         """What the framework does before each launch, as an event of its own or (None) with everybody's knowledge."""
+        last = self.log[-1] if self.log else None
+        if by is not None and last is not None and last.is_zeroing and not last.readers:
+            last.by, last.serial = by, next_serial()  # Nobody has touched the word since: most are never used.
+            return
         del self.log[: -_HISTORY if by is not None else None]
         self.log.append(Write(0, 0, EMPTY, {}, by))
+        self.log[-1].is_zeroing = True
         self.taken = 0  # by waits that decrement
         self._first = len(self.log) - 1  # where the values begin that waits look at
         self.wake()
@@ -173,7 +184,8 @@ class Semaphore(Waitable):
             parts = {**last.local, device: join(last.local.get(device, EMPTY), local)}
         adds = continues and value >= last.value
         total = last.total + value - last.value if adds else value + self.taken
-        self.log.append(Write(value, total, system, parts, by, serial, None if scope == "sys" else device))
+        within = None if scope == "sys" else device
+        self.log.append(Write(value, total, system, parts, by, serial, within, self.launch))
         if not adds:
             self._first = len(self.log) - 1
         if value != last.value:

@@ -1,0 +1,255 @@
+"""Random sequences of fused launches on shared memory: what they are, how one is run, and a command that runs many.
+
+    python -m tests.sequences --count 10000 --seed 0 [--detect]
+
+Sequence number n is made from n alone, so `--count 1 --seed n` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import itertools
+import math
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.emulation import EmulationError, Launch, emulate, run_sequence
+
+Axes = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh of some of the eight devices, by their numbers in the mesh's order."""
+
+    sizes: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
+
+    def mesh(self) -> Mesh:
+        names, shape = zip(*self.sizes, strict=True)
+        devices = np.array([jax.devices()[number] for number in self.order]).reshape(shape)
+        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(shape))
+
+    @property
+    def rings(self) -> list[Axes]:
+        """The axes along which there is somebody to talk to."""
+        names = tuple(name for name, size in self.sizes if size > 1)
+        return [*names, *(itertools.permutations(names, 2) if len(names) > 1 else ())]
+
+
+def layout(*order: int, **sizes: int) -> Layout:
+    return Layout(tuple(sizes.items()), order or tuple(range(math.prod(sizes.values()))))
+
+
+LAYOUTS = [
+    layout(x=2, y=2),
+    layout(0, 2, 1, 3, x=2, y=2),  # transposed
+    layout(3, 1, 0, 2, x=2, y=2),  # permuted
+    layout(x=4, y=1),
+    layout(2, 0, 3, 1, x=4),
+    layout(x=2),
+    layout(2, 1, x=2),
+    layout(x=2, y=3),
+    layout(5, 1, 3, 0, 4, 2, x=2, y=3),
+    layout(x=3, y=2),
+    layout(x=2, y=4),
+    layout(7, 2, 5, 0, 3, 6, 1, 4, x=2, y=4),
+    layout(2, 3, 4, 5, x=2, y=2),
+]
+
+TILES = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+JOINED = dataclasses.replace(TILES, joined=True)
+Kind = Literal["pull", "ring", "several", "joined", "rhs n", "rhs k", "matmul"]
+# Of each kind, two shapes per device: rows, columns, contraction (of a shard, where that is what is gathered).
+SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
+    "pull": [(16, 64, 64), (72, 64, 72)],
+    "ring": [(16, 64, 64), (72, 64, 72)],
+    "several": [(16, 64, 64), (72, 40, 72)],
+    "joined": [(8, 64, 64), (24, 72, 72)],
+    "rhs n": [(16, 64, 64), (72, 24, 72)],
+    "rhs k": [(16, 64, 64), (72, 64, 40)],
+    "matmul": [(16, 64, 64), (72, 64, 72)],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a fused operation on a mesh."""
+
+    layout: Layout
+    axes: Axes
+    kind: Kind
+    shape: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        axes = self.axes if isinstance(self.axes, str) else "".join(self.axes)
+        sizes = "x".join(str(size) for _, size in self.layout.sizes)
+        return f"{self.kind} {'x'.join(map(str, self.shape))} along {axes} of {sizes} {list(self.layout.order)}"
+
+    def function(self) -> Any:
+        """From the left and the right operand of one device to its results."""
+        fused: Any = {"implementation": "fused", "config": JOINED if self.kind == "joined" else TILES}
+        match self.kind:
+            case "matmul":
+                return lambda a, b: overlap.matmul(a, b, **fused)
+            case "rhs n" | "rhs k":
+                fused["gather_dimension"] = 1 if self.kind == "rhs n" else 0
+                return lambda a, b: overlap.all_gather_rhs_matmul(a, b, self.axes, **fused)
+            case "several":
+                return lambda a, b: overlap.all_gather_lhs_matmul(a, [b, b], self.axes, return_gathered=True, **fused)
+            case _:
+                transport = "ring" if self.kind == "ring" else "pull"
+                return lambda a, b: overlap.all_gather_lhs_matmul(a, b, self.axes, transport=transport, **fused)
+
+    def operands(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of all devices: small integers, no two devices' the same."""
+        rows, columns, k = self.shape
+        devices, sizes = len(self.layout.order), dict(self.layout.sizes)
+        ring = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
+        whole_k = k * ring if self.kind == "rhs k" else k
+        draw = np.random.default_rng(random.Random(str(self)).getrandbits(32)).integers
+        return (
+            draw(-4, 5, (devices * rows, whole_k)).astype(jnp.bfloat16),
+            draw(-4, 5, (devices * k, columns)).astype(jnp.bfloat16),
+        )
+
+
+CALLS = [
+    Call(layout, axes, kind, shape)
+    for layout in LAYOUTS
+    for axes in layout.rings
+    for kind, shapes in SHAPES.items()
+    for shape in shapes
+]
+
+
+@functools.cache
+def launch_of(call: Call) -> Launch:
+    """The call's launch, with its results as of a run by itself."""
+    everywhere = P(tuple(name for name, _ in call.layout.sizes))
+    mapped = jax.shard_map(
+        call.function(), mesh=call.layout.mesh(), in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    with emulate(cores=2, detect_races=False, keep=True) as run:
+        jax.jit(mapped)(*call.operands())
+    (launch,) = run.launches
+    return launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One sequence, and how it is run."""
+
+    number: int
+    calls: tuple[Call, ...]
+    settings: dict[str, Any]
+
+    def __str__(self) -> str:
+        lines = [f"sequence {self.number}, {self.settings}"]
+        lines += [f"  {place}. {call}" for place, call in enumerate(self.calls)]
+        detect = " --detect" if self.settings["detect_races"] else ""
+        return "\n".join([*lines, f"repeat it: python -m tests.sequences --count 1 --seed {self.number}{detect}"])
+
+
+_TOGETHER = 25  # sequences that share few calls, each of which has to be traced once
+
+
+def _pool(number: int) -> list[Call]:
+    """Some calls: of few kinds and shapes, so that their flags lie alike, and mostly of the same devices."""
+    chance = random.Random(f"calls {number}")
+    devices = set(chance.choice(LAYOUTS).order)
+    alike = [each for each in LAYOUTS if set(each.order) == devices]
+    layouts = alike if chance.random() < 0.7 and len(alike) > 1 else LAYOUTS
+    rings = [(each, axes) for each in layouts for axes in each.rings]
+    forms = chance.sample([(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes], 2)
+    return [Call(*ring, *form) for ring in chance.sample(rings, min(5, len(rings))) for form in forms]
+
+
+def trial(number: int, *, detect: bool = False) -> Trial:
+    """Sequence `number`."""
+    pool, chance = _pool(number // _TOGETHER), random.Random(number)
+    calls = [chance.choice(pool)]
+    for _ in range(chance.randint(2, 5)):
+        calls.append(calls[-1] if chance.random() < 0.3 else chance.choice(pool))
+    # Rows on the ring leave by the CTA that multiplies them: it needs all CTAs at once.
+    may_be_alone = all(call.kind != "ring" for call in calls)
+    settings = {
+        "completion": chance.choice(("late", "random", "eager")),
+        "scheduler": chance.choice(("pct", "pct", "random")),
+        "resident": 1 if chance.random() < 0.2 and may_be_alone else None,
+        "detect_races": chance.random() < 0.25 or detect,
+        "seed": number,
+    }
+    return Trial(number, tuple(calls), settings)
+
+
+def fault_of(trial: Trial) -> str | None:
+    """What is wrong with a sequence, or None: it must end, without a fault, with the bits of single launches."""
+    launches = [launch_of(call) for call in trial.calls]
+    try:
+        results = run_sequence(launches, **trial.settings)
+    except EmulationError as error:
+        return f"{type(error).__name__}: {error}"
+    for place, (launch, outputs) in enumerate(zip(launches, results, strict=True)):
+        for position, (got, expected) in enumerate(zip(outputs, launch.outputs, strict=True)):
+            for n, (a, b) in enumerate(zip(got, expected, strict=True)):
+                if a.tobytes() != b.tobytes():
+                    return f"wrong numbers in result {n} at position {position} of launch {place}"
+    return None
+
+
+def _faults(numbers: range, detect: bool) -> list[tuple[Trial, str]]:
+    trials = [trial(number, detect=detect) for number in numbers]
+    return [(each, fault) for each in trials if (fault := fault_of(each)) is not None]
+
+
+def _groups(first: int, count: int) -> Iterator[range]:
+    """Numbers whose sequences share their calls."""
+    end = first + count
+    while first < end:
+        last = min((first // _TOGETHER + 1) * _TOGETHER, end)
+        yield range(first, last)
+        first = last
+
+
+def _prepare() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    gc.set_threshold(200_000, 20, 20)  # By default a fifth of the time goes into looking through what jax has made.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs sequences on two processes; the number of those that failed, at most 1, is the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sequences", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="number of the first one")
+    parser.add_argument("--detect", action="store_true", help="races detected in all of them, not in a quarter")
+    given = parser.parse_args(arguments)
+    groups = list(_groups(given.seed, given.count))
+    done, failed, began = 0, 0, time.monotonic()
+    job = functools.partial(_faults, detect=given.detect)
+    with multiprocessing.get_context("spawn").Pool(min(2, len(groups)), _prepare) as pool:
+        for numbers, faults in zip(groups, pool.imap(job, groups)):
+            for each, fault in faults:
+                print(f"{each}\n{fault}\n", flush=True)
+            done, failed = done + len(numbers), failed + len(faults)
+            print(f"{done} of {given.count}: {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Random sequences of fused launches on shared memory: none is taken for another (see `tests.sequences`)."""
+
+import pytest
+
+from overlap.primitives import handshake
+from tests import sequences
+from tests.sequences import Call, Layout, Trial, layout
+
+CHUNKS, IN_A_CHUNK = 10, 25
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_sequences(chunk):
+    for number in range(chunk * IN_A_CHUNK, (chunk + 1) * IN_A_CHUNK):
+        trial = sequences.trial(number)
+        fault = sequences.fault_of(trial)
+        assert fault is None, f"{trial}\n{fault}"
+
+
+def test_the_calls_are_of_all_kinds():
+    trials = [sequences.trial(number) for number in range(CHUNKS * IN_A_CHUNK)]
+    calls = {call for trial in trials for call in trial.calls}
+    assert {call.kind for call in calls} == set(sequences.SHAPES)
+    assert len({call.layout for call in calls}) > 8
+    for setting in ("completion", "scheduler", "resident", "detect_races"):
+        assert len({trial.settings[setting] for trial in trials}) == (3 if setting == "completion" else 2)
+
+
+SQUARE, TRANSPOSED, LINE = layout(x=2, y=2), layout(0, 2, 1, 3, x=2, y=2), layout(x=4, y=1)
+# Which launches could be taken for each other: of other members, or of the same members in another order.
+PAIRS: dict[str, tuple[tuple[Layout, sequences.Axes], tuple[Layout, sequences.Axes]]] = {
+    "axes": ((SQUARE, "y"), (SQUARE, "x")),
+    "meshes": ((SQUARE, "x"), (TRANSPOSED, "x")),
+    "orders": ((SQUARE, ("x", "y")), (SQUARE, ("y", "x"))),
+    "shapes": ((SQUARE, ("x", "y")), (LINE, "x")),
+}
+SEEDS = 24
+
+
+def faults_of(pair, kind, *, detect):
+    shape = sequences.SHAPES[kind][0]
+    first, second = (Call(*ring, kind, shape) for ring in PAIRS[pair])
+    for number in range(SEEDS):
+        settings = {
+            "completion": ("late", "random", "eager")[number % 3],
+            "scheduler": ("pct", "random")[number % 2],
+            "detect_races": detect,
+            "seed": number,
+        }
+        fault = sequences.fault_of(Trial(number, (first, first, second, second), settings))
+        if fault is not None:
+            yield fault
+
+
+@pytest.fixture
+def one_key(monkeypatch):
+    """The same beacon for all launches, as it once was."""
+    sequences.launch_of.cache_clear()
+    monkeypatch.setattr(handshake, "_key", lambda context, ring: [7, 8, 9, 10])
+    yield
+    sequences.launch_of.cache_clear()
+
+
+DETECT = pytest.mark.parametrize("detect", [False, True])
+
+
+@DETECT
+@pytest.mark.parametrize("pair", ["axes", "meshes"])
+def test_with_one_key_launches_of_other_members_are_mixed_up(pair, detect, one_key):
+    fault = next(faults_of(pair, "pull", detect=detect), "")
+    expected = ("ProtocolError", "RaceError") if detect else ("DeadlockError", "wrong numbers", "ProtocolError")
+    assert fault.startswith(expected)
+
+
+@DETECT
+@pytest.mark.parametrize("pair", PAIRS)
+def test_with_keys_of_their_own_none_is(pair, detect):
+    assert list(faults_of(pair, "pull", detect=detect)) == []
