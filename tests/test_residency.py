@@ -1,4 +1,4 @@
-"""Kernels where only some of the CTAs run at a time, as where another kernel holds the other cores, in launches in a row.
+"""Launches of which only some CTAs run at a time, as where another kernel holds the other cores.
 
 `resident` is no part of what is traced, so each kernel is traced once for all of them.
 """
@@ -42,8 +42,7 @@ def test_work_that_is_dealt_beforehand_is_reported(kernel, monkeypatch):
     change_draws(monkeypatch, deal)
     dealt = KERNELS[kernel](3)
     dealt.run(cores=CORES, laps=2)
-    for resident in range(1, CORES):
-        assert isinstance(dealt.report(seeds=1, cores=CORES, resident=resident), DeadlockError)
+    assert isinstance(dealt.report(seeds=1, cores=CORES, resident=1), DeadlockError)
 
 
 def test_the_ring_needs_them_all():
