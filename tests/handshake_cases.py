@@ -38,12 +38,21 @@ def change_draws(patch, change):
 
 def change_transfers(patch, change):
     """`change(pull_chunks, number, numbers, *args, **kwargs)` where chunks are copied from peers, not from here."""
+    _change_pull_chunks(patch, change, of_own=False)
 
+
+def change_own_chunks(patch, change):
+    """The same where they are copied from here."""
+    _change_pull_chunks(patch, change, of_own=True)
+
+
+def _change_pull_chunks(patch, change, *, of_own):
     def changed(pull_chunks):
         def pull_or_copy(number, numbers, *args, **kwargs):
-            if numbers[0] == 0:  # The own shard's chunks have a counter of their own, without looks.
-                return pull_chunks(number, numbers, *args, **kwargs)
-            return change(pull_chunks, number, numbers, *args, **kwargs)
+            # The own shard's chunks have a counter of their own, without looks.
+            if (numbers[0] == 0) == of_own:
+                return change(pull_chunks, number, numbers, *args, **kwargs)
+            return pull_chunks(number, numbers, *args, **kwargs)
 
         return pull_or_copy
 
