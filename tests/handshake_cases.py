@@ -1,45 +1,322 @@
-"""Defects of the handshakes, for the tests on the emulator and on GPUs."""
+"""Defects of the handshakes between devices, for the tests on the emulator and on GPUs.
 
-from overlap.primitives import handshake
+A defect is a function of a `pytest.MonkeyPatch`: it spoils all kernels that are traced while it holds.
+"""
 
-WAITS = ("own_ctas", "being_seen", "the_peers_end")
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+from overlap.collectives import all_gather_rhs_matmul, joined, pull
+from overlap.primitives import atomics, copies, flags, handshake
+from overlap.primitives.handshake import Handshake
+
+# Who copies chunks from peers, and who draws numbers: by names of their own.
+PULLERS = (pull, joined, all_gather_rhs_matmul)
+DRAWERS = (atomics, copies, pull, joined)
 
 
-def leave_out(act):
-    """A defect: one act at the beacons (`_raise`, `_await`, `_lower`) does not happen."""
+def change_text(patch, found, replacement):
+    """Changes the PTX of what is traced; fails if a text is made in which nothing was found."""
+    emit = mgpu_utils.inline_ptx
+
+    def changed(text, *operands, **keywords):
+        return emit(re.sub(found, replacement, text), *operands, **keywords)
+
+    patch.setattr(mgpu_utils, "inline_ptx", changed)
+
+
+def change_draws(patch, change):
+    """`change(draw)` in the place of `draw`, wherever numbers are drawn."""
+    for module in DRAWERS:
+        patch.setattr(module, "draw", change(module.draw))
+
+
+def change_transfers(patch, change):
+    """`change(pull_chunks, number, numbers, *args, **kwargs)` where chunks are copied from peers, not from here."""
+    _change_pull_chunks(patch, change, of_own=False)
+
+
+def change_own_chunks(patch, change):
+    """The same where they are copied from here."""
+    _change_pull_chunks(patch, change, of_own=True)
+
+
+def _change_pull_chunks(patch, change, *, of_own):
+    def changed(pull_chunks):
+        def pull_or_copy(number, numbers, *args, **kwargs):
+            # The own shard's chunks have a counter of their own, without looks.
+            if (numbers[0] == 0) == of_own:
+                return change(pull_chunks, number, numbers, *args, **kwargs)
+            return pull_chunks(number, numbers, *args, **kwargs)
+
+        return pull_or_copy
+
+    for module in PULLERS:
+        patch.setattr(module, "pull_chunks", changed(module.pull_chunks))
+
+
+def change_tells(patch, change, *, of):
+    """`change(tell, word, ring, position, bit)` where a bit is set at a peer in `seen` (`_look`), `done` (`_speak`)."""
+    tell, act, inside = atomics.set_bit_at_peer, getattr(Handshake, of), []
+
+    def acts(*args):
+        inside.append(True)
+        act(*args)
+        inside.pop()
+
+    def told(*args):
+        (change(tell, *args) if inside else tell(*args))
+
+    patch.setattr(Handshake, of, acts)
+    patch.setattr(atomics, "set_bit_at_peer", told)
+
+
+# --- The beginning ----------------------------------------------------------------------------------------------------
+
+
+def never_raise_the_beacon(patch):
+    patch.setattr(Handshake, "_raise", lambda self: None)
+
+
+def raise_the_beacon_again_when_late(patch):
+    """A plain store, where the word is compared with zero."""
+    change_text(patch, r"atom\.relaxed\.sys\.global\.cas\.b32 before, \[\$0\], 0,", "st.relaxed.sys.global.b32 [$0],")
+
+
+def do_not_look(patch):
+    """All peers are said to have begun, and told that they have been seen."""
+    patch.setattr(Handshake, "_look_code", lambda *_: None)
+
+
+def look_for_nobody(patch):
+    patch.setattr(Handshake, "_look", lambda *_: None)
+
+
+def look_at_the_own_beacon(patch):
+    look = Handshake._look_code
+    patch.setattr(Handshake, "_look_code", lambda self, context, _, own, *rest: look(self, context, own, own, *rest))
+
+
+def look_for_the_same_peer(patch):
+    look = Handshake._look
+    patch.setattr(Handshake, "_look", lambda self, item: look(self, item * 0))
+
+
+def look_at_the_other_neighbour(patch):
+    """Of two, where one peer alone is looked for."""
+    look = Handshake._look
+
+    def at_the_other(self, item):
+        look(self if self.only is None else dataclasses.replace(self, only=self.ring.size - self.only), item)
+
+    patch.setattr(Handshake, "_look", at_the_other)
+
+
+def tell_before_looking(patch):
+    look, tell = Handshake._look_code, atomics.set_bit_at_peer
+    order = []
+
+    def look_last(self, context, *operands):
+        look(self, context, *operands)
+
+    def _look(self, item):
+        peer = self.ring.peer(item + 1 if self.only is None else self.only)
+        tell(self.flags.at[handshake._SEEN], self.ring, peer, self.ring.me())
+        order[0](self, item)
+
+    order.append(Handshake._look)
+    patch.setattr(Handshake, "_look", _look)
+    patch.setattr(Handshake, "_look_code", look_last)
+
+
+def begin_at_once(patch):
+    patch.setattr(Handshake, "await_peers", lambda self: None)
+
+
+def begin_when_all_but_one_have(patch):
+    wait = handshake.wait_within_device
+    patch.setattr(handshake, "wait_within_device", lambda word, count: wait(word, count - 1))
+
+
+def begin_without_a_proxy_fence(patch):
+    patch.setattr(handshake, "wait_within_device", flags.wait_at_least)
+
+
+def say_seen_to_nobody(patch):
+    change_tells(patch, lambda *_: None, of="_look")
+
+
+def say_seen_to_the_wrong_peer(patch):
+    change_tells(patch, lambda tell, word, ring, _, bit: tell(word, ring, ring.peer(1), bit), of="_look")
+
+
+def say_seen_by_the_wrong_bit(patch):
+    change_tells(patch, lambda tell, word, ring, place, _: tell(word, ring, place, place), of="_look")
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def draw_each_number_twice(patch):
+    change_draws(patch, lambda draw: lambda counter, end, *previous: draw(counter, end, *previous) // 2)
+
+
+def draw_one_number_again_and_again(patch):
+    change_draws(patch, lambda draw: lambda counter, end, *previous: draw(counter, end, *previous) * 0)
+
+
+def stop_drawing_too_early(patch):
+    """Who has drawn the last number draws it again."""
+    change_draws(patch, lambda draw: lambda counter, end, *previous: draw(counter, end - 1, *previous))
+
+
+# --- The end ----------------------------------------------------------------------------------------------------------
+
+
+def without_waiting_for(*words):
+    """A defect: who speaks for the device does not wait for "seen" or "done"."""
+    left_out = [{"seen": handshake._SEEN, "done": handshake._DONE}[word] for word in words]
 
     def defect(patch):
-        left_out, do = getattr(handshake, act), handshake._act
-        patch.setattr(handshake, "_act", lambda each, flag: None if each is left_out else do(each, flag))
+        wait = Handshake._wait
+        patch.setattr(
+            Handshake, "_wait", lambda self, flag, *rest: None if flag in left_out else wait(self, flag, *rest)
+        )
 
-    defect.__name__ = f"leave_out{act}"
+    defect.__name__ = "_and_".join(("without_waiting_for", *words))
     return defect
 
 
-def without_waiting_for(*names):
-    """A defect: some of the three waits of a kernel's exit handshake (`WAITS`, in this order) are left out."""
+def wait_for_all_but_one_to_be_done(patch):
+    wait = handshake.wait_for_word
 
-    def defect(patch):
-        wait, count = handshake.wait_at_least, [0]
+    def wait_for_fewer(word, expected, ring, peer, *, role, **kwargs):
+        fewer = expected & (expected - 1) if role == handshake.board.DONE else expected
+        wait(word, fewer, ring, peer, role=role, **kwargs | {"at_least": True})
 
-        def wait_or_not(flag, value, *, from_peer=False):
-            count[0] += 1
-            if WAITS[(count[0] - 1) % len(WAITS)] not in names:
-                wait(flag, value, from_peer=from_peer)
-
-        patch.setattr(handshake, "wait_at_least", wait_or_not)
-
-    defect.__name__ = "_and_".join(("without_waiting_for", *names))
-    return defect
+    patch.setattr(handshake, "wait_for_word", wait_for_fewer)
 
 
-def act_first(patch, on, before):
-    """Calls `before(beacon)` in front of each act `on` at a beacon."""
-    do = handshake._act
+def wait_for_the_other_neighbour(patch):
+    """Where one peer looks for this device, and this device for another one."""
+    wait = Handshake._wait
+    patch.setattr(
+        Handshake, "_wait", lambda self, flag, role, distance: wait(self, flag, role, self.ring.size - distance)
+    )
 
-    def act(each, flag):
-        if each is on:
-            before(flag)
-        do(each, flag)
 
-    patch.setattr(handshake, "_act", act)
+def never_lower_the_beacon(patch):
+    patch.setattr(Handshake, "_lower_code", lambda *_: None)
+
+
+def lower_the_beacon_after_telling(patch):
+    wait, lower_code = Handshake._wait, Handshake._lower_code
+
+    def wait_then_lower(self, flag, *rest):
+        wait(self, flag, *rest)
+        if flag == handshake._DONE:
+            atomics.inline(lambda *args: lower_code(self, *args), [self.flags.at[0]])
+
+    patch.setattr(Handshake, "_lower_code", lambda *_: None)
+    patch.setattr(Handshake, "_wait", wait_then_lower)
+
+
+def say_done_to_nobody(patch):
+    change_tells(patch, lambda *_: None, of="_speak")
+
+
+def say_done_to_the_wrong_peer(patch):
+    change_tells(patch, lambda tell, word, ring, place, bit: tell(word, ring, ring.me(), bit), of="_speak")
+
+
+def say_done_by_the_wrong_bit(patch):
+    change_tells(patch, lambda tell, word, ring, place, bit: tell(word, ring, place, place), of="_speak")
+
+
+def leave_without_a_word(patch):
+    patch.setattr(Handshake, "leave", lambda *_: None)
+    patch.setattr(Handshake, "begin_and_leave", lambda self: (self.begin(), None)[1])
+
+
+def speak_when_the_first_has_completed_something(patch):
+    def leave(self, completed):
+        @pl.when(completed > 0)
+        def _count():
+            before = atomics.add(self.flags.at[handshake._COMPLETED], completed)
+            pl.when(before == 0)(self._speak)
+
+    patch.setattr(Handshake, "leave", leave)
+
+
+def speak_whoever_has_completed_something(patch):
+    patch.setattr(Handshake, "leave", lambda self, completed: pl.when(completed > 0)(self._speak))
+
+
+def speak_before_the_transfers(patch):
+    """The handshakes are all there, so nobody waits for ever; but peers' memory is read after they may have left."""
+    await_peers = Handshake.await_peers
+
+    def await_and_speak(self):
+        await_peers(self)
+        pl.when(self.cta == 0)(self._speak)
+
+    patch.setattr(Handshake, "await_peers", await_and_speak)
+    patch.setattr(Handshake, "leave", lambda *_: None)
+
+
+def count_a_transfer_too_few(patch):
+    change_the_count(patch, -1)
+
+
+def count_a_transfer_too_many(patch):
+    change_the_count(patch, 1)
+
+
+def change_the_count(patch, by):
+    leave = Handshake.leave
+    patch.setattr(
+        Handshake,
+        "leave",
+        lambda self, completed: leave(dataclasses.replace(self, transfers=self.transfers + by), completed),
+    )
+
+
+def count_without_acquiring_what_others_did(patch):
+    change_text(patch, r"atom\.acq_rel(\S*add)", r"atom.relaxed\1")
+
+
+def count_transfers_when_they_begin(patch):
+    """Whoever begins the last chunk speaks, before that has arrived."""
+    leave, begin, begun = Handshake.leave, Handshake.begin, []
+
+    def begin_here(self):
+        begun[:] = [self]
+        return begin(self)
+
+    def count_first(pull_chunks, *args, source, **kwargs):
+        def counted(*place):
+            leave(begun[0], 1)
+            return source(*place)
+
+        pull_chunks(*args, source=counted, **kwargs)
+        return 0
+
+    patch.setattr(Handshake, "begin", begin_here)
+    # Of scales, which are no chunks, as ever.
+    patch.setattr(Handshake, "leave", leave)
+    change_transfers(patch, count_first)
+
+
+def leave_the_last_number(patch):
+    change_transfers(patch, lambda pull_chunks, number, numbers, *args, **kwargs: pull_chunks(
+        number, (numbers[0], numbers[1] - 1), *args, **kwargs))  # fmt: skip
+
+
+def take_a_number_too_many(patch):
+    change_transfers(patch, lambda pull_chunks, number, numbers, *args, **kwargs: pull_chunks(
+        number, (numbers[0], numbers[1] + 1), *args, **kwargs))  # fmt: skip

@@ -87,7 +87,7 @@ def test_the_ring_and_one_process_leave_it_to_xla(monkeypatch):
     assert len(operands) == 3 and 'xla_replica_ids = "0,1,2,3"' in only and "symmetric_memory" not in only
     monkeypatch.setattr(core, "_is_known_multihost_mesh", lambda mesh: True)
     ((_, operands, only),) = calls(gather_rows(1024, transport="ring"))
-    assert 'symmetric_memory_parameters = "1,1,1,1,1,1"' in only and "skip_device_barrier = false" in only
+    assert 'symmetric_memory_parameters = "1,1,1,1,1,1"' in only and "skip_device_barrier = true" in only
 
 
 def test_two_calls_with_the_same_operand_have_flags_of_their_own(a_process_each):

@@ -1,177 +1,150 @@
 """Launches in a row without a barrier between them: clean, and each seeded defect of the handshakes is reported."""
 
-import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-import overlap
-from overlap.collectives import all_gather_rhs_matmul, joined, pull
-from overlap.emulation import EmulationError, emulate
 from overlap.primitives import handshake, wait_at_least
-from tests import oracle, several_sides_cases
-from tests.handshake_cases import WAITS, act_first, leave_out, without_waiting_for
-from tests.oracle import make_mesh, operands
-from tests.product_cases import oracle_of
-from tests.rhs_cases import SMALL, fused, mapped, product
-from tests.several_sides_cases import Form
+from overlap.primitives.handshake import Handshake
+from overlap.primitives.waits import wait_for_word
+from tests import handshake_cases as defects
+from tests.protocol_cases import KERNELS, clean
 
-CONFIG = overlap.Config(tile_n=64, stages=2)
-FEW = Form(24, (136,), 136, container=None)
-JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=256)
-NOTHING = lambda *_, **__: None  # noqa: E731
-
-
-def tiles_of_their_own(devices, transport="pull"):
-    mesh = make_mesh(x=devices)
-    measure = oracle.errors(mesh, lambda a, b: oracle.fused(a, b, config=CONFIG, transport=transport))
-    oracle.assert_close(measure(*operands(mesh, (192, 64, 128), jnp.bfloat16, seed=1)))
-
-
-def joined_rows(devices):
-    mesh, arrays = make_mesh(x=devices), several_sides_cases.operands(FEW, devices)
-    call = several_sides_cases.call(FEW, implementation="fused", config=JOINED)
-    results = several_sides_cases.on_mesh(FEW, mesh, call)(*several_sides_cases.put(FEW, mesh, arrays))
-    several_sides_cases.assert_exact(FEW, arrays, results)
-
-
-def weights(devices, along):
-    lhs, rhs = product(devices, along, 64, (128, 128))
-    out = mapped(make_mesh(x=devices), along, fused(along, SMALL))(lhs, rhs)
-    assert (out == oracle_of(lhs, rhs).astype(out.dtype)).all()
-
-
-KERNELS = {
-    "lhs": (pull, tiles_of_their_own),
-    "joined": (joined, joined_rows),
-    "rhs n": (all_gather_rhs_matmul, lambda devices: weights(devices, "n")),
-    "rhs k": (all_gather_rhs_matmul, lambda devices: weights(devices, "k")),
-}
 ALL = pytest.mark.parametrize("kernel", KERNELS)
+PULLS = ["pull", "joined", "rhs n", "rhs k"]
 
 
 @ALL
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("devices", [2, 4])
 def test_clean(kernel, devices):
     for seed, completion in enumerate(("late", "eager", "random")):
-        with emulate(cores=2, completion=completion, seed=seed, laps=3):
-            KERNELS[kernel][1](devices)
+        clean(kernel, devices).run(cores=2, completion=completion, seed=seed, laps=3)
 
 
 @pytest.mark.parametrize("scheduler", ["pct", "random"])
-@pytest.mark.parametrize("seed", range(15))
-def test_clean_under_many_schedules(seed, scheduler):
-    with emulate(cores=1 + seed % 3, completion="random", scheduler=scheduler, seed=seed, laps=4):
-        tiles_of_their_own(3)
+@pytest.mark.parametrize("kernel", ["pull", "ring"])
+def test_clean_under_many_schedules(kernel, scheduler):
+    for seed in range(15):
+        clean(kernel).run(cores=1 + seed % 3, completion="random", scheduler=scheduler, seed=seed, laps=4)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "ring"])
+def test_clean_if_one_cta_runs_at_a_time(kernel):
+    for seed, completion in enumerate(("late", "eager", "random")):
+        clean(kernel).run(cores=2, resident=1, completion=completion, seed=seed, laps=3)
+
+
+def raise_late(patch, victim):
+    """A device raises its beacon only when its own CTAs have seen all others'."""
+    raise_beacon = Handshake._raise
+
+    def stall_and_raise(self):
+        late = lax.axis_index("x") == victim
+
+        @pl.when(late & (self.cta == 0))  # Any other CTA that is asked to is the one that must look.
+        def _stall():
+            wait_at_least(self.flags.at[handshake._BEGUN], self.looks)
+            raise_beacon(self)
+
+        pl.when(lax.axis_index("x") != victim)(lambda: raise_beacon(self))
+
+    patch.setattr(Handshake, "_raise", stall_and_raise)
+
+
+def begin_late(patch):
+    """On each device, the communicator of CTA 0 begins when the others have lowered the beacon."""
+    begin = Handshake._begin
+
+    def stall_and_begin(self, look):
+        @pl.when(self.cta == 0)
+        def _stall():
+            me = self.ring.me()
+            wait_for_word(self.flags.at[0], handshake._LOWERED, self.ring, me, operation=0, role=handshake.board.BEGUN)
+
+        return begin(self, look)
+
+    patch.setattr(Handshake, "_begin", stall_and_begin)
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 @ALL
 def test_clean_if_a_device_begins_late(kernel, victim, monkeypatch):
-    """It raises its beacon only when its own CTAs have seen all others'."""
+    raise_late(monkeypatch, victim)
+    KERNELS[kernel](3).run(cores=2, laps=2)
 
-    def stall(beacon):
-        begun = beacon.ref.at[handshake._BEGUN]
-        pl.when(lax.axis_index("x") == victim)(lambda: wait_at_least(begun, 1))
 
-    act_first(monkeypatch, handshake._raise, stall)
-    with emulate(cores=2, laps=2):
-        KERNELS[kernel][1](3)
+@ALL
+def test_clean_if_a_cta_begins_when_all_is_over(kernel, monkeypatch):
+    begin_late(monkeypatch)
+    late = KERNELS[kernel](3)
+    for seed in range(2):
+        late.run(cores=2, laps=3, seed=seed)
 
 
 def test_more_peers_than_ctas():
-    with emulate(cores=2, laps=2):
-        tiles_of_their_own(8)
-
-
-def test_the_ring_has_the_framework_s_barrier():
-    with emulate(cores=2, laps=3):
-        tiles_of_their_own(3, transport="ring")
-
-
-def lower_after_telling(patch):
-    do, wait, lowers = handshake._act, handshake.wait_at_least, handshake._lower
-    kept = []
-
-    def keep(act, flag):
-        if act is lowers:
-            kept.append(flag)
-        else:
-            do(act, flag)
-
-    def wait_then_lower(flag, value, *, from_peer=False):
-        wait(flag, value, from_peer=from_peer)
-        if kept:  # The last wait.
-            do(lowers, kept.pop())
-
-    patch.setattr(handshake, "_act", keep)
-    patch.setattr(handshake, "wait_at_least", wait_then_lower)
-
-
-def begin_at_once(patch):
-    patch.setattr(handshake, "_await_count", lambda count: None)
-    do = handshake._act
-    patch.setattr(handshake, "_act", lambda act, flag: None if act is None else do(act, flag))
-
-
-def begin_when_all_but_one_have(patch):
-    await_count = handshake._await_count
-    patch.setattr(handshake, "_await_count", lambda count: await_count(count - 1))
-
-
-def begin_without_a_fence(patch):
-    do = handshake._act
-    patch.setattr(handshake, "_await_count", lambda count: count)
-    patch.setattr(
-        handshake, "_act", lambda act, flag: wait_at_least(flag, act) if isinstance(act, int) else do(act, flag)
-    )
-
-
-def look_at_the_own_beacon(patch):
-    do, awaits = handshake._act, handshake._await
-    patch.setattr(handshake, "_act", lambda act, flag: do(act, flag.ref.at[0] if act is awaits else flag))
-
-
-def tell_the_wrong_peer(patch):
-    tell = handshake.signal_peer
-    patch.setattr(handshake, "signal_peer", lambda flag, ring, position: tell(flag, ring, ring.peer(1)))
+    clean("pull", 8).run(cores=2, laps=2)
 
 
 DEFECTS = [
-    leave_out("_raise"),
-    leave_out("_await"),
-    leave_out("_lower"),
-    lower_after_telling,
-    *map(without_waiting_for, WAITS),
-    begin_at_once,
-    begin_when_all_but_one_have,
-    begin_without_a_fence,
-    look_at_the_own_beacon,
-    tell_the_wrong_peer,
+    defects.never_raise_the_beacon,
+    defects.do_not_look,
+    defects.look_for_nobody,
+    defects.look_at_the_own_beacon,
+    defects.look_for_the_same_peer,
+    defects.tell_before_looking,
+    defects.begin_at_once,
+    defects.begin_when_all_but_one_have,
+    defects.begin_without_a_proxy_fence,
+    defects.say_seen_to_nobody,
+    defects.say_seen_to_the_wrong_peer,
+    defects.say_seen_by_the_wrong_bit,
+    defects.draw_each_number_twice,
+    defects.draw_one_number_again_and_again,
+    defects.stop_drawing_too_early,
+    defects.without_waiting_for("seen"),
+    defects.without_waiting_for("done"),
+    defects.wait_for_all_but_one_to_be_done,
+    defects.never_lower_the_beacon,
+    defects.lower_the_beacon_after_telling,
+    defects.say_done_to_nobody,
+    defects.say_done_to_the_wrong_peer,
+    defects.say_done_by_the_wrong_bit,
+    defects.leave_without_a_word,
+    defects.speak_when_the_first_has_completed_something,
+    defects.speak_whoever_has_completed_something,
+    defects.speak_before_the_transfers,
+    defects.count_a_transfer_too_few,
+    defects.count_a_transfer_too_many,
+    defects.count_without_acquiring_what_others_did,
+    defects.count_transfers_when_they_begin,
+    defects.leave_the_last_number,
+    defects.take_a_number_too_many,
 ]
+# The ring has no transfers, and one peer to look for.
+OF_THE_RING = [
+    *(defect for defect in DEFECTS[: DEFECTS.index(defects.stop_drawing_too_early)]
+      if defect is not defects.look_for_the_same_peer),
+    *DEFECTS[DEFECTS.index(defects.stop_drawing_too_early) + 1 : DEFECTS.index(defects.leave_without_a_word) + 1],
+    defects.look_at_the_other_neighbour,
+    defects.wait_for_the_other_neighbour,
+]  # fmt: skip
 
 
-def is_reported(run):
-    for seed in range(18):
-        try:
-            # Only where copies are fast can a thread fall behind them.
-            with emulate(cores=2, completion=("eager", "late", "random")[seed % 3], seed=seed, laps=3):
-                run(3)
-        except EmulationError:
-            return True
-    return False
-
-
-@ALL
+@pytest.mark.parametrize("kernel", PULLS)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
 def test_each_defect_is_reported(defect, kernel, monkeypatch):
     defect(monkeypatch)
-    assert is_reported(KERNELS[kernel][1])
+    assert KERNELS[kernel](3).report(cores=2, laps=3)
+
+
+@pytest.mark.parametrize("defect", OF_THE_RING, ids=lambda f: f.__name__)
+def test_each_defect_of_the_ring_is_reported(defect, monkeypatch):
+    defect(monkeypatch)
+    assert KERNELS["ring"](3).report(cores=2, laps=3)
 
 
 @ALL
-@pytest.mark.parametrize("one", ["entry_handshake", "exit_handshake"])
-def test_each_kernel_needs_both(one, kernel, monkeypatch):
-    where, run = KERNELS[kernel]
-    monkeypatch.setattr(where, one, NOTHING)
-    assert is_reported(run)
+def test_a_beacon_that_is_raised_again_is_reported(kernel, monkeypatch):
+    begin_late(monkeypatch)
+    defects.raise_the_beacon_again_when_late(monkeypatch)
+    assert KERNELS[kernel](3).report(cores=2, laps=3)

@@ -1,9 +1,8 @@
 """The protocol of `all_gather_rhs_matmul`: clean under many schedules, and each seeded defect is reported."""
 
 import dataclasses
+import functools
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -11,56 +10,54 @@ from jax.experimental import pallas as pl
 from overlap import primitives
 from overlap.collectives import all_gather_rhs_matmul as op
 from overlap.collectives.rhs_schedule import STEPS_PER_FLAG, GatherRhsSchedule
-from overlap.emulation import EmulationError, emulate
 from overlap.kernels import hopper
 from overlap.primitives import Ring, copies, handshake
+from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
-from tests.oracle import make_mesh
-from tests.product_cases import oracle_of
-from tests.rhs_cases import ALONG, SMALL, fused, mapped, product
+from overlap.primitives.waits import wait_for_word
+from tests.protocol_cases import of_weights
+from tests.rhs_cases import ALONG, SMALL
 from tests.test_protocol import signal_when_only_read
 
 NOTHING = lambda *_, **__: None  # noqa: E731
 
 
-def launch(along, *, devices=2, shard=(128, 128), config=SMALL, cores=3, **settings):
-    with emulate(cores=cores, **settings):  # Traced anew each time: what a test has replaced must be in the kernel.
-        return mapped(make_mesh(x=devices), along, fused(along, config))(*product(devices, along, 128, shard))
+@functools.cache
+def clean(along, devices):
+    """A kernel that is traced once for all tests that patch nothing."""
+    return of_weights(along, SMALL, devices, m=128, shard=(128, 128))
 
 
 def pull_last(patch, victim, devices):
     """The communicators of one device begin when all its peers have pulled everything and said so."""
-    make, pull, made = op.shared_flags, op.pull_chunks, []
+    await_peers = Handshake.await_peers
 
-    def shared_flags(*shapes, **kwargs):
-        made.append(make(*shapes, **kwargs))
-        return made[-1]
+    def await_late(self):
+        await_peers(self)
 
-    def pull_late(count, plan, **kwargs):
-        from_peers = made[-1][1].at[handshake._DONE]
-        late = lax.axis_index("x") == victim
-        pl.when(late)(lambda: primitives.wait_at_least(from_peers, devices - 1, from_peer=True))
-        pull(count, plan, **kwargs)
+        @pl.when(lax.axis_index("x") == victim)
+        def _stall():
+            others = (1 << devices) - 1 - (1 << victim)
+            me = self.ring.me()
+            wait_for_word(self.flags.at[handshake._DONE], others, self.ring, me, operation=0, role=handshake.board.DONE)
 
-    patch.setattr(op, "shared_flags", shared_flags)
-    patch.setattr(op, "pull_chunks", pull_late)
+    patch.setattr(Handshake, "await_peers", await_late)
 
 
 @pytest.mark.parametrize("along", ALONG)
 @pytest.mark.parametrize("completion", ["late", "eager", "random"])
 def test_clean(completion, along):
     for seed in range(6):
-        launch(along, devices=2 + seed % 2, completion=completion, scheduler="pct", seed=seed)
+        clean(along, 2 + seed % 2).run(cores=3, completion=completion, scheduler="pct", seed=seed)
 
 
 @pytest.mark.parametrize("along", ALONG)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_clean_if_a_device_is_late(victim, along, monkeypatch):
     pull_last(monkeypatch, victim, devices=3)
-    lhs, rhs = product(3, along, 128, (128, 128))
+    kernel = of_weights(along, SMALL, m=128, shard=(128, 128))
     for completion in ("late", "random"):
-        result = launch(along, devices=3, completion=completion, scheduler="pct", seed=victim)
-        np.testing.assert_array_equal(np.asarray(result), oracle_of(lhs, rhs).astype(jnp.bfloat16))
+        kernel.run(cores=3, completion=completion, scheduler="pct", seed=victim)
 
 
 def do_not_wait(patch):
@@ -73,10 +70,6 @@ def drop_proxy_fence(patch):
 
 def raise_the_flag_before_the_chunk_has_landed(patch):
     patch.setattr(copies, "wait_stores_landed", NOTHING)
-
-
-def drop_handshake(patch):
-    patch.setattr(op, "exit_handshake", NOTHING)
 
 
 def wait_for_one_chunk_only(patch):
@@ -118,7 +111,6 @@ DEFECTS = [
     drop_proxy_fence,
     signal_when_only_read,
     raise_the_flag_before_the_chunk_has_landed,
-    drop_handshake,
     wait_for_one_chunk_only,
     count_too_few,
     count_too_many,
@@ -133,49 +125,36 @@ DEFECTS = [
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
 def test_each_defect_is_reported(defect, along, monkeypatch):
     defect(monkeypatch)
-    reports = []
-    for seed in range(10):
-        try:
-            launch(
-                along, devices=3, shard=(64 * STEPS_PER_FLAG + 64, 128), completion="late", scheduler="pct", seed=seed
-            )
-        except EmulationError as report:
-            reports.append(str(report))
-            break
-    assert reports, f"{defect.__name__} was not reported in 10 runs"
-    assert "device" in reports[0] and "CTA" in reports[0] and ".py:" in reports[0]
+    kernel = of_weights(along, SMALL, m=128, shard=(64 * STEPS_PER_FLAG + 64, 128))
+    report = kernel.report(seeds=10, cores=3, completion="late", scheduler="pct")
+    assert report, f"{defect.__name__} was not reported in 10 runs"
+    assert "device" in str(report) and "CTA" in str(report) and ".py:" in str(report)
 
 
-@pytest.mark.parametrize("name", ["first", "straddles", "lhs shard"])
-def test_defects_of_special_cases(name, monkeypatch):
-    along, settings = "k", {}
-    if name == "first":  # A CTA that begins in the middle of a tile has waited for no block before.
-        monkeypatch.setattr(op, "_Tile", lambda *args, first, **kwargs: hopper.Tile(*args, **kwargs))
-        monkeypatch.setattr(hopper.Tile, "first", 0, raising=False)
-        settings = {"config": dataclasses.replace(SMALL, stream_k=4), "cores": 5, "shard": (192, 128)}
-    elif name == "straddles":
-        monkeypatch.setattr(GatherRhsSchedule, "straddles", False)
-        settings = {"config": dataclasses.replace(SMALL, chunk_bytes=192), "shard": (64, 288)}
-    else:
-        monkeypatch.setattr(GatherRhsSchedule, "shard", lambda self, me, step: step)
-    wrong = []
-    for seed in range(10):
-        try:
-            result = launch(along, completion="late", scheduler="pct", seed=seed, **settings)
-        except EmulationError as report:
-            wrong.append(str(report))
-            break
-        expected = oracle_of(*product(2, along, 128, settings.get("shard", (128, 128))))
-        if not np.array_equal(np.asarray(result), expected.astype(jnp.bfloat16)):
-            wrong.append("numbers")
-            break
-    assert wrong and (name == "lhs shard") == (wrong[0] == "numbers")
+def test_a_part_of_a_tile_that_waits_for_no_block_is_reported(monkeypatch):
+    """A CTA that begins in the middle of a tile has waited for no block before."""
+    monkeypatch.setattr(op, "_Tile", lambda *args, first, **kwargs: hopper.Tile(*args, **kwargs))
+    monkeypatch.setattr(hopper.Tile, "first", 0, raising=False)
+    kernel = of_weights("k", dataclasses.replace(SMALL, stream_k=4), 2, m=128, shard=(192, 128))
+    assert kernel.report(seeds=10, cores=5, completion="late", scheduler="pct")
 
 
-def test_a_wrong_peer_shows_in_the_numbers(monkeypatch):
+def test_a_tile_that_waits_for_one_of_two_blocks_is_reported(monkeypatch):
+    monkeypatch.setattr(GatherRhsSchedule, "straddles", False)
+    kernel = of_weights("k", dataclasses.replace(SMALL, chunk_bytes=192), 2, m=128, shard=(64, 288))
+    assert kernel.report(seeds=10, cores=3, completion="late", scheduler="pct")
+
+
+def test_another_shard_of_the_left_operand_shows_in_the_numbers(monkeypatch):
+    monkeypatch.setattr(GatherRhsSchedule, "shard", lambda self, me, step: step)
+    with pytest.raises(AssertionError):
+        of_weights("k", SMALL, 2, m=128, shard=(128, 128)).run(cores=3)
+
+
+@pytest.mark.parametrize("along", ALONG)
+def test_a_wrong_peer_shows_in_the_numbers(along, monkeypatch):
     """Reading another peer's shard is no race, so it is the numbers that have to tell."""
     peer = Ring.peer
     monkeypatch.setattr(Ring, "peer", lambda self, distance: peer(self, remainder(3 - distance, 3)))
-    for along in ALONG:
-        expected = oracle_of(*product(3, along, 128, (128, 128))).astype(jnp.bfloat16)
-        assert not np.array_equal(np.asarray(launch(along, devices=3)), expected)
+    with pytest.raises(AssertionError):
+        of_weights(along, SMALL, m=128, shard=(128, 128)).run(cores=3)

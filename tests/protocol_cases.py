@@ -1,0 +1,101 @@
+"""What the tests of protocols share: each fused kernel in small, with what it must compute, and many runs of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import overlap
+from overlap.emulation import EmulationError, emulate
+from tests import several_sides_cases
+from tests.oracle import make_mesh
+from tests.product_cases import oracle_of
+from tests.rhs_cases import fused, mapped, product
+from tests.several_sides_cases import Form
+
+# Several chunks of each peer's shard for each CTA.
+PULL = overlap.Config(tile_n=64, stages=2, chunk_bytes=4096)
+JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
+WEIGHTS = overlap.Config(tile_n=128, stages=2, chunk_bytes=1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel that is traced when `call` first runs, whatever is patched then, and no more after that.
+
+    Attributes:
+      call: runs it on operands of its own.
+      check: whether a result is exact, an AssertionError if not.
+    """
+
+    call: Callable[[], Any]
+    check: Callable[[Any], None]
+
+    def run(self, **settings: Any) -> Any:
+        """One emulated run, whose result must be exact."""
+        with emulate(**settings) as run:
+            result = self.call()
+            run.check()
+        self.check(result)
+        return run
+
+    def report(self, seeds: int = 18, step_limit: int = 500_000, **settings: Any) -> EmulationError | None:
+        """The first error that the emulator reports in runs with several seeds and, if not given, completions."""
+        for seed in range(seeds):
+            # Only where copies are fast can a thread fall behind them.
+            varied = {"completion": ("eager", "late", "random")[seed % 3]} | settings
+            try:
+                with emulate(seed=seed, step_limit=step_limit, **varied):
+                    jax.block_until_ready(self.call())
+            except EmulationError as report:
+                return report
+        return None
+
+
+def of_rows(form: Form, config: overlap.Config, devices: int = 3, transport: str | None = None) -> Kernel:
+    """`all_gather_lhs_matmul`."""
+    mesh, arrays = make_mesh(x=devices), several_sides_cases.operands(form, devices)
+    given = several_sides_cases.put(form, mesh, arrays)
+    body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
+    function = several_sides_cases.on_mesh(form, mesh, body)
+    return Kernel(lambda: function(*given), lambda results: several_sides_cases.assert_exact(form, arrays, results))
+
+
+def of_weights(
+    along: str, config: overlap.Config = WEIGHTS, devices: int = 3, *, m: int = 64, shard: tuple[int, int] = (64, 64)
+) -> Kernel:
+    """`all_gather_rhs_matmul`."""
+    lhs, rhs = product(devices, along, m, shard)
+    function = mapped(make_mesh(x=devices), along, fused(along, config))
+
+    def check(result: Any) -> None:
+        expected = oracle_of(lhs, rhs).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(np.asarray(result, np.float32), expected.astype(np.float32))
+
+    return Kernel(lambda: function(lhs, rhs), check)
+
+
+ONE = Form(72, (64,), 136, container=None)
+FEW = Form(16, (136,), 136, container=None)
+KERNELS: dict[str, Callable[[int], Kernel]] = {
+    "pull": lambda devices: of_rows(ONE, PULL, devices),
+    "pull, scales": lambda devices: of_rows(dataclasses.replace(ONE, scales=("rows",)), PULL, devices),
+    "pull, gathered": lambda devices: of_rows(dataclasses.replace(ONE, gathered=True), PULL, devices),
+    "joined": lambda devices: of_rows(FEW, JOINED, devices),
+    "joined, scales": lambda devices: of_rows(dataclasses.replace(FEW, scales=("rows",)), JOINED, devices),
+    "rhs n": lambda devices: of_weights("n", devices=devices),
+    "rhs k": lambda devices: of_weights("k", devices=devices),
+    "ring": lambda devices: of_rows(ONE, PULL, devices, "ring"),
+}
+
+
+@functools.cache
+def clean(name: str, devices: int = 3) -> Kernel:
+    """A kernel of `KERNELS`, traced once for all tests that patch nothing."""
+    return KERNELS[name](devices)
