@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from overlap.kernels import differentiable, dispatch, product
+from overlap.kernels.activation import traced
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hopper import PLAIN, Forms
@@ -222,5 +223,7 @@ def matmul(
     choice = _decide(call, config, implementation)
     if choice.config is None:
         return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, activation))
-    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, activation)
+    act, sc = traced(activation) if activation is not None else (None, ())
+    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, act)
+    call = dataclasses.replace(call, operands=dataclasses.replace(call.operands, scalars=sc))
     return call.restore(differentiable.fused(call.operands, plan))

@@ -1,0 +1,130 @@
+"""Linear maps with a transpose of their own: what makes an operation differentiable in both modes, to any order.
+
+An operation's derivative is a linear map of the operands' tangents. Forward mode (`jax.jvp`) evaluates it, and reverse
+mode (`jax.grad`) transposes it. Here the map itself is ordinary JAX, run by XLA; its transpose is the operation's own
+backward pass, which may run kernels. So `jax.custom_jvp` with such a map gives both modes, which `jax.custom_vjp`
+cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+# From residuals, which of the operands are asked for, and cotangents of the results, to the cotangents of these.
+Transpose = Callable[[Sequence[Any], Sequence[bool], Sequence[Any]], Sequence[Any]]
+
+_linear_p = Primitive("overlap_linear")
+_linear_p.multiple_results = True
+
+
+def linear_map(
+    forward: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    transpose: Transpose,
+    residuals: Sequence[Any],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """`forward(residuals, operands)`, which is linear in `operands`, with a transpose of its own.
+
+    Args:
+      forward: in terms of JAX's own operations; it captures no arrays.
+      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand, in any
+        floating-point dtype, or None where `wanted` is False. Each is rounded to its operand's dtype afterwards, once.
+      residuals: arrays.
+      operands: arrays.
+    """
+    count = len(residuals)
+    traced = jax.make_jaxpr(lambda *values: list(forward(values[:count], values[count:])))(*residuals, *operands)
+    return _linear_p.bind(*residuals, *operands, forward=traced, transpose=transpose, count=count)
+
+
+@_linear_p.def_impl
+def _evaluate(*values: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+    del transpose, count
+    return jaxpr_as_fun(forward)(*values)
+
+
+@_linear_p.def_abstract_eval
+def _types(*values: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+    del values, transpose, count
+    return forward.out_avals
+
+
+mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
+
+
+def _jvp(primals: Any, tangents: Any, *, forward: Any, transpose: Any, count: int) -> Any:
+    outs = _linear_p.bind(*primals, forward=forward, transpose=transpose, count=count)
+    sums: list[Any] = [ad.Zero.from_primal_value(out) for out in outs]
+    moved = [index for index in range(count) if type(tangents[index]) is not ad.Zero]
+    if moved:
+
+        def of_residuals(*given: Any) -> list[Any]:
+            values = list(primals)
+            for index, value in zip(moved, given, strict=True):
+                values[index] = value
+            return jaxpr_as_fun(forward)(*values)
+
+        _, sums = jax.jvp(of_residuals, [primals[i] for i in moved], [tangents[i] for i in moved])
+    if any(type(tangent) is not ad.Zero for tangent in tangents[count:]):
+        directions = [ad.instantiate_zeros(tangent) for tangent in tangents[count:]]
+        of_operands = _linear_p.bind(*primals[:count], *directions, forward=forward, transpose=transpose, count=count)
+        sums = [ad.add_tangents(a, b) for a, b in zip(sums, of_operands, strict=True)]
+    return outs, sums
+
+
+def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpose, count: int) -> list[Any]:
+    del forward
+    operands = values[count:]
+    wanted = [ad.is_undefined_primal(operand) for operand in operands]
+    results = transpose(values[:count], wanted, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
+    rounded = [
+        result.astype(operand.aval.dtype) if is_wanted else None
+        for operand, is_wanted, result in zip(operands, wanted, results, strict=True)
+    ]
+    return [None] * count + rounded
+
+
+def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, count: int) -> Any:
+    (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not batching.not_mapped}
+    values = [
+        value if dim is batching.not_mapped else jnp.moveaxis(value, dim, 0)
+        for value, dim in zip(values, dims, strict=True)
+    ]
+    axes = [None if dim is batching.not_mapped else 0 for dim in dims]
+
+    def forward_of_all(residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        return jax.vmap(jaxpr_as_fun(forward), in_axes=axes, axis_size=size)(*residuals, *operands)
+
+    def transpose_of_all(residuals: Sequence[Any], wanted: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:
+        def of_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            return list(transpose(residuals, wanted, cotangents))
+
+        results = jax.vmap(of_one, in_axes=(axes[:count], 0), axis_size=size)(list(residuals), list(cotangents))
+        # What all elements share has the sum of their cotangents: not rounded before it.
+        return [
+            result if axis == 0 or result is None else _wide(result).sum(axis=0)
+            for result, axis in zip(results, axes[count:], strict=True)
+        ]
+
+    outs = linear_map(forward_of_all, transpose_of_all, values[:count], values[count:])
+    return outs, [0] * len(outs)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+ad.primitive_jvps[_linear_p] = _jvp
+ad.primitive_transposes[_linear_p] = _transposed
+batching.primitive_batchers[_linear_p] = _batched
+
+
+def is_known_zero(tangent: Any) -> bool:
+    """Whether a tangent of `jax.custom_jvp` (with `symbolic_zeros`) is known to be zero."""
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
