@@ -36,8 +36,9 @@ from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Site, Transport, choose_transport
-from overlap.kernels import differentiable, dispatch, hopper, product
+from overlap.kernels import arguments, differentiable, dispatch, hopper, product
 from overlap.kernels.config import Config
+from overlap.kernels.linear import tangents_of
 from overlap.kernels.target import Target
 from overlap.primitives import Ring, shared_flags
 from overlap.primitives.integers import ceil_div
@@ -237,26 +238,26 @@ def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Arr
     return run(*leaves)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _fused(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     return _run(operands, plan)
 
 
-def _fused_forward(operands: Operands, plan: Plan) -> Any:
-    return _fused(operands, plan), operands
+@functools.partial(_fused.defjvp, symbolic_zeros=True)
+def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
+    # In reverse mode: the transpose, matmul + reduce-scatter, by XLA.
+    def backward(operands: Operands, saved: None, cotangents: Any, wanted: Operands) -> Operands:
+        del saved  # What was gathered is gathered anew.
+        return reference.all_gather_lhs_matmul_backward(operands, plan, cotangents, wanted)
 
-
-def _fused_backward(plan: Plan, operands: Operands, cotangents: Any) -> tuple[Operands]:
-    # The transpose, matmul + reduce-scatter, runs by XLA.
-    return (reference.all_gather_lhs_matmul_backward(operands, plan, *cotangents),)
-
-
-_fused.defvjp(_fused_forward, _fused_backward)
+    outs: Any = _fused(*primals, plan)
+    by_xla = functools.partial(reference.all_gather_lhs_matmul, plan=plan)
+    return outs, tangents_of(outs, *primals, *tangents, by_xla=by_xla, backward=backward)
 
 
 def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None, by: str | None,
             mesh: Any = None) -> dispatch.Explanation:  # fmt: skip
-    transport = choose_transport(by)
+    transport = choose_transport(arguments.one_of("transport", by, tuple(TRANSPORTS)))
     forwards = TRANSPORTS[transport[0]].forwards
 
     def check(config: Config, target: Target) -> None:
@@ -277,8 +278,8 @@ def decide(
     transport: str | None = None, mesh: Any = None, return_gathered: bool = False, **keywords: Any,
 ) -> dispatch.Explanation:  # fmt: skip
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
-    del return_gathered  # It changes nothing about the choice.
-    ring = ring_of(NAME, axis_name, mesh)
+    arguments.flag("return_gathered", return_gathered)  # It changes nothing about the choice.
+    ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
     return _decide(gathered_lhs.normalize(lhs, rhs, **keywords), ring, config, implementation, transport, mesh)
 
 
@@ -350,7 +351,9 @@ def all_gather_lhs_matmul(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    ring = ring_of(NAME, axis_name)
+    arguments.require_values(lhs=lhs, rhs=rhs, scale=scale)
+    return_gathered = arguments.flag("return_gathered", return_gathered)
+    ring = ring_of(NAME, arguments.axis_name(axis_name))
     call = gathered_lhs.normalize(
         lhs, rhs, scale=scale, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax import lax
 from overlap.kernels import product
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.hopper import Forms
-from overlap.kernels.linear import is_known_zero, linear_map
+from overlap.kernels.linear import tangents_of
 from overlap.kernels.product import Operands, Plan
 
 F32 = jnp.dtype(jnp.float32)
@@ -91,7 +91,7 @@ def _rank(x: Any) -> int:
 @functools.partial(fused.defjvp, symbolic_zeros=True)
 def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     """The result, and the linear map of the tangents: XLA's in forward mode, `_cotangents` in reverse mode."""
-    (operands,), directions = primals, _named(tangents[0])
+    (operands,) = primals
     z: Any = None
     if plan.activation is None:
         out: Any = fused(operands, plan)
@@ -100,97 +100,61 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
         bare = dataclasses.replace(plan, activation=None, out_dtype=F32)
         z = fused(dataclasses.replace(operands, scalars=()), bare)
         out = plan.activation(z, operands.scalars).astype(plan.out_dtype)
-    # Those whose tangents are not known to be zero: only they move.
-    moved = [name for name, direction in directions.items() if not is_known_zero(direction)]
-    if not moved:
-        return out, jnp.zeros_like(out)
-    leaves, structure = jax.tree.flatten((operands, z))
-
-    def forward(residuals: Sequence[Any], directions: Sequence[Any]) -> list[Any]:
-        given, _ = jax.tree.unflatten(structure, residuals)
-
-        def of_moved(*values: Any) -> jax.Array:
-            moved_operands = _replaced(given, dict(zip(moved, values, strict=True)))
-            return by_xla(moved_operands, plan.forms, plan.out_dtype, plan.applied(moved_operands))
-
-        return [jax.jvp(of_moved, [_named(given)[name] for name in moved], list(directions))[1]]
-
-    def transpose(residuals: Sequence[Any], wanted: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:
-        given, z = jax.tree.unflatten(structure, residuals)
-        asked = {name for name, is_wanted in zip(moved, wanted, strict=True) if is_wanted}
-        found = _cotangents(given, z, plan, cotangents[0], asked)
-        return [found.get(name) for name in moved]
-
-    (tangent,) = linear_map(forward, transpose, leaves, [directions[name] for name in moved])
+    tangent = tangents_of(
+        out, operands, tangents[0], saved=z,
+        by_xla=lambda given: by_xla(given, plan.forms, plan.out_dtype, plan.applied(given)),
+        backward=functools.partial(_cotangents, plan),
+    )  # fmt: skip
     return out, tangent
 
 
-def _named(operands: Operands) -> dict[Any, Any]:
-    """What there is among the operands: by the name of its field, scalars by their index."""
-    fields = {field.name: getattr(operands, field.name) for field in dataclasses.fields(operands)}
-    scalars = fields.pop("scalars")
-    return {name: x for name, x in fields.items() if x is not None} | dict(enumerate(scalars))
-
-
-def _replaced(operands: Operands, values: dict[Any, Any]) -> Operands:
-    named = _named(operands) | values
-    scalars = tuple(named.pop(index) for index in range(len(operands.scalars)))
-    return dataclasses.replace(operands, scalars=scalars, **named)
-
-
-def _cotangents(operands: Operands, z: Any, plan: Plan, cotangent: jax.Array, wanted: set[Any]) -> dict[Any, Any]:
-    """Cotangents of the operands that are wanted. Nothing is rounded below f32 but what a kernel makes, once."""
-    found: dict[Any, Any] = {}
-    d_z = cotangent.astype(F32)
+def _cotangents(plan: Plan, operands: Operands, z: Any, cotangent: jax.Array, wanted: Operands) -> Operands:
+    """Cotangents of the operands, in the dtypes that are wanted or wider: nothing else is rounded below f32."""
+    d_z, d_scalars = cotangent.astype(F32), operands.scalars
     if plan.activation is not None:
-        d_z, of_scalars = _through_activation(plan, z, operands.scalars, cotangent)
-        found |= {index: d for index, d in of_scalars.items() if index in wanted}
+        d_z, d_scalars = _through_activation(plan, z, operands.scalars, cotangent)
     batch, *_ = product.sizes(operands, plan.forms)
     over_batch = (0,) if batch is not None else ()
     rows, columns = operands.row_scale, operands.column_scale
     row, column = 1.0 if rows is None else rows[:, None], 1.0 if columns is None else columns
-    if wanted & {"row_scale", "column_scale"}:
+    d_rows = d_columns = None
+    if wanted.row_scale is not None or wanted.column_scale is not None:
         weighted = d_z * _times(operands.lhs, operands.rhs, plan, plan.forms, F32)
-        if "row_scale" in wanted:
-            found["row_scale"] = (weighted * column).sum(axis=(*over_batch, -1))
-        if "column_scale" in wanted:
-            found["column_scale"] = (weighted * row).sum(axis=(*over_batch, -2))
+        d_rows = None if wanted.row_scale is None else (weighted * column).sum(axis=(*over_batch, -1))
+        d_columns = None if wanted.column_scale is None else (weighted * row).sum(axis=(*over_batch, -2))
     # The cotangent as it came, where nothing has changed it: the kernel can multiply it if it has the operands' dtype.
     unchanged = plan.activation is None and rows is None and columns is None
     g = cotangent if unchanged else d_z * row * column
-    if "lhs" in wanted:
-        found["lhs"] = _of_lhs(operands, g, plan)
-    if "rhs" in wanted:
-        found["rhs"] = _of_rhs(operands, g, plan)
-    if "c" in wanted:
-        found["c"] = d_z.sum(axis=0) if d_z.ndim > operands.c.ndim else d_z
-    if "bias" in wanted:
-        found["bias"] = d_z.sum(axis=tuple(range(d_z.ndim - 1)))
-    return found
+    return Operands(
+        lhs=None if wanted.lhs is None else _of_lhs(operands, g, plan, wanted.lhs),
+        rhs=None if wanted.rhs is None else _of_rhs(operands, g, plan, wanted.rhs),
+        c=None if wanted.c is None else d_z.sum(axis=0) if d_z.ndim > operands.c.ndim else d_z,
+        bias=None if wanted.bias is None else d_z.sum(axis=tuple(range(d_z.ndim - 1))),
+        row_scale=d_rows, column_scale=d_columns, scalars=d_scalars,
+    )  # fmt: skip
 
 
-def _through_activation(plan: Plan, z: jax.Array, scalars: Any, cotangent: jax.Array) -> tuple[jax.Array, dict]:
-    """Cotangents of what goes into the activation: of the product, and of the floating-point scalars."""
+def _through_activation(plan: Plan, z: jax.Array, scalars: Any, cotangent: jax.Array) -> tuple[jax.Array, tuple]:
+    """Cotangents of what goes into the activation: of the product, and of the scalars (None for integers)."""
     activation: Any = plan.activation
     floats = [index for index, scalar in enumerate(scalars) if jnp.issubdtype(scalar.dtype, jnp.floating)]
 
     def of_floats(z: jax.Array, *values: Any) -> jax.Array:
-        given = list(scalars)
-        for index, value in zip(floats, values, strict=True):
-            given[index] = value
-        return activation(z, given).astype(plan.out_dtype)
+        changed = dict(zip(floats, values, strict=True))
+        return activation(z, [changed.get(i, x) for i, x in enumerate(scalars)]).astype(plan.out_dtype)
 
-    d_z, *d_scalars = jax.vjp(of_floats, z, *(scalars[index] for index in floats))[1](cotangent)
-    return d_z, dict(zip(floats, d_scalars, strict=True))
+    d_z, *d_floats = jax.vjp(of_floats, z, *(scalars[index] for index in floats))[1](cotangent)
+    found = dict(zip(floats, d_floats, strict=True))
+    return d_z, tuple(found.get(index) for index in range(len(scalars)))
 
 
 # d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each in the form in which its operand lies in memory: nothing is transposed.
 
 
-def _of_lhs(operands: Operands, g: jax.Array, plan: Plan) -> jax.Array:
+def _of_lhs(operands: Operands, g: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
     lhs, rhs, forms = operands.lhs, operands.rhs, plan.forms
     is_shared = g.ndim > lhs.ndim
-    dtype = F32 if is_shared else lhs.dtype
+    dtype = F32 if is_shared else dtype
     if forms.transpose_lhs:
         d = _times(rhs, g, plan, Forms(forms.transpose_rhs, True), dtype)
     else:
@@ -198,13 +162,13 @@ def _of_lhs(operands: Operands, g: jax.Array, plan: Plan) -> jax.Array:
     return d.sum(axis=0) if is_shared else d
 
 
-def _of_rhs(operands: Operands, g: jax.Array, plan: Plan) -> jax.Array:
+def _of_rhs(operands: Operands, g: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
     lhs, rhs, forms = operands.lhs, operands.rhs, plan.forms
     if lhs.ndim > rhs.ndim and not forms.transpose_lhs:
         # The rows of all batch elements contract as one.
         lhs, g = lhs.reshape(-1, lhs.shape[-1]), g.reshape(-1, g.shape[-1])
     is_shared = g.ndim > rhs.ndim
-    dtype = F32 if is_shared else rhs.dtype
+    dtype = F32 if is_shared else dtype
     if forms.transpose_rhs:
         d = _times(g, lhs, plan, Forms(True, forms.transpose_lhs), dtype)
     else:

@@ -256,11 +256,11 @@ class _Walk:
         varying = any(x.varying for x in operands)
         shape = tuple(getattr(aval, "shape", ()))
         if not refused and name in _SHAPES and not others:
-            same = shape == self.shape and equation.invars[0].aval.shape == self.shape
-            moves = name in ("transpose", "rev") or name == "broadcast_in_dim" and (
-                tuple(params["broadcast_dimensions"]) != tuple(range(len(shape)))
-            )  # fmt: skip
-            if not varying or (same and not moves):
+            identity = "broadcast_dimensions" not in params or (
+                tuple(params["broadcast_dimensions"]) == tuple(range(len(shape)))
+            )
+            same = shape == self.shape == equation.invars[0].aval.shape and name not in ("transpose", "rev")
+            if not varying or (same and identity):
                 return [operands[0]]
         if not refused and (others or name not in _ELEMENTWISE):
             refused = f"it uses {name!r}, which is not elementwise" if varying else f"it uses {name!r}"
@@ -272,7 +272,7 @@ class _Walk:
 
     def _elementwise(self, equation: Any, operands: list[_Value], varying: bool, dtype: str) -> _Value:
         name, params = equation.primitive.name, dict(equation.params)
-        # What is true of a number is that it is not zero, but Mosaic GPU would truncate it; its `not` is wrong likewise.
+        # A number is true if it is not zero, but Mosaic GPU would take its last bit; and its `not` is of integers.
         if name == "convert_element_type" and dtype == "bool" and operands[0].dtype != "bool":
             return self.add(lax.ne_p, {}, [operands[0], _constant(np.zeros((), operands[0].dtype))], varying, dtype)
         if name == "not" and dtype == "bool":

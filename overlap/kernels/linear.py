@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-# From residuals, which of the operands are asked for, and cotangents of the results, to the cotangents of these.
-Transpose = Callable[[Sequence[Any], Sequence[bool], Sequence[Any]], Sequence[Any]]
+# From residuals, the dtypes in which cotangents of the operands are wanted (None: not at all), and cotangents of the
+# results, to the cotangents of the operands.
+Transpose = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_p = Primitive("overlap_linear")
 _linear_p.multiple_results = True
@@ -33,8 +34,9 @@ def linear_map(
 
     Args:
       forward: in terms of JAX's own operations; it captures no arrays.
-      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand, in any
-        floating-point dtype, or None where `wanted` is False. Each is rounded to its operand's dtype afterwards, once.
+      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand. `wanted`
+        holds the dtype in which each is wanted, or None where it is not: that of the operand, or f32 if it will be
+        added to others first. A cotangent may have more bits than that; it is rounded once, at the end.
       residuals: arrays.
       operands: arrays.
     """
@@ -81,11 +83,10 @@ def _jvp(primals: Any, tangents: Any, *, forward: Any, transpose: Any, count: in
 def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpose, count: int) -> list[Any]:
     del forward
     operands = values[count:]
-    wanted = [ad.is_undefined_primal(operand) for operand in operands]
+    wanted = [operand.aval.dtype if ad.is_undefined_primal(operand) else None for operand in operands]
     results = transpose(values[:count], wanted, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
     rounded = [
-        result.astype(operand.aval.dtype) if is_wanted else None
-        for operand, is_wanted, result in zip(operands, wanted, results, strict=True)
+        None if dtype is None else result.astype(dtype) for dtype, result in zip(wanted, results, strict=True)
     ]
     return [None] * count + rounded
 
@@ -101,14 +102,19 @@ def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, coun
     def forward_of_all(residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         return jax.vmap(jaxpr_as_fun(forward), in_axes=axes, axis_size=size)(*residuals, *operands)
 
-    def transpose_of_all(residuals: Sequence[Any], wanted: Sequence[bool], cotangents: Sequence[Any]) -> list[Any]:
+    def transpose_of_all(residuals: Sequence[Any], wanted: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        # What all elements share has the sum of their cotangents, which are not rounded before it.
+        dtypes = [
+            dtype if axis == 0 or dtype is None else jnp.dtype(jnp.float32)
+            for dtype, axis in zip(wanted, axes[count:], strict=True)
+        ]
+
         def of_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            return list(transpose(residuals, wanted, cotangents))
+            return list(transpose(residuals, dtypes, cotangents))
 
         results = jax.vmap(of_one, in_axes=(axes[:count], 0), axis_size=size)(list(residuals), list(cotangents))
-        # What all elements share has the sum of their cotangents: not rounded before it.
         return [
-            result if axis == 0 or result is None else _wide(result).sum(axis=0)
+            result if axis == 0 or result is None else result.sum(axis=0)
             for result, axis in zip(results, axes[count:], strict=True)
         ]
 
@@ -116,15 +122,53 @@ def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, coun
     return outs, [0] * len(outs)
 
 
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transposed
 batching.primitive_batchers[_linear_p] = _batched
 
 
-def is_known_zero(tangent: Any) -> bool:
-    """Whether a tangent of `jax.custom_jvp` (with `symbolic_zeros`) is known to be zero."""
-    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+def tangents_of(
+    outs: Any,
+    operands: Any,
+    tangents: Any,
+    *,
+    by_xla: Callable[[Any], Any],
+    backward: Callable[..., Any],
+    saved: Any = None,
+) -> Any:
+    """The tangents of an operation's results, in a rule of `jax.custom_jvp` with `symbolic_zeros`.
+
+    Args:
+      outs: the results, a pytree.
+      operands: the operands, a pytree.
+      tangents: a pytree of the same structure.
+      by_xla: the operation in terms of JAX's own operations, for forward mode: from operands to results.
+      backward: called as `backward(operands, saved, cotangents, wanted)` for reverse mode; returns a pytree of
+        cotangents. `wanted` is a pytree of the dtypes in which they are, None where they are not: see `linear_map`.
+      saved: further arrays for that, a pytree.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    directions = structure.flatten_up_to(tangents)
+    moved = [i for i, x in enumerate(directions) if not isinstance(x, jax.custom_derivatives.SymbolicZero)]
+    out_structure = jax.tree.structure(outs)
+    if not moved:
+        return jax.tree.map(jnp.zeros_like, outs)
+    residuals, all_structure = jax.tree.flatten((operands, saved))
+
+    def forward(residuals: Sequence[Any], directions: Sequence[Any]) -> list[Any]:
+        values = list(residuals[: len(leaves)])
+
+        def of_moved(*given: Any) -> Any:
+            changed = dict(zip(moved, given, strict=True))
+            return by_xla(jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(values)]))
+
+        return jax.tree.leaves(jax.jvp(of_moved, [values[i] for i in moved], list(directions))[1])
+
+    def transpose(residuals: Sequence[Any], wanted: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        given, saved = jax.tree.unflatten(all_structure, residuals)
+        dtypes = dict(zip(moved, wanted, strict=True))
+        asked = jax.tree.unflatten(structure, [dtypes.get(i) for i in range(len(leaves))])
+        found = structure.flatten_up_to(backward(given, saved, jax.tree.unflatten(out_structure, cotangents), asked))
+        return [None if dtypes[i] is None else found[i] for i in moved]
+
+    return jax.tree.unflatten(out_structure, linear_map(forward, transpose, residuals, [directions[i] for i in moved]))

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from overlap.kernels import differentiable, dispatch, product
-from overlap.kernels.activation import traced
+from overlap.kernels import activation as activations
+from overlap.kernels import arguments, differentiable, dispatch, product
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hopper import PLAIN, Forms
@@ -21,18 +20,17 @@ from overlap.kernels.product import Operands, Plan
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
     """The checks that every product shares, on its last two dimensions; returns the output's dtype.
 
+    `lhs` and `rhs` have gone through `arguments.array`.
+
     Raises:
       ValueError: wrong ranks, dtypes or sizes.
     """
     for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise ValueError(f"`{name}` must be an array, got {type(array).__name__}")
         if len(array.shape) < 2:
             raise ValueError(
-                f"`{name}` must have 2 dimensions or more, got {len(array.shape)} (shape {tuple(array.shape)})"
+                f"`{name}` must have 2 dimensions or more, got {len(array.shape)} (shape {tuple(array.shape)}): "
+                "reshape it"
             )
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"`lhs` and `rhs` must be floating-point, got {array.dtype}")
     if lhs.dtype != rhs.dtype and not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
         raise ValueError(f"`lhs` and `rhs` must have the same dtype, got {lhs.dtype} and {rhs.dtype}: cast one of them")
     lhs_k = lhs.shape[-2 if forms.transpose_lhs else -1]
@@ -40,11 +38,9 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms
     if lhs_k != rhs_k:
         raise ValueError(
             f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
-            f"k={rhs_k} in rhs {tuple(rhs.shape)}"
+            f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed?"
         )
-    if preferred_element_type is not None:
-        return jnp.dtype(preferred_element_type)
-    return jnp.dtype(jnp.bfloat16) if lhs.dtype in FLOAT8 else jnp.dtype(lhs.dtype)
+    return arguments.result_dtype(preferred_element_type, lhs.dtype)
 
 
 def require_unchecked_vma(*operands: Any) -> None:
@@ -68,7 +64,7 @@ class _Call:
     operands: Operands
     forms: Forms
     out_dtype: Any
-    activation: Any
+    activation: activations.Activation | None
     batch: tuple[int, ...]
 
     def restore(self, out: jax.Array) -> jax.Array:
@@ -87,13 +83,11 @@ def _normalize(
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
 ) -> _Call:
-    """Checks shapes and brings the operands into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
-    lhs, rhs, c, bias = map(_on_device, (lhs, rhs, c, bias))
-    forms = Forms(transpose_lhs, transpose_rhs)
+    """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
+    lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
+    c, bias = (None if x is None else arguments.array(name, x) for name, x in (("c", c), ("bias", bias)))
+    forms = Forms(arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs))
     out_dtype = check_operands(lhs, rhs, preferred_element_type, forms)
-    for name, array in (("c", c), ("bias", bias)):
-        if array is not None and not hasattr(array, "shape"):
-            raise ValueError(f"`{name}` must be an array, got {type(array).__name__}")
     batches = [tuple(x.shape[:-2]) for x in (lhs, rhs) if len(x.shape) > 2]
     if len(set(batches)) > 1:
         raise ValueError(
@@ -103,62 +97,62 @@ def _normalize(
     batch = batches[0] if batches else ()
     _, m, n, _ = product.sizes(Operands(_flat(lhs), _flat(rhs)), forms)
     if c is not None and tuple(c.shape) not in {(m, n), (*batch, m, n)}:
-        raise ValueError(f"`c` must have the shape of the result, {(*batch, m, n)}, or {(m, n)}, got {tuple(c.shape)}")
+        raise ValueError(
+            f"`c` must have the shape of the result, {(*batch, m, n)}, or {(m, n)}, got {tuple(c.shape)}: reshape or "
+            "broadcast it"
+        )
     if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"`bias` must have shape ({n},), one value per column, got {tuple(bias.shape)}")
-    if not (activation is None or callable(activation)):
-        raise ValueError(f"`activation` must be a function of an array, got {activation!r}")
-    row_scale, column_scale = _scales(scale, m, n)
-    vector = lambda x: None if x is None else x.astype(jnp.float32) if isinstance(x, jax.Array) else x  # noqa: E731
-    addend = None if c is None else _flat(c.astype(out_dtype) if isinstance(c, jax.Array) else c)
-    operands = Operands(_flat(lhs), _flat(rhs), addend, vector(bias), row_scale, column_scale)
-    return _Call(operands, forms, out_dtype, activation, batch)
-
-
-def _on_device(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        raise ValueError(f"`bias` must have shape ({n},), one value per column, got {tuple(bias.shape)}: reshape it")
+    wide = product.accumulator(lhs.dtype)
+    row_scale, column_scale = _scales(scale, m, n, wide)
+    applied, scalars = (None, ()) if activation is None else activations.traced(activation)
+    operands = Operands(
+        _flat(lhs), _flat(rhs), None if c is None else _flat(arguments.each(lambda x: x.astype(out_dtype), c)),
+        None if bias is None else arguments.each(lambda x: x.astype(wide), bias), row_scale, column_scale, scalars,
+    )  # fmt: skip
+    return _Call(operands, forms, out_dtype, applied, batch)
 
 
 def _flat(x: Any) -> Any:
     """With at most one batch dimension."""
-    if len(x.shape) <= 3:
-        return x
-    shape = (-1, *x.shape[-2:])
-    return x.reshape(shape) if isinstance(x, jax.Array) else jax.eval_shape(lambda y: y.reshape(shape), x)
+    return x if len(x.shape) <= 3 else arguments.each(lambda x: x.reshape(-1, *x.shape[-2:]), x)
 
 
-def _scales(scale: Any, m: int, n: int) -> tuple[Any, Any]:
-    """Row scale [m] and column scale [n] in f32 of what the caller gave: one array, or a pair to be multiplied."""
-    row, column = None, None
+def _scales(scale: Any, m: int, n: int, dtype: Any) -> tuple[Any, Any]:
+    """Row scale [m] and column scale [n] of what the caller gave: one array, or a tuple to be multiplied."""
+    row: Any = None
+    column: Any = None
     for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
-        part = jnp.asarray(part, jnp.float32)
-        if part.shape == (m, 1):
-            row = part[:, 0] if row is None else row * part[:, 0]
+        part = arguments.each(lambda x: x.astype(dtype), arguments.factor(part))
+        if part.shape == (m, 1) and part.shape != (1, 1):
+            part = arguments.each(lambda x: x[:, 0], part)
+            row = part if row is None else arguments.each(jnp.multiply, row, part)
         elif part.shape in {(), (1,), (1, 1), (n,), (1, n)}:
-            part = jnp.broadcast_to(part.reshape(-1), (n,))
-            column = part if column is None else column * part
+            part = arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), part)
+            column = part if column is None else arguments.each(jnp.multiply, column, part)
         else:
             raise ValueError(
-                f"`scale` must be a scalar, ({m}, 1) per row, ({n},) or (1, {n}) per column, or a pair of these, got "
-                f"shape {part.shape}"
+                f"`scale` must be a scalar, ({m}, 1) per row, ({n},) or (1, {n}) per column, or a tuple of these, got "
+                f"shape {tuple(part.shape)}: reshape it"
             )
     return row, column
 
 
-def _decide(call: _Call, config: Config | None, implementation: str | None) -> Explanation:
+def _decide(call: _Call, config: Config | None, implementation: str | None, mesh: Any = None) -> Explanation:
     def check(config: Config, target: Any) -> None:
-        product.check(call.operands, call.forms, call.out_dtype, config, target)
+        product.check(call.operands, call.forms, call.out_dtype, config, target, call.activation)
         require_unchecked_vma(call.operands.lhs, call.operands.rhs)
 
     problem = product.problem(call.operands, call.forms, call.out_dtype)
-    return dispatch.decide("matmul", implementation, dispatch.target(), config, check, problem)
+    return dispatch.decide("matmul", implementation, dispatch.target(mesh), config, check, problem)
 
 
 def decide(
-    lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, **keywords: Any
-) -> Explanation:
+    lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, mesh: Any = None,
+    **keywords: Any,
+) -> Explanation:  # fmt: skip
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
-    return _decide(_normalize(lhs, rhs, **keywords), config, implementation)
+    return _decide(_normalize(lhs, rhs, **keywords), config, implementation, mesh)
 
 
 def matmul(
@@ -209,6 +203,7 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
+    arguments.require_values(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
     call = _normalize(
         lhs,
         rhs,
@@ -223,7 +218,5 @@ def matmul(
     choice = _decide(call, config, implementation)
     if choice.config is None:
         return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, activation))
-    act, sc = traced(activation) if activation is not None else (None, ())
-    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, act)
-    call = dataclasses.replace(call, operands=dataclasses.replace(call.operands, scalars=sc))
+    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, call.activation)
     return call.restore(differentiable.fused(call.operands, plan))
