@@ -60,9 +60,7 @@ def all_gather_lhs_matmul_backward(operands: Operands, plan: Plan, cotangents: A
         d_sides.append(
             None
             if dtype is None
-            else lax.dot_general(
-                *pair, ((leading, leading), ((), ())), preferred_element_type=_result(pair, dtype)
-            )
+            else lax.dot_general(*pair, ((leading, leading), ((), ())), preferred_element_type=_result(pair, dtype))
         )
     d_lhs = None
     if wanted.lhs is not None:

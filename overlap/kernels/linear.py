@@ -62,7 +62,7 @@ mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=Tru
 
 def _jvp(primals: Any, tangents: Any, *, forward: Any, transpose: Any, count: int) -> Any:
     outs = _linear_p.bind(*primals, forward=forward, transpose=transpose, count=count)
-    sums: list[Any] = [ad.Zero.from_primal_value(out) for out in outs]
+    sums: Any = None
     moved = [index for index in range(count) if type(tangents[index]) is not ad.Zero]
     if moved:
 
@@ -76,7 +76,7 @@ def _jvp(primals: Any, tangents: Any, *, forward: Any, transpose: Any, count: in
     if any(type(tangent) is not ad.Zero for tangent in tangents[count:]):
         directions = [ad.instantiate_zeros(tangent) for tangent in tangents[count:]]
         of_operands = _linear_p.bind(*primals[:count], *directions, forward=forward, transpose=transpose, count=count)
-        sums = [ad.add_tangents(a, b) for a, b in zip(sums, of_operands, strict=True)]
+        sums = of_operands if sums is None else [a + b for a, b in zip(sums, of_operands, strict=True)]
     return outs, sums
 
 
@@ -85,19 +85,17 @@ def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpos
     operands = values[count:]
     wanted = [operand.aval.dtype if ad.is_undefined_primal(operand) else None for operand in operands]
     results = transpose(values[:count], wanted, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
-    rounded = [
-        None if dtype is None else result.astype(dtype) for dtype, result in zip(wanted, results, strict=True)
-    ]
+    rounded = [None if dtype is None else result.astype(dtype) for dtype, result in zip(wanted, results, strict=True)]
     return [None] * count + rounded
 
 
 def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, count: int) -> Any:
-    (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not batching.not_mapped}
+    # A dimension of None: the same for all elements.
+    (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
     values = [
-        value if dim is batching.not_mapped else jnp.moveaxis(value, dim, 0)
-        for value, dim in zip(values, dims, strict=True)
+        value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in zip(values, dims, strict=True)
     ]
-    axes = [None if dim is batching.not_mapped else 0 for dim in dims]
+    axes = [None if dim is None else 0 for dim in dims]
 
     def forward_of_all(residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         return jax.vmap(jaxpr_as_fun(forward), in_axes=axes, axis_size=size)(*residuals, *operands)
