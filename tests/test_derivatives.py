@@ -125,7 +125,11 @@ def gather(op, devices=2):
                 lhs, rhs, "x", scale=(scale, 0.5), implementation=implementation, preferred_element_type=None
             )
         return overlap.all_gather_rhs_matmul(
-            (lhs * scale).astype(lhs.dtype), rhs, "x", gather_dimension=0 if op == "k" else 1, implementation=implementation
+            (lhs * scale).astype(lhs.dtype),
+            rhs,
+            "x",
+            gather_dimension=0 if op == "k" else 1,
+            implementation=implementation,
         )
 
     return call
@@ -138,7 +142,12 @@ def single(lhs, rhs, scale, implementation):
     return overlap.matmul(lhs, rhs, scale=scale, bias=bias, activation=activation, implementation=implementation)
 
 
-SHAPES = {"matmul": ((16, 64), (64, 24)), "lhs": ((16, 64), (64, 24)), "n": ((16, 64), (64, 8)), "k": ((16, 64), (32, 24))}
+SHAPES = {
+    "matmul": ((16, 64), (64, 24)),
+    "lhs": ((16, 64), (64, 24)),
+    "n": ((16, 64), (64, 8)),
+    "k": ((16, 64), (32, 24)),
+}
 TRANSFORMED = {
     "jvp": lambda f, x, v: jax.jvp(f, x, v),
     "linearize": lambda f, x, v: jax.linearize(f, *x)[1](*v),
@@ -146,9 +155,9 @@ TRANSFORMED = {
     "grad of grad": lambda f, x, v: jax.grad(lambda *x: _dot(jax.grad(_loss(f), (0, 1, 2))(*x), v), (0, 1, 2))(*x),
     "jvp of grad": lambda f, x, v: jax.jvp(jax.grad(_loss(f), (0, 1, 2)), x, v),
     "grad of jvp": lambda f, x, v: jax.grad(lambda *x: jnp.sin(jax.jvp(f, x, v)[1].astype(F32)).sum(), (0, 1))(*x),
-    "vmap of jvp": lambda f, x, v: jax.vmap(lambda t: jax.jvp(lambda a: f(a, *x[1:]), ((x[0] * t).astype(x[0].dtype),), (v[0],)))(
-        jnp.arange(1, 3, dtype=F16)
-    ),
+    "vmap of jvp": lambda f, x, v: jax.vmap(
+        lambda t: jax.jvp(lambda a: f(a, *x[1:]), ((x[0] * t).astype(x[0].dtype),), (v[0],))
+    )(jnp.arange(1, 3, dtype=F16)),
 }
 
 
@@ -190,7 +199,10 @@ def test_both_modes_and_twice(name, op):
 def test_gathers_as_the_gradient_of_the_plain_operations(dtype, op):
     """At the ends of the range: large rows of one operand against small columns of the other."""
     lhs_shape, rhs_shape = SHAPES[op]
-    lhs, rhs = normal(0, 2 * lhs_shape[0], lhs_shape[1], dtype=dtype), normal(1, 2 * rhs_shape[0], rhs_shape[1], dtype=dtype)
+    lhs, rhs = (
+        normal(0, 2 * lhs_shape[0], lhs_shape[1], dtype=dtype),
+        normal(1, 2 * rhs_shape[0], rhs_shape[1], dtype=dtype),
+    )
     factor = 300.0 if op == "lhs" else 1.0
 
     def plain(lhs, rhs):

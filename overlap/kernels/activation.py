@@ -78,7 +78,10 @@ def traced(function: Callable[[jax.Array], jax.Array]) -> tuple[Activation, tupl
 
 def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> Any:
     try:
-        closed, types = jax.make_jaxpr(function, return_shape=True)(jax.ShapeDtypeStruct(shape, jnp.float32))
+        # A function of its own: JAX keeps what it has traced of one that it has seen, whose closure may have changed.
+        closed, types = jax.make_jaxpr(lambda values: function(values), return_shape=True)(
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+        )
     except Exception as wrong:
         raise ValueError(
             f"`activation` must be elementwise, a function of one array, got {_name(function)}, which fails for shape "
