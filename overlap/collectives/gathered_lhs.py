@@ -237,7 +237,7 @@ def _scales(scale: Any, rows: tuple[int, ...], widths: list[int], several: bool,
     columns: list[Any] | None = None
     for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
         if not isinstance(part, list):
-            part = arguments.each(lambda x: x.astype(dtype), arguments.factor(part))
+            part = arguments.factor(part, dtype)
             if tuple(part.shape) == (*rows, 1):
                 part = arguments.each(lambda x: x[..., 0], part)
                 row = part if row is None else arguments.each(jnp.multiply, row, part)
@@ -262,11 +262,11 @@ def _scales(scale: Any, rows: tuple[int, ...], widths: list[int], several: bool,
 
 def _spread(scale: Any, n: int, rows: tuple[int, ...], dtype: Any, *, of_one: bool) -> Any:
     """A scale of one right operand as [n]; `of_one`: it may differ by column."""
-    scale, scalars, vectors = arguments.factor(scale), {(), (1,), (1, 1)}, {(n,), (1, n)}
+    scale, scalars, vectors = arguments.factor(scale, dtype), {(), (1,), (1, 1)}, {(n,), (1, n)}
     if tuple(scale.shape) not in (scalars | vectors if of_one else scalars):
         per_column = f"({n},) or (1, {n}) per column" if of_one else "a list with one entry per matrix of `rhs`"
         raise ValueError(
             f"`scale` must be a scalar, {(*rows, 1)} per row of the shard, {per_column}, or a tuple of these, got "
             f"shape {tuple(scale.shape)}: reshape it"
         )
-    return arguments.each(lambda x: jnp.broadcast_to(x.astype(dtype).reshape(-1), (n,)), scale)
+    return arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), scale)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from overlap.kernels.arguments import said
 from overlap.kernels.elementwise import NotElementwise, Program, program_of
 
 # No tile has this shape, and none is as large: what a function makes of sizes shows in a comparison with one entry.
@@ -63,7 +64,7 @@ def traced(function: Callable[[jax.Array], jax.Array]) -> tuple[Activation, tupl
     """
     if not callable(function):
         raise ValueError(
-            f"`activation` must be a function of an array, got {function!r}: pass a function, e.g. jax.nn.relu"
+            f"`activation` must be a function of an array, got {said(function)}: pass a function, e.g. jax.nn.relu"
         )
     large, of_one = (_trace(function, shape) for shape in (_LARGE, _ONE))
     try:
@@ -88,7 +89,9 @@ def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -
             f"{shape}: {type(wrong).__name__}: {wrong}"
         ) from wrong
     if not isinstance(types, jax.ShapeDtypeStruct):
-        raise ValueError(f"`activation` must return one array, got {_name(function)}, which returns {types!r}")
+        raise ValueError(
+            f"`activation` must return one array, got {_name(function)}, which returns {types!r}: return the array alone"
+        )
     return closed
 
 

@@ -54,6 +54,23 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def function(name: str, value: Any) -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise ValueError(f"`{name}` must be a function, got {said(value)}: pass one")
+    return value
+
+
+def count(name: str, value: Any) -> int | None:
+    """How many of something, or None."""
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_number or value < 1:
+        raise ValueError(f"`{name}` must be None or an integer of at least 1, got {said(value)}: leave it out")
+    return int(value)
+
+
 def config(value: Any) -> Config | None:
     """A configuration, or None."""
     if value is not None and not isinstance(value, Config):
@@ -121,17 +138,17 @@ def result_dtype(value: Any, operands: Any) -> jnp.dtype:
     return dtype
 
 
-def factor(value: Any) -> Any:
-    """A part of `scale`: a real number or an array of such, in JAX's form."""
+def factor(value: Any, dtype: Any) -> Any:
+    """A part of `scale`, a real number or an array of such, as an array of `dtype`."""
     if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
-        return jnp.asarray(value, jnp.float32)
+        return jnp.asarray(value, dtype)
     is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
     if not is_array or not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise ValueError(
             f"`scale` must be made of real numbers and arrays of such, got {said(value)}: convert it, e.g. with "
             "jnp.float32"
         )
-    return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+    return each(lambda x: jnp.asarray(x, dtype), value)
 
 
 def each(take: Callable[..., Any], *values: Any) -> Any:

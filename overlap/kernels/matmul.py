@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +116,8 @@ def _normalize(
 
 def _flat(x: Any) -> Any:
     """With at most one batch dimension."""
-    return x if len(x.shape) <= 3 else arguments.each(lambda x: x.reshape(-1, *x.shape[-2:]), x)
+    batch, matrix = math.prod(x.shape[:-2]), x.shape[-2:]  # (Not -1: a size may be 0.)
+    return x if len(x.shape) <= 3 else arguments.each(lambda x: x.reshape(batch, *matrix), x)
 
 
 def _scales(scale: Any, m: int, n: int, dtype: Any) -> tuple[Any, Any]:
@@ -123,7 +125,7 @@ def _scales(scale: Any, m: int, n: int, dtype: Any) -> tuple[Any, Any]:
     row: Any = None
     column: Any = None
     for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
-        part = arguments.each(lambda x: x.astype(dtype), arguments.factor(part))
+        part = arguments.factor(part, dtype)
         if part.shape == (m, 1) and part.shape != (1, 1):
             part = arguments.each(lambda x: x[:, 0], part)
             row = part if row is None else arguments.each(jnp.multiply, row, part)
