@@ -78,7 +78,7 @@ NOT_ELEMENTWISE = {
     "less its greatest": (lambda y: y - y.max(-1, keepdims=True), "reduce_max"),
     "a vector of the result's width": (lambda y: y * VECTOR, "shape"),
     "a vector of a tile's width": (lambda y: y * jnp.arange(64.0), "shape"),
-    "a captured array": (lambda y: y * jnp.ones((1, 1)) * np.ones((1, 1), np.float32), "captures an array of shape (1, 1)"),
+    "a captured array": (lambda y: y * np.ones((1, 1), np.float32), "captures an array of shape (1, 1)"),
     "a captured array in a call": (lambda y: jax.jit(lambda y: y + VECTOR[0])(y), "captures an array of shape (136,)"),
     "positions": (lambda y: y + lax.broadcasted_iota(jnp.float32, y.shape, 0), "iota"),
     "its size": (lambda y: y / y.shape[-1], "depends on the shape"),
@@ -86,8 +86,8 @@ NOT_ELEMENTWISE = {
     "an order": (lambda y: jnp.flip(y, 1), "rev"),
     "a sum so far": (lambda y: jnp.cumsum(y, 1), "cumsum"),
     "transposed": (lambda y: y.T, "(3001, 2003)"),
-    "a loop over an array": (lambda y: lax.scan(lambda x, s: (x * s, None), y, jnp.arange(3.0))[0], "scans over an array"),
-    "a loop that ends by all values": (lambda y: lax.while_loop(lambda x: x.sum() < 3, lambda x: x * 2, y), "reduce_sum"),
+    "a loop over an array": (lambda y: lax.scan(lambda x, s: (x * s, None), y, jnp.arange(3.0))[0], "scans over"),
+    "a loop that ends by all": (lambda y: lax.while_loop(lambda x: x.sum() < 3, lambda x: x * 2, y), "reduce_sum"),
     "two results": (lambda y: (y, y), "one array"),
     "no array": (lambda y: None, "one array"),
     "a scalar": (lambda y: jnp.float32(0), "()"),
@@ -111,7 +111,7 @@ def test_what_cannot_be_proven_is_refused(name, implementation):
 ONLY_BY_XLA = {
     "erfc": lambda y: jax.nn.gelu(y, approximate=False),
     "a long loop": lambda y: lax.fori_loop(0, 1000, lambda i, x: x * 0.999, y),
-    "a loop of unknown length": lambda y: lax.while_loop(lambda c: c[0] < SCALAR, lambda c: (c[0] + 1, c[1] * 2), (0, y))[1],
+    "an open loop": lambda y: lax.while_loop(lambda c: c[0] < SCALAR, lambda c: (c[0] + 1, c[1] * 2), (0, y))[1],
     "integers of values": lambda y: y.astype(jnp.int32),
 }  # fmt: skip
 

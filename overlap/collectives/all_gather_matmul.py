@@ -204,7 +204,7 @@ def _on_one_device(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...
     rows = None if operands.row_scale is None else operands.row_scale.reshape(-1)
     of_one = product.Plan(plan.config, plan.target, plan.forms, plan.out_dtype)
     folded = lhs.reshape(-1, lhs.shape[-1])
-    outs = [
+    outs: list[Any] = [
         differentiable.fused(product.Operands(folded, side, row_scale=rows, column_scale=columns), of_one)
         for side, columns in zip(operands.sides, scales, strict=True)
     ]
@@ -230,7 +230,7 @@ def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Arr
             axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
             results = jax.vmap(lambda of_one: reference.all_gather_lhs_matmul(of_one, plan), in_axes=(axes,))(given)
         else:
-            of_all = _run(gathered_lhs.fold(given, is_batched, axis_size), plan)
+            of_all: Any = _run(gathered_lhs.fold(given, is_batched, axis_size), plan)
             batch = operands.lhs.shape[:-2]
             results = jax.tree.map(lambda x: x.reshape(axis_size, *batch, *x.shape[-2:]), of_all)
         return results, jax.tree.map(lambda _: True, results)

@@ -240,8 +240,10 @@ def _fused(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
             cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
             dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
             axes = tuple(0 if b else None for b in batched)
-            static = plan.ring.axis_name, plan.along, plan.out_dtype
-            of_one = lambda lhs, rhs: reference.all_gather_rhs_matmul(lhs, rhs, *static)  # noqa: E731
+            of_one = functools.partial(
+                reference.all_gather_rhs_matmul, axis_name=plan.ring.axis_name, along=plan.along,
+                out_dtype=plan.out_dtype,
+            )  # fmt: skip
             return jax.vmap(of_one, axes)(lhs, rhs), True
         # More rows of the same product.
         out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, plan)
@@ -254,12 +256,15 @@ def _fused(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
 def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     axis_name, along = plan.ring.axis_name, plan.along
 
-    def backward(operands: Any, saved: None, cotangent: jax.Array, wanted: Any) -> Any:
+    def forward(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return reference.all_gather_rhs_matmul(operands[0], operands[1], axis_name, along, plan.out_dtype)
+
+    def backward(operands: tuple[jax.Array, jax.Array], saved: None, cotangent: jax.Array, wanted: Any) -> Any:
         del saved  # What was gathered is gathered anew.
-        return reference.all_gather_rhs_matmul_backward(*operands, axis_name, along, cotangent, wanted)
+        lhs, rhs = operands
+        return reference.all_gather_rhs_matmul_backward(lhs, rhs, axis_name, along, cotangent, wanted)
 
     out: Any = _fused(*primals, plan)
-    forward = lambda operands: reference.all_gather_rhs_matmul(*operands, axis_name, along, plan.out_dtype)  # noqa: E731
     return out, tangents_of(out, tuple(primals), tuple(tangents), by_xla=forward, backward=backward)
 
 

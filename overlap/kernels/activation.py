@@ -90,7 +90,8 @@ def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -
         ) from wrong
     if not isinstance(types, jax.ShapeDtypeStruct):
         raise ValueError(
-            f"`activation` must return one array, got {_name(function)}, which returns {types!r}: return the array alone"
+            f"`activation` must return one array, got {_name(function)}, which returns {said(types)}: return the array "
+            "alone"
         )
     return closed
 

@@ -142,8 +142,8 @@ def factor(value: Any, dtype: Any) -> Any:
     """A part of `scale`, a real number or an array of such, as an array of `dtype`."""
     if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
         return jnp.asarray(value, dtype)
-    is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
-    if not is_array or not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+    kind: Any = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) else bool
+    if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
         raise ValueError(
             f"`scale` must be made of real numbers and arrays of such, got {said(value)}: convert it, e.g. with "
             "jnp.float32"

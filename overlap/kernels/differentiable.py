@@ -77,7 +77,7 @@ def _fold_batch(given: Operands, is_batched: Operands, axis_size: int, plan: Pla
         name: fold(getattr(given, name), bool(getattr(is_batched, name)), _rank(getattr(inner, name)) == 3)
         for name in ("lhs", "rhs", "c")
     }
-    out = fused(dataclasses.replace(given, **folded), plan)
+    out: Any = fused(dataclasses.replace(given, **folded), plan)
     return out if batch is None else out.reshape(axis_size, batch, *out.shape[-2:])
 
 

@@ -228,7 +228,8 @@ class _Walk:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True))
 
         def read(atom: Any) -> _Value:
-            return _constant(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+            aval: Any = atom.aval
+            return _constant(atom.val, aval.dtype) if isinstance(atom, Literal) else values[atom]
 
         for equation in jaxpr.eqns:
             results = self._equation(equation, [read(atom) for atom in equation.invars])
@@ -251,7 +252,8 @@ class _Walk:
             return self._while(equation, operands)
         if name == "cond":
             return self._cond(equation, operands)
-        (aval, *others) = (var.aval for var in equation.outvars)
+        avals: list[Any] = [var.aval for var in equation.outvars]
+        aval, *others = avals
         refused = next((x.refused for x in operands if x.refused), None)
         varying = any(x.varying for x in operands)
         shape = tuple(getattr(aval, "shape", ()))

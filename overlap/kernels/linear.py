@@ -92,9 +92,7 @@ def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpos
 def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, count: int) -> Any:
     # A dimension of None: the same for all elements.
     (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
-    values = [
-        value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in zip(values, dims, strict=True)
-    ]
+    values = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in zip(values, dims, strict=True)]
     axes = [None if dim is None else 0 for dim in dims]
 
     def forward_of_all(residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
