@@ -250,6 +250,20 @@ def test_autotune(name, value):
         overlap.autotune(**keywords)
 
 
+def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
+    """And with types of scales: what is not there yet can be asked about."""
+    from overlap.kernels import dispatch
+    from overlap.kernels.target import Target
+
+    asked = []
+    h200 = Target("gpu", "NVIDIA H200", 132)
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: asked.append(mesh) or h200)
+    lhs, rhs = (jax.ShapeDtypeStruct((4096, 4096), BF16) for _ in range(2))
+    rows, columns = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 1), (4096,)))
+    choice = overlap.explain(overlap.matmul, lhs, rhs, mesh=MESH, scale=(rows, columns, 2.0, rows))
+    assert asked == [MESH] and choice.target == h200 and choice.implementation == "fused"
+
+
 # --- Calls that are right and were not taken --------------------------------------------------------------------------
 
 

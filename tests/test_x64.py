@@ -18,7 +18,8 @@ LHS, RHS = normal(0, 136, 144), normal(1, 144, 136)
 
 
 def matmul(config=None, **keywords):
-    return lambda a, b: overlap.matmul(a, b, config=config and overlap.Config(tile_n=128, **config), **FUSED, **keywords)
+    config = config and overlap.Config(tile_n=128, **config)
+    return lambda a, b: overlap.matmul(a, b, config=config, **FUSED, **keywords)
 
 
 def gather_lhs(config=None, several=False, **keywords):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from overlap.collectives.transport import Site, Transport, choose_transport
 from overlap.kernels import arguments, differentiable, dispatch, hopper, product
 from overlap.kernels.config import Config
 from overlap.kernels.linear import tangents_of
+from overlap.kernels.operation import Operation
 from overlap.kernels.target import Target
 from overlap.primitives import Ring, shared_flags
 from overlap.primitives.integers import ceil_div
@@ -212,47 +214,36 @@ def _on_one_device(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...
 
 
 def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """The kernel for a plan; `vmap` becomes its own batch."""
-    leaves, structure = jax.tree.flatten(operands)
-
-    @jax.custom_batching.custom_vmap
-    def run(*leaves: jax.Array) -> Any:
-        given = jax.tree.unflatten(structure, leaves)
-        if joined.serves(plan):
-            return joined.launch(given, plan)
-        return (_launch if plan.ring.size > 1 else _on_one_device)(given, plan)
-
-    @run.def_vmap
-    def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> Any:
-        given, is_batched = jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, batched)
-        if cannot := gathered_lhs.why_not_folded(is_batched, axis_size):
-            dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
-            axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
-            results = jax.vmap(lambda of_one: reference.all_gather_lhs_matmul(of_one, plan), in_axes=(axes,))(given)
-        else:
-            of_all: Any = _run(gathered_lhs.fold(given, is_batched, axis_size), plan)
-            batch = operands.lhs.shape[:-2]
-            results = jax.tree.map(lambda x: x.reshape(axis_size, *batch, *x.shape[-2:]), of_all)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return run(*leaves)
+    """The kernel for a plan."""
+    if joined.serves(plan):
+        return joined.launch(operands, plan)
+    return (_launch if plan.ring.size > 1 else _on_one_device)(operands, plan)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _fused(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    return _run(operands, plan)
+def _batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan) -> Any:
+    """`vmap` as the kernel's own batch."""
+    if cannot := gathered_lhs.why_not_folded(is_batched, axis_size):
+        dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
+        axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
+        by_xla = functools.partial(reference.all_gather_lhs_matmul, plan=plan)
+        return jax.vmap(by_xla, in_axes=(axes,), axis_size=axis_size)(operands)
+    of_all: Any = _fused(gathered_lhs.fold(operands, is_batched, axis_size), plan)
+    batch = operands.lhs.shape[1 if is_batched.lhs else 0 : -2]
+    return jax.tree.map(lambda x: x.reshape(axis_size, *batch, *x.shape[-2:]), of_all)
 
 
-@functools.partial(_fused.defjvp, symbolic_zeros=True)
-def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
+def _derivative(operands: Operands, tangents: Operands, plan: Plan, evaluate: Callable[[], Any]) -> Any:
     # In reverse mode: the transpose, matmul + reduce-scatter, by XLA.
     def backward(operands: Operands, saved: None, cotangents: Any, wanted: Operands) -> Operands:
         del saved  # What was gathered is gathered anew.
         return reference.all_gather_lhs_matmul_backward(operands, plan, cotangents, wanted)
 
-    outs: Any = _fused(*primals, plan)
+    outs = evaluate()
     by_xla = functools.partial(reference.all_gather_lhs_matmul, plan=plan)
-    return outs, tangents_of(outs, *primals, *tangents, by_xla=by_xla, backward=backward)
+    return outs, tangents_of(outs, operands, tangents, by_xla=by_xla, backward=backward)
+
+
+_fused = Operation(_run, _batched, _derivative)
 
 
 def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None, by: str | None,

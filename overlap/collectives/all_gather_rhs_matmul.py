@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.kernels import arguments, differentiable, dispatch, hopper, matmul, product
 from overlap.kernels.config import TMA_ROW_BYTES, Config
 from overlap.kernels.linear import tangents_of
+from overlap.kernels.operation import Operation
 from overlap.kernels.target import Target
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
@@ -227,36 +229,25 @@ def _launch(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
     return out.reshape(m, -1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _fused(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
-    @jax.custom_batching.custom_vmap
-    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _launch(lhs, rhs, plan)
-
-    @run.def_vmap
-    def _batch(axis_size: int, batched: list[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
-        if batched[1] or axis_size < 1:
-            over = "`rhs`" if batched[1] else "no element at all"
-            cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
-            dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
-            axes = tuple(0 if b else None for b in batched)
-            of_one = functools.partial(
-                reference.all_gather_rhs_matmul, axis_name=plan.ring.axis_name, along=plan.along,
-                out_dtype=plan.out_dtype,
-            )  # fmt: skip
-            return jax.vmap(of_one, axes)(lhs, rhs), True
-        # More rows of the same product.
-        out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, plan)
-        return out.reshape(axis_size, -1, out.shape[-1]), True
-
-    return run(lhs, rhs)
+def _batched(operands: Any, is_batched: tuple[bool, bool], axis_size: int, plan: Plan) -> jax.Array:
+    """`vmap` over the left operand as more rows of the same product."""
+    lhs, rhs = operands
+    if is_batched[1] or axis_size < 1:
+        over = "`rhs`" if is_batched[1] else "no element at all"
+        cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
+        dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
+        of_one = functools.partial(
+            reference.all_gather_rhs_matmul, axis_name=plan.ring.axis_name, along=plan.along, out_dtype=plan.out_dtype
+        )
+        return jax.vmap(of_one, tuple(0 if b else None for b in is_batched), axis_size=axis_size)(lhs, rhs)
+    out: Any = _fused((lhs.reshape(-1, lhs.shape[-1]), rhs), plan)
+    return out.reshape(axis_size, -1, out.shape[-1])
 
 
-@functools.partial(_fused.defjvp, symbolic_zeros=True)
-def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
+def _derivative(operands: Any, tangents: Any, plan: Plan, evaluate: Callable[[], Any]) -> Any:
     axis_name, along = plan.ring.axis_name, plan.along
 
-    def forward(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def by_xla(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
         return reference.all_gather_rhs_matmul(operands[0], operands[1], axis_name, along, plan.out_dtype)
 
     def backward(operands: tuple[jax.Array, jax.Array], saved: None, cotangent: jax.Array, wanted: Any) -> Any:
@@ -264,8 +255,11 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
         lhs, rhs = operands
         return reference.all_gather_rhs_matmul_backward(lhs, rhs, axis_name, along, cotangent, wanted)
 
-    out: Any = _fused(*primals, plan)
-    return out, tangents_of(out, tuple(primals), tuple(tangents), by_xla=forward, backward=backward)
+    out = evaluate()
+    return out, tangents_of(out, operands, tangents, by_xla=by_xla, backward=backward)
+
+
+_fused = Operation(lambda operands, plan: _launch(operands[0], operands[1], plan), _batched, _derivative)
 
 
 def _check_call(
@@ -382,4 +376,4 @@ def all_gather_rhs_matmul(
     if choice.config is None:
         return reference.all_gather_rhs_matmul(lhs, rhs, ring.axis_name, along, out_dtype)
     plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
-    return _fused(lhs, rhs, plan)
+    return _fused((lhs, rhs), plan)

@@ -15,6 +15,7 @@ from overlap.kernels import product
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.hopper import Forms
 from overlap.kernels.linear import tangents_of
+from overlap.kernels.operation import Operation
 from overlap.kernels.product import Operands, Plan
 
 F32 = jnp.dtype(jnp.float32)
@@ -22,22 +23,9 @@ F32 = jnp.dtype(jnp.float32)
 _launch = jax.jit(product.launch, static_argnums=1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def fused(operands: Operands, plan: Plan) -> jax.Array:
     """The kernel itself on checked operands. Differentiable; `vmap` becomes the kernel's own batch."""
-    leaves, structure = jax.tree.flatten(operands)
-
-    @jax.custom_batching.custom_vmap
-    def run(*leaves: jax.Array) -> jax.Array:
-        return _launch(jax.tree.unflatten(structure, leaves), plan)
-
-    @run.def_vmap
-    def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> tuple[jax.Array, bool]:
-        given = jax.tree.unflatten(structure, leaves)
-        is_batched = jax.tree.unflatten(structure, batched)
-        return _fold_batch(given, is_batched, axis_size, plan), True
-
-    return run(*leaves)
+    return _product(operands, plan)
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------------
@@ -88,20 +76,20 @@ def _rank(x: Any) -> int:
 # --- Derivatives ------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(fused.defjvp, symbolic_zeros=True)
-def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
+def _derivative(
+    operands: Operands, tangents: Operands, plan: Plan, evaluate: Callable[[], jax.Array]
+) -> tuple[jax.Array, Any]:
     """The result, and the linear map of the tangents: XLA's in forward mode, `_cotangents` in reverse mode."""
-    (operands,) = primals
     z: Any = None
     if plan.activation is None:
-        out: Any = fused(operands, plan)
+        out = evaluate()
     else:
         # The activation's derivative needs what goes into it, so here it runs by XLA, behind the kernel.
         bare = dataclasses.replace(plan, activation=None, out_dtype=F32)
         z = fused(dataclasses.replace(operands, scalars=()), bare)
         out = plan.activation(z, operands.scalars).astype(plan.out_dtype)
     tangent = tangents_of(
-        out, operands, tangents[0], saved=z,
+        out, operands, tangents, saved=z,
         by_xla=lambda given: by_xla(given, plan.forms, plan.out_dtype, plan.applied(given)),
         backward=functools.partial(_cotangents, plan),
     )  # fmt: skip
@@ -147,6 +135,8 @@ def _through_activation(plan: Plan, z: jax.Array, scalars: Any, cotangent: jax.A
     found = dict(zip(floats, d_floats, strict=True))
     return d_z, tuple(found.get(index) for index in range(len(scalars)))
 
+
+_product = Operation(lambda operands, plan: _launch(operands, plan), _fold_batch, _derivative)
 
 # d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each in the form in which its operand lies in memory: nothing is transposed.
 

@@ -2,8 +2,8 @@
 
 An operation's derivative is a linear map of the operands' tangents. Forward mode (`jax.jvp`) evaluates it, and reverse
 mode (`jax.grad`) transposes it. Here the map itself is ordinary JAX, run by XLA; its transpose is the operation's own
-backward pass, which may run kernels. So `jax.custom_jvp` with such a map gives both modes, which `jax.custom_vjp`
-cannot.
+backward pass, which may run kernels. So an operation with such a map has both modes,
+which `jax.custom_vjp` cannot give.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def tangents_of(
     backward: Callable[..., Any],
     saved: Any = None,
 ) -> Any:
-    """The tangents of an operation's results, in a rule of `jax.custom_jvp` with `symbolic_zeros`.
+    """The tangents of an operation's results, for `Operation.derivative`.
 
     Args:
       outs: the results, a pytree.
@@ -145,7 +145,7 @@ def tangents_of(
     """
     leaves, structure = jax.tree.flatten(operands)
     directions = structure.flatten_up_to(tangents)
-    moved = [i for i, x in enumerate(directions) if not isinstance(x, jax.custom_derivatives.SymbolicZero)]
+    moved = [i for i, x in enumerate(directions) if not isinstance(x, ad.Zero)]
     out_structure = jax.tree.structure(outs)
     if not moved:
         return jax.tree.map(jnp.zeros_like, outs)
