@@ -327,9 +327,9 @@ def all_gather_lhs_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable: the backward pass runs by XLA. `vmap` over `lhs` and the scale of rows becomes a leading dimension,
-    with the configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
-    NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in both modes: all but the result itself runs by XLA. `vmap` over `lhs` and the scale
+    of rows becomes a leading dimension, with the configuration of a single element (one of your own is tuned as a
+    whole); over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -352,9 +352,9 @@ def all_gather_rhs_matmul(
 
     The kernel keeps the peers' D − 1 shards of the weights in scratch memory of its own.
 
-    Differentiable: the backward pass runs by XLA (the gradient of `rhs` is reduce-scattered). `vmap` over `lhs` becomes
-    more rows (with the configuration of a single element); over `rhs` XLA runs, or NotImplementedError is raised if
-    implementation="fused".
+    Differentiable to any order, in both modes: all but the result itself runs by XLA (the gradient of `rhs` is
+    reduce-scattered). `vmap` over `lhs` becomes more rows (with the configuration of a single element); over `rhs` XLA
+    runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -2,8 +2,8 @@
 
 An operation's derivative is a linear map of the operands' tangents. Forward mode (`jax.jvp`) evaluates it, and reverse
 mode (`jax.grad`) transposes it. Here the map itself is ordinary JAX, run by XLA; its transpose is the operation's own
-backward pass, which may run kernels. So an operation with such a map has both modes,
-which `jax.custom_vjp` cannot give.
+backward pass, which may run kernels. So an operation with such a map has both modes, which `jax.custom_vjp` cannot
+give.
 """
 
 from __future__ import annotations

@@ -174,14 +174,17 @@ def matmul(
     """activation(scale · (lhs @ rhs) + bias + c) on one GPU, by the mainloop that all fused operations share.
 
     Args:
-      lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2).
+      lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
+        floating-point dtype.
       rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype (float8 kinds may be mixed). Leading dimensions
         as in `lhs`, or none in one of the two.
       c: [..., m, n] or [m, n], added before the activation; taken in the dtype of the result.
       bias: [n], added to each row.
-      activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue.
-      scale: a factor of the product, in float32: a scalar, (m, 1) per row, (n,) or (1, n) per column, or a pair of
-        these (e.g. the two operands' scales).
+      activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It is traced
+        once, at the call. What is not provably elementwise is refused. Scalars that it captures become operands of the
+        call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are unrolled.
+      scale: a factor of the product, in float32: a scalar, (m, 1) per row, (n,) or (1, n) per column, or a tuple
+        of these (e.g. the two operands' scales).
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
       transpose_lhs: `lhs` lies transposed in memory. It is read as it is.
@@ -193,10 +196,12 @@ def matmul(
       [..., m, n]. Deterministic.
 
     Raises:
-      ValueError: ranks, dtypes, sizes or the config are wrong.
+      ValueError: ranks, dtypes, sizes, the activation or the config are wrong.
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
-    Works under `jax.jit`, `jax.grad` (the backward pass uses the same kernel), `jax.vmap` and `lax.scan`.
+    Works under `jax.jit`, `jax.vmap` and `lax.scan`, and has derivatives of any order. The backward pass uses the same
+    kernel where its operands have the dtype that the kernel needs; behind a scale or an activation, and for results
+    of another dtype, cotangents are in float32, and XLA multiplies them. Forward mode (`jax.jvp`) runs by XLA.
 
     Example:
       >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)
