@@ -140,26 +140,39 @@ def calls(draw):
     return op, arguments, set(spoiled)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(calls(), st.booleans())
-def test_right_ones_are_taken_and_wrong_ones_named(drawn, traces):
-    op, arguments, wrong = drawn
-    # Two lists of a wrong length of a right kind depend on each other: one of `rhs`, one of `scale`.
-    if isinstance(arguments.get("rhs"), (list, tuple)) and isinstance(arguments.get("scale"), list):
-        return
+def judge(op, arguments, wrong, *, traces):
+    """Calls or explains; all that is `wrong` by itself must be refused by name, and nothing else."""
     if traces and "mesh" not in wrong:
         result, error = outcome(lambda: call_of(op, arguments))
     else:
         result, error = outcome(lambda: overlap.explain(op, **arguments))
     if wrong:
         assert type(error) is ValueError, (op, arguments, wrong, result, error)
-        named = [name for name in inspect.signature(op).parameters if f"`{name}" in str(error)]
-        assert named or "`mesh`" in str(error), str(error)
-        assert (set(named) | {"mesh"}) & wrong or {"lhs", "rhs"} & set(named), (wrong, str(error))
+        named = {name for name in (*inspect.signature(op).parameters, "mesh") if f"`{name}" in str(error)}
+        # Which of two operands is wrong, if they do not fit each other, cannot be known.
+        assert named & wrong or (named and wrong & {"lhs", "rhs"}), (wrong, str(error))
         assert len(str(error)) < 700, str(error)
     elif error is not None:
         assert type(error) is NotImplementedError and arguments.get("implementation") == "fused", (arguments, error)
         assert "`" in str(error) or "xla" in str(error)
+
+
+@pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.__name__)
+def test_each_wrong_value_by_itself(op):
+    needed, possible = OPERATIONS[op]
+    right = {name: values[0] for name, (values, _) in needed.items()}
+    for name, (_, wrong) in (needed | possible).items():
+        for value in wrong:
+            judge(op, right | {name: value}, {name}, traces=False)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(calls(), st.booleans())
+def test_right_and_wrong_ones_together(drawn, traces):
+    op, arguments, wrong = drawn
+    # Two lists of a right kind each may be of different lengths: one of `rhs`, one of `scale`.
+    if not (isinstance(arguments.get("rhs"), (list, tuple)) and isinstance(arguments.get("scale"), list)):
+        judge(op, arguments, wrong, traces=traces)
 
 
 SIZES = st.integers(0, 4)

@@ -71,9 +71,9 @@ def test_what_does_not_fit_the_operands_is_not_rounded_to_them(name, dtype):
         assert error <= 2 * rounding + 1e-3 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("mapped", [False, True], ids=["leading dimension", "vmap"])
+@pytest.mark.parametrize("how", ["leading dimension", "vmap", "vmap of jvp"])
 @pytest.mark.parametrize("shared", ["lhs", "rhs"])
-def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, mapped):
+def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
     """Those of the elements nearly cancel: rounded to bfloat16 before the sum, nothing right would be left."""
     lhs, rhs = normal(2, *(() if shared == "lhs" else (2,)), M, K), normal(3, *(() if shared == "rhs" else (2,)), K, N)
     g = normal(4, 2, M, N)
@@ -84,11 +84,16 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, mapped)
         lhs = lhs.at[1].set(lhs[0] + (jnp.abs(lhs[0]) / 64).astype(BF16))
 
     def product(lhs, rhs):
-        return overlap.matmul(lhs, rhs, implementation="fused", config=SMALL)
+        if how != "vmap of jvp":
+            return overlap.matmul(lhs, rhs, implementation="fused", config=SMALL)
+        # The shared operand as a direction: the tangent is the same product.
+        if shared == "lhs":
+            return jax.jvp(lambda x: overlap.matmul(x, rhs, implementation="fused"), (0 * lhs,), (lhs,))[1]
+        return jax.jvp(lambda x: overlap.matmul(lhs, x, implementation="fused"), (0 * rhs,), (rhs,))[1]
 
     def loss(lhs, rhs):
         axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
-        y = jax.vmap(product, axes)(lhs, rhs) if mapped else product(lhs, rhs)
+        y = product(lhs, rhs) if how == "leading dimension" else jax.vmap(product, axes)(lhs, rhs)
         return (y * g).astype(F32).sum()
 
     with emulate(cores=2):
