@@ -1,5 +1,8 @@
 """Activations of `matmul`: what is elementwise, what is captured, and that XLA and the emulated kernel agree."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,6 +163,25 @@ def test_a_closure_that_changes_between_calls(monkeypatch):
             scalar = jnp.asarray(value, jnp.float32)
             close(product(lambda y, scalar=scalar: y * scalar), value / 2 * first)
     assert launched[2] == launched[1] and launched[3] == launched[4]
+
+
+def test_nothing_of_the_caller_outlives_the_call():
+    class Weights:
+        """What a model may hold, and an activation may capture."""
+
+        slope = 2.0
+
+    def call(weights):
+        return product(lambda y: y * weights.slope)
+
+    weights = Weights()
+    gone = weakref.ref(weights)
+    with emulate(cores=2), jax.checking_leaks():
+        jax.jit(lambda slope: product(lambda y: y * slope))(SCALAR)
+        call(weights)
+    del weights
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_backward_pass_does_not_call_it_again():

@@ -32,13 +32,18 @@ class Activation:
 
     Attributes:
       program: what the kernel computes.
-      of_one: the jaxpr of the function on one entry, [1, 1], with its own rules of differentiation; without constants.
-      consts: types of these.
+      of_one: the jaxpr of the function of its constants and of one entry, [1, 1], with its own rules of derivatives.
+      consts: types of the constants.
     """
 
     program: Program
     of_one: Any = dataclasses.field(compare=False, repr=False)
     consts: tuple[Any, ...] = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def alone(self) -> Activation:
+        """The program without the function: what a cache may keep, since it holds nothing of the caller's."""
+        return Activation(self.program, None, ())
 
     def __call__(self, values: Any, scalars: Sequence[Any]) -> Any:
         """The function as JAX sees it: of an array of any shape, with its own derivatives of any order."""
@@ -46,10 +51,10 @@ class Activation:
         consts: list[Any] = [np.zeros(const.shape, const.dtype) for const in self.consts]
         for index, scalar in zip(self.program.captured, scalars, strict=True):
             consts[index] = scalar
-        evaluate = jaxpr_as_fun(ClosedJaxpr(self.of_one, consts))
+        evaluate = jaxpr_as_fun(self.of_one)
 
         def of_entry(value: jax.Array) -> jax.Array:
-            return evaluate(value.reshape(_ONE))[0].reshape(())
+            return evaluate(*consts, value.reshape(_ONE))[0].reshape(())
 
         for _ in range(values.ndim):
             of_entry = jax.vmap(of_entry)
@@ -74,7 +79,11 @@ def traced(function: Callable[[jax.Array], jax.Array]) -> tuple[Activation, tupl
     except NotElementwise as why:
         raise ValueError(f"`activation` must be elementwise, got {_name(function)}: {why}; {_WAY_OUT}") from None
     types = tuple(jax.ShapeDtypeStruct(np.shape(const), const.dtype) for const in of_one.consts)
-    return Activation(program, of_one.jaxpr, types), tuple(large.consts[index] for index in program.captured)
+    # The constants, which may be tracers, must not be kept.
+    without = jax.make_jaxpr(lambda consts, x: jaxpr_as_fun(ClosedJaxpr(of_one.jaxpr, consts))(x))(
+        list(types), jax.ShapeDtypeStruct(_ONE, jnp.float32)
+    )
+    return Activation(program, without, types), tuple(large.consts[index] for index in program.captured)
 
 
 def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> Any:

@@ -136,8 +136,6 @@ def _through_activation(plan: Plan, z: jax.Array, scalars: Any, cotangent: jax.A
     return d_z, tuple(found.get(index) for index in range(len(scalars)))
 
 
-_product = Operation(lambda operands, plan: _launch(operands, plan), _fold_batch, _derivative)
-
 # d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each in the form in which its operand lies in memory: nothing is transposed.
 
 
@@ -182,6 +180,15 @@ def _times(lhs: jax.Array, rhs: jax.Array, plan: Plan, forms: Forms, dtype: Any)
     except NotImplementedError:
         return by_xla(operands, forms, dtype)
     return fused(operands, Plan(config, plan.target, forms, dtype))
+
+
+def _run(operands: Operands, plan: Plan) -> jax.Array:
+    # The cache of `jax.jit` keeps its static arguments.
+    kept = plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.alone)
+    return _launch(operands, kept)
+
+
+_product = Operation(_run, _fold_batch, _derivative)
 
 
 # --- By XLA -----------------------------------------------------------------------------------------------------------
