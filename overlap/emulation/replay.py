@@ -52,7 +52,6 @@ def run_sequence(
     world = World(settings, Run(settings), "a sequence of " + ", ".join(launch.name for launch in launches))
     chance = random.Random(seed)
 
-
     def add(launch: Launch) -> Machine:
         at = chance.choice(_FLAG_SHIFTS)
         given = launch.mesh_shape, launch.devices, launch.inputs, launch.name
