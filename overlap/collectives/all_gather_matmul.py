@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,10 +37,12 @@ from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Site, Transport, choose_transport
-from overlap.kernels import differentiable, dispatch, hopper, product, sharded
+from overlap.kernels import arguments, differentiable, dispatch, hopper, product, sharded
 from overlap.kernels.config import Config
+from overlap.kernels.linear import tangents_of
+from overlap.kernels.operation import Operation
 from overlap.kernels.target import Target
-from overlap.kernels.varying import summed_like, varying
+from overlap.kernels.varying import varying
 from overlap.primitives import Ring, shared_flags
 from overlap.primitives.integers import ceil_div
 
@@ -204,7 +207,7 @@ def _on_one_device(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...
     rows = None if operands.row_scale is None else operands.row_scale.reshape(-1)
     of_one = product.Plan(plan.config, plan.target, plan.forms, plan.out_dtype)
     folded = lhs.reshape(-1, lhs.shape[-1])
-    outs = [
+    outs: list[Any] = [
         differentiable.fused(product.Operands(folded, side, row_scale=rows, column_scale=columns), of_one)
         for side, columns in zip(operands.sides, scales, strict=True)
     ]
@@ -212,52 +215,41 @@ def _on_one_device(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...
 
 
 def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """The kernel for a plan; `vmap` becomes its own batch."""
-    leaves, structure = jax.tree.flatten(operands)
-
-    @jax.custom_batching.custom_vmap
-    def run(*leaves: jax.Array) -> Any:
-        given = jax.tree.unflatten(structure, leaves)
-        by = joined.launch if joined.serves(plan) else _launch if plan.ring.size > 1 else _on_one_device
-        outs, gathered = by(given, plan)
-        return outs, gathered_lhs.same_on_ring(gathered, given.lhs, plan.ring)
-
-    @run.def_vmap
-    def _batch(axis_size: int, batched: list[bool], *leaves: jax.Array) -> Any:
-        given, is_batched = jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, batched)
-        if cannot := gathered_lhs.why_not_folded(is_batched, axis_size):
-            dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
-            axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
-            results = jax.vmap(lambda of_one: reference.all_gather_lhs_matmul(of_one, plan), in_axes=(axes,))(given)
-        else:
-            of_all = _run(gathered_lhs.fold(given, is_batched, axis_size), plan)
-            batch = operands.lhs.shape[:-2]
-            results = jax.tree.map(lambda x: x.reshape(axis_size, *batch, *x.shape[-2:]), of_all)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return run(*leaves)
+    """The kernel for a plan."""
+    by = joined.launch if joined.serves(plan) else _launch if plan.ring.size > 1 else _on_one_device
+    outs, gathered = by(operands, plan)
+    return outs, gathered_lhs.same_on_ring(gathered, operands.lhs, plan.ring)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fused(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    return _run(operands, plan)
+def _batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan) -> Any:
+    """`vmap` as the kernel's own batch."""
+    if cannot := gathered_lhs.why_not_folded(is_batched, axis_size):
+        dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
+        axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
+        by_xla = functools.partial(reference.all_gather_lhs_matmul, plan=plan)
+        return jax.vmap(by_xla, in_axes=(axes,), axis_size=axis_size)(operands)
+    of_all: Any = _fused(gathered_lhs.fold(operands, is_batched, axis_size), plan)
+    batch = operands.lhs.shape[1 if is_batched.lhs else 0 : -2]
+    return jax.tree.map(lambda x: x.reshape(axis_size, *batch, *x.shape[-2:]), of_all)
 
 
-def _fused_forward(operands: Operands, plan: Plan) -> Any:
-    return _fused(operands, plan), operands
+def _derivative(operands: Operands, tangents: Operands, plan: Plan, evaluate: Callable[[], Any]) -> Any:
+    # In reverse mode: the transpose, matmul + reduce-scatter, by XLA.
+    def backward(operands: Operands, saved: None, cotangents: Any, wanted: Operands) -> Operands:
+        del saved  # What was gathered is gathered anew.
+        return reference.all_gather_lhs_matmul_backward(operands, plan, cotangents, wanted)
+
+    outs = evaluate()
+    by_xla = functools.partial(reference.all_gather_lhs_matmul, plan=plan)
+    return outs, tangents_of(outs, operands, tangents, by_xla=by_xla, backward=backward)
 
 
-def _fused_backward(plan: Plan, operands: Operands, cotangents: Any) -> tuple[Operands]:
-    # The transpose, matmul + reduce-scatter, runs by XLA.
-    return (summed_like(reference.all_gather_lhs_matmul_backward(operands, plan, *cotangents), operands),)
-
-
-_fused.defvjp(_fused_forward, _fused_backward)
+_fused = Operation(_run, _batched, _derivative)
 
 
 def _decide(call: gathered_lhs.Call, ring: Ring, config: Config | None, implementation: str | None, by: str | None,
             mesh: Any = None) -> dispatch.Explanation:  # fmt: skip
-    transport = choose_transport(by)
+    transport = choose_transport(arguments.one_of("transport", by, tuple(TRANSPORTS)))
     carrier = TRANSPORTS[transport[0]]
 
     def check(config: Config, target: Target) -> None:
@@ -279,8 +271,8 @@ def decide(
     transport: str | None = None, mesh: Any = None, return_gathered: bool = False, **keywords: Any,
 ) -> dispatch.Explanation:  # fmt: skip
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
-    del return_gathered  # It changes nothing about the choice.
-    ring = ring_of(NAME, axis_name, mesh)
+    arguments.flag("return_gathered", return_gathered)  # It changes nothing about the choice.
+    ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
     return _decide(gathered_lhs.normalize(lhs, rhs, **keywords), ring, config, implementation, transport, mesh)
 
 
@@ -338,9 +330,9 @@ def all_gather_lhs_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable: the backward pass runs by XLA. `vmap` over `lhs` and the scale of rows becomes a leading dimension,
-    with the configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
-    NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in both modes: all but the result itself runs by XLA. `vmap` over `lhs` and the scale
+    of rows becomes a leading dimension, with the configuration of a single element (one of your own is tuned as a
+    whole); over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -353,7 +345,9 @@ def all_gather_lhs_matmul(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    ring = ring_of(NAME, axis_name)
+    arguments.require_values(lhs=lhs, rhs=rhs, scale=scale)
+    return_gathered = arguments.flag("return_gathered", return_gathered)
+    ring = ring_of(NAME, arguments.axis_name(axis_name))
     call = gathered_lhs.normalize(
         lhs, rhs, scale=scale, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
     )

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import tuning
+from overlap.collectives import reference
 from overlap.collectives.axis import require_peers, ring_of, untried
+from overlap.collectives.reference import Along
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
-from overlap.kernels import differentiable, dispatch, hopper, matmul, product, sharded
+from overlap.kernels import arguments, differentiable, dispatch, hopper, matmul, product, sharded
 from overlap.kernels.config import TMA_ROW_BYTES, Config
+from overlap.kernels.linear import tangents_of
+from overlap.kernels.operation import Operation
 from overlap.kernels.target import Target
-from overlap.kernels.varying import summed_like, varying
+from overlap.kernels.varying import varying
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
@@ -50,33 +55,9 @@ from overlap.primitives import (
     signal,
     wait_at_least,
 )
-from overlap.primitives.integers import choose
+from overlap.primitives.integers import choose, in_32_bits
 
 NAME = "all_gather_rhs_matmul"
-Along = Literal["n", "k"]
-
-
-def by_xla(lhs: jax.Array, rhs: jax.Array, axis_name: Any, along: Along, out_dtype: Any) -> jax.Array:
-    """The whole operation by XLA: NCCL, then cuBLAS."""
-    return lax.dot(lhs, _gathered(rhs, axis_name, along), preferred_element_type=out_dtype)
-
-
-def backward_by_xla(
-    lhs: jax.Array, rhs: jax.Array, axis_name: Any, along: Along, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of both operands: a matmul with the right operand gathered anew, and a matmul + reduce-scatter."""
-    gathered = _gathered(rhs, axis_name, along)
-    d_lhs = lax.dot_general(cotangent, gathered, (((1,), (1,)), ((), ())), preferred_element_type=lhs.dtype)
-    d_gathered = lax.dot_general(lhs, cotangent, (((0,), (0,)), ((), ())), preferred_element_type=rhs.dtype)
-    return d_lhs, lax.psum_scatter(d_gathered, axis_name, scatter_dimension=_dimension(along), tiled=True)
-
-
-def _gathered(rhs: jax.Array, axis_name: Any, along: Along) -> jax.Array:
-    return lax.all_gather(rhs, axis_name, axis=_dimension(along), tiled=True)
-
-
-def _dimension(along: Along) -> int:
-    return 0 if along == "k" else 1
 
 
 def check(lhs: Any, rhs: Any, out_dtype: Any, ring: Ring, along: Along, config: Config, target: Target) -> None:
@@ -223,6 +204,7 @@ def _kernel(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, scratch_gmem: Any, *sum
     )
 
 
+@in_32_bits
 def _launch(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
     """Runs the kernel on checked operands."""
     ring, config, along = plan.ring, plan.config, plan.along
@@ -248,62 +230,63 @@ def _launch(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
     return out.reshape(m, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _fused(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> jax.Array:
-    @jax.custom_batching.custom_vmap
-    def run(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return _launch(lhs, rhs, plan)
-
-    @run.def_vmap
-    def _batch(axis_size: int, batched: list[bool], lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, bool]:
-        if batched[1] or axis_size < 1:
-            over = "`rhs`" if batched[1] else "no element at all"
-            cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
-            dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
-            axes = tuple(0 if b else None for b in batched)
-            of_one = functools.partial(
-                by_xla, axis_name=plan.ring.axis_name, along=plan.along, out_dtype=plan.out_dtype
-            )
-            return jax.vmap(of_one, axes)(lhs, rhs), True
-        # More rows of the same product.
-        out: Any = _fused(lhs.reshape(-1, lhs.shape[-1]), rhs, plan)
-        return out.reshape(axis_size, -1, out.shape[-1]), True
-
-    return run(lhs, rhs)
-
-
-def _fused_forward(lhs: jax.Array, rhs: jax.Array, plan: Plan) -> Any:
-    return _fused(lhs, rhs, plan), (lhs, rhs)
-
-
-def _fused_backward(plan: Plan, saved: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs = saved
-    return summed_like(backward_by_xla(lhs, rhs, plan.ring.axis_name, plan.along, cotangent), (lhs, rhs))
-
-
-_fused.defvjp(_fused_forward, _fused_backward)
-
-
-def _check_call(lhs: Any, rhs: Any, devices: int, gather_dimension: Any, preferred_element_type: Any) -> Any:
-    """Checks the operands; returns along which dimension of the product they are gathered, and the output's dtype."""
-    if gather_dimension not in (0, 1) or isinstance(gather_dimension, bool):
-        raise ValueError(
-            f"`gather_dimension` must be 0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D]), got {gather_dimension!r}"
+def _batched(operands: Any, is_batched: tuple[bool, bool], axis_size: int, plan: Plan) -> jax.Array:
+    """`vmap` over the left operand as more rows of the same product."""
+    lhs, rhs = operands
+    if is_batched[1] or axis_size < 1:
+        over = "`rhs`" if is_batched[1] else "no element at all"
+        cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
+        dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
+        of_one = functools.partial(
+            reference.all_gather_rhs_matmul, axis_name=plan.ring.axis_name, along=plan.along, out_dtype=plan.out_dtype
         )
-    along: Along = "k" if gather_dimension == 0 else "n"
+        return jax.vmap(of_one, tuple(0 if b else None for b in is_batched), axis_size=axis_size)(lhs, rhs)
+    out: Any = _fused((lhs.reshape(-1, lhs.shape[-1]), rhs), plan)
+    return out.reshape(axis_size, -1, out.shape[-1])
+
+
+def _derivative(operands: Any, tangents: Any, plan: Plan, evaluate: Callable[[], Any]) -> Any:
+    axis_name, along = plan.ring.axis_name, plan.along
+
+    def by_xla(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return reference.all_gather_rhs_matmul(operands[0], operands[1], axis_name, along, plan.out_dtype)
+
+    def backward(operands: tuple[jax.Array, jax.Array], saved: None, cotangent: jax.Array, wanted: Any) -> Any:
+        del saved  # What was gathered is gathered anew.
+        lhs, rhs = operands
+        return reference.all_gather_rhs_matmul_backward(lhs, rhs, axis_name, along, cotangent, wanted)
+
+    out = evaluate()
+    return out, tangents_of(out, operands, tangents, by_xla=by_xla, backward=backward)
+
+
+_fused = Operation(lambda operands, plan: _launch(operands[0], operands[1], plan), _batched, _derivative)
+
+
+def _check_call(
+    lhs: Any, rhs: Any, devices: int, gather_dimension: Any, preferred_element_type: Any
+) -> tuple[Any, Any, Along, jnp.dtype]:
+    """Checks the arguments; returns operands, the product's dimension that is gathered, and the output's dtype."""
+    dimension = arguments.index(
+        "gather_dimension", gather_dimension, (0, 1), "0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D])"
+    )
+    along: Along = "k" if dimension == 0 else "n"
+    lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
     for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if hasattr(array, "shape") and len(array.shape) != 2:
-            raise ValueError(f"`{name}` must have 2 dimensions, got {len(array.shape)} (shape {tuple(array.shape)})")
-    if along == "k" and hasattr(lhs, "shape") and hasattr(rhs, "shape") and lhs.shape[1] != devices * rhs.shape[0]:
+        if len(array.shape) != 2:
+            raise ValueError(
+                f"`{name}` must have 2 dimensions, got {len(array.shape)} (shape {tuple(array.shape)}): reshape it"
+            )
+    if along == "k" and lhs.shape[1] != devices * rhs.shape[0]:
         raise ValueError(
             "`lhs` and `rhs` must agree in the contraction dimension once `rhs` is gathered, got "
             f"k={lhs.shape[1]} in lhs {tuple(lhs.shape)} and k={devices * rhs.shape[0]} from {devices} shards "
             f"{tuple(rhs.shape)} of rhs: is it sharded along n (gather_dimension=1)?"
         )
     gathered = rhs
-    if along == "k" and hasattr(rhs, "dtype"):
+    if along == "k":
         gathered = jax.ShapeDtypeStruct((devices * rhs.shape[0], rhs.shape[1]), rhs.dtype)
-    return along, matmul.check_operands(lhs, gathered, preferred_element_type)
+    return lhs, rhs, along, matmul.check_operands(lhs, gathered, preferred_element_type)
 
 
 def decide(
@@ -311,8 +294,8 @@ def decide(
     config: Config | None = None, implementation: str | None = None, mesh: Any = None,
 ) -> dispatch.Explanation:  # fmt: skip
     """Checks a call of `all_gather_rhs_matmul` and says what would run. Same arguments and errors."""
-    ring = ring_of(NAME, axis_name, mesh)
-    along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
+    ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
+    lhs, rhs, along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
     k, n = rhs.shape
     op = f"{NAME}_{along}"
     problem = tuning.Problem(op, lhs.shape[0], n, k, lhs.dtype.name, out_dtype.name, devices=ring.size)
@@ -370,9 +353,9 @@ def all_gather_rhs_matmul(
 
     The kernel keeps the peers' D − 1 shards of the weights in scratch memory of its own.
 
-    Differentiable: the backward pass runs by XLA (the gradient of `rhs` is reduce-scattered). `vmap` over `lhs` becomes
-    more rows (with the configuration of a single element); over `rhs` XLA runs, or NotImplementedError is raised if
-    implementation="fused".
+    Differentiable to any order, in both modes: all but the result itself runs by XLA (the gradient of `rhs` is
+    reduce-scattered). `vmap` over `lhs` becomes more rows (with the configuration of a single element); over `rhs` XLA
+    runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -384,14 +367,15 @@ def all_gather_rhs_matmul(
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023).
     """
+    arguments.require_values(lhs=lhs, rhs=rhs)
     choice = decide(
         lhs, rhs, axis_name, gather_dimension=gather_dimension, preferred_element_type=preferred_element_type,
         config=config, implementation=implementation,
     )  # fmt: skip
     ring = ring_of(NAME, axis_name)
-    along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
+    lhs, rhs, along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
     if choice.config is None:
-        return by_xla(lhs, rhs, ring.axis_name, along, out_dtype)
+        return reference.all_gather_rhs_matmul(lhs, rhs, ring.axis_name, along, out_dtype)
     plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
     operands = lhs, varying(rhs, ring.names)
-    return sharded.on_the_rest(lambda operands: _fused(*operands, plan), operands)
+    return sharded.on_the_rest(lambda operands: _fused(operands, plan), operands)

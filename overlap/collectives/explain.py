@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul
-from overlap.kernels import matmul
+from overlap.kernels import arguments, matmul
 from overlap.kernels.dispatch import Explanation
 
 _DECIDE = {
@@ -21,19 +21,24 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     Args:
       op: a public operation, e.g. `overlap.all_gather_lhs_matmul`.
       *args: its arguments, per shard; arrays or `jax.ShapeDtypeStruct`s.
-      **kwargs: its keywords. Outside `jax.shard_map`, a collective also needs `mesh=`, and the decision is then for the
-        devices of that mesh.
+      **kwargs: its keywords; and `mesh=`, which the collectives need outside `jax.shard_map`: the decision is then for
+        the devices of that mesh.
 
     Returns:
       An `Explanation`; print it for one line.
 
     Raises:
       ValueError: `op` is no operation of this library, or whatever the call itself would raise.
+      TypeError: `op` has no such argument, or lacks one.
 
     Example:
       >>> x, w = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
       >>> print(overlap.explain(overlap.all_gather_lhs_matmul, x, w, "x", mesh=mesh))
     """
-    if op not in _DECIDE:
-        raise ValueError(f"`op` must be one of {[f.__name__ for f in _DECIDE]}, got {op!r}")
-    return _DECIDE[op](*args, **kwargs)
+    decide = next((decide for known, decide in _DECIDE.items() if op is known), None)
+    if decide is None:
+        names = [f"overlap.{known.__name__}" for known in _DECIDE]
+        raise ValueError(f"`op` must be one of {names}, got {arguments.said(op)}: pass the function itself")
+    arguments.bound(op, args, kwargs, more=("mesh",))
+    arguments.mesh(kwargs.get("mesh"))
+    return decide(*args, **kwargs)

@@ -14,15 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from overlap import tuning
-from overlap.kernels import hopper, matmul, sharded
+from overlap.kernels import arguments, hopper, matmul, product, sharded
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, same_along
 from overlap.primitives import Ring
+from overlap.primitives.integers import in_32_bits
 
 _XLA = 'implementation="xla"'
 
@@ -152,31 +152,36 @@ class Call:
 def normalize(
     lhs: Any, rhs: Any, *, scale: Any = None, transpose_rhs: bool = False, preferred_element_type: Any = None
 ) -> Call:
-    """Checks shapes and brings the operands into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
+    """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
+    lhs = arguments.array("lhs", lhs)
     container = type(rhs) if type(rhs) in (list, tuple) else None
-    sides = (rhs,) if container is None else tuple(rhs)
-    if not sides:
-        raise ValueError(f"`rhs` must hold at least one matrix, got an empty {type(rhs).__name__}: name the weights")
-    forms = Forms(transpose_rhs=transpose_rhs)
-    out_dtypes = []
+    if container is not None and not rhs:
+        raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
+    names = ["rhs"] if container is None else [f"rhs[{index}]" for index in range(len(rhs))]
+    sides = [arguments.array(*pair) for pair in zip(names, (rhs,) if container is None else rhs, strict=True)]
+    forms = Forms(transpose_rhs=arguments.flag("transpose_rhs", transpose_rhs))
+    out_dtype: Any = None
     for index, side in enumerate(sides):
         try:
-            out_dtypes.append(matmul.check_operands(lhs, side, preferred_element_type, forms))
+            out_dtype = matmul.check_operands(lhs, side, preferred_element_type, forms)
             if len(side.shape) != 2:
-                raise ValueError(f"`rhs` must have 2 dimensions, got {len(side.shape)} (shape {tuple(side.shape)})")
+                raise ValueError(
+                    f"`rhs` must have 2 dimensions, got {len(side.shape)} (shape {tuple(side.shape)}): reshape it"
+                )
         except ValueError as wrong:
             if container is None:
                 raise
             raise ValueError(f"`rhs[{index}]` of {len(sides)} right operands: {wrong}") from None
     *batch, m_shard, k = lhs.shape
-    widths = [side.shape[0 if transpose_rhs else 1] for side in sides]
-    row_scale, column_scales = _scales(scale, (*batch, m_shard), widths, container is not None)
+    widths = [side.shape[0 if forms.transpose_rhs else 1] for side in sides]
+    wide = product.accumulator(lhs.dtype)
+    row_scale, column_scales = _scales(scale, (*batch, m_shard), widths, container is not None, wide)
     folded = (math.prod(batch),) if batch else ()
     operands = Operands(
-        _reshaped(lhs, (*folded, m_shard, k)), tuple(_reshaped(side, side.shape) for side in sides),
-        None if row_scale is None else row_scale.reshape(*folded, m_shard), column_scales,
+        arguments.each(lambda x: x.reshape(*folded, m_shard, k), lhs), tuple(sides),
+        None if row_scale is None else arguments.each(lambda x: x.reshape(*folded, m_shard), row_scale), column_scales,
     )  # fmt: skip
-    return Call(operands, forms, out_dtypes[0], tuple(batch), container)
+    return Call(operands, forms, out_dtype, tuple(batch), container)
 
 
 def filled_columns(column_scales: Any, config: Config) -> Any:
@@ -186,6 +191,7 @@ def filled_columns(column_scales: Any, config: Config) -> Any:
     return jnp.concatenate([jnp.pad(x, (0, -x.shape[0] % config.cluster_tile[1])) for x in column_scales])
 
 
+@in_32_bits
 def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any, plan: Plan, name: str, *,
            told: bool, reads_scales: bool = False) -> Any:  # fmt: skip
     """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those.
@@ -242,42 +248,42 @@ def fold(operands: Operands, is_batched: Operands, axis_size: int) -> Operands:
     )  # fmt: skip
 
 
-def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
-    if isinstance(x, (jax.Array, np.ndarray)):
-        return jnp.reshape(x, shape)
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _scales(scale: Any, rows: tuple[int, ...], widths: list[int], several: bool) -> tuple[Any, Any]:
-    """Row scale [*rows] and column scales [n] in f32 of what the caller gave: one part, or a tuple to be multiplied."""
+def _scales(scale: Any, rows: tuple[int, ...], widths: list[int], several: bool, dtype: Any) -> tuple[Any, Any]:
+    """Row scale [*rows] and column scales [n] of what the caller gave: one part, or a tuple to be multiplied."""
     row: Any = None
     columns: list[Any] | None = None
     for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
-        if not isinstance(part, list) and np.shape(part) == (*rows, 1):
-            part = jnp.asarray(part, jnp.float32)[..., 0]
-            row = part if row is None else row * part
-            continue
-        of_sides = part if isinstance(part, list) else [part] * len(widths)
-        if isinstance(part, list) and (not several or len(part) != len(widths)):
+        if not isinstance(part, list):
+            part = arguments.factor(part, dtype)
+            if tuple(part.shape) == (*rows, 1):
+                part = arguments.each(lambda x: x[..., 0], part)
+                row = part if row is None else arguments.each(jnp.multiply, row, part)
+                continue
+        elif not several or len(part) != len(widths):
             expected = (
                 f"have {len(widths)} entries, one per matrix of `rhs`" if several else "be a list only if `rhs` is"
             )
             raise ValueError(f"`scale` must {expected}, got a list of {len(part)}: give one array, or one per matrix")
+        of_sides = part if isinstance(part, list) else [part] * len(widths)
         spread = [
-            _spread(x, n, rows, of_one=isinstance(part, list) or not several)
+            _spread(x, n, rows, dtype, of_one=isinstance(part, list) or not several)
             for x, n in zip(of_sides, widths, strict=True)
         ]
-        columns = spread if columns is None else [a * b for a, b in zip(columns, spread, strict=True)]
+        columns = (
+            spread
+            if columns is None
+            else [arguments.each(jnp.multiply, a, b) for a, b in zip(columns, spread, strict=True)]
+        )
     return row, None if columns is None else tuple(columns)
 
 
-def _spread(scale: Any, n: int, rows: tuple[int, ...], *, of_one: bool) -> jax.Array:
+def _spread(scale: Any, n: int, rows: tuple[int, ...], dtype: Any, *, of_one: bool) -> Any:
     """A scale of one right operand as [n]; `of_one`: it may differ by column."""
-    scalars, vectors = {(), (1,), (1, 1)}, {(n,), (1, n)}
-    if np.shape(scale) not in (scalars | vectors if of_one else scalars):
+    scale, scalars, vectors = arguments.factor(scale, dtype), {(), (1,), (1, 1)}, {(n,), (1, n)}
+    if tuple(scale.shape) not in (scalars | vectors if of_one else scalars):
         per_column = f"({n},) or (1, {n}) per column" if of_one else "a list with one entry per matrix of `rhs`"
         raise ValueError(
             f"`scale` must be a scalar, {(*rows, 1)} per row of the shard, {per_column}, or a tuple of these, got "
-            f"shape {np.shape(scale)}: reshape it"
+            f"shape {tuple(scale.shape)}: reshape it"
         )
-    return jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(-1), (n,))
+    return arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), scale)

@@ -184,8 +184,6 @@ class World:
         Raises:
             KeyboardInterrupt: soon after `stopped()`, which is asked now and then.
         """
-        for machine in self.machines:
-            machine.program.forget_views()
         thread: Thread | None = None
         try:
             if self.reuses_memory:
@@ -222,6 +220,10 @@ class World:
         except EmulationError as error:
             self.fail(error, thread)
             return False
+        finally:
+            # Programs outlive this, and what they have cached holds all memory of these launches.
+            for machine in self.machines:
+                machine.program.forget_views()
         return True
 
     # ---- faults ------------------------------------------------------------------------------------------------------

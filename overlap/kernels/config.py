@@ -72,7 +72,7 @@ class Config:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in ("order_minor", "cluster_along"):
-                if value not in ("m", "n"):
+                if not (isinstance(value, str) and value in ("m", "n")):
                     raise ValueError(f"`{field.name}` must be 'm' or 'n', got {value!r}")
             elif field.name == "joined":
                 if not isinstance(value, bool):

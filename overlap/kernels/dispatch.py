@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 
 from overlap import emulation, tuning
+from overlap.kernels import arguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
 
@@ -86,11 +87,11 @@ def decide(
         it.
 
     Raises:
-      ValueError: an unknown implementation, or whatever `check` raises.
+      ValueError: an unknown implementation, no configuration, or whatever `check` raises.
       NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"`implementation` must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    arguments.one_of("implementation", implementation, IMPLEMENTATIONS)
+    arguments.config(config)
     if implementation == "xla":
         return Explanation(op, "xla", None, "asked for", device)
     source = "given"

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from overlap.kernels import differentiable, dispatch, product, sharded
+from overlap.kernels import activation as activations
+from overlap.kernels import arguments, differentiable, dispatch, product, sharded
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hopper import PLAIN, Forms
 from overlap.kernels.product import Operands, Plan
-from overlap.kernels.varying import alike
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
     """The checks that every product shares, on its last two dimensions; returns the output's dtype.
 
+    `lhs` and `rhs` have gone through `arguments.array`.
+
     Raises:
       ValueError: wrong ranks, dtypes or sizes.
     """
     for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise ValueError(f"`{name}` must be an array, got {type(array).__name__}")
         if len(array.shape) < 2:
             raise ValueError(
-                f"`{name}` must have 2 dimensions or more, got {len(array.shape)} (shape {tuple(array.shape)})"
+                f"`{name}` must have 2 dimensions or more, got {len(array.shape)} (shape {tuple(array.shape)}): "
+                "reshape it"
             )
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"`lhs` and `rhs` must be floating-point, got {array.dtype}")
     if lhs.dtype != rhs.dtype and not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
         raise ValueError(f"`lhs` and `rhs` must have the same dtype, got {lhs.dtype} and {rhs.dtype}: cast one of them")
     lhs_k = lhs.shape[-2 if forms.transpose_lhs else -1]
@@ -41,21 +40,23 @@ def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms
     if lhs_k != rhs_k:
         raise ValueError(
             f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
-            f"k={rhs_k} in rhs {tuple(rhs.shape)}"
+            f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed?"
         )
-    if preferred_element_type is not None:
-        return jnp.dtype(preferred_element_type)
-    return jnp.dtype(jnp.bfloat16) if lhs.dtype in FLOAT8 else jnp.dtype(lhs.dtype)
+    return arguments.result_dtype(preferred_element_type, lhs.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A checked call: operands with at most one batch dimension, and what leads back to the caller's shape."""
+    """A checked call: operands with at most one batch dimension, and what leads back to the caller's shape.
+
+    `by_xla` is the activation where XLA runs: the caller's own function, if that may be called here.
+    """
 
     operands: Operands
     forms: Forms
     out_dtype: Any
-    activation: Any
+    activation: activations.Activation | None
+    by_xla: Callable[[jax.Array], jax.Array] | None
     batch: tuple[int, ...]
 
     def restore(self, out: jax.Array) -> jax.Array:
@@ -73,14 +74,16 @@ def _normalize(
     preferred_element_type: Any = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
+    scalars: tuple[Any, ...] | None = None,
 ) -> _Call:
-    """Checks shapes and brings the operands into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
-    lhs, rhs, c, bias = map(_on_device, (lhs, rhs, c, bias))
-    forms = Forms(transpose_lhs, transpose_rhs)
+    """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s.
+
+    `scalars`: what the activation captures, if it is an `Activation` already.
+    """
+    lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
+    c, bias = (None if x is None else arguments.array(name, x) for name, x in (("c", c), ("bias", bias)))
+    forms = Forms(arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs))
     out_dtype = check_operands(lhs, rhs, preferred_element_type, forms)
-    for name, array in (("c", c), ("bias", bias)):
-        if array is not None and not hasattr(array, "shape"):
-            raise ValueError(f"`{name}` must be an array, got {type(array).__name__}")
     batches = [tuple(x.shape[:-2]) for x in (lhs, rhs) if len(x.shape) > 2]
     if len(set(batches)) > 1:
         raise ValueError(
@@ -90,69 +93,79 @@ def _normalize(
     batch = batches[0] if batches else ()
     _, m, n, _ = product.sizes(Operands(_flat(lhs), _flat(rhs)), forms)
     if c is not None and tuple(c.shape) not in {(m, n), (*batch, m, n)}:
-        raise ValueError(f"`c` must have the shape of the result, {(*batch, m, n)}, or {(m, n)}, got {tuple(c.shape)}")
+        raise ValueError(
+            f"`c` must have the shape of the result, {(*batch, m, n)}, or {(m, n)}, got {tuple(c.shape)}: reshape or "
+            "broadcast it"
+        )
     if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"`bias` must have shape ({n},), one value per column, got {tuple(bias.shape)}")
-    if not (activation is None or callable(activation)):
-        raise ValueError(f"`activation` must be a function of an array, got {activation!r}")
-    row_scale, column_scale = _scales(scale, m, n)
-    vector = lambda x: None if x is None else x.astype(jnp.float32) if isinstance(x, jax.Array) else x  # noqa: E731
-    addend = None if c is None else _flat(c.astype(out_dtype) if isinstance(c, jax.Array) else c)
-    operands = Operands(_flat(lhs), _flat(rhs), addend, vector(bias), row_scale, column_scale)
-    return _Call(operands, forms, out_dtype, activation, batch)
-
-
-def _on_device(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        raise ValueError(f"`bias` must have shape ({n},), one value per column, got {tuple(bias.shape)}: reshape it")
+    wide = product.accumulator(lhs.dtype)
+    row_scale, column_scale = _scales(scale, m, n, wide)
+    applied: Any = activation
+    by_xla = activation
+    if activation is not None and scalars is None:
+        applied, scalars = activations.traced(activation, wide)
+    elif activation is not None:
+        by_xla = functools.partial(activation, scalars=scalars)
+    operands = Operands(
+        _flat(lhs), _flat(rhs), None if c is None else _flat(arguments.each(lambda x: x.astype(out_dtype), c)),
+        None if bias is None else arguments.each(lambda x: x.astype(wide), bias), row_scale, column_scale,
+        scalars or (),
+    )  # fmt: skip
+    return _Call(operands, forms, out_dtype, applied, by_xla, batch)
 
 
 def _flat(x: Any) -> Any:
     """With at most one batch dimension."""
-    if len(x.shape) <= 3:
-        return x
-    shape = (-1, *x.shape[-2:])
-    return x.reshape(shape) if isinstance(x, jax.Array) else jax.eval_shape(lambda y: y.reshape(shape), x)
+    batch, matrix = math.prod(x.shape[:-2]), x.shape[-2:]  # (Not -1: a size may be 0.)
+    return x if len(x.shape) <= 3 else arguments.each(lambda x: x.reshape(batch, *matrix), x)
 
 
-def _scales(scale: Any, m: int, n: int) -> tuple[Any, Any]:
-    """Row scale [m] and column scale [n] in f32 of what the caller gave: one array, or a pair to be multiplied."""
-    row, column = None, None
+def _scales(scale: Any, m: int, n: int, dtype: Any) -> tuple[Any, Any]:
+    """Row scale [m] and column scale [n] of what the caller gave: one array, or a tuple to be multiplied."""
+    row: Any = None
+    column: Any = None
     for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
-        part = jnp.asarray(part, jnp.float32)
-        if part.shape == (m, 1):
-            row = part[:, 0] if row is None else row * part[:, 0]
+        part = arguments.factor(part, dtype)
+        if part.shape == (m, 1) and part.shape != (1, 1):
+            part = arguments.each(lambda x: x[:, 0], part)
+            row = part if row is None else arguments.each(jnp.multiply, row, part)
         elif part.shape in {(), (1,), (1, 1), (n,), (1, n)}:
-            part = jnp.broadcast_to(part.reshape(-1), (n,))
-            column = part if column is None else column * part
+            part = arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), part)
+            column = part if column is None else arguments.each(jnp.multiply, column, part)
         else:
             raise ValueError(
-                f"`scale` must be a scalar, ({m}, 1) per row, ({n},) or (1, {n}) per column, or a pair of these, got "
-                f"shape {part.shape}"
+                f"`scale` must be a scalar, ({m}, 1) per row, ({n},) or (1, {n}) per column, or a tuple of these, got "
+                f"shape {tuple(part.shape)}: reshape it"
             )
     return row, column
 
 
 def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
-    """From `matmul` without its arrays to the result, each device's part computed by itself: see `sharded`.
+    """From `_on_one_device` to the result, each device's part computed by itself: see `sharded`.
 
     Raises:
       ValueError, NotImplementedError: as `_normalize` does for the whole call, and `sharded.layout_of`.
     """
-    scale = arrays["scale"]
-    operands = {name: _on_device(x) for name, x in arrays.items() if x is not None and name != "scale"}
+    operands = {name: arguments.array(name, x) for name, x in arrays.items() if x is not None and name != "scale"}
+    wide, scale = product.accumulator(operands["lhs"].dtype), arrays["scale"]
     factors = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
-    operands |= {f"scale[{i}]": jnp.asarray(factor, jnp.float32) for i, factor in enumerate(factors)}
+    operands |= {f"scale[{i}]": arguments.factor(factor, wide) for i, factor in enumerate(factors)}
+    if keywords.get("activation") is not None:
+        # What it captures belongs to the whole, and each device gets its part of that like of the rest.
+        applied, scalars = activations.traced(keywords["activation"], wide)
+        keywords = keywords | {"activation": applied}
+        operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
 
-    def arguments(parts: dict[str, Any]) -> dict[str, Any]:
-        scale = tuple(parts[name] for name in parts if name.startswith("scale["))
-        return {name: x for name, x in parts.items() if not name.startswith("scale[")} | {"scale": scale or None}
+    def of_call(parts: dict[str, Any]) -> dict[str, Any]:
+        grouped = {name: x for name, x in parts.items() if "[" not in name}
+        for group in ("scale", "scalars"):
+            grouped[group] = tuple(x for name, x in parts.items() if name.startswith(f"{group}["))
+        return grouped | keywords
 
-    if all(hasattr(x, "shape") for x in operands.values()):
-        # On types that say nothing of any mesh.
-        bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
-        jax.eval_shape(lambda parts: _normalize(**arguments(parts), **keywords).operands, bare)
-    else:
-        _normalize(**arguments(operands), **keywords)
+    # On types that say nothing of any mesh.
+    bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
+    jax.eval_shape(lambda parts: _normalize(**of_call(parts)).operands, bare)
     batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
     matrices = {
         "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
@@ -168,41 +181,55 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         return tuple(None if size == 1 else "m" if of_rows else "n" for size in x.shape)
 
     layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
-    return lambda matmul: layout.call(lambda **parts: matmul(**arguments(parts)), operands, (*batch, "m", "n"))
+    return lambda run: layout.call(lambda **parts: run(**of_call(parts)), operands, (*batch, "m", "n"))
 
 
-def _decide(call: _Call, config: Config | None, implementation: str | None) -> Explanation:
+def _decide(call: _Call, config: Config | None, implementation: str | None, mesh: Any = None) -> Explanation:
     def check(config: Config, target: Any) -> None:
-        product.check(call.operands, call.forms, call.out_dtype, config, target)
+        product.check(call.operands, call.forms, call.out_dtype, config, target, call.activation)
         sharded.require_rest_of_one()
 
     problem = product.problem(call.operands, call.forms, call.out_dtype)
-    return dispatch.decide("matmul", implementation, dispatch.target(), config, check, problem)
+    return dispatch.decide("matmul", implementation, dispatch.target(mesh), config, check, problem)
 
 
 def decide(
-    lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, **keywords: Any
-) -> Explanation:
+    lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, mesh: Any = None,
+    **keywords: Any,
+) -> Explanation:  # fmt: skip
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
     arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ("c", "bias", "scale")}
-    mesh = sharded.mesh_of(*jax.tree.leaves(arrays))
-    if mesh is None:
-        return _decide(_normalize(**arrays, **keywords), config, implementation)
+    of_types = sharded.mesh_of(*jax.tree.leaves(arrays))
+    if of_types is None:
+        return _decide(_normalize(**arrays, **keywords), config, implementation, mesh)
     of_parts: list[Explanation] = []
 
-    def of_part(**parts: Any) -> jax.Array:
-        call = _normalize(**parts, **keywords)
-        of_parts.append(_decide(call, config, implementation))
+    def of_part(**arguments_of_part: Any) -> jax.Array:
+        call = _normalize(**arguments_of_part)
+        of_parts.append(_decide(call, config, implementation, mesh))
         _, m, n, _ = product.sizes(call.operands, call.forms)
         return jnp.zeros((*call.batch, m, n))
 
     try:
-        jax.eval_shape(lambda arrays: _cut(mesh, arrays, keywords)(of_part), arrays)
+        jax.eval_shape(lambda arrays: _cut(of_types, arrays, keywords)(of_part), arrays)
     except NotImplementedError as cannot:
         if implementation == "fused":
             raise
-        return Explanation("matmul", "xla", None, str(cannot), dispatch.target())
+        return Explanation("matmul", "xla", None, str(cannot), dispatch.target(mesh))
     return of_parts[0]
+
+
+def _on_one_device(config: Config | None, implementation: str | None, **call_arguments: Any) -> jax.Array:
+    """The product of what each device holds; arguments as of `_normalize`."""
+    call = _normalize(**call_arguments)
+    choice = _decide(call, config, implementation)
+    if choice.config is None:
+        return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, call.by_xla))
+    plan = Plan(
+        choice.config, choice.target, call.forms, call.out_dtype, call.activation, insists=implementation == "fused"
+    )
+    out = sharded.on_the_rest(lambda operands: differentiable.fused(operands, plan), call.operands)
+    return call.restore(out)
 
 
 def matmul(
@@ -222,14 +249,17 @@ def matmul(
     """activation(scale · (lhs @ rhs) + bias + c) on each GPU, by the mainloop that all fused operations share.
 
     Args:
-      lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2).
+      lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
+        floating-point dtype.
       rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype (float8 kinds may be mixed). Leading dimensions
         as in `lhs`, or none in one of the two.
       c: [..., m, n] or [m, n], added before the activation; taken in the dtype of the result.
       bias: [n], added to each row.
-      activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue.
-      scale: a factor of the product, in float32: a scalar, (m, 1) per row, (n,) or (1, n) per column, or a pair of
-        these (e.g. the two operands' scales).
+      activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It is traced
+        once, at the call. What is not provably elementwise is refused. Scalars that it captures become operands of the
+        call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are unrolled.
+      scale: a factor of the product, in float32: a scalar, (m, 1) per row, (n,) or (1, n) per column, or a tuple
+        of these (e.g. the two operands' scales).
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
       transpose_lhs: `lhs` lies transposed in memory. It is read as it is.
@@ -241,10 +271,13 @@ def matmul(
       [..., m, n]. Deterministic.
 
     Raises:
-      ValueError: ranks, dtypes, sizes or the config are wrong, or the types do not say how the result is sharded.
+      ValueError: ranks, dtypes, sizes, the activation or the config are wrong, or the types do not say how the result
+        is sharded.
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
-    Works under `jax.jit`, `jax.grad` (the backward pass uses the same kernel), `jax.vmap` and `lax.scan`.
+    Works under `jax.jit`, `jax.vmap` and `lax.scan`, and has derivatives of any order. The backward pass uses the same
+    kernel where its operands have the dtype that the kernel needs; behind a scale or an activation, and for results
+    of another dtype, cotangents are in float32, and XLA multiplies them. Forward mode (`jax.jvp`) runs by XLA.
 
     On several devices: inside `jax.shard_map` each device computes the product of what it holds. Outside, operands that
     are sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n are multiplied part by
@@ -259,15 +292,15 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
+    arguments.require_values(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
     keywords: dict[str, Any] = dict(
         activation=activation, preferred_element_type=preferred_element_type, transpose_lhs=transpose_lhs,
         transpose_rhs=transpose_rhs,
     )  # fmt: skip
     arrays = dict(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
     if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
-        of_part = functools.partial(matmul, config=config, implementation=implementation, **keywords)
         try:
-            return _cut(mesh, arrays, keywords)(of_part)
+            return _cut(mesh, arrays, keywords)(functools.partial(_on_one_device, config, implementation))
         except NotImplementedError as cannot:
             if implementation is None:
                 if dispatch.target().platform != "cpu":
@@ -275,10 +308,4 @@ def matmul(
                 implementation = "xla"
             if implementation != "xla":
                 raise
-    call = _normalize(**arrays, **keywords)
-    choice = _decide(call, config, implementation)
-    if choice.config is None:
-        return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, activation))
-    plan = Plan(choice.config, choice.target, call.forms, call.out_dtype, activation, insists=implementation == "fused")
-    out = sharded.on_the_rest(lambda operands: differentiable.fused(alike(operands), plan), call.operands)
-    return call.restore(out)
+    return _on_one_device(config, implementation, **arrays, **keywords)

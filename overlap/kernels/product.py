@@ -19,13 +19,13 @@ from jax.experimental import pallas as pl
 
 from overlap import tuning
 from overlap.kernels import hopper
-from overlap.kernels.activation import inlined
+from overlap.kernels.activation import Activation
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import shared_flags
-from overlap.primitives.integers import ceil_div, quotient, remainder
+from overlap.primitives.integers import ceil_div, in_32_bits, quotient, remainder
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +40,7 @@ class Operands:
       bias: [n] in f32, added to each row.
       row_scale: [m] in f32.
       column_scale: [n] in f32.
+      scalars: what the activation captures, each of a dtype of its own.
     """
 
     lhs: Any
@@ -48,6 +49,7 @@ class Operands:
     bias: Any = None
     row_scale: Any = None
     column_scale: Any = None
+    scalars: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Plan:
       target: the device; one CTA runs on each of its cores.
       forms: how the operands lie in memory.
       out_dtype: of the result.
-      activation: a function of f32 values, elementwise; None for none.
+      activation: of f32 values; None for none.
       insists: whether the caller asked for the fused kernel, so that XLA may not run in its place.
     """
 
@@ -67,8 +69,26 @@ class Plan:
     target: Target
     forms: Forms
     out_dtype: Any
-    activation: Callable[[jax.Array], jax.Array] | None = None
+    activation: Activation | None = None
     insists: bool = False
+
+    def applied(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+        """The activation with the scalars that it captures, as JAX sees it; None for none."""
+        activation = self.activation
+        return None if activation is None else lambda values: activation(values, operands.scalars)
+
+    def computed(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+        """The same by the program that the kernel computes, which has no rules of derivatives; None for none."""
+        if self.activation is None:
+            return None
+        program = self.activation.program
+        scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
+        return lambda values: program(values, scalars)
+
+
+def accumulator(dtype: Any) -> jnp.dtype:
+    """The dtype in which products of operands are summed, and everything behind them is computed."""
+    return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
 def sizes(operands: Operands, forms: Forms) -> tuple[int | None, int, int, int]:
@@ -87,8 +107,14 @@ def problem(operands: Operands, forms: Forms, out_dtype: Any) -> tuning.Problem:
     return tuning.Problem("matmul", m, n, k, *dtypes, layout=layout, batch=batch or 1)  # pyright: ignore[reportArgumentType]
 
 
-def check(operands: Operands, forms: Forms, out_dtype: Any, config: Config, target: Target) -> None:
+def check(operands: Operands, forms: Forms, out_dtype: Any, config: Config, target: Target,
+          activation: Activation | None = None) -> None:  # fmt: skip
     """Whether the kernel can serve a product. Raises as `Config.check` does."""
+    if activation is not None and (cannot := activation.program.why_not_in_kernel):
+        raise NotImplementedError(
+            f"the fused kernel cannot take this `activation`: {cannot}; apply it to the result, or use "
+            'implementation="xla"'
+        )
     batch, *_ = sizes(operands, forms)
     if batch == 0:
         raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
@@ -103,7 +129,7 @@ def choose_config(operands: Operands, forms: Forms, out_dtype: Any, target: Targ
 
 
 def finish(product: jax.Array, operands: Operands, out_dtype: Any, activation: Any) -> jax.Array:
-    """The epilogue on a whole f32 product, by XLA."""
+    """The epilogue on a whole product, by XLA; `activation` is a function of its values."""
     if operands.row_scale is not None:
         product = product * operands.row_scale[:, None]
     if operands.column_scale is not None:
@@ -111,12 +137,13 @@ def finish(product: jax.Array, operands: Operands, out_dtype: Any, activation: A
     if operands.bias is not None:
         product = product + operands.bias
     if operands.c is not None:
-        product = product + operands.c.astype(jnp.float32)
+        product = product + operands.c.astype(product.dtype)
     if activation is not None:
         product = activation(product)
     return product.astype(out_dtype)
 
 
+@in_32_bits
 def launch(operands: Operands, plan: Plan) -> jax.Array:
     """Runs the kernel; everything has been checked. Returns [(batch,) m, n]."""
     config, forms, split = plan.config, plan.forms, plan.config.split_k
@@ -127,8 +154,11 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     clusters = plan.target.num_cores // config.cluster
     work = hopper.StreamK(batches * split * order.tiles, k_steps, clusters, config.stream_k)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
-    names = [f.name for f in dataclasses.fields(operands)] if split == 1 else ["lhs", "rhs"]
+    names = ["lhs", "rhs", *(["c", "bias", "row_scale", "column_scale"] if split == 1 else [])]
     inputs = {name: _padded(name, x, config) for name in names if (x := getattr(operands, name)) is not None}
+    program = None if plan.activation is None else plan.activation.program
+    if split == 1 and program is not None:
+        inputs |= _packed(operands.scalars, program.scalars)
     if "c" in inputs:
         inputs["c"] = inputs["c"].astype(out_dtype)  # It passes through the buffer of the result.
 
@@ -158,7 +188,9 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
                 values = values + hopper.spread(given["bias"], columns, values.shape, 1)
             if addend is not None:
                 values = values + addend
-            return values if plan.activation is None else inlined(plan.activation)(values)
+            if program is None:
+                return values
+            return program(values, _unpacked(given, program.scalars)).astype(jnp.float32)
 
         hooks = hopper.Hooks(
             load_lhs=lambda tile, load: load(of_batch(given["lhs"], tile)),
@@ -197,7 +229,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     if split == 1:
         return out
     product = out.reshape(batches, split, m, n).sum(axis=1)
-    return finish(product if batch is not None else product[0], operands, plan.out_dtype, plan.activation)
+    return finish(product if batch is not None else product[0], operands, plan.out_dtype, plan.computed(operands))
 
 
 def _padded(name: str, x: jax.Array, config: Config) -> jax.Array:
@@ -205,3 +237,30 @@ def _padded(name: str, x: jax.Array, config: Config) -> jax.Array:
     rows, columns = config.cluster_tile
     tile = {"bias": columns, "column_scale": columns, "row_scale": rows}.get(name)
     return x if tile is None else jnp.pad(x, (0, -x.shape[0] % tile))
+
+
+def _packed(scalars: tuple[Any, ...], dtypes: tuple[str, ...]) -> dict[str, jax.Array]:
+    """An activation's scalars as vectors, which a kernel can have: one of f32, one of int32."""
+    vectors: dict[str, list[Any]] = {}
+    for scalar, dtype in zip(scalars, dtypes, strict=True):
+        vectors.setdefault(_vector_of(dtype), []).append(scalar)
+    return {name: jnp.stack([x.astype(_VECTORS[name]) for x in values]) for name, values in vectors.items()}
+
+
+def _unpacked(vectors_gmem: dict[str, Any], dtypes: tuple[str, ...]) -> list[Any]:
+    """The scalars, loaded from their vectors."""
+    before = dict.fromkeys(_VECTORS, 0)
+    scalars = []
+    for dtype in dtypes:
+        name = _vector_of(dtype)
+        value = vectors_gmem[name][before[name]]
+        scalars.append(value != 0 if dtype == "bool" else value.astype(dtype))
+        before[name] += 1
+    return scalars
+
+
+_VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
+
+
+def _vector_of(dtype: str) -> str:
+    return "floats" if "float" in dtype else "integers"

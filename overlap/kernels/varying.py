@@ -34,18 +34,15 @@ def alike(tree: Any) -> Any:
     return jax.tree.map(lambda value: varying(value, axes), tree)
 
 
-def summed_like(cotangents: Any, operands: Any) -> Any:
-    """Cotangents summed along the axes that their operands do not vary along.
+def summed_like(cotangent: jax.Array, operand: Any) -> jax.Array:
+    """A cotangent summed along the axes that the type of its operand does not vary along.
 
     An operand that is the same on several devices takes part in what each of them computes.
     """
-
-    def summed(operand: jax.Array, cotangent: jax.Array) -> jax.Array:
-        axes = tuple(sorted(axes_of(cotangent) - axes_of(operand), key=str))
-        # A cotangent may also vary along fewer axes than its operand.
-        return varying(lax.psum(cotangent, axes) if axes else cotangent, axes_of(operand))
-
-    return jax.tree.map(summed, operands, cotangents)
+    wanted = operand.manual_axis_type.varying
+    axes = tuple(sorted(axes_of(cotangent) - wanted, key=str))
+    # A cotangent may also vary along fewer axes than its operand.
+    return varying(lax.psum(cotangent, axes) if axes else cotangent, wanted)
 
 
 def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:

@@ -96,9 +96,7 @@ def _map_at(start: int, length: int) -> Any:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    got = library.mmap(
-        start, length, mmap.PROT_READ | mmap.PROT_WRITE, private_anonymous | fixed_noreplace, -1, 0
-    )
+    got = library.mmap(start, length, mmap.PROT_READ | mmap.PROT_WRITE, private_anonymous | fixed_noreplace, -1, 0)
     if got != start:
         raise OSError(ctypes.get_errno(), f"{length} bytes at {start:#x} cannot be had")
     return (ctypes.c_char * length).from_address(start)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from overlap.kernels import dispatch
+from overlap.kernels import arguments, dispatch
 from overlap.kernels.target import Target
 from overlap.tuning import tables
 from overlap.tuning.choose import Session, session
@@ -115,7 +115,7 @@ def autotune(
       A `Tuning`: print it for a line per problem; `with` it, calls use its results whatever the tables say.
 
     Raises:
-      ValueError: `fn` makes no such call, the file is no table, or `max_configs` is below 1 or `budget_s` below 0.
+      ValueError: an argument makes no sense, `fn` makes no such call, or the file is no table.
       NotImplementedError: there are several processes. Tune in one, on the same kind of GPU.
       KeyboardInterrupt: after what was found until then has been written.
 
@@ -129,6 +129,16 @@ def autotune(
             f"`autotune` measures in one process, and there are {jax.process_count()}: tune in a single process on the "
             f"same kind of GPU, and give all processes its table with {tables.DIRECTORY_VARIABLE}"
         )
+    arguments.function("fn", fn)
+    if progress is not None:
+        arguments.function("progress", progress)
+    arguments.count("max_configs", max_configs)
+    arguments.flag("save", save)
+    arguments.flag("force", force)
+    if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s >= 0:
+        raise ValueError(f"`budget_s` must be seconds, 0 or more, got {arguments.said(budget_s)}: leave it out")
+    if path is not None and not isinstance(path, (str, pathlib.Path)):
+        raise ValueError(f"`path` must be None or the path of a file, got {arguments.said(path)}: leave it out")
     problems = problems_of(fn, *args, **kwargs)
     if not problems:
         raise ValueError(

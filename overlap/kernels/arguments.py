@@ -1,0 +1,193 @@
+"""Checks of arguments, the same for all operations: each returns what it was given in the form that is used here.
+
+All raise ValueError, before anything is traced or sent, with the argument's name, what it must be, what was given and
+what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from overlap.kernels.config import Config
+
+_SAID_CHARACTERS = 80
+
+
+def said(value: Any) -> str:
+    """A value as a message shows it: short, and no entries of arrays."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of shape {tuple(np.shape(value))} and dtype {value.dtype}"
+    text = repr(value)
+    return text if len(text) <= _SAID_CHARACTERS else f"{text[:_SAID_CHARACTERS]}…"
+
+
+def array(name: str, value: Any) -> Any:
+    """An array of floating-point numbers: of JAX or of NumPy, or the type of one (`jax.ShapeDtypeStruct`)."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufcV":
+            raise ValueError(f"`{name}` must be an array of numbers, got {said(value)}: convert it")
+        value = jnp.asarray(value)
+    elif not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        raise ValueError(
+            f"`{name}` must be an array of JAX or NumPy, got {type(value).__name__} ({said(value)}): convert it, e.g. "
+            "with jnp.asarray"
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"`{name}` must be floating-point, got {value.dtype}: cast it, e.g. with .astype(jnp.bfloat16)"
+        )
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` must be True or False, got {said(value)}: name one of these")
+    return bool(value)
+
+
+def function(name: str, value: Any) -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise ValueError(f"`{name}` must be a function, got {said(value)}: pass one")
+    return value
+
+
+def count(name: str, value: Any) -> int | None:
+    """How many of something, or None."""
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_number or value < 1:
+        raise ValueError(f"`{name}` must be None or an integer of at least 1, got {said(value)}: leave it out")
+    return int(value)
+
+
+def config(value: Any) -> Config | None:
+    """A configuration, or None."""
+    if value is not None and not isinstance(value, Config):
+        raise ValueError(
+            f"`config` must be None or an overlap.Config, got {said(value)}: leave it out, or pass "
+            "overlap.Config(tile_m=…, …)"
+        )
+    return value
+
+
+def one_of(name: str, value: Any, names: tuple[str, ...]) -> str | None:
+    """One of some names, or None."""
+    if value is not None and not (isinstance(value, str) and value in names):
+        raise ValueError(f"`{name}` must be None or one of {names}, got {said(value)}: leave it out, or name one")
+    return value
+
+
+def index(name: str, value: Any, values: tuple[int, ...], meaning: str) -> int:
+    """One of some integers."""
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number not in values:
+        raise ValueError(f"`{name}` must be {meaning}, got {said(value)}: name one of these")
+    return number
+
+
+def axis_name(value: Any) -> Any:
+    """The name of a mesh axis or a tuple of such, as far as that can be told without the mesh."""
+    names = value if isinstance(value, (tuple, list)) else (value,)
+    for name in names:
+        if isinstance(name, (jax.Array, np.ndarray)) or not isinstance(name, Hashable) or name is None:
+            raise ValueError(
+                f"`axis_name` must be the name of a mesh axis or a tuple of such, got {said(value)}: name the axis, "
+                "e.g. 'x'"
+            )
+    return value
+
+
+def mesh(value: Any) -> Any:
+    """A mesh, or None."""
+    if value is not None and not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {said(value)}: pass the mesh of `jax.shard_map`")
+    return value
+
+
+def result_dtype(value: Any, operands: Any) -> jnp.dtype:
+    """The dtype of a result: `preferred_element_type` if given, else that of the operands (bfloat16 for 8 bits)."""
+    if value is None:
+        return jnp.dtype(jnp.bfloat16) if jnp.dtype(operands).itemsize < 2 else jnp.dtype(operands)
+    way_out = "leave it out, or name one, e.g. jnp.float32"
+    try:
+        dtype = jnp.dtype(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`preferred_element_type` must be a floating-point dtype, got {said(value)}: {way_out}"
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`preferred_element_type` must be a floating-point dtype, got {dtype.name}: {way_out}")
+    if dtype.itemsize > 4 and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"`preferred_element_type` must have at most 32 bits without `jax_enable_x64`, got {dtype.name}: {way_out}"
+        )
+    return dtype
+
+
+def factor(value: Any, dtype: Any) -> Any:
+    """A part of `scale`, a real number or an array of such, as an array of `dtype`."""
+    if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
+        return jnp.asarray(value, dtype)
+    kind: Any = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) else bool
+    if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
+        raise ValueError(
+            f"`scale` must be made of real numbers and arrays of such, got {said(value)}: convert it, e.g. with "
+            "jnp.float32"
+        )
+    return each(lambda x: jnp.asarray(x, dtype), value)
+
+
+def each(take: Callable[..., Any], *values: Any) -> Any:
+    """`take` of arrays; or the type of its result, if one of them is the type of an array."""
+    of_types = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
+    return jax.eval_shape(take, *values) if of_types else take(*values)
+
+
+def require_values(**given: Any) -> None:
+    """Refuses types where arrays are needed: only `overlap.explain` takes either."""
+    for name, value in given.items():
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
+            raise ValueError(
+                f"`{name}` must be an array, got a jax.ShapeDtypeStruct: pass values; overlap.explain takes types"
+            )
+
+
+def bound(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, more: tuple[str, ...]) -> None:
+    """Checks that a call of `op` has all arguments that it needs, and none that it does not know but `more`.
+
+    Raises:
+      TypeError: as Python itself does, with the names that the caller knows.
+    """
+    signature, name = inspect.signature(op), f"overlap.{op.__name__}"
+    known = [*signature.parameters, *more]
+    for keyword in kwargs:
+        if keyword not in known:
+            near = difflib.get_close_matches(keyword, known, 1, cutoff=0)
+            raise TypeError(f"{name} has no argument `{keyword}`: did you mean `{near[0]}`?")
+    positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        raise TypeError(
+            f"{name} takes {len(positional)} arguments by position (`{'`, `'.join(positional)}`), got {len(args)}: "
+            "pass the others by keyword"
+        )
+    for given in positional[: len(args)]:
+        if given in kwargs:
+            raise TypeError(f"{name} got `{given}` twice, by position and by keyword: leave one out")
+    taken = {*positional[: len(args)], *kwargs}
+    missing = [p.name for p in signature.parameters.values() if p.default is p.empty and p.name not in taken]
+    if missing:
+        raise TypeError(f"{name} needs `{'`, `'.join(missing)}`: pass what is missing")

@@ -1,0 +1,377 @@
+"""Proves that a traced function is elementwise, and brings it into a form that any block of values can go through.
+
+`program_of` walks a jaxpr that was traced on one abstract array of f32 values. Calls are inlined, loops with a known
+number of rounds are unrolled, and branches become selections. What is left is a `Program`: a list of primitives, each
+of which computes every entry of its result from the same entry of its operands, or from scalars.
+
+A value is *varying* if it has an entry for each entry of the input, else *uniform*: one number, in whatever shape. Only
+elementwise primitives may take varying values; anything else that one goes into cannot be proven to be elementwise, and
+so the result must not depend on it.
+
+Programs are compared by what they compute, so they can be a part of the key of a compiled kernel. Numbers of 64 bits
+are computed in 32 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+_SAME = {"copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "pbroadcast"}
+_SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev"}
+# Those whose operands may be scalars beside arrays.
+_BROADCASTING = {
+    "add", "sub", "mul", "div", "rem", "pow", "max", "min", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge",
+}  # fmt: skip
+# What Mosaic GPU lowers on a block in registers, to what XLA computes.
+_IN_KERNEL = _BROADCASTING - {"pow", "rem"} | {
+    "abs", "clamp", "convert_element_type", "cos", "exp", "exp2", "integer_pow", "log", "log2", "logistic", "neg",
+    "round", "rsqrt", "select_n", "sin", "sqrt", "square", "tanh",
+}  # fmt: skip
+_ELEMENTWISE = _IN_KERNEL | {
+    "acos", "acosh", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+    "bitcast_convert_type", "cbrt", "ceil", "clz", "complex", "conj", "cosh", "digamma", "erf", "erf_inv", "erfc",
+    "expm1", "floor", "igamma", "igammac", "imag", "is_finite", "lgamma", "log1p", "nextafter", "not",
+    "one_minus_square", "polygamma", "population_count", "pow", "real", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sinh", "tan", "zeta",
+}  # fmt: skip
+_KERNEL_DTYPES = {"float32", "float16", "bfloat16", "int32", "bool"}
+_NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
+# The longest program that a kernel takes: each operation is code for each of a thread's values.
+MAX_STEPS = 256
+
+
+class NotElementwise(Exception):
+    """Why a function is not elementwise, as far as can be seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A number of a dtype, as its bytes, so that equal ones (NaNs too) compare equal."""
+
+    dtype: str
+    data: bytes
+
+    @property
+    def value(self) -> Any:
+        """The number as a NumPy scalar."""
+        return np.frombuffer(self.data, jnp.dtype(self.dtype))[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One primitive of a program.
+
+    Attributes:
+      primitive: the primitive; None gives a uniform value the shape of the input.
+      params: its parameters.
+      operands: constants, or indices of values.
+      dtype: name of the result's dtype.
+    """
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    operands: tuple[Constant | int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An elementwise function of one array and some scalars.
+
+    Values are numbered: the array, the scalars, then the result of each step.
+
+    Attributes:
+      captured: which constants of the function the scalars are.
+      scalars: names of their dtypes.
+      steps: what is computed.
+      output: index of the result; it is varying.
+      dtype: name of the result's dtype.
+      too_much: why a kernel cannot take this program, if that cannot be seen from the steps.
+    """
+
+    captured: tuple[int, ...]
+    scalars: tuple[str, ...]
+    steps: tuple[Step, ...]
+    output: int
+    dtype: str
+    too_much: str | None = None
+
+    def __call__(self, values: Any, scalars: Sequence[Any]) -> Any:
+        """Applies the program to values of any shape; inside a kernel or outside."""
+        known: list[Any] = [values, *scalars]
+        for step in self.steps:
+            operands = [known[x] if isinstance(x, int) else x.value for x in step.operands]
+            if step.primitive is None:
+                known.append(lax.broadcast_in_dim(operands[0], values.shape, ()))
+            else:
+                known.append(step.primitive.bind(*operands, **dict(step.params)))
+        return known[self.output]
+
+    @property
+    def why_not_in_kernel(self) -> str | None:
+        """Why a kernel cannot take this program; None if it can."""
+        if self.too_much is not None:
+            return self.too_much
+        if len(self.steps) > MAX_STEPS:
+            return f"it has {len(self.steps)} operations, and {MAX_STEPS} is the most"
+        for dtype in (*self.scalars, *(step.dtype for step in self.steps)):
+            if dtype not in _KERNEL_DTYPES:
+                return f"it computes in {dtype}"
+        known = ["float32", *self.scalars]
+        for step in self.steps:
+            name = "broadcast" if step.primitive is None else step.primitive.name
+            operands = [known[x] if isinstance(x, int) else x.dtype for x in step.operands]
+            if step.primitive is not None and (name not in _IN_KERNEL or dict(step.params).get("accuracy") is not None):
+                return f"the kernel has no {name!r}"
+            if name == "convert_element_type" and "float" in operands[0] and "float" not in step.dtype:
+                return f"the kernel converts no {operands[0]} to {step.dtype}"
+            known.append(step.dtype)
+        return None
+
+
+def program_of(closed: Any, shape: tuple[int, ...]) -> Program:
+    """The program of a function that was traced on an f32 array of `shape`; its constants become the scalars.
+
+    Raises:
+      NotElementwise: it cannot be proven to be elementwise.
+    """
+    if closed.effects:
+        raise NotElementwise(f"it has an effect, {next(iter(closed.effects))}")
+    dtypes = [_narrow(getattr(const, "dtype", np.result_type(type(const)))) for const in closed.consts]
+    walk = _Walk(shape, dtypes)
+    consts = [_captured(*pair) for pair in enumerate(zip(closed.consts, dtypes, strict=True))]
+    outs = walk.run(getattr(closed, "jaxpr", closed), [*consts, _Value(0, True, "float32")])
+    avals = closed.out_avals
+    if len(outs) != 1 or tuple(avals[0].shape) != shape:
+        raise NotElementwise(f"from shape {shape} it makes {[tuple(aval.shape) for aval in avals]}")
+    (out,) = outs
+    if out.refused:
+        raise NotElementwise(out.refused)
+    if "complex" in out.dtype:
+        raise NotElementwise("its result is complex")
+    if not out.varying:
+        out = walk.add(None, {}, [out], True, out.dtype)
+    assert isinstance(out.where, int)
+    return walk.program(out.where)
+
+
+def _captured(index: int, const: tuple[Any, str]) -> _Value:
+    """The value of a constant of the function."""
+    value, dtype = const
+    if (shape := tuple(np.shape(value))) != ():
+        return _Value(0, False, "", f"it captures an array of shape {shape}")
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return _Value(0, False, "", f"it captures a {dtype}")
+    return _Value(index + 1, False, dtype)
+
+
+def _narrow(dtype: Any) -> str:
+    name = str(dtype)
+    return _NARROW.get(name, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A value on the way: where it is, whether it varies, and why nothing may depend on it."""
+
+    where: Constant | int
+    varying: bool
+    dtype: str
+    refused: str | None = None
+
+
+class _Walk:
+    """Collects the steps of a program."""
+
+    def __init__(self, shape: tuple[int, ...], scalars: list[str]) -> None:
+        self.shape, self.scalars, self.steps = shape, scalars, []
+        self.too_much: str | None = None
+
+    def program(self, output: int) -> Program:
+        """The program with that output, without the scalars and the steps that it does not need."""
+        first = 1 + len(self.scalars)
+        needed = {0, output}
+        for index in range(len(self.steps) - 1, -1, -1):
+            if first + index in needed:
+                needed.update(x for x in self.steps[index].operands if isinstance(x, int))
+        place = {old: new for new, old in enumerate(sorted(needed))}
+        steps = tuple(
+            dataclasses.replace(step, operands=tuple(place[x] if isinstance(x, int) else x for x in step.operands))
+            for index, step in enumerate(self.steps, start=first)
+            if index in needed
+        )
+        captured = tuple(x - 1 for x in sorted(needed) if 0 < x < first)
+        dtype = "float32" if output == 0 else self.steps[output - first].dtype
+        return Program(captured, tuple(self.scalars[x] for x in captured), steps, place[output], dtype, self.too_much)
+
+    def add(self, primitive: Any, params: dict[str, Any], operands: list[_Value], varying: bool, dtype: str) -> _Value:
+        """A step, and the value that it makes."""
+        name = primitive.name if primitive is not None else ""
+        if varying and primitive is not None and name not in _BROADCASTING:
+            operands = [x if x.varying else self.add(None, {}, [x], True, x.dtype) for x in operands]
+        items = tuple(sorted((key, _hashable(value)) for key, value in params.items()))
+        self.steps.append(Step(primitive, items, tuple(x.where for x in operands), dtype))
+        return _Value(len(self.scalars) + len(self.steps), varying, dtype)
+
+    def run(self, jaxpr: Any, arguments: list[_Value]) -> list[_Value]:
+        """The values of a jaxpr's results."""
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True))
+
+        def read(atom: Any) -> _Value:
+            aval: Any = atom.aval
+            return _constant(atom.val, aval.dtype) if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = self._equation(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _inner(self, jaxpr: Any, operands: list[_Value]) -> list[_Value]:
+        consts = getattr(jaxpr, "consts", ())
+        return self.run(getattr(jaxpr, "jaxpr", jaxpr), [*map(_constant, consts), *operands])
+
+    def _equation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        name, params = equation.primitive.name, equation.params
+        if name in _CALLS:
+            return self._inner(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], operands)
+        if name in _SAME:
+            return operands
+        if name == "scan":
+            return self._scan(equation, operands)
+        if name == "while":
+            return self._while(equation, operands)
+        if name == "cond":
+            return self._cond(equation, operands)
+        avals: list[Any] = [var.aval for var in equation.outvars]
+        aval, *others = avals
+        refused = next((x.refused for x in operands if x.refused), None)
+        varying = any(x.varying for x in operands)
+        shape = tuple(getattr(aval, "shape", ()))
+        if not refused and name in _SHAPES and not others:
+            identity = "broadcast_dimensions" not in params or (
+                tuple(params["broadcast_dimensions"]) == tuple(range(len(shape)))
+            )
+            same = shape == self.shape == equation.invars[0].aval.shape and name not in ("transpose", "rev")
+            if not varying or (same and identity):
+                return [operands[0]]
+        if not refused and (others or name not in _ELEMENTWISE):
+            refused = f"it uses {name!r}, which is not elementwise" if varying else f"it uses {name!r}"
+        if not refused and varying and shape != self.shape:
+            refused = f"{name!r} makes shape {shape} of {self.shape}"
+        if refused:
+            return [_Value(0, varying, "", refused) for _ in equation.outvars]
+        return [self._elementwise(equation, operands, varying, _narrow(aval.dtype))]
+
+    def _elementwise(self, equation: Any, operands: list[_Value], varying: bool, dtype: str) -> _Value:
+        name, params = equation.primitive.name, dict(equation.params)
+        # A number is true if it is not zero, but Mosaic GPU would take its last bit; and its `not` is of integers.
+        if name == "convert_element_type" and dtype == "bool" and operands[0].dtype != "bool":
+            return self.add(lax.ne_p, {}, [operands[0], _constant(np.zeros((), operands[0].dtype))], varying, dtype)
+        if name == "not" and dtype == "bool":
+            return self.add(lax.xor_p, {}, [operands[0], _constant(np.ones((), bool))], varying, dtype)
+        if name == "convert_element_type":
+            if operands[0].dtype == dtype:
+                return operands[0]
+            params |= {"new_dtype": jnp.dtype(dtype), "weak_type": False, "sharding": None}
+        if name == "integer_pow" and params["y"] < 0:
+            power = self.add(equation.primitive, params | {"y": -params["y"]}, operands, varying, dtype)
+            return self.add(lax.div_p, {}, [_constant(np.ones((), dtype)), power], varying, dtype)
+        if name == "select_n":
+            return self._select(operands[0], operands[1:], varying, dtype)
+        return self.add(equation.primitive, params, operands, varying, dtype)
+
+    def _select(self, which: _Value, cases: list[_Value], varying: bool, dtype: str) -> _Value:
+        """The case of that index, by selections between two: a kernel has no others."""
+        chosen = cases[0]
+        for index, case in enumerate(cases[1:], start=1):
+            varies = which.varying or case.varying or chosen.varying
+            at_least = which
+            if which.dtype != "bool":
+                least = _constant(np.asarray(index, which.dtype))
+                at_least = self.add(lax.ge_p, {}, [which, least], which.varying, "bool")
+            chosen = self.add(lax.select_n_p, {}, [at_least, chosen, case], varies, dtype)
+        if varying and not chosen.varying:
+            chosen = self.add(None, {}, [chosen], True, dtype)
+        return chosen
+
+    def _cond(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        """All branches, and of each result the one that is meant."""
+        which, *given = operands
+        if which.refused or which.varying:
+            reason = which.refused or "it branches on an array"
+            return [_Value(0, False, "", reason) for _ in equation.outvars]
+        branches = [self._inner(branch, given) for branch in equation.params["branches"]]
+        results = []
+        for cases in zip(*branches, strict=True):
+            refused = next((case for case in cases if case.refused), None)
+            varying = any(case.varying for case in cases)
+            results.append(refused or self._select(which, list(cases), varying, cases[0].dtype))
+        return results
+
+    def _scan(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        """As many rounds as there are; results that are stacked, and what is scanned over, are refused."""
+        body, length = equation.params["jaxpr"], equation.params["length"]
+        of_body, of_scan = [var.aval.shape for var in body.outvars], [var.aval.shape for var in equation.outvars]
+        carried = sum(inner == outer for inner, outer in zip(of_body, of_scan, strict=True))
+        slices = [
+            inner.aval.shape != outer.aval.shape for inner, outer in zip(body.invars, equation.invars, strict=True)
+        ]
+        inputs = [
+            _Value(0, False, "", "it scans over an array") if is_slice else x
+            for x, is_slice in zip(operands, slices, strict=True)
+        ]
+        first = len(inputs) - sum(slices) - carried
+        consts, carry, rest = inputs[:first], inputs[first : first + carried], inputs[first + carried :]
+        for count in range(length):
+            if len(self.steps) > MAX_STEPS:
+                # The first round has shown whether a round is elementwise.
+                self.too_much = f"its loop of {length} rounds is too long, after {count} of them"
+                break
+            outs = self._inner(body, [*consts, *carry, *rest])
+            carry = self._carried(outs[:carried], carry)
+        stacked = [_Value(0, False, "", "it collects the values of a loop")] * (len(of_scan) - carried)
+        return [*carry, *stacked]
+
+    def _while(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        """One round shows whether the loop is elementwise; how many there will be is not known here."""
+        params = equation.params
+        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+        carry = operands[of_condition + of_body :]
+        self.too_much = "it has a loop whose number of rounds is not known"
+        carry = self._carried(
+            self._inner(params["body_jaxpr"], [*operands[of_condition : of_condition + of_body], *carry]), carry
+        )
+        (goes_on,) = self._inner(params["cond_jaxpr"], [*operands[:of_condition], *carry])
+        refused = goes_on.refused or ("its loop ends by an array" if goes_on.varying else None)
+        return [dataclasses.replace(x, refused=refused) for x in carry] if refused else carry
+
+    def _carried(self, outs: list[_Value], before: list[_Value]) -> list[_Value]:
+        """What a round of a loop hands to the next: whatever cannot be proven of one value spoils all."""
+        refused = next((x.refused for x in outs if x.refused), None)
+        return [
+            dataclasses.replace(x, varying=x.varying or old.varying, refused=refused) if refused else x
+            for x, old in zip(outs, before, strict=True)
+        ]
+
+
+def _constant(value: Any, dtype: Any = None) -> _Value:
+    if (shape := tuple(np.shape(value))) != ():
+        return _Value(0, False, "", f"it captures an array of shape {shape}")
+    name = _narrow(np.asarray(value).dtype if dtype is None else dtype)
+    return _Value(Constant(name, np.asarray(value).astype(name).tobytes()), False, name)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (np.dtype, type(None), str, int, float, tuple)):
+        return value
+    return value if value.__hash__ is not None else repr(value)

@@ -1,0 +1,92 @@
+"""A traced function of single values, applied to every entry of arrays: one operation of jax, whatever their types.
+
+An activation is traced once, at the call, on types that say nothing of a mesh. What it is applied to may vary along
+mesh axes (`varying.py`) or be sharded over Explicit ones, and its jaxpr would not fit these types. So it is the
+parameter of a primitive: the result has the type of the operands, and the jaxpr shows only when it is lowered. The
+derivative is the sum of the partial derivatives, which are functions of single values again, times the tangents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from overlap import _compat
+from overlap.kernels.varying import alike
+
+_entries_p = Primitive("overlap_entries")
+
+
+@contextlib.contextmanager
+def typeless() -> Iterator[None]:
+    """A context in which what is traced says nothing of a mesh, wherever that is."""
+    with _compat.without_varying_axes(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        yield
+
+
+def elementwise_map(of_entry: Any, *operands: jax.Array) -> jax.Array:
+    """A closed jaxpr of single values, [] each, and with one result, applied to every entry of arrays of one shape."""
+    return _entries_p.bind(*alike(operands), of_entry=of_entry)
+
+
+@_entries_p.def_impl
+def _evaluate(*operands: Any, of_entry: Any) -> Any:
+    def evaluate(*entries: Any) -> Any:
+        return jaxpr_as_fun(of_entry)(*entries)[0]
+
+    for _ in range(operands[-1].ndim):
+        evaluate = jax.vmap(evaluate)
+    return evaluate(*operands)
+
+
+@_entries_p.def_abstract_eval
+def _type(*operands: Any, of_entry: Any) -> Any:
+    return operands[-1].update(dtype=of_entry.out_avals[0].dtype, weak_type=False)
+
+
+def _lower(context: Any, *operands: Any, of_entry: Any) -> Any:
+    plain = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_in]
+    with typeless():
+        lowered = jax.make_jaxpr(lambda *operands: _evaluate(*operands, of_entry=of_entry))(*plain)
+        within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
+        return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)
+
+
+def _jvp(operands: Any, tangents: Any, *, of_entry: Any) -> tuple[Any, Any]:
+    out = elementwise_map(of_entry, *operands)
+    moved = [index for index, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    if not moved or not jnp.issubdtype(out.dtype, jnp.floating):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    total: Any = None
+    for index in moved:
+        partial = elementwise_map(_partial(of_entry, index), *operands)
+        part = partial.astype(out.dtype) * tangents[index].astype(out.dtype)
+        total = part if total is None else total + part
+    return out, total
+
+
+def _partial(of_entry: Any, index: int) -> Any:
+    """The partial derivative by one operand. In reverse mode: an activation may have a `jax.custom_vjp`."""
+    with typeless():
+        types = [jax.ShapeDtypeStruct((), aval.dtype) for aval in of_entry.in_avals]
+        return jax.make_jaxpr(jax.grad(lambda *entries: jaxpr_as_fun(of_entry)(*entries)[0], index))(*types)
+
+
+def _batched(operands: Any, dims: Any, *, of_entry: Any) -> tuple[Any, int]:
+    (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
+    in_front = [
+        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+    return elementwise_map(of_entry, *in_front), 0
+
+
+ad.primitive_jvps[_entries_p] = _jvp
+batching.primitive_batchers[_entries_p] = _batched
+mlir.register_lowering(_entries_p, _lower)

@@ -1,0 +1,178 @@
+"""Linear maps with a transpose of their own: what makes an operation differentiable in both modes, to any order.
+
+An operation's derivative is a linear map of the operands' tangents. Forward mode (`jax.jvp`) evaluates it, and reverse
+mode (`jax.grad`) transposes it. Here the map itself is ordinary JAX, run by XLA; its transpose is the operation's own
+backward pass, which may run kernels. So an operation with such a map has both modes, which `jax.custom_vjp` cannot
+give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from overlap.kernels.varying import summed_like
+
+# From residuals, the dtypes in which cotangents of the operands are wanted (None: not at all), and cotangents of the
+# results, to the cotangents of the operands.
+Transpose = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+_linear_p = Primitive("overlap_linear")
+_linear_p.multiple_results = True
+
+
+def linear_map(
+    forward: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    transpose: Transpose,
+    residuals: Sequence[Any],
+    operands: Sequence[Any],
+) -> list[Any]:
+    """`forward(residuals, operands)`, which is linear in `operands`, with a transpose of its own.
+
+    Args:
+      forward: in terms of JAX's own operations; it captures no arrays.
+      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand. `wanted`
+        holds the dtype in which each is wanted, or None where it is not: that of the operand, or f32 if it will be
+        added to others first. A cotangent may have more bits than that; it is rounded once, at the end.
+      residuals: arrays.
+      operands: arrays.
+    """
+    count = len(residuals)
+    traced = jax.make_jaxpr(lambda *values: list(forward(values[:count], values[count:])))(*residuals, *operands)
+    return _linear_p.bind(*residuals, *operands, forward=traced, transpose=transpose, count=count)
+
+
+@_linear_p.def_impl
+def _evaluate(*values: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+    del transpose, count
+    return jaxpr_as_fun(forward)(*values)
+
+
+@_linear_p.def_abstract_eval
+def _types(*values: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+    del values, transpose, count
+    return forward.out_avals
+
+
+mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
+
+
+def _jvp(primals: Any, tangents: Any, *, forward: Any, transpose: Any, count: int) -> Any:
+    outs = _linear_p.bind(*primals, forward=forward, transpose=transpose, count=count)
+    sums: Any = None
+    moved = [index for index in range(count) if type(tangents[index]) is not ad.Zero]
+    if moved:
+
+        def of_residuals(*given: Any) -> list[Any]:
+            values = list(primals)
+            for index, value in zip(moved, given, strict=True):
+                values[index] = value
+            return jaxpr_as_fun(forward)(*values)
+
+        _, sums = jax.jvp(of_residuals, [primals[i] for i in moved], [tangents[i] for i in moved])
+    if any(type(tangent) is not ad.Zero for tangent in tangents[count:]):
+        directions = [ad.instantiate_zeros(tangent) for tangent in tangents[count:]]
+        of_operands = _linear_p.bind(*primals[:count], *directions, forward=forward, transpose=transpose, count=count)
+        sums = of_operands if sums is None else [a + b for a, b in zip(sums, of_operands, strict=True)]
+    return outs, sums
+
+
+def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpose, count: int) -> list[Any]:
+    del forward
+    types = [operand.aval if ad.is_undefined_primal(operand) else None for operand in values[count:]]
+    wanted = [None if aval is None else aval.dtype for aval in types]
+    results = transpose(values[:count], wanted, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
+    found = [None if aval is None else _as_operand(result, aval) for aval, result in zip(types, results, strict=True)]
+    return [None] * count + found
+
+
+def _as_operand(cotangent: jax.Array, operand: Any) -> jax.Array:
+    """A cotangent of the operand's type: what travels to be summed over devices is rounded, but not to 8 bits."""
+    travels = jnp.float32 if operand.dtype.itemsize < 2 else operand.dtype
+    return summed_like(cotangent.astype(travels), operand).astype(operand.dtype)
+
+
+def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, count: int) -> Any:
+    # A dimension of None: the same for all elements.
+    (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
+    values = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in zip(values, dims, strict=True)]
+    axes = [None if dim is None else 0 for dim in dims]
+
+    def forward_of_all(residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        return jax.vmap(jaxpr_as_fun(forward), in_axes=axes, axis_size=size)(*residuals, *operands)
+
+    def transpose_of_all(residuals: Sequence[Any], wanted: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        # What all elements share has the sum of their cotangents, which are not rounded before it.
+        dtypes = [
+            dtype if axis == 0 or dtype is None else jnp.dtype(jnp.float32)
+            for dtype, axis in zip(wanted, axes[count:], strict=True)
+        ]
+
+        def of_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            return list(transpose(residuals, dtypes, cotangents))
+
+        results = jax.vmap(of_one, in_axes=(axes[:count], 0), axis_size=size)(list(residuals), list(cotangents))
+        return [
+            result if axis == 0 or result is None else result.sum(axis=0)
+            for result, axis in zip(results, axes[count:], strict=True)
+        ]
+
+    outs = linear_map(forward_of_all, transpose_of_all, values[:count], values[count:])
+    return outs, [0] * len(outs)
+
+
+ad.primitive_jvps[_linear_p] = _jvp
+ad.primitive_transposes[_linear_p] = _transposed
+batching.primitive_batchers[_linear_p] = _batched
+
+
+def tangents_of(
+    outs: Any,
+    operands: Any,
+    tangents: Any,
+    *,
+    by_xla: Callable[[Any], Any],
+    backward: Callable[..., Any],
+    saved: Any = None,
+) -> Any:
+    """The tangents of an operation's results, for `Operation.derivative`.
+
+    Args:
+      outs: the results, a pytree.
+      operands: the operands, a pytree.
+      tangents: a pytree of the same structure.
+      by_xla: the operation in terms of JAX's own operations, for forward mode: from operands to results.
+      backward: called as `backward(operands, saved, cotangents, wanted)` for reverse mode; returns a pytree of
+        cotangents. `wanted` is a pytree of the dtypes in which they are, None where they are not: see `linear_map`.
+      saved: further arrays for that, a pytree.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    directions = structure.flatten_up_to(tangents)
+    moved = [i for i, x in enumerate(directions) if not isinstance(x, ad.Zero)]
+    out_structure = jax.tree.structure(outs)
+    if not moved:
+        return jax.tree.map(jnp.zeros_like, outs)
+    residuals, all_structure = jax.tree.flatten((operands, saved))
+
+    def forward(residuals: Sequence[Any], directions: Sequence[Any]) -> list[Any]:
+        values = list(residuals[: len(leaves)])
+
+        def of_moved(*given: Any) -> Any:
+            changed = dict(zip(moved, given, strict=True))
+            return by_xla(jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(values)]))
+
+        return jax.tree.leaves(jax.jvp(of_moved, [values[i] for i in moved], list(directions))[1])
+
+    def transpose(residuals: Sequence[Any], wanted: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        given, saved = jax.tree.unflatten(all_structure, residuals)
+        dtypes = dict(zip(moved, wanted, strict=True))
+        asked = jax.tree.unflatten(structure, [dtypes.get(i) for i in range(len(leaves))])
+        found = structure.flatten_up_to(backward(given, saved, jax.tree.unflatten(out_structure, cotangents), asked))
+        return [None if dtypes[i] is None else found[i] for i in moved]
+
+    return jax.tree.unflatten(out_structure, linear_map(forward, transpose, residuals, [directions[i] for i in moved]))

@@ -1,0 +1,48 @@
+"""Activations that the kernel takes, one with every operation that it has; a case for `tests.assembly`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import overlap
+from tests import assembly
+from tests.assembly import Case
+
+
+def every_operation(y: jax.Array) -> jax.Array:
+    """Each primitive that `overlap.kernels.elementwise` lets into a kernel."""
+    z = jnp.where(jnp.round(jnp.sin(y) - jnp.cos(y)) >= 0.5, jnp.tanh(y), lax.logistic(jnp.log(1 + jnp.abs(y))))
+    z += jnp.exp2(lax.clamp(-3.0, y, 2.0)) * jnp.exp(-y * y) + jnp.log2(2 + jnp.square(y)) / 3 + lax.rsqrt(1 + y**4)
+    z += jnp.sqrt(jnp.abs(y)) + jnp.minimum(y, 3) - jnp.maximum(-y, 1) + (1 + jnp.abs(y)) ** -2
+    z += ((y > 0) ^ (y <= 1)).astype(jnp.float32) + (((y != 0) & (y == y)) | ~(y < 3)).astype(jnp.int32)
+    return z + y.astype(jnp.bfloat16)
+
+
+def capturing(scalar: Any, half: Any, count: Any, flag: Any) -> Any:
+    """One that captures scalars of four kinds, loops and branches."""
+
+    def activation(y: jax.Array) -> jax.Array:
+        y = lax.fori_loop(0, 3, lambda i, x: x * scalar + i, y)
+        return lax.cond(flag, lambda x: x * count, lambda x: x - half, y)
+
+    return activation
+
+
+def assembled(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """A product with one of these; `case.config["activation"]` names it."""
+    from jax.sharding import PartitionSpec as P
+
+    (m, n, k), name = case.shape, case.config["activation"]
+    dtypes = ("f32", "bf16", "int32", "bool") if name == "capturing" else ()
+
+    def call(lhs: jax.Array, rhs: jax.Array, *scalars: jax.Array) -> jax.Array:
+        activation = capturing(*scalars) if scalars else every_operation
+        return overlap.matmul(lhs, rhs, activation=activation, implementation="fused")
+
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=P(), check_vma=False)
+    structs = [assembly.struct(mesh, shape, case.dtype) for shape in ((m, k), (k, n))]
+    return mapped, (*structs, *(assembly.struct(mesh, (), dtype) for dtype in dtypes))

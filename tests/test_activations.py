@@ -1,0 +1,237 @@
+"""Activations of `matmul`: what is elementwise, what is captured, and that XLA and the emulated kernel agree."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import overlap
+from overlap.emulation import emulate
+from overlap.kernels import differentiable, dispatch
+from overlap.kernels.activation import traced
+from overlap.kernels.target import Target
+from tests import activation_cases, assembly
+from tests.assembly import Case
+from tests.product_cases import normal
+
+SMALL = overlap.Config(tile_n=128, stages=2)
+H200 = Target("gpu", "NVIDIA H200", 132)
+LHS, RHS = normal(0, 72, 64), normal(1, 64, 136)
+SCALAR, VECTOR = jnp.float32(1.5), jnp.ones(136)
+
+
+def product(activation, implementation="fused", lhs=LHS, rhs=RHS, dtype=jnp.float32, **keywords):
+    config = SMALL if implementation == "fused" else None
+    return overlap.matmul(
+        lhs, rhs, activation=activation, implementation=implementation, config=config, preferred_element_type=dtype,
+        **keywords,
+    )  # fmt: skip
+
+
+def close(a, b, limit=2e-6):
+    a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+    assert a.shape == b.shape and np.linalg.norm(a - b) <= limit * np.linalg.norm(b)
+
+
+@jax.custom_vjp
+def doubled_backward(y):
+    return jnp.tanh(y)
+
+
+doubled_backward.defvjp(lambda y: (jnp.tanh(y), y), lambda y, g: (2 * g * jnp.cos(y),))
+
+
+def powers(y):
+    return lax.scan(lambda x, _: (x * 2, None), y, None, length=3)[0] + lax.fori_loop(0, 4, lambda i, x: x * 2 + i, y)
+
+
+ELEMENTWISE = {
+    "every operation": activation_cases.every_operation,
+    "captured scalars": activation_cases.capturing(SCALAR, jnp.bfloat16(0.5), jnp.int32(3), jnp.asarray(False)),
+    "loops": powers,
+    "a branch of entries": jax.vmap(jax.vmap(lambda x: lax.cond(x > 0, lambda x: x, jnp.sin, x))),
+    "a switch": lambda y: lax.switch(2, [jnp.sin, jnp.cos, jnp.tanh], y),
+    "custom_jvp": jax.nn.relu,
+    "custom_vjp": doubled_backward,
+    "checkpoint": jax.checkpoint(jnp.tanh),
+    "what is not used": lambda y: (y - y.max(), 2 * y)[1],
+    "ones of its shape": lambda y: y + jnp.ones(y.shape),
+    "a constant": lambda y: jnp.full_like(y, 2),
+    "booleans": lambda y: y > 0,
+    "another dtype": lambda y: y.astype(jnp.bfloat16) * 3,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_values_and_gradients_as_by_xla(name):
+    activation = ELEMENTWISE[name]
+    with emulate(cores=2):
+        close(product(activation), product(activation, "xla"), 5e-3 if name == "another dtype" else 2e-6)
+        if name in ("captured scalars", "loops", "custom_jvp", "custom_vjp", "another dtype", "booleans"):
+            gradients = jax.grad(lambda a, by: jnp.sin(product(activation, by, a)).sum())
+            close(gradients(LHS, "fused"), gradients(LHS, "xla"), 1e-2)
+
+
+NOT_ELEMENTWISE = {
+    "softmax": (jax.nn.softmax, "reduce_max"),
+    "less its greatest": (lambda y: y - y.max(-1, keepdims=True), "reduce_max"),
+    "a vector of the result's width": (lambda y: y * VECTOR, "shape"),
+    "a vector of a tile's width": (lambda y: y * jnp.arange(64.0), "shape"),
+    "a captured array": (lambda y: y * np.ones((1, 1), np.float32), "captures an array of shape (1, 1)"),
+    "a captured array in a call": (lambda y: jax.jit(lambda y: y + VECTOR[0])(y), "captures an array of shape (136,)"),
+    "positions": (lambda y: y + lax.broadcasted_iota(jnp.float32, y.shape, 0), "iota"),
+    "its size": (lambda y: y / y.shape[-1], "depends on the shape"),
+    "small or large": (lambda y: y if y.size < 5000 else 2 * y, "depends on the shape"),
+    "an order": (lambda y: jnp.flip(y, 1), "rev"),
+    "a sum so far": (lambda y: jnp.cumsum(y, 1), "cumsum"),
+    "transposed": (lambda y: y.T, "(3001, 2003)"),
+    "a loop over an array": (lambda y: lax.scan(lambda x, s: (x * s, None), y, jnp.arange(3.0))[0], "scans over"),
+    "a loop that ends by all": (lambda y: lax.while_loop(lambda x: x.sum() < 3, lambda x: x * 2, y), "reduce_sum"),
+    "two results": (lambda y: (y, y), "one array"),
+    "no array": (lambda y: None, "one array"),
+    "a scalar": (lambda y: jnp.float32(0), "()"),
+    "complex": (lambda y: y * 1j, "complex"),
+    "random": (lambda y: y * jax.random.normal(jax.random.key(0), y.shape), "random"),
+    "effects": (lambda y: (jax.debug.print("{}", y), y)[1], "effect"),
+    "no argument": (lambda: 0, "TypeError"),
+    "no function": ("relu", "'relu'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla", None])
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_what_cannot_be_proven_is_refused(name, implementation):
+    activation, fragment = NOT_ELEMENTWISE[name]
+    with pytest.raises(ValueError) as caught:
+        product(activation, implementation)
+    assert "`activation`" in str(caught.value) and fragment in str(caught.value)
+
+
+ONLY_BY_XLA = {
+    "erfc": lambda y: jax.nn.gelu(y, approximate=False),
+    "a long loop": lambda y: lax.fori_loop(0, 1000, lambda i, x: x * 0.999, y),
+    "an open loop": lambda y: lax.while_loop(lambda c: c[0] < SCALAR, lambda c: (c[0] + 1, c[1] * 2), (0, y))[1],
+    "integers of values": lambda y: y.astype(jnp.int32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONLY_BY_XLA)
+def test_what_the_kernel_lacks_is_left_to_xla(name, monkeypatch):
+    with pytest.raises(NotImplementedError, match="`activation`"):
+        product(ONLY_BY_XLA[name])
+    exact = ONLY_BY_XLA[name](LHS.astype(jnp.float32) @ RHS.astype(jnp.float32))
+    close(product(ONLY_BY_XLA[name], None), exact, 1e-3)
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    choice = overlap.explain(overlap.matmul, LHS, RHS, activation=ONLY_BY_XLA[name])
+    assert choice.implementation == "xla" and "`activation`" in choice.reason
+
+
+# --- What is captured -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_a_captured_tracer_under_jit_grad_and_vmap(implementation):
+    def f(slope):
+        return product(lambda y: jnp.tanh(y * slope), implementation)
+
+    exact = lambda slope: jnp.tanh(LHS.astype(jnp.float32) @ RHS.astype(jnp.float32) * slope)  # noqa: E731
+    slopes = jnp.asarray([0.5, 2.0])
+    with emulate(cores=2):
+        close(jax.jit(f)(SCALAR), exact(SCALAR), 1e-5)
+        close(jax.vmap(f)(slopes), jax.vmap(exact)(slopes), 1e-5)
+        total = lambda f: lambda slope: jnp.sum(f(slope) ** 2)  # noqa: E731
+        close(jax.grad(total(f))(SCALAR), jax.grad(total(exact))(SCALAR), 1e-4)
+        close(jax.jit(jax.grad(lambda s: jax.jit(total(f))(s)))(SCALAR), jax.grad(total(exact))(SCALAR), 1e-4)
+
+
+def test_a_closure_that_changes_between_calls(monkeypatch):
+    factor, launched, launch = 2.0, [], differentiable._launch
+    monkeypatch.setattr(differentiable, "_launch", lambda x, plan: launched.append(plan) or launch(x, plan))
+    activation = lambda y: y * factor  # noqa: E731
+    with emulate(cores=2):
+        first = product(activation)
+        factor = 3.0
+        close(product(activation), 1.5 * first)
+        assert launched[0] != launched[1]
+        # Equal ones share a kernel, whichever function objects they are, and scalars are no part of it.
+        close(product(lambda y: y * jnp.float32(3)), 1.5 * first)
+        for value in (3, 4):
+            scalar = jnp.asarray(value, jnp.float32)
+            close(product(lambda y, scalar=scalar: y * scalar), value / 2 * first)
+    assert launched[2] == launched[1] and launched[3] == launched[4]
+
+
+def test_nothing_of_the_caller_outlives_the_call():
+    class Weights:
+        """What a model may hold, and an activation may capture."""
+
+        slope = 2.0
+
+    def call(weights):
+        return product(lambda y: y * weights.slope)
+
+    weights = Weights()
+    gone = weakref.ref(weights)
+    with emulate(cores=2), jax.checking_leaks():
+        jax.jit(lambda slope: product(lambda y: y * slope))(SCALAR)
+        call(weights)
+    del weights
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_backward_pass_does_not_call_it_again():
+    calls = []
+
+    def activation(y):
+        calls.append(y)
+        return jnp.tanh(y)
+
+    with emulate(cores=2):
+        y, pull = jax.vjp(lambda a: product(activation, lhs=a), LHS)
+        called = len(calls)
+        pull(y)
+    assert len(calls) == called
+
+
+def test_split_k_applies_it_to_the_sum():
+    config = overlap.Config(tile_m=64, tile_n=128, split_k=2)
+    lhs, rhs = normal(2, 64, 256), normal(3, 256, 128)
+    activation = activation_cases.capturing(SCALAR, jnp.bfloat16(0.5), jnp.int32(3), jnp.asarray(True))
+    with emulate(cores=2):
+        ours = overlap.matmul(lhs, rhs, activation=activation, config=config, implementation="fused")
+    close(ours, overlap.matmul(lhs, rhs, activation=activation, implementation="xla"), 5e-3)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_lowers_for_cuda_with_either_jax(monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    scalars = SCALAR, jnp.bfloat16(0.5), jnp.int32(3), jnp.asarray(True)
+    for call in (
+        lambda a, b, *_: product(activation_cases.every_operation, lhs=a, rhs=b),
+        lambda a, b, *scalars: product(activation_cases.capturing(*scalars), lhs=a, rhs=b),
+    ):
+        lowered = jax.jit(call).trace(LHS, RHS, *scalars).lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+@pytest.mark.parametrize("name", ["every_operation", "capturing"])
+def test_assembled(name):
+    op = "tests.activation_cases:assembled"
+    (report,) = assembly.assemble_case(Case(op, 1, (1024, 1536, 2048), "bf16", config={"activation": name}))
+    assert report.architecture == "sm_90a"
+    assert report.spills == 0 or name == "every_operation"  # Too many at once, in a program that nobody writes.
+
+
+def test_programs_are_compared_by_what_they_compute():
+    assert traced(jax.nn.gelu)[0] == traced(lambda y: jax.nn.gelu(y))[0] != traced(jax.nn.relu)[0]
+    assert traced(lambda y: y * 2)[0] != traced(lambda y: y * 3)[0]
+    nan = float("nan")
+    assert traced(lambda y: y * nan)[0] == traced(lambda y: y * nan)[0]
