@@ -1,4 +1,4 @@
-"""Derivatives of both modes and activations with captured scalars, where types say along which mesh axes values vary."""
+"""Derivatives and activations that capture scalars, where types say along which mesh axes values vary."""
 
 import functools
 
