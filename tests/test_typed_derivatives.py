@@ -1,4 +1,4 @@
-"""Derivatives of both modes and activations with captured scalars, where types say along which mesh axes values vary."""
+"""Derivatives in both modes, and captured scalars, where types say along which mesh axes values vary."""
 
 import functools
 
