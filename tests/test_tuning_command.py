@@ -99,9 +99,9 @@ def test_autotune_says_what_is_wrong(monkeypatch):
     x, w = operands()
     with pytest.raises(ValueError, match="makes no call of an operation of this library that leaves `config` open"):
         autotune.autotune(jnp.dot, x, w)
-    with pytest.raises(ValueError, match="`max_configs` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="`max_configs` must be None or an integer of at least 1, got 0"):
         autotune.autotune(layer, x, w, max_configs=0)
-    with pytest.raises(ValueError, match="`budget_s` must be a number of seconds, at least 0, got -1"):
+    with pytest.raises(ValueError, match="`budget_s` must be seconds, 0 or more, got -1"):
         autotune.autotune(layer, x, w, budget_s=-1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match=r"tune in a single process .* OVERLAP_TUNING_DIR"):

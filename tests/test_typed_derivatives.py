@@ -1,4 +1,4 @@
-"""Derivatives and activations that capture scalars, where types say along which mesh axes values vary."""
+"""Derivatives in both modes, and captured scalars, where types say along which mesh axes values vary."""
 
 import functools
 
@@ -128,7 +128,8 @@ def test_scalars_that_an_activation_captures_where_some_axes_are_manual(check_vm
             check_vma=check_vma,
         )  # fmt: skip
         with jax.set_mesh(mesh):
-            return jax.jit(jax.grad(lambda *x: _squares(mapped(*x)), (0, 1, 2)))(LHS, RHS, SLOPE + 1)
+            lhs = jax.reshard(LHS, P("data"))
+            return jax.jit(jax.grad(lambda *x: _squares(mapped(*x)), (0, 1, 2)))(lhs, RHS, SLOPE + 1)
 
     with emulate(cores=2, detect_races=False) as run:
         actual = results(implementation="fused", config=CONFIG)
