@@ -1,6 +1,7 @@
 """The transport "ring" is clean under many schedules, and each seeded defect in its protocol is reported."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import pytest
@@ -15,7 +16,8 @@ from overlap.collectives.transport import Site
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.kernels import staging
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Ring
+from overlap.primitives import Ring, waits
+from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import quotient, remainder
 from tests import oracle, several_sides_cases
 from tests.several_sides_cases import Form
@@ -67,8 +69,8 @@ def test_no_signal_but_the_flags_and_no_more_of_them_than_pieces_need():
     with emulate(cores=cores, record=True) as run:
         run_kernel()
         run.check()
-    # Two row blocks in two steps on three devices; and no handshake.
-    assert run.counts["signals"] == 2 * 2 * 3
+    # Two row blocks in two steps, and one neighbour that has begun, on three devices.
+    assert run.counts["signals"] == (2 * 2 + 1) * 3
 
 
 # --- Seeded defects ---------------------------------------------------------------------------------------------------
@@ -87,23 +89,29 @@ def keep_one_store_unread(patch):
 
 
 def do_not_wait_for_the_rows(patch):
-    patch.setattr(ring, "wait_at_least", NOTHING)
+    patch.setattr(Handshake, "wait_for", NOTHING)
+
+
+def wait_for_other_parts(patch, by):
+    wait = Handshake.wait_for
+    changed = lambda self, role, word, parts, position: wait(self, role, word, parts + by, position)  # noqa: E731
+    patch.setattr(Handshake, "wait_for", changed)
 
 
 def wait_for_a_part_too_few(patch):
-    patch.setattr(ring, "wait_at_least", lambda flag, n, **k: primitives.wait_at_least(flag, n - 1, **k))
+    wait_for_other_parts(patch, -1)
 
 
 def wait_for_a_part_too_many(patch):
-    patch.setattr(ring, "wait_at_least", lambda flag, n, **k: primitives.wait_at_least(flag, n + 1, **k))
+    wait_for_other_parts(patch, 1)
 
 
 def wait_as_if_for_this_device(patch):
-    patch.setattr(ring, "wait_at_least", lambda flag, n, from_peer: primitives.wait_at_least(flag, n))
+    patch.setattr(Handshake, "wait_for", lambda self, role, word, parts, _: primitives.wait_at_least(word, parts))
 
 
 def drop_the_proxy_fence(patch):
-    patch.setattr(ring, "fence_async_proxy", NOTHING)
+    patch.setattr(waits, "look_until", functools.partial(waits.look_until, fences=("fence.acquire.sys;",)))
 
 
 def count_a_whole_tile_as_one_part(patch):
