@@ -1,6 +1,7 @@
 """The transport "ring" is clean under many schedules, and each seeded defect in its protocol is reported."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import pytest
@@ -15,7 +16,8 @@ from overlap.collectives.transport import Site
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.kernels import staging
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Ring
+from overlap.primitives import Ring, waits
+from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import quotient, remainder
 from tests import oracle, several_sides_cases
 from tests.several_sides_cases import Form
@@ -67,8 +69,8 @@ def test_no_signal_but_the_flags_and_no_more_of_them_than_pieces_need():
     with emulate(cores=cores, record=True) as run:
         run_kernel()
         run.check()
-    # Two row blocks in two steps on three devices; and no handshake.
-    assert run.counts["signals"] == 2 * 2 * 3
+    # Two row blocks in two steps, and one neighbour that has begun, on three devices.
+    assert run.counts["signals"] == (2 * 2 + 1) * 3
 
 
 # --- Seeded defects ---------------------------------------------------------------------------------------------------
@@ -87,23 +89,29 @@ def keep_one_store_unread(patch):
 
 
 def do_not_wait_for_the_rows(patch):
-    patch.setattr(ring, "wait_at_least", NOTHING)
+    patch.setattr(Handshake, "wait_for", NOTHING)
+
+
+def wait_for_other_parts(patch, by):
+    wait = Handshake.wait_for
+    changed = lambda self, role, word, parts, position: wait(self, role, word, parts + by, position)  # noqa: E731
+    patch.setattr(Handshake, "wait_for", changed)
 
 
 def wait_for_a_part_too_few(patch):
-    patch.setattr(ring, "wait_at_least", lambda flag, n, **k: primitives.wait_at_least(flag, n - 1, **k))
+    wait_for_other_parts(patch, -1)
 
 
 def wait_for_a_part_too_many(patch):
-    patch.setattr(ring, "wait_at_least", lambda flag, n, **k: primitives.wait_at_least(flag, n + 1, **k))
+    wait_for_other_parts(patch, 1)
 
 
 def wait_as_if_for_this_device(patch):
-    patch.setattr(ring, "wait_at_least", lambda flag, n, from_peer: primitives.wait_at_least(flag, n))
+    patch.setattr(Handshake, "wait_for", lambda self, role, word, parts, _: primitives.wait_at_least(word, parts))
 
 
 def drop_the_proxy_fence(patch):
-    patch.setattr(ring, "fence_async_proxy", NOTHING)
+    patch.setattr(waits, "look_until", functools.partial(waits.look_until, fences=("fence.acquire.sys;",)))
 
 
 def count_a_whole_tile_as_one_part(patch):
@@ -235,15 +243,15 @@ DEFECTS = [  # defect, case, error, words of some message
     (keep_one_store_unread, "two devices", RaceError, "TMA load, write"),
     (do_not_wait_for_the_rows, "plain", RaceError, SCRATCH),
     (wait_for_a_part_too_few, "cut", RaceError, SCRATCH),
-    (wait_for_a_part_too_many, "plain", DeadlockError, "to reach 2, got 1"),
-    (wait_as_if_for_this_device, "plain", RaceError, SCRATCH),
+    (wait_for_a_part_too_many, "plain", DeadlockError, "got 1 (setp.ge"),
+    (wait_as_if_for_this_device, "plain", ProtocolError, "scope"),
     (drop_the_proxy_fence, "plain", RaceError, "fence"),
-    (count_a_whole_tile_as_one_part, "cut after a wave", DeadlockError, "to reach 3, got 1"),
+    (count_a_whole_tile_as_one_part, "cut after a wave", DeadlockError, "got 1 (setp.ge"),
     (count_a_part_as_a_whole_tile, "cut", RaceError, SCRATCH),
     (signal_once_more, "two devices", ProtocolError, "left"),
     (signal_the_device_after, "plain", RaceError, SCRATCH),
     (signal_before_the_first_k_step, "plain", RaceError, SCRATCH),
-    (raise_the_flag_of_another_step, "plain", DeadlockError, "to reach 1, got 0"),
+    (raise_the_flag_of_another_step, "plain", DeadlockError, "got 0 (setp.ge"),
     (one_flag_for_all_steps, "plain", RaceError, SCRATCH),
     (one_flag_for_all_row_blocks, "plain", RaceError, SCRATCH),
     (forget_a_row_block, "plain", DeadlockError, "got 0"),

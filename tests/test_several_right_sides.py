@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import pull
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.stream_k import StreamK
 from tests import assembly, oracle, several_sides_cases
+from tests.handshake_cases import change_own_chunks
 from tests.several_sides_cases import Form
 from tests.test_schedule import size_of
 
@@ -326,8 +326,10 @@ def keep_the_own_shard_in_a_peers_place(patch):
 
 
 def leave_a_chunk_of_the_own_shard(patch):
-    carry, fewer = pull.pull_chunks, itertools.cycle((0, 1))  # The peers' chunks, then the own ones.
-    patch.setattr(pull, "pull_chunks", lambda count, plan, **kwargs: carry(count - next(fewer), plan, **kwargs))
+    change_own_chunks(
+        patch,
+        lambda pull_chunks, number, numbers, *args, **kwargs: pull_chunks(number, (0, numbers[1] - 1), *args, **kwargs),
+    )
 
 
 def swap_the_sides(patch):

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import pull, ring
-from overlap.primitives import handshake
+from overlap.primitives.handshake import Handshake
 from tests import oracle, skew_cases
-from tests.handshake_cases import act_first, leave_out, without_waiting_for
+from tests.handshake_cases import do_not_look, speak_before_the_transfers, without_waiting_for
 from tests.oracle import make_mesh, on_mesh, operands
 from tests.skew_cases import stall
 
@@ -35,12 +35,12 @@ def late_transfers(monkeypatch, victim):
     """Device `victim` stalls before it says that something has arrived: each chunk, or each piece passed on."""
     pull_chunks, announce = pull.pull_chunks, ring._announce
 
-    def pull_late(count, plan, *, landed, **kwargs):
+    def pull_late(*args, landed, **kwargs):
         def landed_late(*chunk):
             stall(victim)
             landed(*chunk)
 
-        pull_chunks(count, plan, landed=landed_late, **kwargs)
+        return pull_chunks(*args, landed=landed_late, **kwargs)
 
     def announce_late(*args):
         stall(victim)
@@ -104,17 +104,28 @@ def test_a_device_that_is_late(devices, victim, transport, monkeypatch):
     assert float(repeated(mesh, 5, transport)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_device_that_begins_late(devices, victim, monkeypatch):
-    act_first(monkeypatch, handshake._raise, lambda _: stall(victim))
+def test_a_device_that_begins_late(devices, victim, transport, monkeypatch):
+    raise_beacon = Handshake._raise
+    monkeypatch.setattr(Handshake, "_raise", lambda self: (stall(victim), raise_beacon(self))[1])
     mesh = make_mesh(x=devices)
-    assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
+    assert float(repeated(mesh, 5, transport)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
+
+
+@TRANSPORTS
+def test_a_communicator_that_begins_late(devices, transport, monkeypatch):
+    """That of CTA 0, when others have done all the work with peers: it must not raise the beacon again."""
+    begin = Handshake._begin
+    monkeypatch.setattr(Handshake, "_begin", lambda self, look: (stall(1, self.cta == 0), begin(self, look))[1])
+    mesh = make_mesh(x=devices)
+    assert float(repeated(mesh, 20, transport)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
 
 
 def test_negative_control_without_looking_for_the_peers_it_is_wrong(devices, monkeypatch):
-    leave_out("_await")(monkeypatch)
+    do_not_look(monkeypatch)
     # What a peer says before it has begun is lost: to wait for it would be to wait for ever.
-    without_waiting_for("being_seen", "the_peers_end")(monkeypatch)
+    without_waiting_for("seen", "done")(monkeypatch)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 20)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
 
@@ -128,7 +139,7 @@ def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
 
 def test_negative_control_without_the_flags_of_the_ring_it_is_wrong(devices, monkeypatch):
     late_sends(monkeypatch, 1)
-    monkeypatch.setattr(ring, "wait_at_least", lambda *_, **__: None)
+    monkeypatch.setattr(Handshake, "wait_for", lambda *_: None)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5, "ring")(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
 
@@ -143,7 +154,7 @@ def test_a_device_that_passes_on_late_while_its_inputs_are_overwritten(devices, 
 
 def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
     late_transfers(monkeypatch, 1)
-    without_waiting_for("the_peers_end")(monkeypatch)
+    speak_before_the_transfers(monkeypatch)
     mesh = make_mesh(x=devices)
     # Large enough that a late device has most of its chunks still to pull when the others have left.
     assert float(repeated(mesh, 5)(*operands(mesh, (2048, 256, 4096), jnp.bfloat16, seed=4))) > 1e-2

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives import all_gather_rhs_matmul as op
 from tests import oracle, skew_cases
-from tests.handshake_cases import without_waiting_for
+from tests.handshake_cases import speak_before_the_transfers
 from tests.oracle import make_mesh
 from tests.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
 from tests.skew_cases import stall
@@ -32,12 +32,12 @@ def late_pulls(monkeypatch, victim):
     """The communicators of device `victim` stall before they say that a chunk is there."""
     pull = op.pull_chunks
 
-    def pull_late(count, plan, *, landed, **kwargs):
+    def pull_late(*args, landed, **kwargs):
         def landed_late(*chunk):
             stall(victim)
             landed(*chunk)
 
-        pull(count, plan, landed=landed_late, **kwargs)
+        return pull(*args, landed=landed_late, **kwargs)
 
     monkeypatch.setattr(op, "pull_chunks", pull_late)
 
@@ -126,7 +126,7 @@ def test_negative_control_without_it_the_result_is_wrong(devices, name, along, m
     if name == "flags":
         monkeypatch.setattr(op, "wait_at_least", lambda *_, **__: None)
     else:
-        without_waiting_for("the_peers_end")(monkeypatch)
+        speak_before_the_transfers(monkeypatch)
     mesh = make_mesh(x=devices)
     # Few rows and large shards: a late device has most of its chunks still to pull when the others have left.
     shard = {"n": (4096, 1024), "k": (1024, 4096)}[along]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives import joined
 from tests import oracle, several_sides_cases, skew_cases
-from tests.handshake_cases import without_waiting_for
+from tests.handshake_cases import speak_before_the_transfers
 from tests.several_sides_cases import Form
 from tests.skew_cases import stall
 
@@ -68,12 +68,13 @@ def test_repeated_launches_agree_bit_for_bit(devices):
 
 
 def late_copies(monkeypatch, victim, stalls=1):
-    """Device `victim` stalls before it copies its first chunk."""
+    """Device `victim` stalls before it copies its first chunk of a peer."""
     copy = joined._copy
 
-    def copy_late(*args):
-        stall(victim, times=stalls)
-        copy(*args)
+    def copy_late(*args, own, **kwargs):
+        if not own:
+            stall(victim, times=stalls)
+        return copy(*args, own=own, **kwargs)
 
     monkeypatch.setattr(joined, "_copy", copy_late)
 
@@ -106,6 +107,6 @@ def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
 def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
     # Until long after the others have overwritten what it is to copy.
     late_copies(monkeypatch, 1, stalls=10)
-    without_waiting_for("the_peers_end")(monkeypatch)
+    speak_before_the_transfers(monkeypatch)
     mesh = oracle.make_mesh(x=devices)
     assert float(repeated(mesh, 5, ONE)(*oracle.operands(mesh, (256, 256, 4096), BF16, seed=4))) > 1e-2

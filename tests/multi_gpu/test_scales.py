@@ -36,21 +36,13 @@ def repeated(devices, kind, iterations):
 
 
 def late_scales(monkeypatch, victim):
-    """Device `victim` copies the scales after everything else, and late."""
-    pull_scales, pull_rows, copy_scales, later = pull._pull_scales, pull._pull, joined._copy_scales, []
+    """Whoever copies scales to device `victim` stalls first; others bring the rows meanwhile."""
 
-    def rows_first(*args):
-        pull_rows(*args)
-        stall(victim)
-        pull_scales(*later.pop())
+    def late(copy):
+        return lambda *args: (stall(victim), copy(*args))[1]
 
-    def copy_late(*args):
-        stall(victim)
-        copy_scales(*args)
-
-    monkeypatch.setattr(pull, "_pull_scales", lambda *args: later.append(args))
-    monkeypatch.setattr(pull, "_pull", rows_first)
-    monkeypatch.setattr(joined, "_copy_scales", copy_late)
+    monkeypatch.setattr(pull, "_pull_scales", late(pull._pull_scales))
+    monkeypatch.setattr(joined, "_copy_scales", late(joined._copy_scales))
 
 
 @KINDS
