@@ -147,6 +147,9 @@ def launch_of(call: Call) -> Launch:
     with emulate(cores=2, detect_races=False, keep=True) as run:
         jax.jit(mapped)(*call.operands())
     (launch,) = run.launches
+    # What jax has made stays. Looking through all of it again and again would take a fifth of the time.
+    gc.collect()
+    gc.freeze()
     return launch
 
 
@@ -229,7 +232,6 @@ def _groups(first: int, count: int) -> Iterator[range]:
 def _prepare() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    gc.set_threshold(200_000, 20, 20)  # By default a fifth of the time goes into looking through what jax has made.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

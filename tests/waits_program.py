@@ -60,6 +60,7 @@ def main(mode: str, transport: str) -> None:
         for _ in range(3 if mode == "late" else 1):
             wrong = jax.block_until_ready(f(x, w, turns))
             turns = 0
+        time.sleep(2.5)  # For the host to read what kernels have said.
         print(f"DONE, wrong by {max(float(s.data[0]) for s in wrong.addressable_shards)}", flush=True)
     except jax.errors.JaxRuntimeError as error:
         print(f"RAISED after {time.monotonic() - start:.1f} s: {str(error)[:200]}", flush=True)

@@ -150,6 +150,7 @@ class Machine:
     Attributes:
         devices: for each position of the mesh, row-major, which of the world's devices it is. Everywhere else a device
             is known by that number, and positions are only what a kernel computes with.
+        number: of the launch within the sequence, from 1.
         ordinals: for each device, the how manieth of its launches this is, from 1.
         arrived: the devices that have come to this launch.
         buffers: for each device, what the kernel's parameters denote.
@@ -177,6 +178,7 @@ class Machine:
         self.settings, self.run, self.random = world.settings, world.run, world.random
         self.components, self.detector = world.components, world.detector
         self.engine, self.scheduler, self.fault = world.engine, world.scheduler, world.fault
+        self.number = 0  # set when the world has it
         self.ordinals: dict[int, int] = {}
         self.arrived: list[int] = []
         self.globals: dict[Any, dict[int, Any]] = {}

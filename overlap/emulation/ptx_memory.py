@@ -83,7 +83,7 @@ def _require_scope(thread: Any, word: Semaphore, write: Write, scope: str) -> No
             f"{others[0]} has written: expected scope 'sys' on both sides"
         )
     # What another launch has left there, or does there, is anything: nobody relies on it, whatever its scope.
-    if write.within not in (None, thread.device) and write.launch in (None, thread.machine):
+    if write.within not in (None, thread.device) and write.launch in (None, thread.machine.number):
         raise ProtocolError(
             f"an access to {word.name} of device {word.device} meets a value that device {write.within} has written at "
             "a scope that does not leave it: expected scope 'sys' on both sides"

@@ -26,7 +26,7 @@ def who(thread: Any) -> str:
     machines = thread.machine.world.machines
     if len(machines) == 1:
         return str(thread)
-    return f"{thread}, in launch {machines.index(thread.machine) + 1} of {len(machines)} ({thread.machine.name})"
+    return f"{thread}, in launch {thread.machine.number} of {len(machines)} ({thread.machine.name})"
 
 
 def race(kind: str, prior: Any, access: Any) -> str:
@@ -122,11 +122,11 @@ def deadlock(world: Any) -> str:
         lines.append(f"  {who(thread)}: {why} (at {source}, since step {thread.blocked_at})")
     if len(waiting) > _MOST:
         lines.append(f"  ... and {len(waiting) - _MOST} more")
-    for number, machine in enumerate(world.machines, 1):
+    for machine in world.machines:
         missing = [device for device in machine.devices if device not in machine.arrived]
         if machine.program.has_barrier and machine.arrived and missing:
             lines.append(
-                f"  devices {machine.arrived} wait at the framework's barrier before launch {number} ({machine.name}) "
+                f"  devices {machine.arrived} wait at the framework's barrier before launch {machine.number} ({machine.name}) "
                 f"for devices {missing}"
             )
         for device, queue in machine.queued.items():
@@ -134,7 +134,7 @@ def deadlock(world: Any) -> str:
                 continue
             names = ", ".join(str(cta).split(", ", 1)[1] for cta in queue[:8]) + (", ..." if len(queue) > 8 else "")
             fit = world.settings.resident
-            of = f" of launch {number} ({machine.name})" if len(world.machines) > 1 else ""
+            of = f" of launch {machine.number} ({machine.name})" if len(world.machines) > 1 else ""
             lines.append(
                 f"  device {device}: {len(queue)} CTAs{of} were never launched ({names}), as only {fit} fit at a time"
             )

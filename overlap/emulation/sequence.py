@@ -98,7 +98,7 @@ class Device:
     def _prepare(self, machine: Machine) -> None:
         """What the framework does before a launch: semaphores are zero, and operands are computed."""
         for word, name in zip(machine.words(self.index), machine.program.words):
-            word.name, word.launch = name, machine
+            word.name, word.launch = name, machine.number
             word.zero((self.component, self.begun) if self.begun > 1 else None)
         for semaphore in machine.private:
             if semaphore.device == self.index:
@@ -156,6 +156,7 @@ class World:
     def add(self, machine: Machine) -> None:
         """Appends a launch to the sequence."""
         self.machines.append(machine)
+        machine.number = len(self.machines)
         for index in machine.devices:
             device = self.devices.setdefault(index, Device(self, index))
             device.launches.append(machine)
@@ -221,10 +222,29 @@ class World:
             self.fail(error, thread)
             return False
         finally:
+<<<<<<< HEAD
             # Programs outlive this, and what they have cached holds all memory of these launches.
             for machine in self.machines:
                 machine.program.forget_views()
+=======
+            self._let_go()
+>>>>>>> seqtests
         return True
+
+    def _let_go(self) -> None:
+        """Gives up what only a running launch needs.
+
+        Its arrays of semaphores and barriers lead back to it, and the garbage collector does not look into NumPy's
+        arrays of objects: it would stay in memory for ever.
+        """
+        for thread in self.threads:
+            thread.env.clear()
+        for machine in self.machines:
+            machine.program.forget_views()
+            machine.globals.clear()
+            for cta in (cta for ctas in machine.ctas.values() for cta in ctas):
+                cta.scopes.clear()
+                cta.cluster = None
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Write:
         local: for each device that has a part in the value, the clock that a reader there gains at GPU scope.
         by: the event of the write, (component, time); None if everybody knows of it.
         within: the device within which it was written, at a scope that goes no further; None at system scope.
-        launch: the launch that the word belonged to when it was written.
+        launch: the number of the launch that the word belonged to when it was written.
         is_zeroing: whether the framework has written it before a launch.
         readers: for each component that has read it, the time when it first did.
     """
@@ -56,7 +56,7 @@ class Write:
         by: tuple[int, int] | None,
         serial: int | None = None,
         within: int | None = None,
-        launch: Any = None,
+        launch: int | None = None,
     ):
         self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
         self.within, self.launch = within, launch
@@ -92,7 +92,7 @@ class Semaphore(Waitable):
 
     Attributes:
         waited: whether anybody has waited for it or read it.
-        launch: the launch that it belongs to at present; None for one that belongs to a single launch for ever.
+        launch: the number of the launch that it belongs to at present; None if it always belongs to the same one.
     """
 
     __slots__ = ("_first", "_unseen", "device", "launch", "log", "name", "taken", "waited")
@@ -100,7 +100,7 @@ class Semaphore(Waitable):
     def __init__(self, name: str, device: int):
         super().__init__()
         self.name, self.device = name, device
-        self.launch: Any = None
+        self.launch: int | None = None
         self.waited = False
         self._unseen: dict[int, Any] = {}  # serial -> a write by another device that this one has not read
         self.log: list[Write] = []
