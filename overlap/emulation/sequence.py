@@ -222,13 +222,7 @@ class World:
             self.fail(error, thread)
             return False
         finally:
-<<<<<<< HEAD
-            # Programs outlive this, and what they have cached holds all memory of these launches.
-            for machine in self.machines:
-                machine.program.forget_views()
-=======
             self._let_go()
->>>>>>> seqtests
         return True
 
     def _let_go(self) -> None:
