@@ -21,7 +21,7 @@ DRAWERS = (atomics, copies, pull, joined)
 
 
 def change_text(patch, found, replacement):
-    """Changes the PTX of what is traced; fails if a text is made in which nothing was found."""
+    """Changes the PTX of what is traced."""
     emit = mgpu_utils.inline_ptx
 
     def changed(text, *operands, **keywords):
@@ -70,7 +70,10 @@ def change_tells(patch, change, *, of):
         inside.pop()
 
     def told(*args):
-        (change(tell, *args) if inside else tell(*args))
+        if inside:
+            change(tell, *args)
+        else:
+            tell(*args)
 
     patch.setattr(Handshake, of, acts)
     patch.setattr(atomics, "set_bit_at_peer", told)
@@ -118,20 +121,14 @@ def look_at_the_other_neighbour(patch):
 
 
 def tell_before_looking(patch):
-    look, tell = Handshake._look_code, atomics.set_bit_at_peer
-    order = []
+    look = Handshake._look
 
-    def look_last(self, context, *operands):
-        look(self, context, *operands)
-
-    def _look(self, item):
+    def tell_and_look(self, item):
         peer = self.ring.peer(item + 1 if self.only is None else self.only)
-        tell(self.flags.at[handshake._SEEN], self.ring, peer, self.ring.me())
-        order[0](self, item)
+        atomics.set_bit_at_peer(self.flags.at[handshake._SEEN], self.ring, peer, self.ring.me())
+        look(self, item)
 
-    order.append(Handshake._look)
-    patch.setattr(Handshake, "_look", _look)
-    patch.setattr(Handshake, "_look_code", look_last)
+    patch.setattr(Handshake, "_look", tell_and_look)
 
 
 def begin_at_once(patch):
@@ -307,8 +304,6 @@ def count_transfers_when_they_begin(patch):
         return 0
 
     patch.setattr(Handshake, "begin", begin_here)
-    # Of scales, which are no chunks, as ever.
-    patch.setattr(Handshake, "leave", leave)
     change_transfers(patch, count_first)
 
 

@@ -85,12 +85,11 @@ def test_more_peers_than_ctas():
     clean("pull", 8).run(cores=2, laps=2)
 
 
-DEFECTS = [
+EVERYWHERE = [
     defects.never_raise_the_beacon,
     defects.do_not_look,
     defects.look_for_nobody,
     defects.look_at_the_own_beacon,
-    defects.look_for_the_same_peer,
     defects.tell_before_looking,
     defects.begin_at_once,
     defects.begin_when_all_but_one_have,
@@ -100,7 +99,6 @@ DEFECTS = [
     defects.say_seen_by_the_wrong_bit,
     defects.draw_each_number_twice,
     defects.draw_one_number_again_and_again,
-    defects.stop_drawing_too_early,
     defects.without_waiting_for("seen"),
     defects.without_waiting_for("done"),
     defects.wait_for_all_but_one_to_be_done,
@@ -110,6 +108,11 @@ DEFECTS = [
     defects.say_done_to_the_wrong_peer,
     defects.say_done_by_the_wrong_bit,
     defects.leave_without_a_word,
+]
+# Where there are several peers to look for, and transfers.
+OF_PULLS = [
+    defects.look_for_the_same_peer,
+    defects.stop_drawing_too_early,
     defects.speak_when_the_first_has_completed_something,
     defects.speak_whoever_has_completed_something,
     defects.speak_before_the_transfers,
@@ -120,24 +123,20 @@ DEFECTS = [
     defects.leave_the_last_number,
     defects.take_a_number_too_many,
 ]
-# The ring has no transfers, and one peer to look for.
 OF_THE_RING = [
-    *(defect for defect in DEFECTS[: DEFECTS.index(defects.stop_drawing_too_early)]
-      if defect is not defects.look_for_the_same_peer),
-    *DEFECTS[DEFECTS.index(defects.stop_drawing_too_early) + 1 : DEFECTS.index(defects.leave_without_a_word) + 1],
     defects.look_at_the_other_neighbour,
     defects.wait_for_the_other_neighbour,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kernel", PULLS)
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("defect", EVERYWHERE + OF_PULLS, ids=lambda f: f.__name__)
 def test_each_defect_is_reported(defect, kernel, monkeypatch):
     defect(monkeypatch)
     assert KERNELS[kernel](3).report(cores=2, laps=3)
 
 
-@pytest.mark.parametrize("defect", OF_THE_RING, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("defect", EVERYWHERE + OF_THE_RING, ids=lambda f: f.__name__)
 def test_each_defect_of_the_ring_is_reported(defect, monkeypatch):
     defect(monkeypatch)
     assert KERNELS["ring"](3).report(cores=2, laps=3)
