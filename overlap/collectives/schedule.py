@@ -22,8 +22,8 @@ class AllGatherSchedule:
     """All-gather of the left operand, then matmul, as one flat list of output tiles.
 
     There is no device-wide step: a CTA takes every `num_ctas`-th tile of the list, whichever shard it belongs to, and
-    waits for nothing but its own rows. Where shards are pulled, their chunks are dealt to the CTAs' communicators in
-    the same manner; on a ring, rows are passed on from the tiles themselves.
+    waits for nothing but its own rows. Where shards are pulled, the communicators of whichever CTAs run draw the chunks
+    in the order in which tiles need them; on a ring, rows are passed on from the tiles themselves.
 
     Batch elements lie below each other and right operands side by side in the grid of a shard's tiles, each filled up
     to whole tiles: so the order of tiles keeps its locality across them, and one list still balances them all.

@@ -14,7 +14,7 @@ The table holds for the second kernel because both are given the same values, an
 all the same: before it leaves, the second kernel compares the table with its own arguments, and traps if they differ.
 
 A kernel opts in by beginning its flags with the table (`shared_flags(..., awaits_peers=True)`) and by `Params`. It
-must begin with `entry_handshake`, since no barrier of the framework's goes with a call that is like any other.
+must begin with `Handshake.begin`, since no barrier of the framework's goes with a call that is like any other.
 """
 
 from __future__ import annotations
