@@ -57,9 +57,12 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
 
 
 def has_history(root: pathlib.Path = REPOSITORY) -> bool:
-    """Whether `root` is the root of a git repository, and git is here."""
-    top = git(root, "rev-parse", "--show-toplevel")
-    return top is not None and pathlib.Path(top).resolve() == root.resolve()
+    """Whether `root` is the root of a git repository with a history, and git is here.
+
+    One commit is no history: a copy of the tree that somebody has put into a repository of its own.
+    """
+    top, commits = git(root, "rev-parse", "--show-toplevel"), git(root, "rev-list", "--count", "--max-count=2", "HEAD")
+    return top is not None and pathlib.Path(top).resolve() == root.resolve() and commits == "2"
 
 
 def in_history(name: str, root: pathlib.Path = REPOSITORY) -> str | None:

@@ -80,7 +80,7 @@ class Addresses(Protocol):
 
     def tell(self, num_flags: int) -> Callable[..., Any]: ...
 
-    def note_program(self, program: Any) -> None: ...
+    def note_program(self, program: Any, device_ids: tuple[int, ...]) -> None: ...
 
 
 def lower_by_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addresses: Addresses) -> None:
@@ -247,7 +247,7 @@ def _let_kernels_be_told(addresses: Addresses) -> None:
         finally:
             _told.reset(token)
         told.call = zeros.owner
-        addresses.note_program(ctx.module_context.module)
+        addresses.note_program(ctx.module_context.module, _device_ids.get() or ())
         # Two of them with the same operands are not one: each makes flags of its own.
         told.call.attributes["has_side_effect"] = ir.BoolAttr.get(True)
         for attribute in (launch_context.COLLECTIVE_ATTR, launch_context.SYMMETRIC_MEMORY_ARGS_ATTR):

@@ -17,25 +17,31 @@ def job(monkeypatch):
     device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 105 * GIB})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setattr(windows, "_lowered", [None, 0])
+    monkeypatch.setattr(windows, "_meshes", set())
     monkeypatch.setenv("NCCL_WIN_STRIDE", str(windows.stride_bytes(4)))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     return device
 
 
-def test_room_for_many_programs_on_any_number_of_gpus():
-    for gpus in (1, 2, 4, 8, 16):
-        assert gpus * windows.stride_bytes(gpus) <= 64 << 40
-    assert windows.stride_bytes(8) >= 70 * 105 * GIB
+@pytest.mark.parametrize(("gpus", "programs", "meshes"), [(2, 70, 5), (4, 34, 5), (8, 34, 2)])
+def test_room_for_programs_and_meshes_on_any_number_of_gpus(job, monkeypatch, gpus, programs, meshes):
+    monkeypatch.setenv("NCCL_WIN_STRIDE", str(windows.stride_bytes(gpus)))
+    assert windows.most_programs() >= programs
+    for mesh in range(meshes):
+        windows.note_program(object(), tuple(range(mesh, mesh + gpus)))
+    with pytest.raises(NotImplementedError, match=r"\d meshes of different devices.* \d+ TB.*NCCL_WIN_STRIDE smaller"):
+        for mesh in range(meshes, 3 * meshes):
+            windows.note_program(object(), tuple(range(mesh, mesh + gpus)))
 
 
 def test_programs_are_counted_and_the_one_too_many_is_refused(job):
     most = windows.most_programs()
-    assert 140 <= most <= 16 * 1024 // 105
+    assert 30 <= most <= 4 * 1024 // 105
     for _ in range(most):
         windows.require_room()
         program = object()
-        windows.note_program(program)
-        windows.note_program(program)  # A second kernel in it.
+        windows.note_program(program, (0, 1, 2, 3))
+        windows.note_program(program, (0, 1, 2, 3))  # A second kernel in it.
     with pytest.raises(NotImplementedError, match=rf"{most} programs .* has room for {most}: .*implementation=\"xla\""):
         windows.require_room()
 

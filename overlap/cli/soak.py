@@ -24,6 +24,7 @@ import overlap
 from overlap.cli import soak_programs
 from overlap.cli.devices import why_not_gpus
 from overlap.cli.soak_programs import CASES
+from overlap.primitives import windows
 
 _EMULATED_DEVICES = 4
 # Programs between two looks at their results: they are on their way to the devices together.
@@ -48,6 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     meshes = list(soak_programs.meshes(devices))
     choices = [(case, mesh, axis) for mesh in meshes for axis in soak_programs.axes_of(mesh) for case in CASES]
+    if (room := windows.most_programs() if jax.process_count() > 1 else None) is not None and room < len(choices):
+        # Each program takes address space that it does not give back.
+        choices = random.Random(arguments.seed).sample(choices, room)
     steps = arguments.steps or (1 if emulated else 200)
     where = f"{len(devices)} emulated CPU devices ({emulated})" if emulated else f"{len(devices)} GPUs"
     leads = jax.process_index() == 0

@@ -68,7 +68,10 @@ _LOWERED = 1
 
 def _key(context: Any, ring: Ring) -> list[int]:
     """The words of a raised beacon; asked for at lowering, when the devices of the mesh are known."""
-    text = f"overlap: {ring.axis_name!r} of {ring.mesh_shape!r} on {clique.device_ids(context)!r}"
+    names = [name for name, _ in ring.mesh_shape]
+    # Places of the axes, not names: these may be any objects, and print alike or differently in each process.
+    axes = [names.index(name) for name, _ in ring.axes]
+    text = f"overlap: axes {axes} of {[size for _, size in ring.mesh_shape]} on {clique.device_ids(context)}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
     return [max(words[0], _LOWERED + 1), *words[1:]]

@@ -13,23 +13,40 @@ from typing import Any
 
 import jax
 
-# Of the address space of a process, for all GPUs of a host together; 96 TB can no longer be had (H200, CUDA 13).
-_ALL_WINDOWS_BYTES = 64 << 40
-_MOST_WINDOW_BYTES = 16 << 40
+# For all GPUs of a host together, and for each mesh along which kernels talk (each is a communicator of NCCL's). A
+# process has some 90 TB for that in all (H200, CUDA 13: 64 could be had, 96 could not).
+_OF_ONE_MESH_BYTES = 16 << 40
+_IN_ALL_BYTES = 90 << 40
+_LEAST_STRIDE_BYTES = 4 << 40
 STRIDE_VARIABLE = "NCCL_WIN_STRIDE"
 # Windows that XLA makes for other things.
 _RESERVED = 4
 _STEP_BYTES = 4 << 30
 _lowered: list[Any] = [None, 0]  # the last program, and how many there were
+_meshes: set[tuple[int, ...]] = set()  # the devices of each in their order
 
 
 def stride_bytes(gpus: int) -> int:
     """The address space to set aside for each of so many GPUs of a host."""
-    return min(_ALL_WINDOWS_BYTES // max(gpus, 1), _MOST_WINDOW_BYTES)
+    return max(_OF_ONE_MESH_BYTES // max(gpus, 1), _LEAST_STRIDE_BYTES)
 
 
-def note_program(program: Any) -> None:
-    """Counts a program in which a kernel that is told its peers' addresses is lowered."""
+def note_program(program: Any, device_ids: tuple[int, ...]) -> None:
+    """Counts a program in which a kernel that is told its peers' addresses is lowered, for a mesh of these devices.
+
+    Raises:
+      NotImplementedError: there is no address space for one more mesh.
+    """
+    _meshes.add(device_ids)
+    stride = os.environ.get(STRIDE_VARIABLE, "")
+    needed = len(_meshes) * len(device_ids) * int(stride) if stride.isdigit() else 0
+    if needed > _IN_ALL_BYTES:
+        raise NotImplementedError(
+            f"fused kernels run on {len(_meshes)} meshes of different devices, or of the same in another order, and "
+            f"NCCL would set aside {STRIDE_VARIABLE}={stride} for each GPU of each, {needed >> 40} TB, which is more "
+            f"than can be had: use fewer orders, set {STRIDE_VARIABLE} smaller before the job begins (then fewer "
+            'programs fit), or use implementation="xla"'
+        )
     if _lowered[0] is not program:
         _lowered[:] = [program, _lowered[1] + 1]
 
