@@ -126,8 +126,8 @@ def deadlock(world: Any) -> str:
         missing = [device for device in machine.devices if device not in machine.arrived]
         if machine.program.has_barrier and machine.arrived and missing:
             lines.append(
-                f"  devices {machine.arrived} wait at the framework's barrier before launch {machine.number} ({machine.name}) "
-                f"for devices {missing}"
+                f"  devices {machine.arrived} wait at the framework's barrier before launch {machine.number} "
+                f"({machine.name}) for devices {missing}"
             )
         for device, queue in machine.queued.items():
             if not queue:
