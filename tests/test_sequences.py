@@ -6,7 +6,7 @@ from overlap.primitives import handshake
 from tests import sequences
 from tests.sequences import Call, Layout, Trial, layout
 
-CHUNKS, IN_A_CHUNK = 10, 25
+CHUNKS, IN_A_CHUNK = 8, 25
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -34,7 +34,7 @@ PAIRS: dict[str, tuple[tuple[Layout, sequences.Axes], tuple[Layout, sequences.Ax
     "orders": ((SQUARE, ("x", "y")), (SQUARE, ("y", "x"))),
     "shapes": ((SQUARE, ("x", "y")), (LINE, "x")),
 }
-SEEDS = 24
+SEEDS = 12
 
 
 def faults_of(pair, kind, *, detect):
