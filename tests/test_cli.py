@@ -102,7 +102,7 @@ def _on_gpus(monkeypatch, fused: measure.Call) -> list[str]:
     pictures: list[str] = []
     monkeypatch.setattr(demo, "_ON_GPUS", demo._Problem(32, 16, 8, overlap.Config()))
     monkeypatch.setattr(demo, "_methods", lambda problem: {"fused": fused, "xla": _xla})
-    monkeypatch.setattr(demo, "_why_not_gpus", lambda: None)
+    monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
     monkeypatch.setattr(measure, "_WARM_UP_S", 0.0)
     monkeypatch.setattr(demo, "_picture_by_emulation", lambda devices, out, step: pictures.append(f"{devices}: {out}"))
     return pictures

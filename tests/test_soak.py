@@ -1,0 +1,64 @@
+"""`python -m overlap soak`: emulated, and what it says of a result that is wrong."""
+
+import re
+import shlex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from overlap import cli
+from overlap.cli import soak, soak_programs
+from overlap.emulation import emulate
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """In this process, whose devices are the emulated ones already; programs of two operations only."""
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:2])
+    cases = [case for case in soak_programs.CASES if case.name in ("few rows", "weights along k")]
+    monkeypatch.setattr(soak, "CASES", cases)
+    soak_programs.program.cache_clear()
+    with emulate(cores=2):
+        yield
+
+
+def test_counts_what_it_ran(here, capsys):
+    assert cli.main(["soak", "--programs", "4", "--seed", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "4 launches, no bit differed" in said and re.search(r"few rows +\d programs", said)
+
+
+def test_a_wrong_bit_is_reported_with_the_command_that_repeats_it(here, capsys, monkeypatch):
+    exact = soak_programs._exact
+    monkeypatch.setattr(soak_programs, "_exact", lambda *args: exact(*args).at[0, 0].add(1))
+    assert cli.main(["soak", "--programs", "3", "--seed", "5"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"program 0: \d wrong results of (few rows|weights along k) along 'x' of \{'x': 2\}", said)
+    (again,) = re.findall(r"to repeat it: python -m overlap (soak .*)", said)
+    assert cli.main(shlex.split(again)) == 1
+
+
+def test_wrong_arguments(capsys):
+    for arguments in (["--minutes", "0"], ["--minutes", "nan"], ["--first", "-1"], ["--programs", "0"]):
+        assert cli.main(["soak", *arguments]) == 2
+        assert "soak:" in capsys.readouterr().err
+
+
+def test_every_case_is_exact_in_its_dtype():
+    """What rests on it: a right result has no other bits than the expected one."""
+    for case in soak_programs.CASES:
+        whole = np.random.default_rng(0).integers(-1, 2, (64, case.depth))
+        sums = np.abs(whole @ np.random.default_rng(1).integers(-1, 2, (case.depth, 64))).max()
+        # All whole numbers up to this are exact in bfloat16, and in float16.
+        assert sums <= 2 ** (jnp.finfo(jnp.bfloat16).nmant + 1), case.name
+
+
+def test_meshes_and_axes_of_four_devices():
+    shapes = [dict(mesh.shape) for mesh in soak_programs.meshes(jax.devices()[:4])]
+    assert shapes == [{"x": 4}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 2}]
+    orders = {tuple(d.id for d in mesh.devices.flat) for mesh in soak_programs.meshes(jax.devices()[:4])}
+    assert len(orders) == 2
+    assert soak_programs.axes_of(list(soak_programs.meshes(jax.devices()[:4]))[2]) == ["x", "y", ("x", "y")]
