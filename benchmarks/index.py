@@ -2,7 +2,7 @@
 
 A result names its commit in a line `- commit: HASH`, with words behind the hash where it is not simply that:
 
-    HASH (unverified: no .git here)        measured on a copy; the line `- code:` verifies it
+    HASH (unverified: not in a repository here)    measured on a copy; the line `- code:` verifies it
     NAME (not in this history: …)          a commit that was rewritten, or a tree that was never committed
     HASH (with changes: …)                 that commit and more
     HASH (before it was committed)         a tree that became that commit

@@ -1,8 +1,8 @@
 """Which code a benchmark measures: a commit of this repository's history, or nothing is measured.
 
 A number can be repeated only if the code that made it can be found again. So the harness refuses a tree that differs
-from the commit it names. Where there is no .git (a copy of the tree on another machine), the commit has to be named and
-is recorded as unverified. The hash of overlap/ is recorded beside it: git has the same one for that folder in that
+from the commit it names. Where there is no such history (a copy of the tree on another machine), the commit is named in
+full and is recorded as unverified. The hash of overlap/ is recorded beside it: git has the same one for that folder in that
 commit, so `python -m benchmarks.index` can verify it later, where there is a .git.
 """
 
@@ -16,7 +16,7 @@ import subprocess
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 VARIABLE = "OVERLAP_COMMIT"
-UNVERIFIED = "unverified: no .git here"
+UNVERIFIED = "unverified: not in a repository here"
 DIGITS = 12
 # What a number depends on. Results are written while others are measured.
 _CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results")
@@ -48,6 +48,9 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
             raise Refused(f"`--commit` must be a hash of 7 to 40 digits where there is no .git, got {named!r}")
         return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
     commit = in_history(named or "HEAD", root)
+    if commit is None and named and re.fullmatch(r"[0-9a-f]{40}", named) and git(root, "cat-file", "-t", named) is None:
+        # A copy of the tree in a repository of its own, which has never seen that commit.
+        return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
     if commit is None:
         raise Refused(f"`--commit` must be a commit of this repository's history, got {named!r}")
     if changed := _changed(commit, root):
@@ -57,12 +60,9 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
 
 
 def has_history(root: pathlib.Path = REPOSITORY) -> bool:
-    """Whether `root` is the root of a git repository with a history, and git is here.
-
-    One commit is no history: a copy of the tree that somebody has put into a repository of its own.
-    """
-    top, commits = git(root, "rev-parse", "--show-toplevel"), git(root, "rev-list", "--count", "--max-count=2", "HEAD")
-    return top is not None and pathlib.Path(top).resolve() == root.resolve() and commits == "2"
+    """Whether `root` is the root of a git repository, and git is here."""
+    top = git(root, "rev-parse", "--show-toplevel")
+    return top is not None and pathlib.Path(top).resolve() == root.resolve()
 
 
 def in_history(name: str, root: pathlib.Path = REPOSITORY) -> str | None:

@@ -133,7 +133,12 @@ def test_without_history_the_commit_is_named_and_can_be_verified_later(history: 
         with pytest.raises(provenance.Refused, match="a hash of 7 to 40 digits"):
             provenance.facts(name, history)
     found = provenance.facts(head, history)
-    assert found == {"commit": f"{head[:12]} (unverified: no .git here)", "code": f"overlap {folder[:12]}"}
+    assert found == {"commit": f"{head[:12]} ({provenance.UNVERIFIED})", "code": f"overlap {folder[:12]}"}
+    # The same where somebody has put the copy into a repository of its own.
+    git(history, "init", "-q")
+    commit(history, "a copy")
+    assert provenance.facts(head, history) == found
+    (history / ".git").rename(copy / "other")
     (history / ".git").symlink_to(copy / ".git")
     assert index.state(found, history) == "verified by the hash of overlap/"
     found["code"] = "overlap 0123456789ab"
