@@ -2,8 +2,8 @@
 
 A number can be repeated only if the code that made it can be found again. So the harness refuses a tree that differs
 from the commit it names. Where there is no such history (a copy of the tree on another machine), the commit is named in
-full and is recorded as unverified. The hash of overlap/ is recorded beside it: git has the same one for that folder in that
-commit, so `python -m benchmarks.index` can verify it later, where there is a .git.
+full and is recorded as unverified. The hash of overlap/ is recorded beside it: git has the same one for that folder in
+that commit, so `python -m benchmarks.index` can verify it later, where there is a .git.
 """
 
 from __future__ import annotations

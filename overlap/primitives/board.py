@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from overlap import _cuda
+from overlap.primitives.peers import Ring
 
 REPORT_AFTER_S = 30.0
 # A kernel that has given up waits for so long before it ends, for the host to have read its record.
@@ -59,11 +60,11 @@ _logger = logging.getLogger("overlap")
 _described: dict[int, tuple[str, int]] = {}
 
 
-def describe(operation: str, axis_name: Any, devices: int) -> int:
+def describe(operation: str, ring: Ring) -> int:
     """A number, the same in each process, by which a kernel names itself on the board."""
-    text = f"{operation} along {axis_name!r} of {devices} devices"
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-    _described[number] = (text, devices)
+    # Made of places and sizes: a kernel does not depend on what axes are called.
+    number = int.from_bytes(hashlib.sha256(f"{operation} {ring.places}".encode()).digest()[:4], "little")
+    _described[number] = (f"{operation} along {ring.axis_name!r} of {ring.size} devices", ring.size)
     return number
 
 

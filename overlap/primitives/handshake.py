@@ -68,10 +68,7 @@ _LOWERED = 1
 
 def _key(context: Any, ring: Ring) -> list[int]:
     """The words of a raised beacon; asked for at lowering, when the devices of the mesh are known."""
-    names = [name for name, _ in ring.mesh_shape]
-    # Places of the axes, not names: these may be any objects, and print alike or differently in each process.
-    axes = [names.index(name) for name, _ in ring.axes]
-    text = f"overlap: axes {axes} of {[size for _, size in ring.mesh_shape]} on {clique.device_ids(context)}"
+    text = f"overlap: {ring.places} on {clique.device_ids(context)}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
     return [max(words[0], _LOWERED + 1), *words[1:]]
@@ -115,7 +112,7 @@ class Handshake:
 
     @property
     def _number(self) -> int:
-        return board.describe(self.operation, self.ring.axis_name, self.ring.size)
+        return board.describe(self.operation, self.ring)
 
     def begin(self) -> Any:
         """Every communicator calls it once, first: looks for the peers that fall to it.

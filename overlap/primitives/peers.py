@@ -46,6 +46,12 @@ class Ring:
         return tuple(name for name, _ in self.axes)
 
     @property
+    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which of the mesh's axes the ring's own are, and the sizes of all: without names, which may be any objects."""
+        names = [name for name, _ in self.mesh_shape]
+        return tuple(names.index(name) for name, _ in self.axes), tuple(size for _, size in self.mesh_shape)
+
+    @property
     def size(self) -> int:
         """How many devices are on the ring."""
         return math.prod(size for _, size in self.axes)
