@@ -47,7 +47,7 @@ class Ring:
 
     @property
     def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which of the mesh's axes the ring's own are, and the sizes of all: without names, which may be any objects."""
+        """Which of the mesh's axes are the ring's, and the sizes of all: no names, which may be any objects."""
         names = [name for name, _ in self.mesh_shape]
         return tuple(names.index(name) for name, _ in self.axes), tuple(size for _, size in self.mesh_shape)
 
