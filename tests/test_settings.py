@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
+import overlap
 from overlap import settings
 
 
@@ -36,3 +38,11 @@ def test_a_process_reads_it_once(fresh, monkeypatch):
     assert settings.wait_timeout_s() == 7
     monkeypatch.setenv(settings.WAIT_TIMEOUT_VARIABLE, "8")
     assert settings.wait_timeout_s() == 7
+
+
+def test_a_wrong_limit_is_said_before_anything_is_traced(fresh, monkeypatch):
+    monkeypatch.setenv(settings.WAIT_TIMEOUT_VARIABLE, "soon")
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    x = jax.ShapeDtypeStruct((128, 128), "bfloat16")
+    with pytest.raises(ValueError, match=r"`OVERLAP_WAIT_TIMEOUT_S` must be a number of seconds.*got 'soon'"):
+        overlap.explain(overlap.all_gather_lhs_matmul, x, x, "x", mesh=mesh, implementation="fused")

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from overlap import settings
 from overlap.kernels.target import Target
 from overlap.primitives import Ring, windows
 from overlap.primitives.clique import Clique, several_hosts
@@ -73,7 +74,10 @@ def require_peers(ring: Ring, target: Target, mesh: Any) -> None:
     Only `explain` knows the mesh's devices beforehand; inside `jax.shard_map` it is for the lowering to find out. And
     in a job of several processes a program must be told where its peers' memory is.
     """
-    if ring.size == 1 or target.platform != "gpu":
+    if ring.size == 1:
+        return
+    settings.wait_timeout_s()  # It is part of the kernel, and wrong before that is traced.
+    if target.platform != "gpu":
         return
     windows.require_room()
     if isinstance(mesh, jax.sharding.Mesh):
