@@ -192,3 +192,11 @@ def test_doctor_sees_versions_that_differ(monkeypatch):
     fact = doctor._jax([])
     assert fact.status == "PROBLEM"
     assert "the versions differ" in fact.advice
+
+
+def test_doctor_names_flags_that_break_fused_kernels(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
+    found = doctor._flags([])
+    assert found.status == "PROBLEM" and "leave the flag out" in found.found
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=false")
+    assert doctor._flags([]).status == "OK"

@@ -18,7 +18,7 @@ import sys
 import textwrap
 
 import overlap
-from overlap import _compat, _cuda, settings
+from overlap import _compat, _cuda, settings, xla_flags
 from overlap.cli import allocators
 
 _TESTED_JAX = "0.11.2 and 0.12.0.1"
@@ -74,7 +74,7 @@ def run(*, as_json: bool = False) -> int:
     checks = {
         "Python": _python, "jax": _jax, "GPUs": _devices, "peer access": _peer_access, "NCCL": _nccl,
         "allocator": _allocator, "MPI": _mpi, "process per GPU": _one_process_per_gpu, "CPU cores": _binding,
-        "wait limit": _wait_limit, "emulator": _emulator,
+        "XLA flags": _flags, "wait limit": _wait_limit, "emulator": _emulator,
     }  # fmt: skip
     facts: list[Fact] = []
     for subject, check in checks.items():
@@ -270,6 +270,13 @@ def _allocator(facts: list[Fact]) -> Fact:
         return Fact("allocator", _PROBLEM if _cuda.visible_gpus() else _NOTE, found, verdict.advice or default)
     measured = verdict.one_process == verdict.process_per_gpu == "runs"
     return Fact("allocator", _OK if measured else _NOTE, found, verdict.advice)
+
+
+def _flags(facts: list[Fact]) -> Fact:
+    wrong = xla_flags.breaking()
+    if wrong:
+        return Fact("XLA flags", _PROBLEM, "; ".join(wrong))
+    return Fact("XLA flags", _OK, os.environ.get("XLA_FLAGS") or "none")
 
 
 def _wait_limit(facts: list[Fact]) -> Fact:
