@@ -24,7 +24,7 @@ def wait_timeout_s() -> float:
       A finite number of seconds, at least 0. 600 if the variable is unset or empty.
 
     Raises:
-      ValueError: the variable is something else.
+      RuntimeError: the variable is something else.
 
     Example:
       >>> import overlap.settings
@@ -39,7 +39,7 @@ def wait_timeout_s() -> float:
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(
+        raise RuntimeError(
             f"`{WAIT_TIMEOUT_VARIABLE}` must be a number of seconds, at least 0 (0: wait for ever), got {text!r}: "
             f"correct the variable, or unset it for the default of {WAIT_TIMEOUT_DEFAULT_S:.0f} s"
         )

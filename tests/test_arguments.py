@@ -277,6 +277,15 @@ def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
     assert asked == [MESH] and choice.target == h200 and choice.implementation == "fused"
 
 
+def test_explain_of_the_devices_of_an_abstract_mesh():
+    operands = array(M, K)[0], array(K, N)[0]
+    choices = [
+        overlap.explain(overlap.all_gather_lhs_matmul, *operands, axis_name="x", mesh=mesh)
+        for mesh in (MESH, MESH.abstract_mesh)
+    ]
+    assert choices[0].implementation == choices[1].implementation
+
+
 # --- Calls that are right and were not taken --------------------------------------------------------------------------
 
 

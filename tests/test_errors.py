@@ -55,7 +55,7 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     (GOOD, FUSED | X_OF_XY, NotImplementedError, ["'y'", "manual"]),
     ((struct((128, 64)), struct((64, 201))), FUSED, NotImplementedError, ["n=201", "16 bytes", "multiple of 8", "xla"]),
     ((struct((128, 97)), struct((97, 256))), FUSED, NotImplementedError, ["k=97", "16 bytes", "xla"]),
-    ((struct((0, 64)), struct((64, 256))), FUSED, NotImplementedError, ["m_shard=0", "at least 1"]),
+    ((struct((0, 64)), struct((64, 256))), FUSED, ValueError, ["`lhs`", "at least one row", "(0, 64)"]),
     ((struct((128, 64), F32), struct((64, 256), F32)), FUSED, NotImplementedError, ["float32", "xla"]),
     (GOOD, FUSED | {"preferred_element_type": F32}, NotImplementedError, ["float32", "preferred_element_type"]),
 ]

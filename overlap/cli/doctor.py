@@ -282,7 +282,7 @@ def _flags(facts: list[Fact]) -> Fact:
 def _wait_limit(facts: list[Fact]) -> Fact:
     try:
         seconds = settings.wait_timeout_s()
-    except ValueError as error:
+    except RuntimeError as error:
         return Fact("wait limit", _PROBLEM, str(error))
     given = "set by" if os.environ.get(settings.WAIT_TIMEOUT_VARIABLE) else "the default of"
     limit = f"{seconds:g} s" if seconds else "none"
@@ -290,6 +290,8 @@ def _wait_limit(facts: list[Fact]) -> Fact:
 
 
 def _emulator(facts: list[Fact]) -> Fact:
+    if any(fact.subject == "wait limit" and fact.status == _PROBLEM for fact in facts):
+        return Fact("emulator", _NOTE, "not tried: see the wait limit")
     works, answer = _ask(_EMULATED_RUN, timeout_s=300, JAX_PLATFORMS="cpu")
     if works and not answer.startswith("WRONG"):
         return Fact("emulator", _OK, answer)

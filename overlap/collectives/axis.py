@@ -28,6 +28,7 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
         raise ValueError(
             f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis to gather along"
         )
+    is_enclosing = mesh is None
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     names = tuple(mesh.axis_names)
     if not names:
@@ -50,7 +51,7 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
         )
     manual = tuple(getattr(mesh, "manual_axes", names))
     missing = [axis for axis in axes if axis not in manual]
-    if isinstance(mesh, jax.sharding.AbstractMesh) and missing:
+    if is_enclosing and missing:
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map` over axis {missing[0]!r}, and the manual axes here are "
             f"{manual}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"

@@ -173,6 +173,8 @@ def normalize(
                 raise
             raise ValueError(f"`rhs[{index}]` of {len(sides)} right operands: {wrong}") from None
     *batch, m_shard, k = lhs.shape
+    if not m_shard:
+        raise ValueError(f"`lhs` must have at least one row per shard to gather, got shape {tuple(lhs.shape)}")
     widths = [side.shape[0 if forms.transpose_rhs else 1] for side in sides]
     wide = product.accumulator(lhs.dtype)
     row_scale, column_scales = _scales(scale, (*batch, m_shard), widths, container is not None, wide)

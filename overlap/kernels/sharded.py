@@ -189,6 +189,12 @@ def layout_of(mesh: Any, operands: dict[str, Any], names: dict[str, tuple[Any, .
                     f"{axes[dimension]} and {along}: {_WAYS_OUT}"
                 )
             said.setdefault(dimension, []).append(name)
+    if len(said.get("k", ())) == 1:
+        # XLA gathers that operand, whatever else the axis cuts.
+        raise NotImplementedError(
+            f"the fused kernel needs all of k on each device, and `{said['k'][0]}` is sharded along it over "
+            f'{axes["k"]}: {_WAYS_OUT}; or use implementation="xla", which gathers it'
+        )
     users: dict[str, Any] = {}
     for dimension, along in axes.items():
         for axis in along:
@@ -198,15 +204,10 @@ def layout_of(mesh: Any, operands: dict[str, Any], names: dict[str, tuple[Any, .
                     f"a mesh axis must cut one dimension of a product, and {axis!r} cuts {_said(other)} of "
                     f"`{said[other][0]}` and {_said(dimension)} of `{said[dimension][0]}`: {_WAYS_OUT}"
                 )
-    if "k" in axes:
-        if len(said["k"]) > 1:
-            raise ValueError(
-                f"`lhs` and `rhs` must not both be sharded along k, got {axes['k']}: each device would have a part of "
-                f"every sum, and nothing says whether they are to be added. {_WAYS_OUT}"
-            )
-        raise NotImplementedError(
-            f"the fused kernel needs all of k on each device, and `{said['k'][0]}` is sharded along it over "
-            f'{axes["k"]}: {_WAYS_OUT}; or use implementation="xla", which gathers it'
+    if "k" in axes and len(said["k"]) > 1:
+        raise ValueError(
+            f"`lhs` and `rhs` must not both be sharded along k, got {axes['k']}: each device would have a part of "
+            f"every sum, and nothing says whether they are to be added. {_WAYS_OUT}"
         )
     return Layout(mesh, axes, names)
 
