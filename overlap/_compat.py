@@ -1,7 +1,7 @@
 """Every import from `jax._src` and every test of a jax version, each with its reason.
 
-Nothing else in the library imports private names, but for `_compat_mosaic.py` (what Mosaic GPU is taught). When a jax
-release moves one of them, these files alone change.
+Nothing else in the library imports private names. When a jax release moves one of them, this file alone changes; what
+Mosaic GPU is taught is in `_compat_mosaic.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = [
     "device_ids",
     "job_store",
     "lower_by_cliques",
+    "lowering_rules_of_warps",
     "oldest_nccl_of_one_process",
     "peer_table",
     "told_addresses",
@@ -45,6 +46,17 @@ def job_store() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def lowering_rules_of_warps() -> tuple[dict[Any, Callable[..., Any]], Any]:
+    """How Pallas lowers each primitive for a warp of its own, and the primitive of `plgpu.barrier_arrive`.
+
+    jax has no public way to add or replace a rule.
+    """
+    from jax._src.pallas.mosaic_gpu import core, lowering, primitives
+
+    rules: Any = lowering.mosaic_lowering_rules[core.WGxWARP_SEMANTICS]
+    return rules, primitives.barrier_arrive_p
 
 
 def oldest_nccl_of_one_process() -> tuple[int, int] | None:

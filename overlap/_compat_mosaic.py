@@ -1,11 +1,13 @@
-"""What Mosaic GPU could do and does not offer: taught to it by private names, each with its reason.
+"""What Mosaic GPU could do and does not offer: taught to it by changing its modules, each change with its reason.
 
-As in `overlap/_compat.py`, nothing else in the library imports these names.
+Nothing else in the library changes modules of jax. What comes from `jax._src` is imported in `overlap/_compat.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from overlap import _compat
 
 __all__ = ["let_warps_arrive_at_cluster_barriers", "let_warps_loop", "offer_square_wgmma_tiles"]
 
@@ -18,8 +20,13 @@ def offer_square_wgmma_tiles() -> None:
     choices, so that only a buffer which states them has them. Same code in jax 0.11.2 and 0.12.0.1; the assembled tests
     would tell of a change.
     """
-    from jax._src.lib import mosaic_gpu_dialect as dialect  # pyright: ignore[reportPrivateImportUsage]
-    from jax.experimental.mosaic.gpu import constraints, launch_context, layout_inference, utils
+    from jax.experimental.mosaic.gpu import (
+        constraints,
+        dialect,  # pyright: ignore[reportPrivateImportUsage]
+        launch_context,
+        layout_inference,
+        utils,
+    )
     from jaxlib.mlir import ir
 
     offered = layout_inference.mma_tiling_constraint
@@ -47,13 +54,12 @@ def let_warps_arrive_at_cluster_barriers() -> None:
     refuses others in the lowering rule. Same code in jax 0.11.2 and 0.12.0.1; the assembled tests would tell of a
     change.
     """
-    from jax._src.pallas.mosaic_gpu import core, lowering, primitives
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
-    rules: Any = lowering.mosaic_lowering_rules[core.WGxWARP_SEMANTICS]
-    rule = rules[primitives.barrier_arrive_p]
+    rules, barrier_arrive = _compat.lowering_rules_of_warps()
+    rule = rules[barrier_arrive]
     if getattr(rule, "reaches_clusters", False):
         return
 
@@ -93,7 +99,7 @@ def let_warps_arrive_at_cluster_barriers() -> None:
         return rule(ctx, of_warp, *args, **params)
 
     arrive.reaches_clusters = True  # pyright: ignore[reportFunctionMemberAccess]
-    rules[primitives.barrier_arrive_p] = arrive
+    rules[barrier_arrive] = arrive
 
 
 def let_warps_loop() -> None:

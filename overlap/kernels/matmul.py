@@ -258,7 +258,7 @@ def matmul(
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It is traced
         once, at the call. What is not provably elementwise is refused. Scalars that it captures become operands of the
         call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are unrolled.
-        What the kernel cannot compute (e.g. `erf`, as in the exact gelu, or powers of a variable) is left to XLA.
+        What the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) is left to XLA.
       scale: a factor of the product, in float32: a scalar, (m, 1) per row, (n,) or (1, n) per column, or a tuple
         of these (e.g. the two operands' scales).
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
