@@ -2,11 +2,12 @@
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT --out DIR
+    launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
 Both packages are loaded at the same time, the other one from a copy whose imports are renamed. Each case is a loop
-inside one program on all GPUs of one process; a time is that of a loop by its iterations, so it contains what a
-program costs to begin (the same for both). The ratio is the median over the rounds. The results of the two are compared
-bit for bit.
+inside one program on all GPUs; a time is that of a loop by its iterations, so it contains what a program costs to begin
+(the same for both). The ratio is the median over the rounds, seen by the first process. The results of the two are
+compared bit for bit, by each process those of its devices.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -121,7 +123,7 @@ def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:
     ]
     # This one first: both mend the same parts of jax, and the first to come does.
     programs = {"after": loop(overlap, case, mesh, iterations), "before": loop(before, case, mesh, iterations)}
-    results = {name: np.asarray(program(*operands), np.float32) for name, program in programs.items()}
+    results = {name: _local(program(*operands)) for name, program in programs.items()}
     times: dict[str, list[float]] = {"before": [], "after": []}
     for turn in range(rounds):
         for name in ("before", "after")[:: 1 if turn % 2 else -1]:
@@ -133,8 +135,17 @@ def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:
     return {
         "before": statistics.median(times["before"]), "after": statistics.median(times["after"]),
         "ratio": statistics.median(ratios), "low": ratios[len(ratios) // 4], "high": ratios[3 * len(ratios) // 4],
-        "same": bool((results["after"] == results["before"]).all()),
+        "same": _in_all_processes((results["after"] == results["before"]).all()),
     }  # fmt: skip
+
+
+def _local(array: jax.Array) -> np.ndarray:
+    """The rows that this process's devices hold."""
+    return np.concatenate([np.asarray(shard.data, np.float32) for shard in array.addressable_shards])
+
+
+def _in_all_processes(holds: np.bool_) -> bool:
+    return bool(np.all(multihost_utils.process_allgather(np.array(holds)))) if jax.process_count() > 1 else bool(holds)
 
 
 def name_of(case: Any) -> str:
@@ -154,17 +165,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, help="default: all GPUs")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--out", type=pathlib.Path, help="a folder for before_after_N_gpus.md")
+    parser.add_argument("--out", type=pathlib.Path, help="a folder for before_after_N_gpus[_N_processes].md")
     arguments = parser.parse_args(argv)
     try:
         code = provenance.facts(arguments.commit)
     except provenance.Refused as refused:
         print(f"before_after: {refused}", file=sys.stderr)
         return 2
+    overlap.initialize()
+    processes, leads = jax.process_count(), jax.process_index() == 0
     devices = arguments.devices or jax.device_count()
     mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
     before = load(arguments.before)
-    facts = environment.describe("one process", devices, code) | {"before": arguments.before_commit}
+    how = "one process" if processes == 1 else f"{processes} processes"
+    facts = environment.describe(how, devices, code) | {"before": arguments.before_commit}
     lines = [f"# Before and after, {devices} GPUs", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["| case | before, µs | after, µs | after / before | quartiles | same bits |", "|---|---|---|---|---|---|"]
     for case in CASES:
@@ -175,10 +189,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"| {name_of(case)} | {row['before']:.1f} | {row['after']:.1f} | {row['ratio']:.3f} | {row['low']:.3f} – "
             f"{row['high']:.3f} | {'yes' if row['same'] else 'NO'} |"
         )
-        print(lines[-1], flush=True)
-    if arguments.out:
+        if leads:
+            print(lines[-1], flush=True)
+    if arguments.out and leads:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"before_after_{devices}_gpus.md").write_text("\n".join(lines) + "\n")
+        each = "" if processes == 1 else f"_{processes}_processes"
+        (arguments.out / f"before_after_{devices}_gpus{each}.md").write_text("\n".join(lines) + "\n")
     return 0
 
 
