@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from overlap.collectives import joined, pull, ring
+from overlap.collectives import pull, ring
 from overlap.emulation import DeadlockError
 from overlap.kernels import hopper
 from tests.handshake_cases import change_draws
-from tests.protocol_cases import FEW, JOINED, KERNELS, ONE, PULL, WEIGHTS, clean, of_rows, of_weights
+from tests.protocol_cases import JOINED, KERNELS, ONE, PULL, WEIGHTS, clean, of_rows, of_weights
 from tests.several_sides_cases import Form
 
 CORES = 4
@@ -31,33 +31,18 @@ def test_any_number_of_ctas_suffices(kernel):
 @pytest.mark.parametrize("kernel", ["pull", "joined", "rhs k"])
 def test_work_that_is_dealt_beforehand_is_reported(kernel, monkeypatch):
     """To all CTAs of the grid, whether they run or not, instead of by a counter."""
-    cores = 3  # So few that each has more to do than one thing.
 
     def deal(_):
-        def dealt(counter, end, previous=0):
+        def dealt(counter, end, previous=None):
             del counter
-            is_first = isinstance(previous, int)
-            return lax.axis_index(hopper.GRID_AXIS) if is_first else jnp.minimum(previous + cores, end)
+            return lax.axis_index(hopper.GRID_AXIS) if previous is None else jnp.minimum(previous + CORES, end)
 
         return dealt
 
     change_draws(monkeypatch, deal)
     dealt = KERNELS[kernel](3)
-    dealt.run(cores=cores, laps=2)
-    assert isinstance(dealt.report(seeds=1, cores=cores, resident=1), DeadlockError)
-
-
-def test_own_chunks_that_are_left_to_the_idle_are_copied_though_none_is(monkeypatch):
-    """One chunk of each of two devices: three CTAs have one thing to do each."""
-    config = dataclasses.replace(JOINED, chunk_bytes=8192)
-    kernel = of_rows(FEW, config, 2)
-    for resident in range(1, CORES + 1):
-        kernel.run(cores=CORES, resident=resident, completion=COMPLETIONS[resident % 3], seed=resident, laps=2)
-    draw = joined.draw
-    monkeypatch.setattr(joined, "draw", lambda counter, end, *previous: draw(counter, end, *previous or (end,)))
-    kernel = of_rows(FEW, config, 2)
-    kernel.run(cores=CORES)
-    assert isinstance(kernel.report(seeds=1, cores=CORES, resident=1), DeadlockError)
+    dealt.run(cores=CORES, laps=2)
+    assert isinstance(dealt.report(seeds=1, cores=CORES, resident=1), DeadlockError)
 
 
 def test_the_ring_needs_them_all():

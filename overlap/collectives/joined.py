@@ -5,8 +5,7 @@ shared memory. Here the shards are copied into one matrix, whose tiles then are 
 
     producer       first of all: the right operand's tiles of as many k steps as there are slots
                    for each output tile: wait for the flag of its rows, whosever they are; load
-    communicator   looks for the peers; while they begin (or, having chunks of theirs to fetch, at the end), for each
-                   chunk of the own shard that it draws:
+    communicator   looks for the peers; while they begin, for each chunk of the own shard that it draws:
                        lhs → shared memory → scratch; when it has landed, raise the flag of its rows
                    for each piece of the rows' scales that it draws: the same, by loads and stores
                    for each chunk of a peer's shard that it draws: as for the own ones; takes leave of the peers
@@ -51,7 +50,7 @@ from overlap.primitives import (
     signal,
     wait_at_least,
 )
-from overlap.primitives.integers import ceil_div, choose, smaller
+from overlap.primitives.integers import ceil_div, smaller
 
 NAME = "all_gather_lhs_matmul_joined"
 
@@ -152,10 +151,7 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
             )  # fmt: skip
             number, carried, first = handshake.begin(), 0, handshake.looks
             own, counter = schedule.chunks - schedule.pulls, own_counter.at[0]
-            # Where each CTA has at most one thing to do, own chunks fall to those that have nothing to fetch.
-            one_each = handshake.items + own <= plan.target.num_cores
-            none = choose(number < handshake.items, own, 0) if one_each else 0
-            copy(draw(counter, own, none), (0, own), counter, own=True)
+            copy(draw(counter, own), (0, own), counter, own=True)
             handshake.await_peers()
             for gathered_gmem in scales_gmem:
                 first += schedule.scale_pieces
@@ -166,8 +162,6 @@ def _kernel(inputs: Any, outputs: Any, *, schedule: JoinedSchedule, work: hopper
                     ),
                 )  # fmt: skip
             carried += copy(number, (first, handshake.items), handshake.counter, own=False)
-            if one_each:  # Those who would have copied them may not have started.
-                copy(draw(counter, own), (0, own), counter, own=True)
             handshake.leave(carried)
 
         hopper.mainloop(
