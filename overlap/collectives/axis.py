@@ -34,7 +34,8 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
     if not names:
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call, e.g. "
-            f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}), mesh=mesh, in_specs=…, out_specs=…)"
+            f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}), mesh=mesh, in_specs=…, out_specs=…); "
+            "`overlap.explain` takes mesh=…"
         )
     for axis in axes:
         if axis not in names:

@@ -103,10 +103,16 @@ def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], d
         closed, types = jax.make_jaxpr(lambda values: function(values), return_shape=True)(
             jax.ShapeDtypeStruct(shape, dtype)
         )
-    except Exception as wrong:
+    except jax.errors.TracerArrayConversionError as wrong:
         raise ValueError(
-            f"`activation` must be elementwise, a function of one array, got {_name(function)}, which fails for shape "
-            f"{shape}: {type(wrong).__name__}: {wrong}"
+            f"`activation` must be a function that JAX can trace, got {_name(function)}, which asks for its argument's "
+            "values: use jax.numpy instead of NumPy in it"
+        ) from wrong
+    except Exception as wrong:
+        first_line = next(iter(str(wrong).splitlines()), "")
+        raise ValueError(
+            f"`activation` must be elementwise, a function of one array of any shape, got {_name(function)}, which "
+            f"fails on trial, for shape {shape}: {type(wrong).__name__}: {first_line.rstrip('.')}; {_WAY_OUT}"
         ) from wrong
     if not isinstance(types, jax.ShapeDtypeStruct):
         raise ValueError(

@@ -93,8 +93,9 @@ def _normalize(
     batch = batches[0] if batches else ()
     _, m, n, _ = product.sizes(Operands(_flat(lhs), _flat(rhs)), forms)
     if c is not None and tuple(c.shape) not in {(m, n), (*batch, m, n)}:
+        for_all = f", or {(m, n)}" if batch else ""
         raise ValueError(
-            f"`c` must have the shape of the result, {(*batch, m, n)}, or {(m, n)}, got {tuple(c.shape)}: reshape or "
+            f"`c` must have the shape of the result, {(*batch, m, n)}{for_all}, got {tuple(c.shape)}: reshape or "
             "broadcast it"
         )
     if bias is not None and tuple(bias.shape) != (n,):
