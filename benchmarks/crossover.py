@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 --out results
     cd results
-    python3 -m benchmarks.crossover suite_bf16.csv f8.csv sweep_*.csv --out ../overlap/tuning/crossover.csv
+    python3 -m benchmarks.crossover suite_bf16.csv f8.csv sweep_*.csv --out ../overlap/choice/crossover.csv
 
 (`--warmup-s 0.2 --budget-s 120` for a quick one.) Of several results for one problem the last one given counts. Only
 the method `fused`, whose configuration the library has chosen itself, is compared.
@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from benchmarks.problems import DTYPES
-from overlap.tuning import tables
+from overlap.choice import tables
 
 _KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
 # `result`: the file that a row is from; benchmarks/results/README.md says which commit ran, when and by what command.

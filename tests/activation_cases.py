@@ -14,7 +14,7 @@ from tests.assembly import Case
 
 
 def every_operation(y: jax.Array) -> jax.Array:
-    """Each primitive that `overlap.kernels.elementwise` lets into a kernel."""
+    """Each primitive that `overlap.frame.elementwise` lets into a kernel."""
     z = jnp.where(jnp.round(jnp.sin(y) - jnp.cos(y)) >= 0.5, jnp.tanh(y), lax.logistic(jnp.log(1 + jnp.abs(y))))
     z += jnp.exp2(lax.clamp(-3.0, y, 2.0)) * jnp.exp(-y * y) + jnp.log2(2 + jnp.square(y)) / 3 + lax.rsqrt(1 + y**4)
     z += jnp.sqrt(jnp.abs(y)) + jnp.minimum(y, 3) - jnp.maximum(-y, 1) + (1 + jnp.abs(y)) ** -2

@@ -22,11 +22,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from overlap.choice import space
+from overlap.choice.model import work_of
+from overlap.choice.problem import LAYOUTS, Layout, Problem
 from overlap.kernels.config import BARRIER_BYTES, COMPUTE_WARPGROUPS, FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
 from overlap.kernels.target import Target
-from overlap.tuning import space
-from overlap.tuning.model import work_of
-from overlap.tuning.problem import LAYOUTS, Layout, Problem
 from tests import assembly_registers
 from tests.assembly import TARGETS, Case
 from tests.assembly_registers import Registers

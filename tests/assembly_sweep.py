@@ -27,8 +27,8 @@ from typing import Any
 
 import jax
 
+from overlap.choice import space
 from overlap.kernels.hopper import COMPUTE_REGISTERS, TRANSFER_REGISTERS
-from overlap.tuning import space
 from tests import assembly, assembly_registers, assembly_space
 from tests.assembly_registers import Registers
 from tests.assembly_space import (

@@ -22,7 +22,7 @@ from overlap import departures
 
 def lower_for_own_host() -> None:
     """Prints the ids that XLA is given if each process is a host of its own."""
-    from overlap.kernels import dispatch
+    from overlap.choice import dispatch
     from overlap.kernels.target import Target
     from overlap.primitives import clique
 

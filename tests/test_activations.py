@@ -10,10 +10,11 @@ import pytest
 from jax import lax
 
 import overlap
+from overlap.choice import dispatch
 from overlap.emulation import emulate
-from overlap.kernels import differentiable, dispatch
-from overlap.kernels.activation import traced
+from overlap.frame.activation import traced
 from overlap.kernels.target import Target
+from overlap.single_gpu import differentiable
 from tests import activation_cases, assembly
 from tests.assembly import Case
 from tests.product_cases import normal

@@ -14,7 +14,7 @@ from jax.experimental.mosaic.gpu import core
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.kernels import dispatch
+from overlap.choice import dispatch
 from overlap.kernels.target import Target
 from overlap.primitives import addresses
 from tests import assembly, oracle

@@ -10,12 +10,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import crossover, dispatch
+from overlap.choice.problem import Problem
 from overlap.collectives.rhs_schedule import STEPS_PER_FLAG
 from overlap.emulation import emulate
-from overlap.kernels import dispatch
 from overlap.kernels.target import Target
-from overlap.tuning import crossover
-from overlap.tuning.problem import Problem
 from tests import assembly, oracle
 from tests.assembly import Case
 from tests.oracle import make_mesh, on_mesh

@@ -265,7 +265,7 @@ def test_autotune(name, value):
 
 def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
     """And with types of scales: what is not there yet can be asked about."""
-    from overlap.kernels import dispatch
+    from overlap.choice import dispatch
     from overlap.kernels.target import Target
 
     asked = []

@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.tuning.choose import choose_config
-from overlap.tuning.problem import Problem
+from overlap.choice.choose import choose_config
+from overlap.choice.problem import Problem
 from tests import assembly
 from tests.assembly import Case
 from tests.assembly_space import TARGET

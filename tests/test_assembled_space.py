@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlap.choice import space, tables
+from overlap.choice.problem import LAYOUTS, Problem
 from overlap.kernels.config import Config
-from overlap.tuning import space, tables
-from overlap.tuning.problem import LAYOUTS, Problem
 from tests import assembly, assembly_registers, assembly_space
 from tests.assembly_registers import Registers
 from tests.assembly_space import MATMUL, OPERATIONS, TARGET, UNSEEN, KernelClass, classify

@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch
 from overlap.emulation import emulate, enable
-from overlap.kernels import dispatch
 from overlap.kernels.ladder import RUNGS
 from overlap.kernels.target import Target
 from tests.oracle import make_mesh

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from benchmarks import crossover, harness, index, provenance
+from overlap.choice.crossover import FILE as CROSSOVER
 from overlap.tuning import timing
-from overlap.tuning.crossover import FILE as CROSSOVER
 
 # --- Times ------------------------------------------------------------------------------------------------------------
 

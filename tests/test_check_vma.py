@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch
 from overlap.emulation import emulate
-from overlap.kernels import dispatch
 from overlap.kernels.target import Target
 from tests.product_cases import normal
 

@@ -10,13 +10,12 @@ import pytest
 
 import overlap
 from benchmarks import crossover as command
-from overlap.kernels import dispatch
+from overlap.choice import choose, crossover, dispatch, tables
+from overlap.choice.crossover import NOT_MEASURED, Measured, expected_ratio, neighbours, xla_is_faster
+from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import choose, crossover, tables
 from overlap.tuning.autotune import Tuning
-from overlap.tuning.crossover import NOT_MEASURED, Measured, expected_ratio, neighbours, xla_is_faster
-from overlap.tuning.problem import Problem
 from overlap.tuning.search import Outcome
 from tests.tuning_cases import no_tables  # noqa: F401
 

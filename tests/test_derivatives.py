@@ -104,7 +104,7 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
 
 
 def test_a_cotangent_of_the_operands_dtype_goes_through_the_kernel(monkeypatch):
-    from overlap.kernels import differentiable
+    from overlap.single_gpu import differentiable
 
     lhs, rhs, run = normal(5, M, K), normal(6, K, N), []
     launch = differentiable._launch

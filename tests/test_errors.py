@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch
 from overlap.collectives.axis import ring_of
-from overlap.kernels import dispatch
 from overlap.kernels.target import HOPPER_SMEM_BYTES, Target
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32

@@ -11,12 +11,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch, model, space
+from overlap.choice.problem import Problem
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
 from overlap.emulation.races import RaceDetector
-from overlap.kernels import dispatch
-from overlap.tuning import model, space
-from overlap.tuning.problem import Problem
 from tests import assembly, oracle, several_sides_cases
 from tests.several_sides_cases import Form
 from tests.test_schedule import size_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import overlap
-from overlap.kernels import dispatch
+from overlap.choice import dispatch
 from overlap.kernels.target import Target
 from tests import oracle
 from tests.oracle import make_mesh

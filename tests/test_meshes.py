@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch
 from overlap.collectives.axis import ring_of
 from overlap.emulation import EmulationError, emulate
-from overlap.kernels import dispatch
 from overlap.kernels.target import Target
 from overlap.primitives import Ring, clique, peers
 from tests import assembly, mesh_cases, oracle

@@ -15,7 +15,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.kernels import dispatch
+from overlap.choice import dispatch
 from overlap.kernels.target import Target
 from overlap.primitives.addresses import TABLE_FLAGS
 from tests import oracle

@@ -17,12 +17,13 @@ from overlap import primitives
 from overlap.collectives import pull, transport
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.kernels import hopper, partial_sums, product, staging
+from overlap.kernels import hopper, partial_sums, staging
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives import handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
+from overlap.single_gpu import product
 from tests import oracle
 from tests.oracle import make_mesh, on_mesh
 from tests.product_cases import integers, oracle_of

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.kernels import dispatch
+from overlap.choice import dispatch
 from overlap.kernels.target import Target
 from overlap.primitives import clique
 from overlap.primitives.clique import Clique

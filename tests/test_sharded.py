@@ -14,9 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch
 from overlap.emulation import emulate
-from overlap.kernels import dispatch
-from overlap.kernels.target import Target
+from overlap.kernels import launch, target
 from tests.product_cases import integers, oracle_of
 
 CONFIG = overlap.Config(tile_n=64, stages=2)
@@ -24,8 +24,8 @@ M, N, K = 256, 256, 64
 
 
 def make_mesh(kinds=AxisType.Explicit, **axes):
-    kinds = kinds if isinstance(kinds, tuple) else (kinds,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+    types = kinds if isinstance(kinds, tuple) else (kinds,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
 def put(mesh, x, spec):
@@ -45,7 +45,7 @@ def assert_near(actual, expected):
 @pytest.fixture
 def h200(monkeypatch):
     """The chooser takes the kernel; on CPU devices it is then lowered for the emulator."""
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: target.Target("gpu", "NVIDIA H200", 132))
 
 
 # ---- Explicit axes ---------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_xla_takes_its_place_if_nobody_insists(h200, caplog):
         assert "mosaic_gpu" not in text and "dot_general" in text
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(lhs, rhs, bias)
 
-    dispatch._said.clear()
+    launch._said.clear()
     with caplog.at_level(logging.WARNING, logger="overlap"):
         actual = results()
     assert any("program for 4 devices" in record.message for record in caplog.records)

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels import dispatch
 from overlap.kernels.config import BARRIER_BYTES
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import HOPPER_SMEM_BYTES, Target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import itertools
 import json
@@ -14,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap import tuning
+from overlap.choice import choose, model, space, tables
+from overlap.choice.problem import Problem, bucket
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import model, search, space, tables
-from overlap.tuning.problem import Problem, bucket
+from overlap.tuning import search
 from overlap.tuning.timing import Bench
 from tests.tuning_cases import H200, SHAPES, entry, no_tables, problem
 
@@ -200,7 +199,7 @@ def test_a_lookup_ignores_a_broken_file_with_one_warning(content, caplog):
     path.parent.mkdir()
     path.write_text(content, encoding="latin-1")
     with caplog.at_level(logging.WARNING, "overlap"):
-        assert [tuning.choose_config(problem(), H200)[1] for _ in range(3)] == ["heuristic"] * 3
+        assert [choose.choose_config(problem(), H200)[1] for _ in range(3)] == ["heuristic"] * 3
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(path) in caplog.text
 
@@ -235,7 +234,7 @@ def test_the_shipped_tables_hold_what_the_kernels_accept(monkeypatch):
 
 
 def choice(of=None, target=H200):
-    return tuning.choose_config(of or problem(), target)
+    return choose.choose_config(of or problem(), target)
 
 
 def test_the_users_table_comes_before_the_shipped_one_and_that_before_the_heuristic():
@@ -339,22 +338,3 @@ def test_the_users_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tables.user_directory() == tmp_path / ".cache" / "overlap" / "tuning"
-
-
-def test_what_a_call_asks_stands_on_the_kernels_floor():
-    """`choose` and all it imports know nothing of the collectives nor of what measures."""
-    package, todo, seen = pathlib.Path(tuning.__file__).parent, ["choose"], set()
-    while todo:
-        name = todo.pop()
-        seen.add(name)
-        for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
-            modules = [node.module] if isinstance(node, ast.ImportFrom) else []
-            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module == "overlap.tuning":
-                modules = [f"overlap.tuning.{alias.name}" for alias in node.names]
-            for module in filter(lambda module: module and module.startswith("overlap"), modules):
-                if module.startswith("overlap.tuning."):
-                    todo += {module.split(".")[2]} - seen
-                else:
-                    assert module.startswith(("overlap.kernels.", "overlap.primitives.")), (name, module)
-    assert seen == {"choose", "crossover", "problem", "space", "model", "tables"}

@@ -18,13 +18,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import tuning
+from overlap.choice import choose, tables
+from overlap.choice.problem import Problem
 from overlap.emulation import interrupt
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import progress, search, tables
+from overlap.tuning import progress, search
 from overlap.tuning.interrupt import noticed
-from overlap.tuning.problem import Problem
 from tests.tuning_cases import no_tables
 
 __all__ = ["no_tables"]
@@ -40,7 +40,7 @@ SMALL = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16")
 def layer(x, w):
     """As `overlap.matmul` chooses its configuration once dispatch asks `choose_config`."""
     (m, k), n = x.shape, w.shape[1]
-    config, source = tuning.choose_config(
+    config, source = choose.choose_config(
         Problem("matmul", m, n, k, str(x.dtype), str(x.dtype)), Target("cpu", "cpu", 4)
     )
     layer.seen.append((config, source))

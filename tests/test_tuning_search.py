@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from overlap.choice import space, tables
+from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
-from overlap.tuning import search, space, tables
-from overlap.tuning.problem import Problem
+from overlap.tuning import search
 from overlap.tuning.timing import Bench, Effort
 from tests.tuning_cases import H200, SHAPES, problem
 

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import dispatch
 from overlap.emulation import emulate
-from overlap.kernels import dispatch
 from overlap.kernels.target import Target
 from tests.oracle import make_mesh
 from tests.product_cases import normal

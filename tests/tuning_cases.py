@@ -7,10 +7,11 @@ import dataclasses
 import jax
 import pytest
 
+from overlap.choice import choose, tables
+from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import choose, search, tables
-from overlap.tuning.problem import Problem
+from overlap.tuning import search
 
 H200 = Target("gpu", "NVIDIA H200", 132)
 SHAPES = ["4096x8192x4096", "8192x8192x8192", "1024x4096x4096", "1024x1024x14336", "16384x1536x4096", "128x8192x8192"]

@@ -14,13 +14,13 @@ from rich.padding import Padding
 from rich.table import Table
 
 from overlap import _compat, _cuda, emulation
+from overlap.choice import dispatch, space
+from overlap.choice.model import predicted_us, waves
+from overlap.choice.problem import LAYOUTS, Layout, Problem
 from overlap.cli.tune_arguments import DTYPES
-from overlap.kernels import dispatch
 from overlap.kernels.target import Target
-from overlap.tuning import autotune, search, space
-from overlap.tuning.model import predicted_us, waves
+from overlap.tuning import autotune, search
 from overlap.tuning.operations import OPERATIONS
-from overlap.tuning.problem import LAYOUTS, Layout, Problem
 from overlap.tuning.progress import shown
 
 _H200 = Target("gpu", "NVIDIA H200", 132)

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from overlap.choice import dispatch
 from overlap.collectives import gathered_lhs, joined, reference
 from overlap.collectives.axis import require_peers, ring_of, untried
 from overlap.collectives.gathered_lhs import Operands, Plan
@@ -37,14 +38,16 @@ from overlap.collectives.pull import Pull
 from overlap.collectives.ring import Forward
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Site, Transport, choose_transport
-from overlap.kernels import arguments, differentiable, dispatch, hopper, product, sharded
+from overlap.frame import sharded
+from overlap.frame.linear import tangents_of
+from overlap.frame.operation import Operation
+from overlap.kernels import arguments, hopper, launch
 from overlap.kernels.config import Config
-from overlap.kernels.linear import tangents_of
-from overlap.kernels.operation import Operation
 from overlap.kernels.target import Target
 from overlap.kernels.varying import varying
 from overlap.primitives import Ring, shared_flags
 from overlap.primitives.integers import ceil_div
+from overlap.single_gpu import differentiable, product
 
 NAME = "all_gather_lhs_matmul"
 TRANSPORTS: dict[str, Transport] = {"pull": Pull(), "ring": Forward()}
@@ -224,7 +227,7 @@ def _run(operands: Operands, plan: Plan) -> tuple[tuple[jax.Array, ...], jax.Arr
 def _batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan) -> Any:
     """`vmap` as the kernel's own batch."""
     if cannot := gathered_lhs.why_not_folded(is_batched, axis_size):
-        dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
+        launch.leave_to_xla(NAME, cannot, insists=plan.insists)
         axes = jax.tree.map(lambda b: 0 if b else None, is_batched)
         by_xla = functools.partial(reference.all_gather_lhs_matmul, plan=plan)
         return jax.vmap(by_xla, in_axes=(axes,), axis_size=axis_size)(operands)

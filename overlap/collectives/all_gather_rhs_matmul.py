@@ -34,15 +34,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import tuning
+from overlap.choice import dispatch
+from overlap.choice.problem import Problem
 from overlap.collectives import reference
 from overlap.collectives.axis import require_peers, ring_of, untried
 from overlap.collectives.reference import Along
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
-from overlap.kernels import arguments, differentiable, dispatch, hopper, matmul, product, sharded
+from overlap.frame import sharded
+from overlap.frame.linear import tangents_of
+from overlap.frame.operation import Operation
+from overlap.kernels import arguments, hopper, launch
 from overlap.kernels.config import TMA_ROW_BYTES, Config
-from overlap.kernels.linear import tangents_of
-from overlap.kernels.operation import Operation
 from overlap.kernels.target import Target
 from overlap.kernels.varying import varying
 from overlap.primitives import (
@@ -56,6 +58,7 @@ from overlap.primitives import (
     wait_at_least,
 )
 from overlap.primitives.integers import choose, in_32_bits
+from overlap.single_gpu import differentiable, matmul, product
 
 NAME = "all_gather_rhs_matmul"
 
@@ -236,7 +239,7 @@ def _batched(operands: Any, is_batched: tuple[bool, bool], axis_size: int, plan:
     if is_batched[1] or axis_size < 1:
         over = "`rhs`" if is_batched[1] else "no element at all"
         cannot = f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
-        dispatch.leave_to_xla(NAME, cannot, insists=plan.insists)
+        launch.leave_to_xla(NAME, cannot, insists=plan.insists)
         of_one = functools.partial(
             reference.all_gather_rhs_matmul, axis_name=plan.ring.axis_name, along=plan.along, out_dtype=plan.out_dtype
         )
@@ -298,7 +301,7 @@ def decide(
     lhs, rhs, along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
     k, n = rhs.shape
     op = f"{NAME}_{along}"
-    problem = tuning.Problem(op, lhs.shape[0], n, k, lhs.dtype.name, out_dtype.name, devices=ring.size)
+    problem = Problem(op, lhs.shape[0], n, k, lhs.dtype.name, out_dtype.name, devices=ring.size)
 
     def check_call(config: Config, target: Target) -> None:
         check(lhs, rhs, out_dtype, ring, along, config, target)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from overlap.choice.dispatch import Explanation
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul
-from overlap.kernels import arguments, matmul
-from overlap.kernels.dispatch import Explanation
+from overlap.kernels import arguments
+from overlap.single_gpu import matmul
 
 _DECIDE = {
     matmul.matmul: matmul.decide,

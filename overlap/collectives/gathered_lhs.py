@@ -15,14 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from overlap import tuning
-from overlap.kernels import arguments, hopper, matmul, product, sharded
+from overlap.choice.problem import Problem
+from overlap.frame import sharded
+from overlap.kernels import arguments, hopper
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, same_along
 from overlap.primitives import Ring
 from overlap.primitives.integers import in_32_bits
+from overlap.single_gpu import matmul, product
 
 _XLA = 'implementation="xla"'
 
@@ -95,12 +97,12 @@ class Call:
         widths = tuple(side.shape[0 if self.forms.transpose_rhs else 1] for side in self.operands.sides)
         return math.prod(self.batch), m_shard, widths, k
 
-    def problem(self, op: str, devices: int) -> tuning.Problem:
+    def problem(self, op: str, devices: int) -> Problem:
         """The call's sizes, as the choice of a configuration sees them: the right operands as one."""
         batch, m_shard, widths, k = self.sizes
         dtypes = self.operands.lhs.dtype.name, self.out_dtype.name
         layout = "nt" if self.forms.transpose_rhs else "nn"
-        return tuning.Problem(op, m_shard, sum(widths), k, *dtypes, devices=devices, layout=layout, batch=max(batch, 1))
+        return Problem(op, m_shard, sum(widths), k, *dtypes, devices=devices, layout=layout, batch=max(batch, 1))
 
     def check(self, ring: Ring, config: Config, target: Target, *, forwards: bool = False) -> None:
         """Whether the fused kernel can serve the call. Raises as `Config.check` does.
@@ -130,7 +132,7 @@ class Call:
     def require_whole(self) -> None:
         """Whether each device holds its operands, whatever the enclosing `shard_map` leaves to XLA's partitioner.
 
-        Raises as `overlap.kernels.sharded` does.
+        Raises as `overlap.frame.sharded` does.
         """
         sharded.require_rest_of_one()
         sides = {self._name(index): side for index, side in enumerate(self.operands.sides)}

@@ -10,9 +10,9 @@ from jax import lax
 
 from overlap.collectives.gathered_lhs import Operands, Plan, same_on_ring
 from overlap.kernels.config import FLOAT8, FLOAT16
-from overlap.kernels.product import accumulator
 from overlap.kernels.staging import Forms
 from overlap.kernels.varying import axes_of, part_of
+from overlap.single_gpu.product import accumulator
 
 # In which dimension of the product the right operand is gathered.
 Along = Literal["n", "k"]

@@ -1,1 +1,1 @@
-"""Single-GPU matmuls: the mainloop of each architecture, its configuration, and `matmul`."""
+"""The engine: the mainloop of each architecture, its hooks, and its configuration."""

@@ -13,6 +13,7 @@ of a kernel inside a program is said here, once for all kernels:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,10 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from overlap import _compat
-from overlap.kernels import dispatch
 from overlap.kernels.varying import alike
 
+_logger = logging.getLogger("overlap")
+_said: set[tuple[str, str]] = set()
 _kernel_p = Primitive("overlap_kernel")
 _kernel_p.multiple_results = True
 
@@ -48,6 +50,19 @@ def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] 
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
     return run
+
+
+def leave_to_xla(op: str, reason: str, *, insists: bool) -> None:
+    """For what shows only after the choice: says once that XLA runs in the kernel's place.
+
+    Raises:
+      NotImplementedError: the caller insists on the kernel.
+    """
+    if insists:
+        raise NotImplementedError(reason)
+    if (op, reason) not in _said:
+        _said.add((op, reason))
+        _logger.warning("%s: xla: %s", op, reason)
 
 
 def _all_manual() -> bool:
@@ -103,7 +118,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str)
             ", and the partitioner cannot split it: call it inside jax.shard_map over all axes of the mesh, or use "
             'implementation="xla"'
         )
-        dispatch.leave_to_xla(name, reason, insists=otherwise is None)
+        leave_to_xla(name, reason, insists=otherwise is None)
         lowered = otherwise
     # With the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)

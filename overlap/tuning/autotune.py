@@ -11,17 +11,17 @@ from typing import Any
 
 import jax
 
-from overlap.kernels import arguments, dispatch
+from overlap.choice import dispatch, tables
+from overlap.choice.choose import Session, session
+from overlap.choice.crossover import Measured
+from overlap.choice.problem import Problem
+from overlap.choice.space import differences
+from overlap.kernels import arguments
 from overlap.kernels.target import Target
-from overlap.tuning import tables
-from overlap.tuning.choose import Session, session
-from overlap.tuning.crossover import Measured
 from overlap.tuning.interrupt import noticed
 from overlap.tuning.operations import OPERATIONS
-from overlap.tuning.problem import Problem
 from overlap.tuning.progress import Progress, shown
 from overlap.tuning.search import Outcome, Settings, search
-from overlap.tuning.space import differences
 
 logger = logging.getLogger("overlap")
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec as P
 
+from overlap.choice.problem import Problem
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.kernels.config import Config
-from overlap.kernels.matmul import matmul
-from overlap.tuning.problem import Problem
+from overlap.single_gpu.matmul import matmul
 
 AXIS = "x"
 

@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from overlap.choice import space
+from overlap.choice.problem import Problem
+from overlap.choice.tables import Entry
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import space
-from overlap.tuning.problem import Problem
 from overlap.tuning.progress import Progress
-from overlap.tuning.tables import Entry
 from overlap.tuning.timing import ERROR_FACTOR, Bench, Effort
 
 

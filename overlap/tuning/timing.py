@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.tuning.operations import AXIS, OPERATIONS, shapes
-from overlap.tuning.problem import Problem
 
 # A result may err by twice as much as XLA's. The floor is for f32 results, where both errors are rounding noise; one
 # tile of depth left out of 28672 errs by 5e-2.

@@ -13,8 +13,9 @@ import pytest
 from jax import lax
 
 import overlap
+from overlap.choice.problem import Problem
+from overlap.choice.space import candidates
 from overlap.kernels.target import current_target
-from overlap.tuning import Problem, candidates
 from tests import oracle
 
 CASES = int(os.environ.get("OVERLAP_RANDOM_CASES", "200"))

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels import dispatch, hopper
+from overlap.choice import dispatch
+from overlap.kernels import hopper
 from overlap.primitives.axes import kernel_axis
 
 COMPUTE_WARPGROUPS = 2  # From rung 2 on.

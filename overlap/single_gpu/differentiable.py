@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from overlap.kernels import product
+from overlap.frame.linear import tangents_of
+from overlap.frame.operation import Operation
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.hopper import Forms
 from overlap.kernels.launch import sealed
-from overlap.kernels.linear import tangents_of
-from overlap.kernels.operation import Operation
-from overlap.kernels.product import Operands, Plan
+from overlap.single_gpu import product
+from overlap.single_gpu.product import Operands, Plan
 
 F32 = jnp.dtype(jnp.float32)
 

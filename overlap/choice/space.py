@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from overlap.choice.model import predicted_us, waves, work_of
+from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning.model import predicted_us, waves, work_of
-from overlap.tuning.problem import Problem
 
 SHAPE: dict[str, tuple[Any, ...]] = {
     "tile_m": (128, 256, 64),

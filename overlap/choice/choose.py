@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
+from overlap.choice import crossover, tables
+from overlap.choice.crossover import Measured
+from overlap.choice.problem import Problem
+from overlap.choice.space import heuristic
 from overlap.kernels.config import Config, default_config
 from overlap.kernels.target import Target
-from overlap.tuning import crossover, tables
-from overlap.tuning.crossover import Measured
-from overlap.tuning.problem import Problem
-from overlap.tuning.space import heuristic
 
 logger = logging.getLogger("overlap")
 _missed: set[tuple[Problem, str]] = set()
@@ -83,7 +83,7 @@ def xla_is_faster(problem: Problem, target: Target) -> str | None:
     """Why XLA is the better choice for a call with the configuration of `choose_config`; None if it is not.
 
     Who measured that configuration has measured XLA as well, and that pair of times decides. All other problems are
-    judged by those around them (`overlap.tuning.crossover`).
+    judged by those around them (`overlap.choice.crossover`).
     """
     active: Session | None = session.value
     if active is not None and problem in active.measured:

@@ -19,9 +19,9 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
+from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning.problem import Problem
 
 FORMAT = 1
 DIRECTORY_VARIABLE = "OVERLAP_TUNING_DIR"

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 import jax
 
-from overlap import emulation, tuning
+from overlap import emulation
+from overlap.choice.choose import choose_config, xla_is_faster
+from overlap.choice.crossover import NOT_MEASURED
+from overlap.choice.problem import Problem
 from overlap.kernels import arguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
@@ -66,7 +69,7 @@ def decide(
     device: Target,
     config: Config | None,
     check: Callable[[Config, Target], None],
-    problem: tuning.Problem,
+    problem: Problem,
     transport: tuple[str, str] = ("", ""),
     untried: str | None = None,
     needs_all_ctas: bool = False,
@@ -96,7 +99,7 @@ def decide(
         return Explanation(op, "xla", None, "asked for", device)
     source = "given"
     if config is None:
-        config, source = tuning.choose_config(problem, device)
+        config, source = choose_config(problem, device)
     at_once = device.num_cores if needs_all_ctas else config.cluster * config.stream_k
     if implementation == "fused":
         check(config, device)
@@ -115,8 +118,8 @@ def decide(
         try:
             check(config, device)
             # A configuration that the caller gives is a wish for the kernel.
-            slower = None if source == "given" else untried or tuning.xla_is_faster(problem, device)
-            missed = slower is not None and (slower == untried or slower.startswith(tuning.NOT_MEASURED))
+            slower = None if source == "given" else untried or xla_is_faster(problem, device)
+            missed = slower is not None and (slower == untried or slower.startswith(NOT_MEASURED))
             if slower:
                 choice = Explanation(op, "xla", None, slower, device)
             else:
@@ -132,16 +135,3 @@ def decide(
         warns = missed and device.platform == "gpu" and device.is_hopper
         logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
     return choice
-
-
-def leave_to_xla(op: str, reason: str, *, insists: bool) -> None:
-    """For what shows only after the choice: says once that XLA runs in the kernel's place.
-
-    Raises:
-      NotImplementedError: the caller insists on the kernel.
-    """
-    if insists:
-        raise NotImplementedError(reason)
-    if (op, reason) not in _said:
-        _said.add((op, reason))
-        logger.warning("%s: xla: %s", op, reason)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from overlap.choice.problem import Problem
 from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, WGMMA_M, Config
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
-from overlap.tuning.problem import Problem
 
 CYCLES_PER_US = 1600.0
 # Multiply-adds per cycle times bytes per operand element.

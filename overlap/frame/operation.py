@@ -29,7 +29,7 @@ class Operation:
       batched: the same of operands with a further leading dimension where `is_batched`: from (operands, is_batched,
         axis_size, plan) to results that all have one.
       derivative: from (operands, tangents, plan, evaluate) to (results, tangents of these); see
-        `overlap.kernels.linear`. `evaluate()` gives the results, without tracing the operation anew.
+        `overlap.frame.linear`. `evaluate()` gives the results, without tracing the operation anew.
     """
 
     run: Callable[[Any, Any], Any]

@@ -11,12 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from overlap.kernels import activation as activations
-from overlap.kernels import arguments, differentiable, dispatch, product, sharded
+from overlap.choice import dispatch
+from overlap.choice.dispatch import Explanation
+from overlap.frame import activation as activations
+from overlap.frame import sharded
+from overlap.kernels import arguments, launch
 from overlap.kernels.config import FLOAT8, Config
-from overlap.kernels.dispatch import Explanation
 from overlap.kernels.hopper import PLAIN, Forms
-from overlap.kernels.product import Operands, Plan
+from overlap.single_gpu import differentiable, product
+from overlap.single_gpu.product import Operands, Plan
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
@@ -306,7 +309,7 @@ def matmul(
         except NotImplementedError as cannot:
             if implementation is None:
                 if dispatch.target().platform != "cpu":
-                    dispatch.leave_to_xla("matmul", str(cannot), insists=False)
+                    launch.leave_to_xla("matmul", str(cannot), insists=False)
                 implementation = "xla"
             if implementation != "xla":
                 raise

@@ -18,8 +18,8 @@ import pathlib
 
 import jax.numpy as jnp
 
+from overlap.choice.problem import Problem
 from overlap.kernels.config import SWIZZLE_BYTES
-from overlap.tuning.problem import Problem
 
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
 # Below this the difference is no noise: the same pair measured twice differs by up to 4%.

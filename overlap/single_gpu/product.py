@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from overlap import tuning
+from overlap.choice import choose
+from overlap.choice.problem import Problem
+from overlap.frame.activation import Activation
 from overlap.kernels import hopper
-from overlap.kernels.activation import Activation
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
 from overlap.kernels.target import Target
@@ -99,12 +100,12 @@ def sizes(operands: Operands, forms: Forms) -> tuple[int | None, int, int, int]:
     return next(iter(batches), None), m, n, k
 
 
-def problem(operands: Operands, forms: Forms, out_dtype: Any) -> tuning.Problem:
+def problem(operands: Operands, forms: Forms, out_dtype: Any) -> Problem:
     """The product's sizes, as the choice of a configuration sees them."""
     batch, m, n, k = sizes(operands, forms)
     layout = ("t" if forms.transpose_lhs else "n") + ("t" if forms.transpose_rhs else "n")
     dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
-    return tuning.Problem("matmul", m, n, k, *dtypes, layout=layout, batch=batch or 1)  # pyright: ignore[reportArgumentType]
+    return Problem("matmul", m, n, k, *dtypes, layout=layout, batch=batch or 1)  # pyright: ignore[reportArgumentType]
 
 
 def check(operands: Operands, forms: Forms, out_dtype: Any, config: Config, target: Target,
@@ -123,7 +124,7 @@ def check(operands: Operands, forms: Forms, out_dtype: Any, config: Config, targ
 
 def choose_config(operands: Operands, forms: Forms, out_dtype: Any, target: Target) -> Config:
     """The configuration for a product that nobody has configured. Raises NotImplementedError if there is none."""
-    config, _ = tuning.choose_config(problem(operands, forms, out_dtype), target)
+    config, _ = choose.choose_config(problem(operands, forms, out_dtype), target)
     check(operands, forms, out_dtype, config, target)
     return config
 

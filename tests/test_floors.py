@@ -1,0 +1,67 @@
+"""A module imports only from its own floor and those below it (docs/DESIGN.md, "The floors")."""
+
+import ast
+import pathlib
+
+import pytest
+
+import overlap
+
+PACKAGE = pathlib.Path(overlap.__file__).parent
+# From below. What stands beside each other in a row may not import each other.
+FLOORS = (
+    ("_cuda", "settings", "xla_flags", "emulation"),
+    ("_compat",),
+    ("_compat_mosaic",),
+    ("primitives", "departures"),
+    ("kernels", "distributed"),
+    ("choice", "frame"),
+    ("single_gpu", "ladder"),
+    ("collectives",),
+    ("tuning",),
+    ("__init__",),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path):
+    """The first part of a module's path in the package. The lessons have a floor of their own."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "ladder" if parts[:2] == ("kernels", "ladder") else parts[0]
+
+
+def rooms_of(tree):
+    """Each room of the package that the code imports something from, and the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "overlap":
+            for alias in node.names:
+                yield (alias.name if alias.name in FLOOR_OF else "__init__"), node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("overlap."):
+            parts = [*node.module.split(".")[1:], node.names[0].name]
+            yield ("ladder" if parts[:2] == ["kernels", "ladder"] else parts[0]), node.lineno
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                first, *rest = alias.name.split(".")
+                if first == "overlap":
+                    yield (rest[0] if rest else "__init__"), node.lineno
+
+
+@pytest.mark.parametrize("room", [room for floor in FLOORS for room in floor])
+def test_no_arrow_runs_up(room):
+    modules = [path for path in MODULES if room_of(path) == room]
+    assert modules
+    for path in modules:
+        for imported, line in rooms_of(ast.parse(path.read_text())):
+            assert imported == room or FLOOR_OF[imported] < FLOOR_OF[room], f"{path}:{line} imports {imported}"
+
+
+def test_every_module_stands_on_a_floor():
+    assert set(map(room_of, MODULES)) == set(FLOOR_OF)
+
+
+def test_the_emulator_knows_nothing_of_the_rest():
+    for path in (PACKAGE / "emulation").rglob("*.py"):
+        assert {room for room, _ in rooms_of(ast.parse(path.read_text()))} <= {"emulation"}, path
