@@ -1,7 +1,7 @@
-"""The kernels of another commit and those of this one, taking turns in one process: is anything slower than it was?
+r"""The kernels of another commit and those of this one, taking turns in one process: is anything slower than it was?
 
     git worktree add /tmp/before COMMIT
-    python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT \\
+    python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT \
         --out benchmarks/experiments/DATE-QUESTION
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 

@@ -111,8 +111,8 @@ def _check_table(arguments: argparse.Namespace) -> None:
     if missing := sorted(needed - timed):
         raise SystemExit(
             f"the current table compares {' and '.join(sorted(needed))}, and this run would not time "
-            f"{' and '.join(missing)} as the library runs it: add to `--methods` and `--variants`, or give the files of "
-            "an experiment a `--name`"
+            f"{' and '.join(missing)} as the library runs it: add to `--methods` and `--variants`, or give the files "
+            "of an experiment a `--name`"
         )
 
 

@@ -1,6 +1,6 @@
-"""Writes the table by which the library chooses between its kernels and XLA, from results of other benchmarks.
+r"""Writes the table by which the library chooses between its kernels and XLA, from results of other benchmarks.
 
-    python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \\
+    python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
     python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv --out overlap/choice/crossover.csv
 
@@ -24,8 +24,8 @@ from overlap.choice import tables
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 _KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
-# `result`: the file that a row is from, below benchmarks/ and without its suffix; that file says of the row which commit
-# ran, when and by what command.
+# `result`: the file that a row is from, below benchmarks/ and without its suffix. It says which commit ran, when and by
+# what command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
 _GATHERED_WEIGHTS = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 

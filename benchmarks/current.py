@@ -18,14 +18,13 @@ Row = dict[str, str]
 NOT_RECORDED = "command not recorded"
 _DEVICES = re.compile(r"(\d+) of \d+ x (.+) \((?:one process|(\d+) processes)\)")
 _PROBLEM = ("shape", "dtype", "layout")
-# How the table of an operation is measured: the module, and the options that it always needs.
+# The module that measures an operation, with the options that it always needs, where that is not the operation's name.
 _MODULES = {
     "all_gather_lhs_matmul": "all_gather_matmul",
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul --along n",
     "all_gather_rhs_matmul_k": "all_gather_rhs_matmul --along k",
-    "matmul": "matmul",
-    "ladder": "ladder",
 }
+_ONE_DEVICE = ("matmul", "ladder")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +182,14 @@ def _replace(path: pathlib.Path, text: str) -> pathlib.Path:
 def again(table: Table) -> str:
     """The command that measures all problems of a table anew, and replaces its rows."""
     shapes = ",".join(":".join(problem_of(rows[0])) for rows in table.problems())
-    gathered = table.operation.startswith("all_gather")
+    collective = table.operation not in _ONE_DEVICE
     words = []
-    if all(row.get("env_NCCL_NVLS_ENABLE") == "0" for row in table.rows) and gathered:
+    if collective and all(row.get("env_NCCL_NVLS_ENABLE") == "0" for row in table.rows):
         words.append("NCCL_NVLS_ENABLE=0")
     if table.layout != "one_process":
         words.append(f"launch/mpirun.sh -np {_described(table.rows[0])[2]} --")
-    words.append(f"python -m benchmarks.{_MODULES[table.operation]}")
-    if gathered and table.layout == "one_process":
+    words.append(f"python -m benchmarks.{_MODULES.get(table.operation, table.operation)}")
+    if collective and table.layout == "one_process":
         words.append(f"--devices {table.devices}")
     return " ".join([*words, f"--shapes {shapes}", "--out benchmarks/results"])
 

@@ -31,8 +31,9 @@ _HEAD = """# Results
 Made by `python -m benchmarks.index`; do not edit.
 
 First the current results: a file for each operation, device, number of devices and layout, with the newest run of each
-problem. `one_process` has all GPUs; with `process_each`, each GPU has its own. Then the experiments: the runs that
-answer a question, each as it was measured. What is the newest of its problem stands in both.
+problem. `one_process`: one process has all GPUs; `process_each`: each GPU has a process of its own. After them the
+experiments: the runs that answer a question, each as it was measured. Where such a run is the newest of a problem, its
+rows stand in both places.
 
 *Commit*: the code that ran. "Not in this history": the numbers stand, the code is lost (a commit that was rewritten
 later, or a tree that was never committed as it was). "After" is the last commit before the measurement. The harness now
@@ -127,10 +128,11 @@ def _overview(tables: Sequence[current.Table]) -> list[str]:
     """A row for each current result."""
     rows = []
     for table in tables:
-        ratios = [float(row["xla_over_this"]) for row in table.rows if row["method"] == "fused" and row["xla_over_this"]]
+        fused = [row["xla_over_this"] for row in table.rows if row["method"] == "fused"]
+        ratios = [float(ratio) for ratio in fused if ratio]
+        gain = f"{min(ratios):.2f} – {max(ratios):.2f}" if ratios else "–"
         rows.append((f"[{table.name}]({table.name}.md)", table.operation, table.device_kind, str(table.devices),
-                     table.layout, str(len(table.problems())), f"{min(ratios):.2f} – {max(ratios):.2f}",
-                     table.runs()[-1]["env_date"]))  # fmt: skip
+                     table.layout, str(len(table.problems())), gain, table.runs()[-1]["env_date"]))  # fmt: skip
     headings = ("file", "operation", "device", "count", "layout", "problems", "XLA / fused", "newest run")
     return current.lines(headings, rows)
 
@@ -151,7 +153,7 @@ def _table(table: current.Table) -> Iterator[str]:
     yield ""
     yield from current.run_lines(table)
     yield ""
-    yield "Again:"
+    yield "To measure all of it again, from the root of the repository, on a tree that is committed:"
     yield ""
     yield f"    {current.again(table)}"
 

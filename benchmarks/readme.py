@@ -75,7 +75,7 @@ def _gathered_weights(tables: Sequence[current.Table]) -> list[str]:
     return current.lines(("GPUs, gathered along", *(shape.replace("x", "×") for shape in _WEIGHTS)), rows)
 
 
-def _products(_: Sequence[current.Table]) -> list[str]:
+def _products(_tables: Sequence[current.Table]) -> list[str]:
     rows = []
     for dtype, path in SUITES.items():
         ratios: dict[str, list[tuple[float, str]]] = {"nn": [], "nt": [], "tn": []}
