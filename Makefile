@@ -1,12 +1,14 @@
 # Both `make demo` and `make test` do their own set-up: Python >= 3.12 is found, an environment made, packages installed.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-jax-0.11 test-jax-0.12 test-gpu lint bench clean help
+.PHONY: demo test test-all test-jax-0.11 test-jax-0.12 test-gpu lint bench clean help
 SHELL := /bin/bash
 
 VENV := .venv
 VENV_NEWEST := .venv-jax-0.12
 # Two workers: most tests compile, and XLA uses further threads by itself.
 PYTEST := -m pytest -n 2
+SLOW := -m "not slow"
+CASES := --cases 3
 ARGS ?=
 
 help:  ## this list
@@ -16,7 +18,10 @@ demo:  ## run the fused all-gather matmul, on the visible GPUs or emulated, and 
 	@setup/venv.sh $(VENV) constraints.txt cli
 	@$(VENV)/bin/python -m overlap demo $(ARGS)
 
-test: lint test-jax-0.11 test-gpu test-jax-0.12  ## lint, types, and all tests on both supported versions of jax
+test: lint test-jax-0.11 test-gpu test-jax-0.12  ## lint, types, and the tests on both supported versions of jax
+
+test-all:  ## the same with those marked slow, and all cases on the newest jax: before a release
+	@$(MAKE) test SLOW= CASES=
 
 lint:  ## ruff and pyright
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
@@ -25,11 +30,11 @@ lint:  ## ruff and pyright
 
 test-jax-0.11:  ## tests/ on jax 0.11.2
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
-	$(VENV)/bin/python $(PYTEST) $(ARGS)
+	$(VENV)/bin/python $(PYTEST) $(SLOW) $(ARGS)
 
-test-jax-0.12:  ## tests/ on jax 0.12.0.1, without those marked slow
-	@setup/venv.sh $(VENV_NEWEST) constraints/jax-0.12.txt dev mpi
-	$(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" $(ARGS)
+test-jax-0.12:  ## tests/ on jax 0.12.0.1, of each test with parameters a few cases
+	@setup/venv.sh $(VENV_NEWEST) constraints/jax-0.12.txt dev mpi aot
+	$(VENV_NEWEST)/bin/python $(PYTEST) $(SLOW) $(CASES) $(ARGS)
 
 test-gpu:  ## tests/multi_gpu on the visible GPUs; nothing where there are none
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot

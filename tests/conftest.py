@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import os
 import pathlib
 
 import jax
 import pytest
 
+# jax keeps what it has traced: to look through all of it as often as Python does by default takes a fifth of the time.
+gc.set_threshold(200_000, 20, 100)
 _GPU_TESTS = pathlib.Path(__file__).parent / "multi_gpu"
 
 
@@ -23,6 +27,32 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        type=int,
+        metavar="N",
+        help="of each test with parameters, N cases, spread evenly (default: all); all of those marked all_cases",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # Of those that -m and -k have left.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (most := config.getoption("--cases")) is None:
+        return
+    cases = collections.defaultdict(list)
+    for item in (item for item in items if item.get_closest_marker("all_cases") is None):
+        cases[item.nodeid.split("[")[0]].append(item)
+    left_out = {
+        id(item)
+        for of_one_test in cases.values()
+        for number, item in enumerate(of_one_test)
+        if number * most // len(of_one_test) == (number - 1) * most // len(of_one_test)
+    }
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 @pytest.fixture(scope="session")

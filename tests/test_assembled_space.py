@@ -124,6 +124,7 @@ def all_but_slow(kernels: list[KernelClass], fast: list[KernelClass]):
 
 
 @needs_compiler
+@pytest.mark.all_cases
 @all_but_slow(sorted({*COVER, *CORE}), CORE)
 def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
     member, code = next(assembly_space.members(kernel)), tmp_path / "kernel.ptx"
