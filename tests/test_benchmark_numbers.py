@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from benchmarks import crossover, harness, index, provenance
+from benchmarks import crossover, index, provenance
 from overlap.choice.crossover import FILE as CROSSOVER
 from overlap.tuning import timing
 
@@ -19,7 +19,7 @@ from overlap.tuning import timing
 
 
 class Clock:
-    """Stands for `time` in the harness: launches and waiting take what they are said to take."""
+    """Stands for `time`: launches and waiting take what they are said to take."""
 
     def __init__(self, noise: list[float] | None = None) -> None:
         self.now, self.queued, self.noise = 0.0, 0.0, noise or []
@@ -36,9 +36,9 @@ class Clock:
 
 
 def marginal_time(monkeypatch: pytest.MonkeyPatch, clock: Clock, count: int) -> float:
-    monkeypatch.setattr(harness, "time", clock)
-    monkeypatch.setattr(harness.jax, "block_until_ready", clock.wait)
-    return timing.marginal_s(lambda launches: harness._time(clock.launch, lambda: None, launches), count)
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing.jax, "block_until_ready", clock.wait)
+    return timing.marginal_s(lambda launches: timing.elapsed_s(clock.launch, lambda: None, launches), count)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -52,6 +52,13 @@ def test_a_difference_that_noise_has_eaten_is_measured_again(monkeypatch: pytest
     # Never below what was seen: the whole of the longer time, launch included.
     always = [0, 900, 0] * timing._TRIES
     assert marginal_time(monkeypatch, Clock(always), 2) == pytest.approx((301 + 3 * 50) / 3)
+
+
+def test_calls_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing.jax, "block_until_ready", clock.wait)
+    assert timing.calls_s(lambda *_: clock.launch(), (None, None), 10) == pytest.approx((1 + 10 * 50 + 300) / 10)
 
 
 # --- Code -------------------------------------------------------------------------------------------------------------

@@ -114,10 +114,10 @@ def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array,
 
 def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
     """XLA's product of complete operands as they lie in memory: nothing is transposed by a copy."""
-    dimensions = _dimensions(problem)[:2]
-    contracting, batch = ([(names.index(name),) for names in dimensions if name in names] for name in "kb")
-    keywords = {"preferred_element_type": problem.out_dtype} | keywords
-    return lax.dot_general(lhs, rhs, (tuple(contracting), tuple(batch) or ((), ())), **keywords)
+    lhs_dimensions, rhs_dimensions, _ = _dimensions(problem)
+    contracting = (lhs_dimensions.index("k"),), (rhs_dimensions.index("k"),)
+    batch = ((0,), (0,)) if problem.batch > 1 else ((), ())
+    return lax.dot_general(lhs, rhs, (contracting, batch), **{"preferred_element_type": problem.out_dtype} | keywords)
 
 
 def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ _ERROR_FACTOR, _FLOAT32_ERROR_FLOOR = 2.0, 1e-4
 _NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
-def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+def mesh_of(devices: Sequence[Any]) -> Mesh:
     """A mesh of these devices along `AXIS`."""
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
@@ -84,7 +84,7 @@ def loop_program(problem: Problem, call: Call, mesh: Mesh, iterations: int) -> A
 
     Each call begins with an element of the result before it written into an operand, in place: a true dependency that
     XLA can neither hoist nor fold into the product. `changed` is the operand that is gathered, since a gather of what
-    stays the same would be hoisted; `fixed` is the other one. `changed` and `out` are given away.
+    stays the same could be hoisted; `fixed` is the other one. `changed` and `out` are given away.
     """
 
     def program(state: tuple[jax.Array, jax.Array], fixed: jax.Array) -> tuple[jax.Array, jax.Array]:

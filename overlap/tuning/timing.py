@@ -111,6 +111,10 @@ class Loop:
         assert self.state is not None
         return self.state[1]
 
+    def compile(self) -> None:
+        """Compiles `program`, now instead of at the first launch."""
+        self.program = self.program.lower(self.state, self._fixed).compile()
+
     def launch(self) -> None:
         """Begins one program, without waiting for it."""
         state, self.state = self.state, None
