@@ -223,6 +223,7 @@ def test_settings_are_checked():
         Problem("matmul", 128, 128, 128, "float16", "float32", layout="tn"),
         Problem("matmul", 128, 128, 64, "float16", "float16", batch=2),
         Problem("all_gather_lhs_matmul", 128, 128, 128, "float16", "float16", devices=2),
+        Problem("all_gather_lhs_matmul", 128, 256, 128, "bfloat16", "bfloat16", devices=2, layout="nt"),
         Problem("all_gather_rhs_matmul_n", 128, 128, 128, "float16", "float16", devices=2),
         Problem("all_gather_rhs_matmul_k", 128, 128, 128, "float16", "float16", devices=3),
     ],
