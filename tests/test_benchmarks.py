@@ -106,8 +106,8 @@ def test_a_result_that_goes_wrong_inside_the_loop_is_noticed(mesh: Mesh) -> None
     session = Session(PROBLEM.library, mesh, QUICK)
     session.add(Method("xla", reference))
     session.run_round(0)
-    lhs, out = session.prepared[0].loop.state
-    session.prepared[0].loop.state = (lhs, out.at[:8].set(0))
+    loop = session.prepared[0].loop
+    loop.state = (loop.operands[0], loop.out.at[:8].set(0))
     session.finish()
     (result,) = session.results
     assert result.status.startswith("FAILED after the loop: error ")
