@@ -1,7 +1,8 @@
-"""The kernels of another commit and those of this one, taking turns in one process: is anything slower than it was?
+r"""The kernels of another commit and those of this one, taking turns in one process: is anything slower than it was?
 
     git worktree add /tmp/before COMMIT
-    python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT --out DIR
+    python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT \
+        --out benchmarks/experiments/DATE-QUESTION
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
 Both packages are loaded at the same time, the other one from a copy whose imports are renamed. Each case is a loop
@@ -28,7 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import overlap
-from benchmarks import environment, provenance
+from benchmarks import current, environment, provenance
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.tuning.programs import call_program, draw_operands, loop_program, mesh_of
 from overlap.tuning.timing import Loop
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, help="default: all GPUs")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--out", type=pathlib.Path, help="a folder for before_after_N_gpus[_N_processes].md")
+    parser.add_argument("--out", type=pathlib.Path, help="a folder for before_after-DEVICE-COUNT-LAYOUT.md")
     arguments = parser.parse_args(argv)
     try:
         code = provenance.facts(arguments.commit)
@@ -171,8 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(lines[-1], flush=True)
     if arguments.out and leads:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        each = "" if processes == 1 else f"_{processes}_processes"
-        (arguments.out / f"before_after_{devices}_gpus{each}.md").write_text("\n".join(lines) + "\n")
+        name = current.name_of("before_after", mesh.devices.flat[0].device_kind, devices, processes)
+        (arguments.out / f"{name}.md").write_text("\n".join(lines) + "\n")
     return 0
 
 

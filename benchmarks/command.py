@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import faulthandler
 import shlex
 import sys
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks import provenance
+from benchmarks import current, provenance
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -37,7 +36,7 @@ def parser(
     result.add_argument("--shapes", default=shapes, help="MxNxK[:dtype][:layout] per shard, separated by commas")
     result.add_argument("--dtype", default="f16", help="f16, bf16, f8_e4m3fn or f8_e5m2, for shapes that name none")
     result.add_argument("--suite", default=None, help="shapes (and layouts) by a name, standard or sweep: see SUITES")
-    result.set_defaults(layouts=None, measured=tuple(layouts))
+    result.set_defaults(layouts=None, measured=tuple(layouts), default_methods=methods)
     if len(layouts) > 1:
         result.add_argument("--layouts", default=None, help=f"some of {','.join(layouts)}: for shapes that name none")
     result.add_argument("--methods", default=methods, help="separated by commas")
@@ -53,8 +52,15 @@ def parser(
     result.add_argument("--kernel-names", action="store_true", help="which kernels a call runs, by CUPTI")
     result.add_argument("--budget-s", type=float, default=None, help="start no problem that would end later than this")
     result.add_argument("--timeout-s", type=int, default=180, help="of one step; a hang then ends the run with a trace")
-    result.add_argument("--out", default=None, metavar="DIR", help="write CSV and markdown here")
-    result.add_argument("--name", default=None, help="stem of the files; none: operation, devices and date")
+    result.add_argument(
+        "--out", default=None, metavar="DIR",
+        help="write CSV and markdown here: benchmarks/results, or with --name a folder of benchmarks/experiments",
+    )  # fmt: skip
+    result.add_argument(
+        "--name", default=None,
+        help="stem of files of their own, for an experiment; none: the current table of this operation, device, number "
+        "of devices and layout, whose rows of the same problems are replaced",
+    )  # fmt: skip
     result.add_argument(
         "--commit", default=None, metavar="HASH",
         help="the commit whose code this is; none: $OVERLAP_COMMIT, else HEAD. Needed where there is no .git",
@@ -96,6 +102,21 @@ def _code(arguments: argparse.Namespace) -> dict[str, str]:
         raise SystemExit(f"nothing was measured: {reason}") from None
 
 
+def _check_table(arguments: argparse.Namespace) -> None:
+    """Ends the program if what would be written is not comparable with the rows of the current table."""
+    if not arguments.out or arguments.name:
+        return
+    timed, needed = set(arguments.methods.split(",")), {"fused", "xla"} & set(arguments.default_methods.split(","))
+    if arguments.variants and "fused" not in arguments.variants:
+        timed.discard("fused")
+    if missing := sorted(needed - timed):
+        raise SystemExit(
+            f"the current table compares {' and '.join(sorted(needed))}, and this run would not time "
+            f"{' and '.join(missing)} as the library runs it: add to `--methods` and `--variants`, or give the files "
+            "of an experiment a `--name`"
+        )
+
+
 def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
     import jax
 
@@ -120,6 +141,7 @@ def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
 def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: int | None, roof: str = "roof") -> int:
     """Measures every problem of the command line; the exit status is 0 if all but JAX's example were right."""
     started = time.monotonic()
+    _check_table(arguments)
     code = _code(arguments)
     _set_up(arguments, devices)
     import jax
@@ -143,8 +165,9 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
         seed = int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
     arguments.seed = seed
     facts = environment.describe(processes, count, code | {"seed": str(seed)}) if leader else {}
-    stem = arguments.name or f"{op}-{count}-{datetime.date.today()}"
-    writer = report.Writer(arguments.out if leader else None, stem, facts)
+    kind = mesh.devices.flat[0].device_kind
+    stem = arguments.name or current.name_of(op, kind, count, jax.process_count())
+    writer = report.Writer(arguments.out if leader else None, stem, facts, into_table=arguments.name is None)
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
     if leader:
         print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n", flush=True)

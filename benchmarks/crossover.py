@@ -1,8 +1,8 @@
-"""Writes the table by which the library chooses between its kernels and XLA, from results of other benchmarks.
+r"""Writes the table by which the library chooses between its kernels and XLA, from results of other benchmarks.
 
-    python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 --out results
-    cd results
-    python3 -m benchmarks.crossover suite_bf16.csv f8.csv sweep_*.csv --out ../overlap/choice/crossover.csv
+    python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
+        --out benchmarks/results
+    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv --out overlap/choice/crossover.csv
 
 (`--warmup-s 0.2 --budget-s 120` for a quick one.) Of several results for one problem the last one given counts. Only
 the method `fused`, whose configuration the library has chosen itself, is compared.
@@ -21,8 +21,10 @@ from benchmarks.problems import Problem
 from overlap.choice import tables
 from overlap.choice.problem import Layout
 
+FOLDER = pathlib.Path(__file__).resolve().parent
 _KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
-# `result`: the file that a row is from; benchmarks/results/README.md says which commit ran, when and by what command.
+# `result`: the file that a row is from, below benchmarks/ and without its suffix. It says which commit ran, when and by
+# what command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
 
 
@@ -45,9 +47,14 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{path} is no result of a benchmark: {type(error).__name__}: {error}") from error
     pairs = {key: time for key, time in times.items() if len(time) == 2}
-    return [
-        dict(zip(FIELDS, (*key, time["fused"], time["xla"], path.stem), strict=True)) for key, time in pairs.items()
-    ]
+    name = _name(path)
+    return [dict(zip(FIELDS, (*key, time["fused"], time["xla"], name), strict=True)) for key, time in pairs.items()]
+
+
+def _name(path: pathlib.Path) -> str:
+    """A file as rows name it."""
+    path = path.resolve().with_suffix("")
+    return path.relative_to(FOLDER).as_posix() if path.is_relative_to(FOLDER) else path.name
 
 
 def merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

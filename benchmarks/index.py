@@ -1,6 +1,8 @@
-"""`python -m benchmarks.index`: writes benchmarks/results/README.md, which says of each result what code it is of.
+"""`python -m benchmarks.index`: writes all that is made from results: their index, their tables, those of README.md.
 
-A result names its commit in a line `- commit: HASH`, with words behind the hash where it is not simply that:
+The index (benchmarks/results/README.md) has the newest figures first, then the experiments. It says of each run what
+code it is of. A run names its commit in a line `- commit: HASH`, or in the column `env_commit`, with words behind the
+hash where it is not simply that:
 
     HASH (unverified: not in a repository here)    measured on a copy; the line `- code:` verifies it
     NAME (not in this history: …)          a commit that was rewritten, or a tree that was never committed
@@ -15,40 +17,59 @@ import dataclasses
 import pathlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks import provenance
+from benchmarks import current, provenance, readme
 
 RESULTS = provenance.REPOSITORY / "benchmarks" / "results"
+EXPERIMENTS = provenance.REPOSITORY / "benchmarks" / "experiments"
 INDEX = RESULTS / "README.md"
 _LOST = "not in this history"
 _WORDS = (_LOST, "with changes", "before it was committed")
 _HEAD = """# Results
 
-Made by `python -m benchmarks.index`; do not edit. A row is a file of tables (.md); beside it lie the same numbers
-(.csv) and, of some, each round's (.rounds.csv). Results without a command are older than the harness that records it,
-or made by hand.
+Made by `python -m benchmarks.index`; do not edit.
+
+First the current results: a file for each operation, device, number of devices and layout, with the newest run of each
+problem. `one_process`: one process has all GPUs; `process_each`: each GPU has a process of its own. After them the
+experiments: the runs that answer a question, each as it was measured. Where such a run is the newest of a problem, its
+rows stand in both places.
 
 *Commit*: the code that ran. "Not in this history": the numbers stand, the code is lost (a commit that was rewritten
 later, or a tree that was never committed as it was). "After" is the last commit before the measurement. The harness now
-refuses to measure such a tree.
+refuses to measure such a tree. *Command not recorded*: the run is older than the harness that records it, or made by
+hand. The command under a table measures the same problems again.
+"""
+_EXPERIMENTS = """
+# Experiments
 
-| result | measured | commit | command |
-| --- | --- | --- | --- |
+A run lies in `benchmarks/experiments/DATE-QUESTION/`, and the README.md there has the answer. A run's tables are in its
+.md; beside it lie the same numbers (.csv) and, of some, each round's (.rounds.csv) and the means (.summary.csv).
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """A result and what its first lines say of it."""
+class Run:
+    """A run and what it says of itself: an experiment's file, or the rows of one run in a current result."""
 
     path: pathlib.Path
     facts: Mapping[str, str]
 
 
-def results() -> list[Result]:
-    """All results, by path."""
-    return [Result(path, _facts(path)) for path in sorted(RESULTS.glob("*/*.md"))]
+def experiments() -> list[pathlib.Path]:
+    """The folders of all experiments, by date."""
+    return sorted(path.parent for path in EXPERIMENTS.glob("*/README.md"))
+
+
+def runs() -> list[Run]:
+    """All runs: those in the current results, then those of experiments, by path."""
+    of_tables = [
+        Run(RESULTS / f"{table.name}.csv", {name.removeprefix("env_"): text for name, text in run.items() if text})
+        for table in current.tables(RESULTS)
+        for run in table.runs()
+    ]
+    paths = [path for path in sorted(EXPERIMENTS.glob("*/*.md")) if path.name != "README.md"]
+    return of_tables + [Run(path, _facts(path)) for path in paths]
 
 
 def _facts(path: pathlib.Path) -> dict[str, str]:
@@ -57,7 +78,7 @@ def _facts(path: pathlib.Path) -> dict[str, str]:
 
 
 def state(facts: Mapping[str, str], root: pathlib.Path = provenance.REPOSITORY) -> str:
-    """What the history in `root` says of the commit that a result names; begins with WRONG if they contradict."""
+    """What the history in `root` says of the commit that a run names; begins with WRONG if they contradict."""
     named = facts.get("commit", "")
     words = next((words for words in _WORDS if f"({words}" in named), "")
     if words == _LOST:
@@ -77,7 +98,7 @@ def state(facts: Mapping[str, str], root: pathlib.Path = provenance.REPOSITORY) 
 
 
 def tables_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """The CSV files of a result whose rows name a commit."""
+    """The CSV files of an experiment's run whose rows name a commit."""
     files = [path.with_name(path.stem + suffix) for suffix in (".csv", ".rounds.csv", ".summary.csv")]
     return [file for file in files if file.exists() and "env_commit" in file.open(encoding="utf-8").readline()]
 
@@ -88,21 +109,83 @@ def commits_in_rows(path: pathlib.Path) -> set[str]:
         return {row["env_commit"] for row in csv.DictReader(file)}
 
 
+# --- What is written --------------------------------------------------------------------------------------------------
+
+
 def text() -> str:
     """The index."""
-    lines = []
-    for result in results():
-        name = result.path.relative_to(RESULTS)
-        cells = [f"[{name.with_suffix('')}]({name})", result.facts.get("date", "–"), result.facts.get("commit", "–"),
-                 f"`{result.facts['command']}`" if "command" in result.facts else "–"]  # fmt: skip
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return _HEAD + "".join(lines)
+    tables = current.tables(RESULTS)
+    lines = [_HEAD, *_overview(tables)]
+    for table in tables:
+        lines += ["", *_table(table)]
+    lines.append(_EXPERIMENTS)
+    for folder in experiments():
+        lines += [*_experiment(folder), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _overview(tables: Sequence[current.Table]) -> list[str]:
+    """A row for each current result."""
+    rows = []
+    for table in tables:
+        fused = [row["xla_over_this"] for row in table.rows if row["method"] == "fused"]
+        ratios = [float(ratio) for ratio in fused if ratio]
+        gain = f"{min(ratios):.2f} – {max(ratios):.2f}" if ratios else "–"
+        rows.append((f"[{table.name}]({table.name}.md)", table.operation, table.device_kind, str(table.devices),
+                     table.layout, str(len(table.problems())), gain, table.runs()[-1]["env_date"]))  # fmt: skip
+    headings = ("file", "operation", "device", "count", "layout", "problems", "XLA / fused", "newest run")
+    return current.lines(headings, rows)
+
+
+def _table(table: current.Table) -> Iterator[str]:
+    yield f"## {current.title(table)}"
+    yield ""
+    rows = []
+    for problem in table.problems():
+        fused = current.method(problem, "fused")
+        times = [current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")]
+        ratios = [current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")]
+        run = current.run_number(table, problem[0])
+        rows.append((current.words_of_problem(problem[0]), *times, *ratios, problem[0]["env_date"], run))
+    headings = ("(m, n, k) per shard", "fused, µs", "XLA, µs", "roof, µs", "XLA / fused", "roof / fused", "measured",
+                "run")  # fmt: skip
+    yield from current.lines(headings, rows)
+    yield ""
+    yield from current.run_lines(table)
+    yield ""
+    yield "To measure all of it again, from the root of the repository, on a tree that is committed:"
+    yield ""
+    yield f"    {current.again(table)}"
+
+
+def _experiment(folder: pathlib.Path) -> Iterator[str]:
+    question, _, answer = (folder / "README.md").read_text(encoding="utf-8").partition("\n")
+    link = (pathlib.Path("..") / folder.relative_to(RESULTS.parent)).as_posix()
+    yield f"## {folder.name[:10]}: {question.removeprefix('# ')}"
+    yield ""
+    yield answer.strip()
+    yield ""
+    rows = []
+    for path in sorted(folder.glob("*.md")):
+        if path.name != "README.md":
+            facts = _facts(path)
+            rows.append((f"[{path.stem}]({link}/{path.name})", facts.get("date", "–"), facts.get("commit", "–"),
+                         current.command_of(facts.get("command", ""))))  # fmt: skip
+    yield from current.lines(("run", "measured", "commit", "command"), rows)
+
+
+def generated() -> dict[pathlib.Path, str]:
+    """What every generated file should hold."""
+    tables = current.tables(RESULTS)
+    files = {RESULTS / f"{table.name}.md": current.markdown(table) for table in tables}
+    return files | {INDEX: text(), readme.FILE: readme.text(readme.FILE.read_text(encoding="utf-8"), tables)}
 
 
 def main() -> int:
-    """Writes the index; 1 if a result contradicts the history."""
-    INDEX.write_text(text(), encoding="utf-8")
-    wrong = [(result.path.name, said) for result in results() if (said := state(result.facts)).startswith("WRONG")]
+    """Writes all of it; 1 if a run contradicts the history."""
+    for path, content in generated().items():
+        path.write_text(content, encoding="utf-8")
+    wrong = [(run.path.name, said) for run in runs() if (said := state(run.facts)).startswith("WRONG")]
     for name, said in wrong:
         print(f"{name}: {said}", file=sys.stderr)
     return 1 if wrong else 0

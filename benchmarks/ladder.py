@@ -2,7 +2,7 @@
 
 The column "roof/this" is the fraction of cuBLAS's speed, "% peak" that of the data sheet's dense TFLOP/s.
 
-    python3 -m benchmarks.ladder --out DIR
+    python3 -m benchmarks.ladder --out benchmarks/results
     python3 -m benchmarks.ladder --methods pipelined,persistent,xla --shapes 8192x8192x8192:bf16
 
 Arguments are described by --help.

@@ -3,7 +3,7 @@
 The suite of the project's targets; other shapes, dtypes and layouts (operands as they lie in memory; with a "t", lhs is
 [k, m], or rhs [n, k]); or several configs of the kernel:
 
-    python3 -m benchmarks.matmul --suite standard --dtype bf16 --out DIR --budget-s 500
+    python3 -m benchmarks.matmul --suite standard --dtype bf16 --out benchmarks/results --budget-s 500
     python3 -m benchmarks.matmul --shapes 4096x8192x4096 --layouts nn,nt,tn,tt
     python3 -m benchmarks.matmul --shapes 8192x8192x8192:f8_e4m3fn,4096x4096x4096:bf16:nt
     python3 -m benchmarks.matmul --shapes 1024x4096x4096 --variants fused fused:stages=3

@@ -1,7 +1,8 @@
-"""Draws time and fraction of the roof against the number of devices, or the gain over XLA against the rows.
+r"""Draws time and fraction of the roof against the number of devices, or the gain over XLA against the rows.
 
-python3 -m benchmarks.plot benchmarks/results/2026-11-21/all_gather_[24]_gpus_final.csv --out devices.png
-python3 -m benchmarks.plot --against m --methods fused benchmarks/results/2026-11-21/sweep_*.csv --out rows.png
+python3 -m benchmarks.plot benchmarks/results/all_gather_lhs_matmul-h200-[24]-one_process.csv --out devices.png
+python3 -m benchmarks.plot --against m --methods fused \
+    benchmarks/results/all_gather_lhs_matmul-h200-[24]-one_process.csv --out rows.png
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ VARIABLE = "OVERLAP_COMMIT"
 UNVERIFIED = "unverified: not in a repository here"
 DIGITS = 12
 # What a number depends on. Results are written while others are measured.
-_CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results")
+_CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results", ":(exclude)benchmarks/experiments")
 
 
 class Refused(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import summary
+from benchmarks import current, summary
 from benchmarks.harness import NOT_SERVED, Result
 from benchmarks.problems import Problem
 
@@ -93,9 +93,20 @@ class Writer:
     Files: STEM.rounds.csv (every time measured, appended after each round), STEM.csv (one row per method and problem,
     rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv, which
     `benchmarks.summary` makes of several problems.
+
+    With `into_table`, STEM names a current result (see `benchmarks.current`): the run replaces the rows of its problems
+    there, and the other rows stay. Such a table has no summary, since its rows may be of several runs.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, stem: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        stem: str,
+        environment: Mapping[str, str],
+        *,
+        into_table: bool = False,
+    ) -> None:
+        self._into_table = into_table
         self._environment = environment
         # In each row, so that a row that is copied elsewhere still says where it is from.
         self._named = {f"env_{name}": environment[name] for name in _IN_EVERY_ROW if name in environment}
@@ -155,9 +166,15 @@ class Writer:
         print(*(f"  {line}" for line in summary.remarks(_rows(self._tables), self._left_out)), sep="\n", flush=True)
 
     def finish(self) -> list[pathlib.Path]:
-        """Renames the complete files into place and returns their paths."""
+        """Renames the complete files into place, or brings them into the table; returns the paths of what it wrote."""
         if self._stem is None:
             return []
+        if self._into_table:
+            run, rounds = self._partial("csv"), self._partial("rounds.csv")
+            done = current.add(self._stem.parent, self._stem.name, run, rounds) if run.exists() else []
+            for suffix in ("rounds.csv", "csv", "summary.csv", "md"):
+                self._partial(suffix).unlink(missing_ok=True)
+            return done
         done = []
         for suffix in ("rounds.csv", "csv", "summary.csv", "md"):
             if (partial := self._partial(suffix)).exists():

@@ -1,6 +1,6 @@
 """Assembles every class of kernels that can be chosen, and measures what the classes rest on; writes a report.
 
-    python -m tests.assembly_sweep --out benchmarks/results/2026-11-21/assembled_space.md
+    python -m tests.assembly_sweep --out benchmarks/experiments/DATE-does-every-kernel-assemble/assembled_space.md
 
 About an hour on two cores; the tests assemble the `cover` alone (`tests/test_assembled_space.py`). Three parts:
 

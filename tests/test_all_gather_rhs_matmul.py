@@ -299,6 +299,6 @@ def test_assembled_without_spills(devices, shape, config, along):
     op_name = f"tests.test_all_gather_rhs_matmul:assembled_along_{along}"
     (report,) = assembly.assemble_case(Case(op_name, devices, shape, "bf16", config=config))
     assert report.name == f"overlap_all_gather_rhs_matmul_{along}"
-    assert report.spills == 0 and not report.warnings
+    assert report.spills == 0 and not report.remarks
     expected = (overlap.Config(**config)).smem_bytes(jnp.bfloat16, jnp.bfloat16, pulls=True)
     assert not config or report.shared_memory_bytes <= expected + 1024

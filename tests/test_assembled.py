@@ -125,7 +125,7 @@ def check(case: Case, *, pulls: bool) -> assembly.KernelReport:
     assert report.spills == 0
     assert report.stack_frame_bytes == 0
     # Serialized wgmma, an ignored setmaxnreg: whatever ptxas remarks costs time.
-    assert report.warnings == ()
+    assert report.remarks == ()
     assert report.registers * math.prod(report.threads) <= 65536
     # One CTA per SM, all resident: a persistent kernel with flags between its CTAs hangs otherwise.
     assert math.prod(report.grid) <= target.core_count
@@ -165,7 +165,7 @@ def test_other_configs_use_the_shared_memory_they_announce(config: dict[str, Any
 @pytest.mark.parametrize("shape", [(1001, 4096, 512), (1001, 4096, 8 * 1009)], ids=["rows", "columns"])
 def test_uneven_chunks_assemble_without_spills(shape: tuple[int, int, int]) -> None:
     (report,) = assembly.assemble_case(Case("all_gather_lhs_matmul", 4, shape))
-    assert report.spills == 0 and report.stack_frame_bytes == 0 and report.warnings == ()
+    assert report.spills == 0 and report.stack_frame_bytes == 0 and report.remarks == ()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def check(shape: tuple[int, int, int], dtype: str = "f16", **options: Any) -> No
     (report,) = assembly.assemble_case(Case("tests.assembly_products:product", 1, shape, dtype, config=options))
     assert report.architecture == "sm_90a"
     assert report.spills == 0 and report.stack_frame_bytes == 0
-    assert report.warnings == ()
+    assert report.remarks == ()
     assert report.registers * math.prod(report.threads) <= 65536
     assert report.shared_memory_bytes is not None
     assert report.shared_memory_bytes <= assembly.TARGETS["h200"].shared_memory_per_block_optin
@@ -49,4 +49,4 @@ def test_ragged(shape, dtype, options):
 
 def test_a_ragged_all_gather():
     (report,) = assembly.assemble_case(Case("all_gather_lhs_matmul", 3, (1000, 3000, 4104), "bf16"))
-    assert report.spills == 0 and report.stack_frame_bytes == 0 and report.warnings == ()
+    assert report.spills == 0 and report.stack_frame_bytes == 0 and report.remarks == ()

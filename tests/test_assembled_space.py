@@ -18,7 +18,7 @@ from tests.assembly_registers import Registers
 from tests.assembly_space import MATMUL, OPERATIONS, TARGET, UNSEEN, KernelClass, classify
 
 EVERY = frozenset(assembly_space.every())
-COVER = assembly_space.cover()
+COVER, CORE = assembly_space.cover(), assembly_space.core()
 
 # --- The classes, without a compiler ----------------------------------------------------------------------------------
 
@@ -100,6 +100,13 @@ def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
             assert sum(getattr(member.config, name) == value for member in members) >= 4, (name, value)
 
 
+def test_the_core_has_every_pair_of_values_and_what_needs_most_registers():
+    pairs = [set().union(*map(assembly_space.value_pairs, kernels)) for kernels in (EVERY, CORE)]
+    assert pairs[0] == pairs[1] and len(CORE) <= 40
+    for tile, ending in assembly_space.MOST_REGISTERS:
+        assert any((kernel.tile, (kernel.pulls, *kernel.ending)) == (tile, ending) for kernel in CORE)
+
+
 # --- The compiler -----------------------------------------------------------------------------------------------------
 
 
@@ -108,8 +115,16 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+def all_but_slow(kernels: list[KernelClass], fast: list[KernelClass]):
+    return pytest.mark.parametrize(
+        "kernel",
+        [pytest.param(kernel, marks=[] if kernel in fast else pytest.mark.slow) for kernel in kernels],
+        ids=str,
+    )
+
+
 @needs_compiler
-@pytest.mark.parametrize("kernel", COVER, ids=str)
+@all_but_slow(sorted({*COVER, *CORE}), CORE)
 def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
     member, code = next(assembly_space.members(kernel)), tmp_path / "kernel.ptx"
     (report,) = assembly.assemble_case(member.case, ptx=str(code))
@@ -117,7 +132,7 @@ def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", [kernel for kernel in COVER if kernel.pulls][::4], ids=str)
+@all_but_slow([kernel for kernel in sorted({*COVER, *CORE}) if kernel.pulls], [k for k in CORE if k.pulls][::3])
 def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClass, tmp_path):
     """It reads its peers' addresses elsewhere then, and another kernel before it writes them (addresses.py)."""
     member, code = next(assembly_space.members(kernel)), tmp_path / "kernels.ptx"

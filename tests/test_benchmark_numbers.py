@@ -121,8 +121,9 @@ def test_a_clean_tree_is_its_commit(history: pathlib.Path) -> None:
     assert provenance.facts(root=history) == provenance.facts(head[:7], history) == expected
     # What no number depends on may differ: documents, and the results that are being written.
     (history / "README.md").write_text("new\n")
-    (history / "benchmarks/results").mkdir()
-    (history / "benchmarks/results/a.csv").write_text("1\n")
+    for folder in ("results", "experiments/2026-11-22-why"):
+        (history / "benchmarks" / folder).mkdir(parents=True)
+        (history / "benchmarks" / folder / "a.csv").write_text("1\n")
     assert provenance.facts(root=history) == expected
     commit(history, "a result")
     assert provenance.facts(head, history) == expected
@@ -184,19 +185,20 @@ def test_every_result_names_a_commit_of_the_history_or_says_that_it_cannot() -> 
     root = provenance.REPOSITORY
     if not provenance.has_history() or provenance.git(root, "rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("needs the history: this is a copy without .git, or a shallow clone")
-    states = {result.path.name: index.state(result.facts) for result in index.results()}
-    assert len(states) > 40
+    states = {f"{run.path.parent.name}/{run.path.name} {run.facts.get('date')}": index.state(run.facts)
+              for run in index.runs()}  # fmt: skip
+    assert len(states) > 60
     assert not {name: state for name, state in states.items() if state.startswith("WRONG")}
 
 
-def test_every_row_of_a_result_names_what_its_table_names() -> None:
-    for result in index.results():
-        for path in index.tables_of(result.path):
-            assert index.commits_in_rows(path) == {result.facts["commit"]}, path.name
+def test_every_row_of_a_run_names_what_its_table_names() -> None:
+    for run in index.runs():
+        if run.path.suffix == ".md":
+            for path in index.tables_of(run.path):
+                assert index.commits_in_rows(path) == {run.facts["commit"]}, path
 
 
 def test_every_row_of_the_choosers_table_is_that_of_the_result_it_names() -> None:
-    results = {result.path.stem: result.path.with_suffix(".csv") for result in index.results()}
     measured: dict[str, dict[str, dict[str, object]]] = {}
     with CROSSOVER.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -204,11 +206,8 @@ def test_every_row_of_the_choosers_table_is_that_of_the_result_it_names() -> Non
     for row in rows:
         name = row["result"]
         if name not in measured:
-            measured[name] = {"/".join(str(of[key]) for key in row): of for of in crossover.rows_of(results[name])}
+            path = crossover.FOLDER / f"{name}.csv"
+            measured[name] = {"/".join(str(of[key]) for key in row): of for of in crossover.rows_of(path)}
         assert (
             "/".join(str(float(text) if key.endswith("_us") else text) for key, text in row.items()) in measured[name]
         )
-
-
-def test_the_index_of_results_is_the_generated_one() -> None:
-    assert index.INDEX.read_text() == index.text(), "run `python -m benchmarks.index`"

@@ -272,7 +272,7 @@ def test_no_spills(devices, dtype, shape, given):
     )  # fmt: skip
     (report,) = assembly.assemble_case(case)
     assert report.name == KERNEL and report.architecture == "sm_90a"
-    assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.warnings
+    assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.remarks
 
 
 # --- When it is chosen ------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_it_assembles_without_spills(name):
     assert report.architecture == "sm_90a"
     assert report.spills == 0
     assert report.stack_frame_bytes == 0
-    assert report.warnings == ()
+    assert report.remarks == ()
     assert report.registers * math.prod(report.threads) <= 65536
     assert report.shared_memory_bytes is not None
     assert report.shared_memory_bytes <= assembly.TARGETS["h200"].shared_memory_per_block_optin

@@ -381,5 +381,5 @@ ASSEMBLED = [  # dtype, shape, what is given
 def test_no_spills(dtype, shape, given):
     case = assembly.Case("tests.several_sides_cases:assembled", devices=4, dtype=dtype, shape=shape, config=given)
     (report,) = assembly.assemble_case(case)
-    assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.warnings
+    assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.remarks
     assert report.architecture == "sm_90a"

@@ -156,7 +156,7 @@ def test_the_ring_assembles_without_spills_and_with_the_shared_memory_it_announc
     shape, given = (m, 4096 if m > 384 else 1024, 4096), config | {"transport": "ring"}
     case = Case("tests.several_sides_cases:assembled", devices, shape, config=given)
     (report,) = assembly.assemble_case(case)
-    assert report.spills == report.stack_frame_bytes == 0 and report.warnings == ()
+    assert report.spills == report.stack_frame_bytes == 0 and report.remarks == ()
     assert report.architecture == "sm_90a"
     announced = overlap.Config(**config).smem_bytes(jnp.float16, jnp.float16, pulls=True, forwards=True)
     assert report.shared_memory_bytes == announced

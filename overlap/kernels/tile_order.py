@@ -50,8 +50,11 @@ class TileOrder:
         major, minor = quotient(within, width), remainder(within, width)
         if rest:
             in_rest = band == full_bands
-            major = choose(in_rest, quotient(within, rest), major)
-            minor = choose(in_rest, remainder(within, rest), minor)
+            # The same number as `within`. Of two divisions of one number the compiler makes one by whichever divisor it
+            # is, which is no multiplication any more but a call of a function.
+            in_last = index - full_bands * (width * major_tiles)
+            major = choose(in_rest, quotient(in_last, rest), major)
+            minor = choose(in_rest, remainder(in_last, rest), minor)
         major = choose(remainder(band, 2) == 1, major_tiles - 1 - major, major)
         minor = band * width + minor
         return (minor, major) if self.minor == "m" else (major, minor)
