@@ -6,9 +6,8 @@ r"""The kernels of another commit and those of this one, taking turns in one pro
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
 Both packages are loaded at the same time, the other one from a copy whose imports are renamed. Each case is a loop
-inside one program on all GPUs; a time is that of a loop by its iterations, so it contains what a program costs to begin
-(the same for both). The ratio is the median over the rounds, seen by the first process. The results of the two are
-compared bit for bit, by each process those of its devices.
+inside one program on all GPUs, timed as in all benchmarks. The ratio is the median over the rounds. What the first
+loops of the two leave behind is compared bit for bit, by each process that of its devices.
 """
 
 from __future__ import annotations
@@ -21,22 +20,20 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import overlap
 from benchmarks import current, environment, provenance
+from overlap.choice.problem import Problem, default_out_dtype
+from overlap.tuning.programs import call_program, draw_operands, loop_program, mesh_of
+from overlap.tuning.timing import Loop
 
-X, W = P("x", None), P(None, "x")
 _NAME = "overlap_before"
 # (operation, m, n, k per shard, dtype, keywords)
 CASES: tuple[tuple[str, int, int, int, Any, dict[str, Any]], ...] = (
@@ -85,53 +82,34 @@ def call_of(package: Any, case: Any) -> Callable[[jax.Array, jax.Array], jax.Arr
     return call
 
 
-def layout(case: Any, devices: int) -> tuple[tuple[tuple[int, int], P], ...]:
-    """Global shapes and shardings of both operands."""
-    kind, m, n, k, _, keywords = case
-    if kind == "rhs" and keywords["gather_dimension"] == 0:
-        return ((devices * m, devices * k), X), ((devices * k, n), X)
-    return ((devices * m, k), X), (((devices * n, k), X) if kind == "scaled" else ((k, devices * n), W))
-
-
-def loop(package: Any, case: Any, mesh: Any, iterations: int) -> Any:
-    """A jitted program that runs the operation many times, each on the last one's result."""
-    call, k = call_of(package, case), case[3]
-
-    def program(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        out = jax.eval_shape(call, lhs, rhs)
-
-        def body(_: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            lhs, out = state
-            element = jnp.clip(out[:1, :1].astype(jnp.float32) * k**-0.5, -4, 4).astype(lhs.dtype)
-            lhs = lax.dynamic_update_slice(lhs, element, (0, 0))
-            return lhs, call(lhs, rhs)
-
-        return lax.fori_loop(0, iterations, body, (lhs, jnp.zeros(out.shape, out.dtype)))[1][:8, :8]
-
-    specs = tuple(spec for _, spec in layout(case, mesh.size))
-    return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=X, check_vma=False))
+def problem_of(case: Any, devices: int) -> Problem:
+    """A case as a problem of the library."""
+    kind, m, n, k, dtype, keywords = case
+    along = f"rhs_matmul_{'kn'[keywords['gather_dimension']]}" if kind == "rhs" else "lhs_matmul"
+    name = jnp.dtype(dtype).name
+    layout = "nt" if kind == "scaled" else "nn"
+    return Problem(f"all_gather_{along}", m, n, k, name, default_out_dtype(name), devices, layout)
 
 
 def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:
     """Times of both, in microseconds per iteration, and whether their results are the same bits."""
-    iterations = 300 if case[1] <= 256 else 60
-    operands = [
-        jax.jit(
-            lambda seed=seed, shape=shape: jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(case[4]),
-            out_shardings=NamedSharding(mesh, spec),
-        )()
-        for seed, (shape, spec) in enumerate(layout(case, mesh.size))
-    ]
+    iterations, problem = 300 if case[1] <= 256 else 60, problem_of(case, mesh.size)
+    operands = draw_operands(problem, mesh, 0)
+
+    def loop_of(package: Any) -> Loop:
+        call = call_of(package, case)
+        program = loop_program(problem, call, mesh, iterations)
+        loop = Loop(problem, program, iterations, operands, call_program(problem, call, mesh)(*operands))
+        loop.launch()
+        return loop
+
     # This one first: both mend the same parts of jax, and the first to come does.
-    programs = {"after": loop(overlap, case, mesh, iterations), "before": loop(before, case, mesh, iterations)}
-    results = {name: _local(program(*operands)) for name, program in programs.items()}
+    loops = {"after": loop_of(overlap), "before": loop_of(before)}
+    results = {name: _local(loop.out) for name, loop in loops.items()}
     times: dict[str, list[float]] = {"before": [], "after": []}
     for turn in range(rounds):
         for name in ("before", "after")[:: 1 if turn % 2 else -1]:
-            jax.block_until_ready(programs[name](*operands))
-            start = time.perf_counter()
-            jax.block_until_ready(programs[name](*operands))
-            times[name].append((time.perf_counter() - start) / iterations * 1e6)
+            times[name].append(1e6 * loops[name].call_s(1))
     ratios = sorted(after / before for after, before in zip(times["after"], times["before"]))
     return {
         "before": statistics.median(times["before"]), "after": statistics.median(times["after"]),
@@ -176,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overlap.initialize()
     processes, leads = jax.process_count(), jax.process_index() == 0
     devices = arguments.devices or jax.device_count()
-    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    mesh = mesh_of(jax.devices()[:devices])
     before = load(arguments.before)
     how = "one process" if processes == 1 else f"{processes} processes"
     facts = environment.describe(how, devices, code) | {"before": arguments.before_commit}

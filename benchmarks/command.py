@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from benchmarks.methods import Variant
     from benchmarks.problems import Problem
     from benchmarks.report import Table, Writer
+    from overlap.choice import problem as library
 
-MethodsOf = Callable[["Problem", Sequence[str], "Sequence[Variant]", int], "list[Method]"]
+MethodsOf = Callable[["library.Problem", Sequence[str], "Sequence[Variant]", int], "list[Method]"]
 _DRY_SHAPE = "128x256x128"
 
 
@@ -151,7 +152,7 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
     from benchmarks import environment, report
     from benchmarks.harness import Settings, agreed
     from benchmarks.methods import Variant
-    from benchmarks.problems import AXIS
+    from overlap.tuning.operations import AXIS
 
     count = devices or jax.device_count()
     if count > jax.device_count() or (jax.process_count() > 1 and count != jax.device_count()):
@@ -186,7 +187,7 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
             say(f"no time left for {len(todo) - position} of {len(todo)} problems")
             writer.leave_out(todo[position:])
             break
-        methods = methods_of(problem, arguments.methods.split(","), variants, arguments.example_configs)
+        methods = methods_of(problem.library, arguments.methods.split(","), variants, arguments.example_configs)
         table = _measure(problem, methods, mesh, settings, roof, writer, say)
         writer.add_table(table)
         longest_s = max(longest_s, time.monotonic() - began)
@@ -217,11 +218,11 @@ def _measure(
     from benchmarks import environment, report
     from benchmarks.harness import Result, Session, one_line
 
-    peak = environment.peak_tflops(mesh.devices.flat[0].device_kind, 8 * problem.element_type.itemsize)
+    peak = environment.peak_tflops(mesh.devices.flat[0].device_kind, 8 * problem.library.itemsize)
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     say(f"{problem}: compiling and checking")
     try:
-        session = Session(problem, mesh, settings)
+        session = Session(problem.library, mesh, settings)
         for method in methods:
             result = session.add(method, say)
             say(f"{method.name}: {result.status}" + (f", {result.compile_s:.1f} s" if result.compile_s else ""))

@@ -15,19 +15,17 @@ import csv
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
-import jax.numpy as jnp
-
-from benchmarks.problems import DTYPES
+from benchmarks.problems import Problem
 from overlap.choice import tables
+from overlap.choice.problem import Layout
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 _KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
 # `result`: the file that a row is from, below benchmarks/ and without its suffix. It says which commit ran, when and by
 # what command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
-_GATHERED_WEIGHTS = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 
 
 def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -40,15 +38,10 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             try:
-                dtype, devices = jnp.dtype(DTYPES[row["dtype"]]), int(row["devices"])
-                key = (
-                    row["op"],
-                    devices,
-                    *_of_one_shard(row["op"], devices, *map(int, row["shape"].split("x"))),
-                    dtype.name,
-                    _out_dtype(dtype),
-                    row.get("layout") or "nn",
-                )
+                m, n, k = map(int, row["shape"].split("x"))
+                layout = cast(Layout, row.get("layout") or "nn")
+                problem = Problem(row["op"], int(row["devices"]), m, n, k, row["dtype"], layout).library
+                key = tuple(getattr(problem, name) for name in _KEY)
                 if row["method"] in ("fused", "xla") and row["status"] == "ok":
                     times.setdefault(key, {})[row["method"]] = float(row["loop_us"])
             except (KeyError, ValueError) as error:
@@ -62,16 +55,6 @@ def _name(path: pathlib.Path) -> str:
     """A file as rows name it."""
     path = path.resolve().with_suffix("")
     return path.relative_to(FOLDER).as_posix() if path.is_relative_to(FOLDER) else path.name
-
-
-def _of_one_shard(op: str, devices: int, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """The sizes as the chooser counts them; the tables of gathered weights count the whole product of a device."""
-    gathered = _GATHERED_WEIGHTS.get(op)
-    return m, n // (devices if gathered == "n" else 1), k // (devices if gathered == "k" else 1)
-
-
-def _out_dtype(dtype: Any) -> str:
-    return dtype.name if dtype.itemsize > 1 else "bfloat16"
 
 
 def merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

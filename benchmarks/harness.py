@@ -4,13 +4,13 @@ What is measured, for each method:
 
 - *loop*: `iterations` calls in one program (`lax.fori_loop`). One program is timed, then 1 + `launches` in a row; the
   difference is divided by the calls of `launches` programs. What it costs to begin and to wait, some 100 to 400 µs, is
-  in both times and so in no result. Each iteration writes one element of the previous output into the left operand, in
-  place: a true dependency that XLA can neither hoist nor fold into the matmul. That is one tiny kernel per call, and
-  the loop's counter is another; they stay in the times of all methods alike, so that ratios of short calls are nearer
-  to 1 than those of the calls alone. (Several calls in an iteration would share the counter, but then XLA leaves out
-  what it can of all results but the last: the sum of a split product, say.) The same loop around no work is measured
-  too (`loop_overhead_us`): what an iteration costs the host, hidden behind a call that takes longer. The compiled
-  program is searched for copies of whole operands.
+  in both times and so in no result. Each iteration writes one element of the previous output into an operand, in place:
+  a true dependency that XLA can neither hoist nor fold into the matmul. That is one tiny kernel per call, and the
+  loop's counter is another; they stay in the times of all methods alike, so that ratios of short calls are nearer to 1
+  than those of the calls alone. (Several calls in an iteration would share the counter, but then XLA leaves out what it
+  can of all results but the last: the sum of a split product, say.) The same loop around no work is measured too
+  (`loop_overhead_us`): what an iteration costs the host, hidden behind a call that takes longer. The compiled program
+  is searched for copies of whole operands.
 - *wall*: `calls` ordinary calls dispatched one after another and waited for once, per call.
 - *first call*: the first `jax.jit(call)(lhs, rhs)` until its result is there: traced, lowered, compiled and run. That
   of XLA's own product is short here: the harness has used the same product before, and XLA's search is behind it.
@@ -24,28 +24,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from benchmarks.problems import Problem
-from benchmarks.programs import (
+from benchmarks.loop_copies import copies_in_loops
+from overlap.choice.problem import Problem
+from overlap.tuning.operations import unfused
+from overlap.tuning.programs import (
     call_program,
-    copies_in_loops,
+    complete_program,
+    draw_operands,
+    error_bound,
     error_program,
-    inputs,
     loop_program,
-    operands_program,
-    reference,
 )
-from overlap.tuning.timing import marginal_s
+from overlap.tuning.timing import Loop, calls_s, iterations_for
 
 NOT_SERVED = "NOT SERVED"
 # About how long one program with a loop runs, and a row of calls.
@@ -54,7 +53,7 @@ _LAUNCH_US = 15_000.0
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One competitor. `call(lhs, rhs)` runs inside `jax.shard_map`; with `gathered` its `lhs` is already complete."""
+    """One competitor. `call(lhs, rhs)` runs inside `jax.shard_map`; with `gathered` its operands are complete."""
 
     name: str
     call: Callable[[jax.Array, jax.Array], jax.Array]
@@ -82,11 +81,11 @@ class Settings:
 
     def loop_iterations(self, problem: Problem) -> int:
         """Calls in one program."""
-        return self.iterations or min(max(math.ceil(_LAUNCH_US / problem.expected_us), 2), 400)
+        return self.iterations or iterations_for(problem, _LAUNCH_US, 2, 400)
 
     def calls_in_a_row(self, problem: Problem) -> int:
         """Calls per wall time."""
-        return self.calls or min(max(math.ceil(_LAUNCH_US / problem.expected_us), 3), 100)
+        return self.calls or iterations_for(problem, _LAUNCH_US, 3, 100)
 
 
 @dataclasses.dataclass
@@ -125,10 +124,8 @@ class _Prepared:
     method: Method
     result: Result
     call: Callable[..., jax.Array]
-    loop: Callable[..., tuple[jax.Array, jax.Array]]
-    lhs: jax.Array
-    rhs: jax.Array
-    state: tuple[jax.Array, jax.Array]
+    operands: tuple[jax.Array, jax.Array]
+    loop: Loop
 
 
 # --- One problem ------------------------------------------------------------------------------------------------------
@@ -141,28 +138,28 @@ class Session:
         self.problem, self.mesh, self.settings = problem, mesh, settings
         self.iterations = settings.loop_iterations(problem)
         self.calls = settings.calls_in_a_row(problem)
-        self._reference = call_program(problem, functools.partial(reference, problem), mesh)
-        self._error = error_program(problem, mesh)
+        reference = call_program(problem, functools.partial(unfused, problem), mesh)
         # Twice, with different inputs: a result left in memory by an earlier run cannot pass for this one's.
-        self._checks = [inputs(problem, mesh, settings.seed + 1 + i) for i in range(2)]
-        errors = [self._measure_error(lhs, rhs, self._reference(lhs, rhs)) for lhs, rhs in self._checks]
-        self.error_bound = max(2.0 * max(errors), problem.error_floor)
-        self.lhs, self.rhs = inputs(problem, mesh, settings.seed)
+        self._checks = [draw_operands(problem, mesh, settings.seed + 1 + i) for i in range(2)]
+        error = error_program(problem, mesh)
+        self.error_bound = error_bound(problem, max(float(error(*check, reference(*check))) for check in self._checks))
+        self.inputs = draw_operands(problem, mesh, settings.seed)
         self.prepared: list[_Prepared] = []
         self.results: list[Result] = []
         self.loop_overhead_us: float | None = None
 
-    def _operands(self, method: Method, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _operands(self, method: Method, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The inputs as the method takes them."""
-        # On one device every lhs is complete.
-        gathered = method.gathered and self.problem.devices > 1
-        if not gathered and method.dtype is None:
-            return lhs, rhs
-        return operands_program(self.problem, self.mesh, gathered, method.dtype)(lhs, rhs)
+        if self._complete(method):
+            operands = complete_program(self.problem, self.mesh)(*operands)
+        return operands if method.dtype is None else _cast(operands, method.dtype)
 
-    def _measure_error(self, lhs: jax.Array, rhs: jax.Array, out: jax.Array, gathered: bool = False) -> float:
-        complete = Method("oracle", self.problem.dot, gathered=not gathered)
-        return float(self._error(*self._operands(complete, lhs, rhs), out))
+    def _error(self, method: Method, operands: tuple[jax.Array, jax.Array], out: jax.Array) -> float:
+        return float(error_program(self.problem, self.mesh, self._complete(method))(*operands, out))
+
+    def _complete(self, method: Method) -> bool:
+        # On one device all operands are complete.
+        return method.gathered and self.problem.pulls
 
     def add(self, method: Method, progress: Callable[[str], None] = lambda _: None) -> Result:
         """Compiles and checks a method; what goes wrong is kept in its result and the session goes on."""
@@ -223,23 +220,25 @@ class Session:
         errors = []
         start = time.perf_counter()
         for check in self._checks:
-            lhs, rhs = jax.block_until_ready(self._operands(method, *check))
+            operands = jax.block_until_ready(self._operands(method, check))
             called = time.perf_counter()
-            out = jax.block_until_ready(call(lhs, rhs))
+            out = jax.block_until_ready(call(*operands))
             result.first_call_s = result.first_call_s or time.perf_counter() - called
-            errors.append(self._measure_error(lhs, rhs, out, method.gathered))
+            errors.append(self._error(method, operands, out))
         result.error = float(np.max(errors))
         self._judge(result)
-        lhs, rhs = self._operands(method, self.lhs, self.rhs)
-        # The loop gives its operands away, the calls do not: each has its own.
-        state = (_copy(lhs), call(lhs, rhs))
-        if not result.ok:
-            return _Prepared(method, result, call, call, lhs, rhs, state)
-        loop = loop_program(self.problem, method.call, self.mesh, self.iterations).lower(state, rhs).compile()
-        if jax.default_backend() == "gpu":
-            result.loop_copies = copies_in_loops(loop.as_text() or "")
-        result.compile_s = time.perf_counter() - start
-        return _Prepared(method, result, call, loop, lhs, rhs, state)
+        operands = self._operands(method, self.inputs)
+        loop = self._loop(method, operands, call(*operands))
+        if result.ok:
+            loop.compile()
+            if jax.default_backend() == "gpu":
+                result.loop_copies = copies_in_loops(loop.program.as_text() or "")
+            result.compile_s = time.perf_counter() - start
+        return _Prepared(method, result, call, operands, loop)
+
+    def _loop(self, method: Method, operands: tuple[jax.Array, jax.Array], out: jax.Array) -> Loop:
+        program = loop_program(self.problem, method.call, self.mesh, self.iterations)
+        return Loop(self.problem, program, self.iterations, operands, out)
 
     def _judge(self, result: Result, when: str = "") -> None:
         # Written so that a NaN fails.
@@ -249,30 +248,16 @@ class Session:
     # --- Timing ---
 
     def _time_loop(self, prepared: _Prepared) -> float:
-        def launch() -> None:
-            prepared.state = prepared.loop(prepared.state, prepared.rhs)
-
-        # All processes see the same times, and so decide alike which to take again.
-        seconds = marginal_s(lambda count: _time(launch, lambda: prepared.state, count), self.settings.launches)
-        return seconds / self.iterations
+        return prepared.loop.call_s(self.settings.launches)
 
     def _time_calls(self, prepared: _Prepared) -> float:
-        last: list[jax.Array] = []
-
-        def launch() -> None:
-            last[:] = [prepared.call(prepared.lhs, prepared.rhs)]
-
-        # One launch ahead, so that what ran before (another method, an idle gap) is not in the measurement.
-        _time(launch, lambda: last, 1)
-        return _time(launch, lambda: last, self.calls) / self.calls
+        return calls_s(prepared.call, prepared.operands, self.calls)
 
     def measure_overhead(self) -> None:
         """Times the loop around no work: the element that is written, and the counter."""
-        empty = Method("empty", lambda lhs, rhs: lhs[:1, :1] * 0.5)
-        out = call_program(self.problem, empty.call, self.mesh)(self.lhs, self.rhs)
-        loop = loop_program(self.problem, empty.call, self.mesh, self.iterations)
-        prepared = _Prepared(empty, Result("empty"), loop, loop, self.lhs, self.rhs, (_copy(self.lhs), out))
-        self.loop_overhead_us = 1e6 * float(np.median([self._time_loop(prepared) for _ in range(3)]))
+        empty = Method("empty", lambda lhs, rhs: lhs[..., :1, :1] * 0.5)
+        loop = self._loop(empty, self.inputs, call_program(self.problem, empty.call, self.mesh)(*self.inputs))
+        self.loop_overhead_us = 1e6 * float(np.median([loop.call_s(self.settings.launches) for _ in range(3)]))
 
     def warm_up(self) -> None:
         """Runs the roof (or whatever there is) until clocks and temperatures have settled."""
@@ -283,12 +268,9 @@ class Session:
         prepared = next((p for p in self.prepared if p.method.gathered), None) or next(iter(self.prepared), None)
         if prepared is None:
             return read()
-        program_s = self._time_loop(prepared) * self.iterations
-        # A count, not a clock, so that all processes do the same.
-        for _ in range(int(seconds / max(program_s, 1e-6))):
-            prepared.state = prepared.loop(prepared.state, prepared.rhs)
+        prepared.loop.load(seconds)
         answer = read()
-        jax.block_until_ready(prepared.state)
+        jax.block_until_ready(prepared.loop.state)
         return answer
 
     def run_round(self, number: int) -> None:
@@ -310,41 +292,25 @@ class Session:
     def finish(self) -> None:
         """Checks what the timed loops left behind, and reads kernel times if asked for."""
         for prepared in self.prepared:
-            result, (lhs, out) = prepared.result, prepared.state
+            result = prepared.result
             if not result.ok:
                 continue
-            left_behind = self._measure_error(lhs, prepared.rhs, out, prepared.method.gathered)
+            left_behind = self._error(prepared.method, prepared.loop.operands, prepared.loop.out)
             # Not max(): it may drop a NaN.
             result.error = float(np.max([result.error or 0.0, left_behind]))
             self._judge(result, " after the loop")
             if not (self.settings.kernel_time or self.settings.kernel_names):
                 continue
-            runs = _kernels(prepared.call, prepared.lhs, prepared.rhs)
+            runs = _kernels(prepared.call, *prepared.operands)
             if runs and self.settings.kernel_time:
                 result.kernel_us = 1e3 * float(np.median([max(duration for _, duration in run) for run in runs]))
             if runs and self.settings.kernel_names:
                 result.kernel_names = "; ".join(name for name, _ in runs[0])
 
 
-# A program and not an eager operation, so that it serves arrays that span processes.
-_copy = jax.jit(jnp.copy)
-
-
-def _time(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
-    """Seconds from the first of `count` launches until the last is done."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("benchmark")
-    start = time.perf_counter()
-    for _ in range(count):
-        launch()
-    jax.block_until_ready(outputs())
-    return _max_over_processes(time.perf_counter() - start)
-
-
-def _max_over_processes(value: float) -> float:
-    if jax.process_count() == 1:
-        return value
-    return float(np.max(multihost_utils.process_allgather(np.float32(value))))
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(operands: tuple[jax.Array, jax.Array], dtype: Any) -> tuple[jax.Array, ...]:
+    return tuple(operand.astype(dtype) for operand in operands)
 
 
 def agreed(ok: bool) -> bool:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 import overlap
 from benchmarks.harness import Method
-from benchmarks.problems import AXIS, Problem
-from benchmarks.programs import reference
+from overlap.choice.problem import Problem
 from overlap.kernels.ladder import RUNGS
+from overlap.tuning.operations import AXIS, product, shapes, unfused
 
 FUSED_BF16 = "fused_bf16"
 
@@ -48,7 +48,7 @@ def all_gather_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
     """The methods for `all_gather_lhs_matmul`; `num_examples` bounds the search over JAX's example's configs."""
-    form = {"transpose_rhs": problem.transpose_rhs, "preferred_element_type": problem.out_type}
+    form = {"transpose_rhs": problem.transpose_rhs, "preferred_element_type": problem.out_dtype}
 
     def fused(variant: Variant) -> Method:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -61,8 +61,8 @@ def all_gather_methods(
         return Method(variant.name, call)
 
     makers: dict[str, Callable[[], Method]] = {
-        "xla": lambda: Method("xla", functools.partial(reference, problem)),
-        "roof": lambda: Method("roof", problem.dot, gathered=True),
+        "xla": lambda: Method("xla", functools.partial(unfused, problem)),
+        "roof": lambda: Method("roof", functools.partial(product, problem), gathered=True),
         # The same main loop where there is nothing to gather: what is between it and `fused` is communication.
         "own_matmul": lambda: Method(
             "own_matmul", functools.partial(overlap.matmul, implementation="fused", **form), gathered=True
@@ -75,21 +75,21 @@ def all_gather_methods(
 def all_gather_rhs_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `all_gather_rhs_matmul`: to the harness, lhs are the weights. There is no example to compare."""
+    """The methods for `all_gather_rhs_matmul`. There is no example to compare."""
     del num_examples
 
     def fused(variant: Variant) -> Method:
-        def call(weights: jax.Array, rows: jax.Array) -> jax.Array:
+        def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return overlap.all_gather_rhs_matmul(
-                rows, weights, AXIS, gather_dimension=problem.lhs_m_axis, config=_config(variant.config),
+                lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, config=_config(variant.config),
                 implementation="fused",
             )  # fmt: skip
 
         return Method(variant.name, call)
 
     makers: dict[str, Callable[[], Method]] = {
-        "xla": lambda: Method("xla", functools.partial(reference, problem)),
-        "roof": lambda: Method("roof", problem.dot, gathered=True),
+        "xla": lambda: Method("xla", functools.partial(unfused, problem)),
+        "roof": lambda: Method("roof", functools.partial(product, problem), gathered=True),
     }
     return _select(names, variants, fused, makers)
 
@@ -105,7 +105,7 @@ def matmul_methods(
     def keywords(config: dict[str, Any]) -> dict[str, Any]:
         return {
             "transpose_lhs": problem.transpose_lhs, "transpose_rhs": problem.transpose_rhs,
-            "preferred_element_type": problem.out_type, "config": _config(config), "implementation": "fused",
+            "preferred_element_type": problem.out_dtype, "config": _config(config), "implementation": "fused",
         }  # fmt: skip
 
     def matmul(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -113,10 +113,9 @@ def matmul_methods(
 
     def fused(variant: Variant, name: str = "", dtype: Any = None) -> Method:
         def check() -> None:
-            operands = (jax.ShapeDtypeStruct(shape, dtype or problem.element_type) for shape in shapes)
+            operands = (jax.ShapeDtypeStruct(shape, dtype or problem.dtype) for shape in shapes(problem))
             overlap.explain(overlap.matmul, *operands, **keywords({}))
 
-        shapes = (problem.lhs_shape, problem.rhs_shape)
         call = functools.partial(matmul, variant.config)
         method = Method(name or variant.name, call, dtype=dtype)
         # A config that somebody asked for and that does not fit is an error.
@@ -124,10 +123,10 @@ def matmul_methods(
 
     makers: dict[str, Callable[[], Method]] = {
         "fused_bf16": lambda: fused(Variant("fused", {}), FUSED_BF16, jnp.bfloat16),
-        "xla": lambda: Method("xla", problem.dot, gathered=True),
+        "xla": lambda: Method("xla", functools.partial(product, problem), gathered=True),
         "jax_example": lambda: _matmul_example(problem, num_examples),
     }
-    return _select([name for name in names if name != FUSED_BF16 or problem.is_float8], variants, fused, makers)
+    return _select([name for name in names if name != FUSED_BF16 or problem.itemsize == 1], variants, fused, makers)
 
 
 def ladder_methods(
@@ -217,7 +216,7 @@ def _matmul_example(problem: Problem, limit: int) -> Method:
 
 def _example(problem: Problem, call: Callable[..., jax.Array], limit: int) -> Method:
     def check() -> None:
-        if problem.layout != "nn" or problem.is_float8:
+        if problem.layout != "nn" or problem.itemsize == 1:
             raise NotImplementedError(f"JAX's examples multiply 16-bit operands in layout nn, got {problem}")
 
     try:

@@ -1,32 +1,27 @@
-"""What is measured: a problem's sizes, dtype and layout, how they are written on the command line, and named suites."""
+"""How problems are written on the command line and in tables, and named suites of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from overlap.choice import problem as library
+from overlap.choice.problem import LAYOUTS, Layout
+from overlap.cli.tune_arguments import DTYPES
 
-AXIS = "x"
-DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f8_e4m3fn": jnp.float8_e4m3fn, "f8_e5m2": jnp.float8_e5m2}
-# The operands as they lie in memory: "t" says that lhs is [k, m], or rhs [n, k].
-LAYOUTS = ("nn", "nt", "tn", "tt")
-OUT = P(None, AXIS)
 _SHAPE = re.compile(
     r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)" + f"(:(?P<dtype>{'|'.join(DTYPES)}))?(:(?P<layout>{'|'.join(LAYOUTS)}))?"
 )
-# What an H200 reaches, per microsecond, and what a call costs at least: only to choose the length of loops.
-_FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A matmul by its sizes per shard: (m, k), gathered along the mesh axis where there are devices, times (k, n)."""
+    """A problem of the library as the command line and the tables write it.
+
+    With gathered weights, `m`, `n` and `k` are those of one device's whole product: its own rows, all of the weights.
+    """
 
     op: str
     devices: int
@@ -34,163 +29,37 @@ class Problem:
     n: int
     k: int
     dtype: str
-    layout: str = "nn"
+    layout: Layout = "nn"
 
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype} {self.layout}"
 
     @property
     def shape(self) -> str:
-        """The sizes per shard, as in the tables and on the command line."""
+        """The sizes, as in the tables and on the command line."""
         return f"{self.m}x{self.n}x{self.k}"
 
-    # --- Operands: all that depends on the layout and the dtype ---
-
-    @property
-    def transpose_lhs(self) -> bool:
-        """Whether lhs is [k, m]."""
-        return self.layout[0] == "t"
-
-    @property
-    def transpose_rhs(self) -> bool:
-        """Whether rhs is [n, k]."""
-        return self.layout[1] == "t"
-
-    @property
-    def lhs_m_axis(self) -> int:
-        """Which dimension of lhs is m."""
-        return 1 if self.transpose_lhs else 0
-
-    @property
-    def lhs_shape(self) -> tuple[int, int]:
-        """One device's lhs, before it is gathered."""
-        return (self.k, self.m) if self.transpose_lhs else (self.m, self.k)
-
-    @property
-    def rhs_shape(self) -> tuple[int, int]:
-        """One device's rhs."""
-        return (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
-
-    @property
-    def lhs_spec(self) -> P:
-        """lhs is sharded along m."""
-        return P(None, AXIS) if self.transpose_lhs else P(AXIS, None)
-
-    @property
-    def rhs_spec(self) -> P:
-        """rhs is sharded along n."""
-        return P(AXIS, None) if self.transpose_rhs else P(None, AXIS)
-
-    @property
-    def element_type(self) -> jnp.dtype:
-        """Of the operands."""
-        return jnp.dtype(DTYPES[self.dtype])
-
-    @property
-    def is_float8(self) -> bool:
-        """Whether the operands have 8 bits."""
-        return self.element_type.itemsize == 1
-
-    @property
-    def out_type(self) -> jnp.dtype:
-        """Of the result."""
-        return jnp.dtype(jnp.bfloat16) if self.is_float8 else self.element_type
-
-    def dot(self, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
-        """XLA's product of complete operands as they lie in memory: nothing is transposed by a copy."""
-        contracting = ((1 - self.lhs_m_axis,), (1 if self.transpose_rhs else 0,))
-        keywords = {"preferred_element_type": self.out_type} | keywords
-        return lax.dot_general(lhs, rhs, (contracting, ((), ())), **keywords)
-
-    # --- Numbers ---
+    @functools.cached_property
+    def library(self) -> library.Problem:
+        """What is measured: sizes per shard, the dtypes' full names. All numbers and programs are made of it."""
+        dtype = DTYPES[self.dtype]
+        result = library.Problem(
+            "matmul" if self.op == "ladder" else self.op, self.m, self.n, self.k, dtype,
+            library.default_out_dtype(dtype), self.devices, self.layout,
+        )  # fmt: skip
+        if (gathered := result.gathered) == "m":
+            return result
+        return dataclasses.replace(result, **{gathered: getattr(self, gathered) // self.devices})
 
     @property
     def flops_per_device(self) -> float:
         """Floating-point operations of one device."""
-        return 2.0 * self.devices * self.m * self.n * self.k
-
-    @property
-    def bytes_per_device(self) -> float:
-        """Bytes of operands and result of one device, each counted once."""
-        rows = self.devices * self.m
-        operands = (rows + self.n) * self.k * self.element_type.itemsize
-        return float(operands + rows * self.n * self.out_type.itemsize)
+        return self.library.flops_per_device
 
     @property
     def received_bytes_per_device(self) -> float:
         """Bytes that one device receives from the others."""
-        return float((self.devices - 1) * self.m * self.k * self.element_type.itemsize)
-
-    @property
-    def expected_us(self) -> float:
-        """About how long a call takes on a fast GPU. Sets the length of loops, and nothing else."""
-        return _CALL_US + max(self.flops_per_device / _FLOPS_PER_US, self.bytes_per_device / _BYTES_PER_US)
-
-    @property
-    def error_floor(self) -> float:
-        """The relative error that is allowed in any case: of sums in f8, which Hopper's tensor cores keep in 14 bits.
-
-        Each instruction (32 products and the sum so far) drops what lies below 2**-13 of its largest addend. In a
-        simulation of that on normal operands the relative error of the sum is 0.3 * 2**-13 * sqrt(k) (k = 1024 to
-        28672). XLA may take instructions that keep more, so twice its error is no bound for ours; twice the simulated
-        error is: 6.6e-3 at k = 8192, where one lost tile of 128 x 128 in 8192 x 8192 would be 1.6e-2.
-        """
-        return 0.6 * 2.0**-13 * self.k**0.5 if self.is_float8 else 0.0
-
-
-class GatheredWeights(Problem):
-    """Rows of one's own times gathered weights, `m`, `n` and `k` being those of one device's whole product.
-
-    To the harness, lhs is what is gathered: here the shard of the weights, and rhs are the activations (m, k).
-    """
-
-    @property
-    def lhs_m_axis(self) -> int:
-        """Along which dimension the weights are gathered."""
-        return 0 if self.op.endswith("_k") else 1
-
-    @property
-    def lhs_shape(self) -> tuple[int, int]:
-        """One device's shard of the weights."""
-        return (self.k // self.devices, self.n) if self.lhs_m_axis == 0 else (self.k, self.n // self.devices)
-
-    @property
-    def rhs_shape(self) -> tuple[int, int]:
-        """One device's activations."""
-        return self.m, self.k
-
-    @property
-    def lhs_spec(self) -> P:
-        """The weights' sharding."""
-        return P(AXIS, None) if self.lhs_m_axis == 0 else P(None, AXIS)
-
-    @property
-    def rhs_spec(self) -> P:
-        """Each device has rows of its own."""
-        return P(AXIS, None)
-
-    def dot(self, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
-        """XLA's product of the activations `rhs` and the complete weights `lhs`."""
-        keywords = {"preferred_element_type": self.out_type} | keywords
-        return lax.dot(rhs, lhs, **keywords)
-
-    @property
-    def flops_per_device(self) -> float:
-        """Floating-point operations of one device."""
-        return 2.0 * self.m * self.n * self.k
-
-    @property
-    def bytes_per_device(self) -> float:
-        """Bytes of operands and result of one device, each counted once."""
-        return float((self.m + self.n) * self.k * self.element_type.itemsize + self.m * self.n * self.out_type.itemsize)
-
-    @property
-    def received_bytes_per_device(self) -> float:
-        """Bytes that one device receives from the others."""
-        return (self.devices - 1) / self.devices * self.n * self.k * self.element_type.itemsize
-
-
-_KINDS = {"all_gather_rhs_matmul_n": GatheredWeights, "all_gather_rhs_matmul_k": GatheredWeights}
+        return self.library.received_bytes_per_device
 
 
 # --- The command line -------------------------------------------------------------------------------------------------
@@ -252,8 +121,8 @@ def parse(op: str, devices: int, shapes: Sequence[str], dtype: str, layouts: Seq
                 f"{', '.join(LAYOUTS)}, got {text!r}"
             )
         m, n, k = map(int, match.group("m", "n", "k"))
-        problem = _KINDS.get(op, Problem)(op, devices, m, n, k, match["dtype"] or dtype)
-        default = layouts or (("nt",) if problem.is_float8 else ("nn",))
+        problem = Problem(op, devices, m, n, k, match["dtype"] or dtype)
+        default = layouts or (("nt",) if problem.library.itemsize == 1 else ("nn",))
         for layout in [match["layout"]] if match["layout"] else default:
             result.append(dataclasses.replace(problem, layout=layout))
     return result

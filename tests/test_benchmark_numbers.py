@@ -8,18 +8,21 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import crossover, harness, index, provenance
+from benchmarks import crossover, index, provenance
 from overlap.choice.crossover import FILE as CROSSOVER
+from overlap.choice.problem import Problem
 from overlap.tuning import timing
 
 # --- Times ------------------------------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Stands for `time` in the harness: launches and waiting take what they are said to take."""
+    """Stands for `time`: launches and waiting take what they are said to take."""
 
     def __init__(self, noise: list[float] | None = None) -> None:
         self.now, self.queued, self.noise = 0.0, 0.0, noise or []
@@ -35,23 +38,43 @@ class Clock:
         return self.now
 
 
-def marginal_time(monkeypatch: pytest.MonkeyPatch, clock: Clock, count: int) -> float:
-    monkeypatch.setattr(harness, "time", clock)
-    monkeypatch.setattr(harness.jax, "block_until_ready", clock.wait)
-    return timing.marginal_s(lambda launches: harness._time(clock.launch, lambda: None, launches), count)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    result = Clock()
+    monkeypatch.setattr(timing, "time", result)
+    monkeypatch.setattr(timing.jax, "block_until_ready", result.wait)
+    return result
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_what_a_program_costs_beside_its_work_is_in_no_time(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    assert marginal_time(monkeypatch, Clock(), count) == pytest.approx(50.0)
+def call_time(clock: Clock, launches: int) -> float:
+    """Of a call, in a loop of ten."""
+
+    def program(state: Any, fixed: Any) -> Any:
+        clock.launch()
+        return state
+
+    operands = (jnp.zeros(()), jnp.zeros(()))
+    return timing.Loop(Problem("matmul", 1, 1, 1, "float16", "float16"), program, 10, operands, operands[0]).call_s(
+        launches
+    )
 
 
-def test_a_difference_that_noise_has_eaten_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launches", [1, 2, 5])
+def test_what_a_program_costs_beside_its_work_is_in_no_time(clock: Clock, launches: int) -> None:
+    assert call_time(clock, launches) == pytest.approx(50.0 / 10)
+
+
+def test_a_difference_that_noise_has_eaten_is_measured_again(clock: Clock) -> None:
     # In the order of the waits: that of the launch ahead, of the short time, of the long one.
-    assert marginal_time(monkeypatch, Clock([0, 900, 0]), 2) == pytest.approx(50.0)
+    clock.noise = [0, 900, 0]
+    assert call_time(clock, 2) == pytest.approx(50.0 / 10)
     # Never below what was seen: the whole of the longer time, launch included.
-    always = [0, 900, 0] * timing._TRIES
-    assert marginal_time(monkeypatch, Clock(always), 2) == pytest.approx((301 + 3 * 50) / 3)
+    clock.noise = [0, 900, 0] * timing._TRIES
+    assert call_time(clock, 2) == pytest.approx((301 + 3 * 50) / 3 / 10)
+
+
+def test_ordinary_calls_are_waited_for_once(clock: Clock) -> None:
+    assert timing.calls_s(lambda *_: clock.launch(), (None, None), 10) == pytest.approx((1 + 10 * 50 + 300) / 10)
 
 
 # --- Code -------------------------------------------------------------------------------------------------------------

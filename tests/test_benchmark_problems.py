@@ -18,8 +18,10 @@ from jax.sharding import Mesh
 
 from benchmarks import command, harness, matmul, methods, report, summary
 from benchmarks.harness import Method, Result, Session, Settings
-from benchmarks.problems import AXIS, DTYPES, LAYOUTS, SUITES, Problem, parse
-from benchmarks.programs import inputs
+from benchmarks.problems import DTYPES, LAYOUTS, SUITES, Problem, parse
+from overlap.tuning.operations import AXIS, product
+from overlap.tuning.programs import draw_operands, error_floor
+from overlap.tuning.timing import expected_us
 from tests import assembly
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
@@ -34,7 +36,7 @@ def mesh() -> Mesh:
 
 
 def measure(problem: Problem, mesh: Mesh, *candidates: Method, settings: Settings = QUICK) -> list[Result]:
-    session = Session(problem, mesh, settings)
+    session = Session(problem.library, mesh, settings)
     for method in candidates:
         session.add(method)
     session.measure_overhead()
@@ -50,13 +52,13 @@ def measure(problem: Problem, mesh: Mesh, *candidates: Method, settings: Setting
 @pytest.mark.parametrize(("dtype", "layout"), FORMS)
 def test_operands_lie_as_the_layout_says(mesh: Mesh, dtype: str, layout: str) -> None:
     problem = dataclasses.replace(PROBLEM, dtype=dtype, layout=layout)
-    lhs, rhs = inputs(problem, mesh, 1)
+    lhs, rhs = draw_operands(problem.library, mesh, 1)
     assert lhs.shape == ((64, 96) if layout[0] == "t" else (96, 64))
     assert rhs.shape == ((160, 64) if layout[1] == "t" else (64, 160))
     assert lhs.dtype == rhs.dtype == DTYPES[dtype]
     left, right = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
     expected = (left.T if layout[0] == "t" else left) @ (right.T if layout[1] == "t" else right)
-    out = problem.dot(lhs, rhs)
+    out = product(problem.library, lhs, rhs)
     assert out.dtype == (jnp.bfloat16 if dtype.startswith("f8") else DTYPES[dtype])
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2, atol=1e-1)
 
@@ -66,11 +68,11 @@ def test_in_every_form_right_methods_are_timed_and_wrong_ones_are_not(mesh: Mesh
     problem = dataclasses.replace(PROBLEM, dtype=dtype, layout=layout)
 
     def one_tile_missing(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return problem.dot(lhs, rhs).at[:8, :8].set(0)
+        return product(problem.library, lhs, rhs).at[:8, :8].set(0)
 
-    ours = methods.matmul_methods(problem, ["fused", "fused_bf16", "xla"], [], 1)
+    ours = methods.matmul_methods(problem.library, ["fused", "fused_bf16", "xla"], [], 1)
     *right, wrong = measure(problem, mesh, *ours, Method("wrong", one_tile_missing))
-    assert [result.method for result in right] == ["fused"] + ["fused_bf16"] * problem.is_float8 + ["xla"]
+    assert [result.method for result in right] == ["fused"] + ["fused_bf16"] * dtype.startswith("f8") + ["xla"]
     for result in right:
         assert result.ok, result.status
         assert len(result.loop_us) == QUICK.rounds and min(result.loop_us) > 0
@@ -83,23 +85,25 @@ def test_the_lhs_of_an_all_gather_is_gathered_along_its_m_dimension() -> None:
         pytest.skip("needs 2 devices: the tests' conftest asks for several CPU devices")
     mesh = Mesh(np.array(jax.devices()[:2]), (AXIS,))
     problem = Problem("all_gather_lhs_matmul", 2, 96, 160, 64, "f16", "tn")
-    (result,) = measure(problem, mesh, Method("roof", problem.dot, gathered=True))
+    (result,) = measure(problem, mesh, Method("roof", functools.partial(product, problem.library), gathered=True))
     assert result.ok and result.error is not None and 0 < result.error < 1e-3
 
 
 def test_fused_bf16_takes_the_values_of_the_f8_operands(mesh: Mesh) -> None:
     problem = dataclasses.replace(PROBLEM, dtype="f8_e4m3fn", layout="nt")
-    session = Session(problem, mesh, QUICK)
+    session = Session(problem.library, mesh, QUICK)
     seen = []
 
     def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         seen.append((lhs.dtype, rhs.dtype))
-        return problem.dot(lhs, rhs)
+        return product(problem.library, lhs, rhs)
 
     session.add(Method("fused_bf16", call, dtype=jnp.bfloat16))
     (prepared,) = session.prepared
     assert seen and all(dtype == jnp.bfloat16 for pair in seen for dtype in pair)
-    np.testing.assert_array_equal(np.asarray(prepared.rhs, np.float32), np.asarray(session.rhs, np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(prepared.operands[1], np.float32), np.asarray(session.inputs[1], np.float32)
+    )
     rows = report.Table(
         problem,
         [Result("fused", loop_us=[2.0, 4.0], wall_us=[1, 1]), Result("fused_bf16", loop_us=[3.0, 8.0], wall_us=[1, 1])],
@@ -110,8 +114,8 @@ def test_fused_bf16_takes_the_values_of_the_f8_operands(mesh: Mesh) -> None:
 def test_f8_sums_may_err_as_tensor_cores_do_and_no_more() -> None:
     problem = Problem("matmul", 1, 8192, 8192, 8192, "f8_e4m3fn", "nt")
     one_lost_tile = 128 / 8192
-    assert 3.3e-3 < problem.error_floor < one_lost_tile / 2
-    assert dataclasses.replace(problem, dtype="bf16").error_floor == 0
+    assert 3.3e-3 < error_floor(problem.library) < one_lost_tile / 2
+    assert error_floor(dataclasses.replace(problem, dtype="bf16").library) == 0
 
 
 COMPILED_FOR_H200 = """
@@ -120,20 +124,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from benchmarks import problems, programs
+from functools import partial
+from benchmarks.loop_copies import copies_in_loops
+from benchmarks.problems import Problem
+from overlap.tuning import operations, programs
 from tests import assembly
 
 mesh = Mesh(np.array(assembly.topology("h200", 1)), ("x",))
 found = {}
 for dtype, layout in (("bf16", "nt"), ("bf16", "tn"), ("f16", "tt"), ("f8_e4m3fn", "nt")):
-    problem = problems.Problem("matmul", 1, 4096, 8192, 4096, dtype, layout)
-    struct = lambda shape, spec, type_: jax.ShapeDtypeStruct(shape, type_, sharding=NamedSharding(mesh, spec))
-    lhs = struct(problem.lhs_shape, problem.lhs_spec, problem.element_type)
-    rhs = struct(problem.rhs_shape, problem.rhs_spec, problem.element_type)
-    out = struct((4096, 8192), problems.OUT, problem.out_type)
-    loop = programs.loop_program(problem, problem.dot, mesh, 20).lower((lhs, out), rhs).compile().as_text()
+    problem = Problem("matmul", 1, 4096, 8192, 4096, dtype, layout).library
+    struct = lambda shape, type_, spec: jax.ShapeDtypeStruct(shape, type_, sharding=NamedSharding(mesh, spec))
+    shapes, types = (*operations.shapes(problem), (4096, 8192)), (problem.dtype, problem.dtype, problem.out_dtype)
+    lhs, rhs, out = map(struct, shapes, types, operations.specs(problem))
+    loop = programs.loop_program(problem, partial(operations.product, problem), mesh, 20).lower((lhs, out), rhs)
     oracle = programs.error_program(problem, mesh).lower(lhs, rhs, out).compile().as_text()
-    found[f"{dtype} {layout}"] = [programs.copies_in_loops(loop), "transpose(" in loop, "$f8" in oracle]
+    loop = loop.compile().as_text()
+    found[f"{dtype} {layout}"] = [copies_in_loops(loop), "transpose(" in loop, "$f8" in oracle]
 print(json.dumps(found))
 """
 
@@ -197,20 +204,20 @@ def test_the_sweep_covers_what_the_chooser_is_asked_about(devices: int) -> None:
     assert (min(p.n for p in problems), max(p.n for p in problems)) == (256, 16384)
     assert (min(p.k for p in problems), max(p.k for p in problems)) == (512, 16384)
     # What a budget leaves out is what takes longest.
-    times = [problem.expected_us for problem in problems]
+    times = [expected_us(problem.library) for problem in problems]
     assert devices != 4 or times == sorted(times)
     assert max(times[:10]) < min(times[-5:])
     # Results are given in the shards' sizes, and fit on a GPU with their oracle in f32.
-    assert all(10 * problem.bytes_per_device < 60e9 for problem in problems)
+    assert all(10 * problem.library.bytes_per_device < 60e9 for problem in problems)
 
 
 def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
     settings = Settings()
     for problem in parse("matmul", 1, SUITES["standard"].shapes, "bf16", None):
-        work_us = settings.loop_iterations(problem) * problem.expected_us
+        work_us = settings.loop_iterations(problem.library) * expected_us(problem.library)
         assert 10_000 < work_us < 25_000, problem
-    assert dataclasses.replace(settings, iterations=7).loop_iterations(PROBLEM) == 7
-    assert dataclasses.replace(settings, calls=3).calls_in_a_row(PROBLEM) == 3
+    assert dataclasses.replace(settings, iterations=7).loop_iterations(PROBLEM.library) == 7
+    assert dataclasses.replace(settings, calls=3).calls_in_a_row(PROBLEM.library) == 3
 
 
 # --- What is not served, which kernels ran ----------------------------------------------------------------------------
@@ -218,7 +225,7 @@ def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
 
 def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh) -> None:
     problem = dataclasses.replace(PROBLEM, m=97, layout="tn")
-    results = measure(problem, mesh, *methods.matmul_methods(problem, ["fused", "xla"], [], 1))
+    results = measure(problem, mesh, *methods.matmul_methods(problem.library, ["fused", "xla"], [], 1))
     assert results[0].status.startswith("NOT SERVED: the copy engine needs the rows of lhs")
     assert not results[0].served and results[1].ok and results[1].served
     text = report.markdown([report.Table(problem, results, roof="xla")], {})
@@ -227,13 +234,15 @@ def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh) -> None:
 
 def test_a_config_that_does_not_fit_is_an_error(mesh: Mesh) -> None:
     variant = methods.Variant.parse("fused:stages=99")
-    (result,) = measure(PROBLEM, mesh, *methods.matmul_methods(PROBLEM, ["fused"], [variant], 1))
+    (result,) = measure(PROBLEM, mesh, *methods.matmul_methods(PROBLEM.library, ["fused"], [variant], 1))
     assert result.status.startswith("ERROR ValueError")
 
 
 def test_kernel_names_are_written_and_stay_empty_without_cupti(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dataclasses.replace(QUICK, kernel_names=True)
-    run = functools.partial(measure, PROBLEM, mesh, Method("xla", PROBLEM.dot), settings=settings)
+    run = functools.partial(
+        measure, PROBLEM, mesh, Method("xla", functools.partial(product, PROBLEM.library)), settings=settings
+    )
     (result,) = run()
     assert result.ok and result.kernel_names == "" and result.kernel_us is None
     monkeypatch.setattr(harness, "_kernels", lambda *_: [[("nvjet_hsh", 0.5), ("reduce", 0.1)]] * 5)

@@ -19,17 +19,16 @@ from jax.sharding import Mesh
 
 from benchmarks import command, methods, plot, report
 from benchmarks.harness import Method, Result, Session, Settings
-from benchmarks.problems import AXIS, Problem
-from benchmarks.programs import copies_in_loops, inputs, loop_program
-from benchmarks.programs import gather as gather_of
-from benchmarks.programs import reference as reference_of
+from benchmarks.loop_copies import copies_in_loops
+from benchmarks.problems import Problem
+from overlap.tuning.operations import AXIS, gather, unfused
+from overlap.tuning.programs import draw_operands, loop_program
 from tests import assembly
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Settings(rounds=3, iterations=2, launches=1, calls=1, warmup_s=0.0)
 PROBLEM = Problem("all_gather_lhs_matmul", 2, 128, 256, 64, "f16")
-reference = functools.partial(reference_of, PROBLEM)
-gather = functools.partial(gather_of, PROBLEM)
+reference = functools.partial(unfused, PROBLEM.library)
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def mesh() -> Mesh:
 
 
 def measure(mesh: Mesh, *candidates: Method) -> Session:
-    session = Session(PROBLEM, mesh, QUICK)
+    session = Session(PROBLEM.library, mesh, QUICK)
     for method in candidates:
         session.add(method)
     for number in range(QUICK.rounds):
@@ -78,7 +77,8 @@ def own_shard_only(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def coarse(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return jnp.dot(gather(lhs).astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)).astype(lhs.dtype)
+    lhs, rhs = gather(PROBLEM.library, lhs, rhs)
+    return jnp.dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)).astype(lhs.dtype)
 
 
 @pytest.mark.parametrize("wrong", [zeros, not_a_number, one_tile_missing, own_shard_only, coarse])
@@ -103,11 +103,11 @@ def test_a_method_that_raises_is_reported_and_the_others_go_on(mesh: Mesh) -> No
 
 
 def test_a_result_that_goes_wrong_inside_the_loop_is_noticed(mesh: Mesh) -> None:
-    session = Session(PROBLEM, mesh, QUICK)
+    session = Session(PROBLEM.library, mesh, QUICK)
     session.add(Method("xla", reference))
     session.run_round(0)
-    lhs, out = session.prepared[0].state
-    session.prepared[0].state = (lhs, out.at[:8].set(0))
+    loop = session.prepared[0].loop
+    loop.state = (loop.operands[0], loop.out.at[:8].set(0))
     session.finish()
     (result,) = session.results
     assert result.status.startswith("FAILED after the loop: error ")
@@ -126,7 +126,7 @@ def test_of_several_candidates_the_fastest_right_one_is_kept(mesh: Mesh, monkeyp
 
 
 def test_rounds_are_shuffled_and_repeatable(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = Session(PROBLEM, mesh, QUICK)
+    session = Session(PROBLEM.library, mesh, QUICK)
     for name in "abc":
         session.add(Method(name, reference))
     order: list[str] = []
@@ -145,17 +145,17 @@ def test_rounds_are_shuffled_and_repeatable(mesh: Mesh, monkeypatch: pytest.Monk
 
 
 def test_inputs_are_normal_and_differ_between_devices_and_seeds(mesh: Mesh) -> None:
-    lhs, rhs = inputs(PROBLEM, mesh, 3)
+    lhs, rhs = draw_operands(PROBLEM.library, mesh, 3)
     assert lhs.shape == (256, 64) and rhs.shape == (64, 512)
     values = np.asarray(lhs, np.float64)
     assert abs(values.mean()) < 0.05 and abs(values.std() - 1) < 0.05
     assert not np.array_equal(values[:128], values[128:])
     assert not np.array_equal(np.asarray(rhs)[:, :256], np.asarray(rhs)[:, 256:])
-    assert not np.array_equal(values, np.asarray(inputs(PROBLEM, mesh, 4)[0], np.float64))
+    assert not np.array_equal(values, np.asarray(draw_operands(PROBLEM.library, mesh, 4)[0], np.float64))
 
 
 def test_the_loop_feeds_each_output_into_the_next_iteration(mesh: Mesh) -> None:
-    lhs, rhs = inputs(PROBLEM, mesh, 5)
+    lhs, rhs = draw_operands(PROBLEM.library, mesh, 5)
     expected = np.array(lhs)
     left, right = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
     out = jnp.dot(lhs, rhs)
@@ -165,7 +165,7 @@ def test_the_loop_feeds_each_output_into_the_next_iteration(mesh: Mesh) -> None:
         for device, shard in enumerate(shards):
             shard[0, 0] = np.float16(np.clip(np.float16(product[0, 256 * device]) * 64**-0.5, -4, 4))
         product = np.concatenate(shards) @ right
-    state = loop_program(PROBLEM, reference, mesh, 3)((jnp.copy(lhs), out), rhs)
+    state = loop_program(PROBLEM.library, reference, mesh, 3)((jnp.copy(lhs), out), rhs)
     expected = np.concatenate(shards)
     np.testing.assert_allclose(np.asarray(state[0], np.float32)[[0, 128], 0], expected[[0, 128], 0], atol=5e-3)
     np.testing.assert_allclose(np.asarray(state[1], np.float32), product, atol=0.2)
@@ -215,12 +215,15 @@ LOOPS_FOR_H200 = """
 import json
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from benchmarks import methods, problems, programs
+from benchmarks import methods
+from benchmarks.loop_copies import copies_in_loops
+from benchmarks.problems import Problem
+from overlap.tuning import programs
 from tests import assembly
 
 mesh = Mesh(np.array(assembly.topology("h200", 4)), ("x",))
 found = {}
-problem = problems.Problem("all_gather_lhs_matmul", 4, 4096, 4096, 4096, "f16")
+problem = Problem("all_gather_lhs_matmul", 4, 4096, 4096, 4096, "f16").library
 for method in methods.all_gather_methods(problem, ["fused", "xla", "roof", "own_matmul"], [], 1):
     rows = 16384 if method.gathered else 4096
     lhs = assembly.struct(mesh, (rows, 4096), "f16", P("x", None))
@@ -229,7 +232,7 @@ for method in methods.all_gather_methods(problem, ["fused", "xla", "roof", "own_
     hlo = programs.loop_program(problem, method.call, mesh, 20).lower((lhs, out), rhs).compile().as_text()
     work = {"fused": "mosaic_gpu", "own_matmul": "mosaic_gpu", "xla": "all-gather-start(", "roof": "dot("}[method.name]
     body = hlo[: hlo.index("ENTRY ")]
-    found[method.name] = [programs.copies_in_loops(hlo), "dynamic-update-slice(" in body, work in body,
+    found[method.name] = [copies_in_loops(hlo), "dynamic-update-slice(" in body, work in body,
                           "known_trip_count" in hlo]
 print(json.dumps(found))
 """
@@ -341,7 +344,7 @@ def test_variants_and_shapes_are_read() -> None:
     with pytest.raises(ValueError, match="FIELD=VALUE"):
         methods.Variant.parse("fused:stages")
     with pytest.raises(ValueError, match="`--methods`"):
-        methods.all_gather_methods(PROBLEM, ["nccl"], [], 1)
+        methods.all_gather_methods(PROBLEM.library, ["nccl"], [], 1)
     arguments = command.parser("", "1x2x3:bf16,4x5x6", "xla", devices=True).parse_args([])
     first, second = command.problems(arguments, "op", 8)
     assert (first.m, first.n, first.k, first.dtype) == (1, 2, 3, "bf16")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import types
 from collections import Counter
 
 import jax
@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import overlap
-from overlap.cli import demo, doctor, main, measure, picture, spans
+from overlap.cli import demo, doctor, main, picture, spans
+from overlap.tuning.operations import AXIS
+from overlap.tuning.programs import Call, call_program, draw_operands
 from tests.command import run_overlap
 
 pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
@@ -60,50 +62,16 @@ def test_demo_says_what_is_wrong_with_its_arguments(repository, tmp_path, argume
 
 
 def _xla(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return overlap.all_gather_lhs_matmul(lhs, rhs, measure.AXIS, implementation="xla")
+    return overlap.all_gather_lhs_matmul(lhs, rhs, AXIS, implementation="xla")
 
 
-def test_loop_program_runs_every_iteration():
-    """Three runs, each with an element of the one before in its operand, as NumPy does it."""
-    mesh = demo._mesh(2)
-    lhs, rhs = measure.make_inputs(mesh, 8, 16, 8)
-    out = measure.program(_xla, mesh)(lhs, rhs)
-    looped = np.asarray(measure.loop_program(_xla, mesh, 3)(lhs, rhs, out), np.float32)
-    shards = list(np.asarray(lhs, np.float32).reshape(2, 8, 16))
-    expected = np.asarray(out, np.float32)
-    for _ in range(3):
-        for device in range(2):
-            shards[device][0, 0] = np.clip(expected[0, device * 8], -1, 1)
-        expected = (np.concatenate(shards) @ np.asarray(rhs, np.float32)).astype(np.float16).astype(np.float32)
-    np.testing.assert_allclose(looped, expected, atol=2e-2)
-    assert np.abs(looped - np.asarray(out, np.float32)).max() > 0.1  # It does not return its first argument.
-
-
-@pytest.mark.parametrize(("marginal", "us"), [(True, 10.0), (False, 40.0)])
-def test_what_a_program_costs_beside_its_work_is_in_no_time_of_a_loop(monkeypatch, marginal, us):
-    now_us = [0.0]
-
-    class Output:
-        def block_until_ready(self) -> None:
-            now_us[0] += 300.0
-
-    def run() -> Output:
-        now_us[0] += 100.0
-        return Output()
-
-    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: 1e-6 * now_us[0]))
-    monkeypatch.setattr(measure, "_WARM_UP_S", 0.0)
-    times = measure.time_per_run_us({"loop": run}, {"loop": 10}, 3, lambda: None, marginal=marginal)
-    assert times == {"loop": pytest.approx(us)}
-
-
-def _on_gpus(monkeypatch, fused: measure.Call) -> list[str]:
+def _on_gpus(monkeypatch, fused: Call) -> list[str]:
     """Runs what the demo does on GPUs, on four CPU devices; returns the pictures that it asked for."""
     pictures: list[str] = []
-    monkeypatch.setattr(demo, "_ON_GPUS", demo._Problem(32, 16, 8, overlap.Config()))
-    monkeypatch.setattr(demo, "_methods", lambda problem: {"fused": fused, "xla": _xla})
+    monkeypatch.setattr(demo, "_ON_GPUS", dataclasses.replace(demo._ON_GPUS, m=32, n=8, k=16))
+    monkeypatch.setattr(demo, "_methods", lambda problem, config: {"fused": fused, "xla": _xla})
     monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
-    monkeypatch.setattr(measure, "_WARM_UP_S", 0.0)
+    monkeypatch.setattr(demo, "_WARM_UP_S", 0.0)
     monkeypatch.setattr(demo, "_picture_by_emulation", lambda devices, out, step: pictures.append(f"{devices}: {out}"))
     return pictures
 
@@ -133,16 +101,16 @@ def test_demo_reports_a_wrong_result(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def recorded_spans() -> list[spans.Span]:
     """Of the demo's own run on 3 devices."""
-    mesh, problem = demo._mesh(3), demo._EMULATED
-    lhs, rhs = measure.make_inputs(mesh, problem.m_shard, problem.k, problem.n_shard)
-    _, events = demo._recorded(demo._methods(problem)["fused"], mesh, lhs, rhs)
+    mesh, problem = demo._mesh(3), dataclasses.replace(demo._EMULATED, devices=3)
+    call = demo._methods(problem, demo._EMULATED_CONFIG)["fused"]
+    _, events = demo._recorded(call_program(problem, call, mesh), draw_operands(problem, mesh, 0))
     return spans.spans_of(events)
 
 
 def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded_spans):
-    devices, problem, config = range(3), demo._EMULATED, demo._EMULATED.config
+    devices, problem, config = range(3), demo._EMULATED, demo._EMULATED_CONFIG
     # Both compute warpgroups have half of each tile.
-    per_shard = 2 * (problem.m_shard // config.tile_m) * (problem.n_shard // config.tile_n)
+    per_shard = 2 * (problem.m // config.tile_m) * (problem.n // config.tile_n)
     multiplied = Counter((span.device, span.shard) for span in recorded_spans if span.lane == "multiplies")
     assert multiplied == {(device, shard): per_shard for device in devices for shard in devices}
     pairs = {(device, peer) for device in devices for peer in devices if device != peer}

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import environment, report
 from benchmarks.harness import Result
-from benchmarks.programs import Problem
+from benchmarks.problems import Problem
 from overlap.emulation import ProtocolError, RaceError, emulate
 from overlap.kernels.ladder import RUNGS, cluster_multicast, pipelined, templated_epilogue
 from tests import assembly, oracle

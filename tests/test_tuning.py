@@ -18,7 +18,7 @@ from overlap.choice.problem import Problem, bucket
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning import search
-from overlap.tuning.timing import Bench
+from overlap.tuning.bench import Bench
 from tests.tuning_cases import H200, SHAPES, entry, no_tables, problem
 
 __all__ = ["no_tables"]

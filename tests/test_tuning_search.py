@@ -15,7 +15,7 @@ from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.tuning import search
-from overlap.tuning.timing import Bench, Effort
+from overlap.tuning.bench import Bench, Effort
 from tests.tuning_cases import H200, SHAPES, problem
 
 # The module, which the package's attribute of that name is.
@@ -28,8 +28,6 @@ autotune = importlib.import_module("overlap.tuning.autotune")
 class FakeBench:
     """A bench where a time is a function of the configuration, and some results are wrong or fail."""
 
-    error_bound = float("nan")
-    error_floor = 1e-4
     us_of = staticmethod(lambda config: 100.0)
     wrong = staticmethod(lambda config: False)
     hook = staticmethod(lambda what, config: None)
@@ -225,6 +223,7 @@ def test_settings_are_checked():
         Problem("matmul", 128, 128, 128, "float16", "float32", layout="tn"),
         Problem("matmul", 128, 128, 64, "float16", "float16", batch=2),
         Problem("all_gather_lhs_matmul", 128, 128, 128, "float16", "float16", devices=2),
+        Problem("all_gather_lhs_matmul", 128, 256, 128, "bfloat16", "bfloat16", devices=2, layout="nt"),
         Problem("all_gather_rhs_matmul_n", 128, 128, 128, "float16", "float16", devices=2),
         Problem("all_gather_rhs_matmul_k", 128, 128, 128, "float16", "float16", devices=3),
     ],
@@ -265,11 +264,11 @@ def test_every_call_of_the_loop_depends_on_the_one_before():
     of = Problem("matmul", 8, 8, 16, "bfloat16", "bfloat16")
     bench = Bench(of, jax.devices()[:1], dataclasses.replace(Effort.emulated(), max_iterations=3, launch_us=1e9))
     assert bench.iterations == 3
-    lhs, out = (np.asarray(x, np.float32) for x in bench._current_state())
-    rhs = np.asarray(bench.rhs, np.float32)
+    loop = bench._ready(bench.compile(None))
+    lhs, rhs, out = (np.array(x, np.float32) for x in (*loop.operands, loop.out))
     for _ in range(3):
         lhs[0, 0] = float(jnp.bfloat16(np.clip(out[0, 0] / 4, -4, 4)))
         out = np.asarray(jnp.asarray(lhs @ rhs, jnp.bfloat16), np.float32)
-    got = bench._run(bench.compile(None), bench._current_state())
-    np.testing.assert_allclose(np.asarray(got[0], np.float32), lhs, rtol=1e-2, atol=1e-2)
-    np.testing.assert_allclose(np.asarray(got[1], np.float32), out, rtol=2e-2, atol=2e-2)
+    loop.launch()
+    np.testing.assert_allclose(np.asarray(loop.operands[0], np.float32), lhs, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(np.asarray(loop.out, np.float32), out, rtol=2e-2, atol=2e-2)

@@ -78,7 +78,7 @@ def waves(config: Config, problem: Problem, target: Target) -> float:
 
 def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     """The model's time for one call, in microseconds."""
-    itemsize = jnp.dtype(problem.dtype).itemsize
+    itemsize = problem.itemsize
     out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
     half_m, half_n = config.halves
     work = work_of(config, problem, target)
@@ -125,9 +125,7 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
 
 def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, hbm_rate: float) -> float:
     """The time of the products and of the gather beside them."""
-    itemsize = jnp.dtype(problem.dtype).itemsize
-    pulled_bytes = (problem.devices - 1) * problem.batch * problem.m * problem.k * itemsize
-    gather_us = GATHER_US + pulled_bytes / PULLED_BYTES_PER_US
+    gather_us = GATHER_US + problem.received_bytes_per_device / PULLED_BYTES_PER_US
     if not config.joined:
         # Behind the last rows come the tiles of a shard, or at least one tile.
         last = max(1 / problem.devices, work.k_steps / max(work.total_steps(0), work.k_steps))
@@ -135,7 +133,7 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, hbm
     # No product before the last rows. What fills the slots until then need not be waited for after that.
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     early_steps = min(config.stages, work.total_steps(0))
-    early_us = early_steps * config.tile_k * config.tile_n * itemsize * active / hbm_rate
+    early_us = early_steps * config.tile_k * config.tile_n * problem.itemsize * active / hbm_rate
     return us + gather_us - min(gather_us, early_us, us)
 
 

@@ -77,6 +77,11 @@ class Problem:
         return m, n, k
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the operands."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
     def flops_per_device(self) -> float:
         """Floating-point operations of one device."""
         m, n, k = self.whole
@@ -86,15 +91,19 @@ class Problem:
     def bytes_per_device(self) -> float:
         """Bytes of the operands and the result of one device, each counted once."""
         m, n, k = self.whole
-        operands = (m + n) * k * jnp.dtype(self.dtype).itemsize
-        return float(self.batch * (operands + m * n * jnp.dtype(self.out_dtype).itemsize))
+        return float(self.batch * ((m + n) * k * self.itemsize + m * n * jnp.dtype(self.out_dtype).itemsize))
+
+    @property
+    def received_bytes_per_device(self) -> float:
+        """Bytes that one device receives from the others."""
+        rows = self.m if self.gathered == "m" else self.n
+        return float((self.devices - 1) * self.batch * rows * self.k * self.itemsize)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row in memory, of the left and of the right operand."""
-        itemsize = jnp.dtype(self.dtype).itemsize
         lhs, rhs = self.m if self.transpose_lhs else self.k, self.k if self.transpose_rhs else self.n
-        return lhs * itemsize, rhs * itemsize
+        return lhs * self.itemsize, rhs * self.itemsize
 
     @property
     def transpose_lhs(self) -> bool:
@@ -136,6 +145,11 @@ class Problem:
         """
         wide = config.tile_m == 256 and jnp.dtype(self.out_dtype).itemsize == 4
         return wide and config.cluster > 1 and config.stream_k > 1
+
+
+def default_out_dtype(dtype: str) -> str:
+    """The dtype of the result where none is asked for: that of the operands, and bfloat16 for those of 8 bits."""
+    return "bfloat16" if dtype.startswith("float8") else dtype
 
 
 def bucket(size: int, least: int = 16) -> int:

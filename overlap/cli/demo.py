@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import time
@@ -13,37 +15,35 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import overlap
 from overlap import _compat
-from overlap.cli import measure, picture
+from overlap.choice.problem import Problem
+from overlap.cli import picture
 from overlap.cli.devices import why_not_gpus
 from overlap.cli.spans import spans_of
+from overlap.tuning.operations import OPERATIONS, product
+from overlap.tuning.programs import (
+    Call,
+    call_program,
+    complete_program,
+    draw_operands,
+    error_bound,
+    error_program,
+    loop_program,
+    mesh_of,
+)
+from overlap.tuning.timing import Loop, calls_s
 
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
-# At most what a comparison within the same dtype allows: twice XLA's own error.
-_ERROR_FACTOR = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    m_shard: int
-    k: int
-    n_shard: int
-    config: overlap.Config
-
-    def __str__(self) -> str:
-        return f"({self.m_shard}, {self.n_shard}, {self.k})"
-
-
 # The seed's published shape on GPUs; on the CPU four tiles a shard, enough for the order of events to show.
-_ON_GPUS = _Problem(1024, 4096, 4096, overlap.Config())
-_EMULATED = _Problem(256, 256, 256, overlap.Config(tile_n=128))
+_ON_GPUS = Problem("all_gather_lhs_matmul", 1024, 4096, 4096, "float16", "float16")
+_EMULATED = dataclasses.replace(_ON_GPUS, m=256, n=256, k=256)
+_EMULATED_CONFIG = overlap.Config(tile_n=128)
+_ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
 
 
 @dataclasses.dataclass
@@ -98,19 +98,15 @@ def _mesh(devices: int) -> jax.sharding.Mesh:
     available = jax.devices()
     if devices > len(available):
         raise _TooManyDevices(f"--devices must be at most {len(available)} on this machine, got {devices}")
-    return jax.make_mesh(
-        (devices,), (measure.AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=available[:devices]
-    )
+    return mesh_of(available[:devices])
 
 
-def _methods(problem: _Problem) -> dict[str, measure.Call]:
-    def fused(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return overlap.all_gather_lhs_matmul(lhs, rhs, measure.AXIS, implementation="fused", config=problem.config)
-
-    def xla(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return overlap.all_gather_lhs_matmul(lhs, rhs, measure.AXIS, implementation="xla")
-
-    return {"fused": fused, "xla": xla}
+def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
+    call = OPERATIONS[problem.op].call
+    return {
+        "fused": lambda lhs, rhs: call(problem, lhs, rhs, config, "fused"),
+        "xla": lambda lhs, rhs: call(problem, lhs, rhs, None, "xla"),
+    }
 
 
 def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row], int]:
@@ -118,70 +114,67 @@ def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row
         raise RuntimeError("the demo sets the number of CPU devices, so it has to run before devices are used")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    problem = _EMULATED
-    mesh = _mesh(devices)
-    lhs, rhs = measure.make_inputs(mesh, problem.m_shard, problem.k, problem.n_shard)
+    problem, mesh = dataclasses.replace(_EMULATED, devices=devices), _mesh(devices)
+    operands = draw_operands(problem, mesh, 0)
     rows = []
     events: Any = ()
-    for name, call in _methods(problem).items():
+    for name, call in _methods(problem, _EMULATED_CONFIG).items():
         step(f"{name} on {devices} CPU devices")
         start = time.perf_counter()
+        once = call_program(problem, call, mesh)
         if name == "fused":
-            result, events = _recorded(call, mesh, lhs, rhs)
+            result, events = _recorded(once, operands)
         else:
-            result = measure.program(call, mesh)(lhs, rhs).block_until_ready()
+            result = once(*operands).block_until_ready()
         wall_us = (time.perf_counter() - start) * 1e6
         what = "one kernel, emulated on the CPU" if name == "fused" else "all-gather, then dot, on the CPU"
-        rows.append(_Row(name, what, measure.relative_error(result, lhs, rhs), wall_us=wall_us))
-    _judge(rows)
+        rows.append(_Row(name, what, float(error_program(problem, mesh)(*operands, result)), wall_us=wall_us))
+    _judge(rows, problem)
     if all(row.ok for row in rows):
         step("the picture")
         spans = spans_of(events)
-        title = f"all_gather_lhs_matmul, emulated: {devices} devices of {_EMULATED_CTAS} CTAs, per shard {problem}"
+        title = (
+            f"all_gather_lhs_matmul, emulated: {devices} devices of {_EMULATED_CTAS} CTAs, per shard {_sizes(problem)}"
+        )
         picture.draw(spans, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
     return rows, devices
 
 
-def _recorded(
-    call: measure.Call, mesh: jax.sharding.Mesh, lhs: jax.Array, rhs: jax.Array
-) -> tuple[jax.Array, list[overlap.emulation.Event]]:
-    """Runs `call` emulated and returns the result and what happened."""
+def _recorded(program: Any, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[overlap.emulation.Event]]:
+    """Runs `program` emulated and returns the result and what happened."""
     # Copies that complete at random moments and threads that take turns look most like hardware.
     settings = {"completion": "random", "scheduler": "round_robin", "record": True}
     with overlap.emulation.emulate(cores=_EMULATED_CTAS, **settings) as emulated:
-        result = measure.program(call, mesh)(lhs, rhs).block_until_ready()
+        result = program(*operands).block_until_ready()
     return result, emulated.events
 
 
 def _run_on_gpus(devices: int | None, step: Any) -> tuple[list[_Row], int]:
-    problem, iterations, calls, rounds = _ON_GPUS, 20, 20, 7
     devices = devices or len(jax.devices())
-    mesh = _mesh(devices)
-    lhs, rhs = measure.make_inputs(mesh, problem.m_shard, problem.k, problem.n_shard)
-    gathered = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, P()))(lhs)
-    methods = {name: (call, lhs, measure.LHS) for name, call in _methods(problem).items()}
-    methods["roof"] = (jnp.dot, gathered, P())
+    problem, mesh = dataclasses.replace(_ON_GPUS, devices=devices), _mesh(devices)
+    shards = draw_operands(problem, mesh, 0)
+    complete = complete_program(problem, mesh)(*shards)
+    methods = {name: (call, shards) for name, call in _methods(problem, overlap.Config()).items()}
+    methods["roof"] = (functools.partial(product, problem), complete)
     what = {"fused": "one kernel", "xla": "NCCL, then cuBLAS", "roof": "cuBLAS alone, data already gathered"}
-    rows, loops, walls = [], {}, {}
-    for name, (call, left, spec) in methods.items():
+    rows, calls, loops = [], {}, {}
+    for name, (call, operands) in methods.items():
         step(f"{name}: compiling and checking")
-        once = measure.program(call, mesh, spec)
-        loop = measure.loop_program(call, mesh, iterations, spec)
-        result = once(left, rhs).block_until_ready()
-        rows.append(_Row(name, what[name], measure.relative_error(result, gathered, rhs)))
-        loops[name] = lambda loop=loop, left=left, result=result: loop(left, rhs, result)
-
-        def several(once: Any = once, left: jax.Array = left) -> jax.Array:
-            return [once(left, rhs) for _ in range(calls)][-1]
-
-        walls[name] = several
-    _judge(rows)
-    step("timing")
-    tick = lambda: step("timing")  # noqa: E731
-    loop_us = measure.time_per_run_us(loops, dict.fromkeys(loops, iterations), rounds, tick, marginal=True)
-    wall_us = measure.time_per_run_us(walls, dict.fromkeys(walls, calls), rounds, tick, marginal=False)
+        calls[name] = call_program(problem, call, mesh)
+        result = calls[name](*operands)
+        error = error_program(problem, mesh, name == "roof")(*operands, result)
+        rows.append(_Row(name, what[name], float(error)))
+        loops[name] = Loop(problem, loop_program(problem, call, mesh, _ITERATIONS), _ITERATIONS, operands, result)
+        loops[name].compile()
+    _judge(rows, problem)
+    loops["roof"].load(_WARM_UP_S)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
+    for _ in range(_ROUNDS):
+        step("timing")
+        for name, (_, operands) in methods.items():
+            times[name].append((loops[name].call_s(_LAUNCHES), calls_s(calls[name], operands, _CALLS)))
     for row in rows:
-        row.loop_us, row.wall_us = loop_us[row.method], wall_us[row.method]
+        row.loop_us, row.wall_us = (1e6 * statistics.median(each) for each in zip(*times[row.method], strict=True))
     return rows, devices
 
 
@@ -191,7 +184,7 @@ def _picture_by_emulation(devices: int, out: pathlib.Path, step: Any) -> None:
     In a process of its own, since the emulator's CPU devices are set up before any device is used.
     """
     step("the picture: the same schedule, emulated")
-    title = f"all_gather_lhs_matmul: the GPUs' schedule, replayed by the emulator at a small size, {_EMULATED}"
+    title = f"all_gather_lhs_matmul: the GPUs' schedule, replayed by the emulator at a small size, {_sizes(_EMULATED)}"
     command = [sys.executable, "-m", "overlap", "demo", "--emulate", "--devices", str(devices), "--out", str(out)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OVERLAP_DEMO_TITLE": title}
     replay = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -199,9 +192,13 @@ def _picture_by_emulation(devices: int, out: pathlib.Path, step: Any) -> None:
         raise RuntimeError(f"the emulated replay for the picture failed:\n{replay.stderr.strip()}")
 
 
-def _judge(rows: list[_Row]) -> None:
+def _sizes(problem: Problem) -> str:
+    return f"({problem.m}, {problem.n}, {problem.k})"
+
+
+def _judge(rows: list[_Row], problem: Problem) -> None:
     """Marks the rows whose error is above what XLA's own error allows."""
-    allowed = _ERROR_FACTOR * next(row.error for row in rows if row.method == "xla")
+    allowed = error_bound(problem, next(row.error for row in rows if row.method == "xla"))
     for row in rows:
         row.ok = row.error <= allowed  # False for NaN
 
@@ -211,7 +208,7 @@ def _table(rows: list[_Row], devices: int, emulated_because: str | None) -> Tabl
     emulated = emulated_because is not None
     kind = "emulated CPU devices" if emulated else jax.devices()[0].device_kind
     problem = _EMULATED if emulated else _ON_GPUS
-    caption = f"Per shard (m, n, k) = {problem}, float16. " + (
+    caption = f"Per shard (m, n, k) = {_sizes(problem)}, {problem.dtype}. " + (
         f"Emulated: {emulated_because}. The emulator checks the order of events and the numbers; its time says "
         "nothing about a GPU's."
         if emulated

@@ -16,7 +16,7 @@ from rich.table import Table
 from overlap import _compat, _cuda, emulation
 from overlap.choice import dispatch, space
 from overlap.choice.model import predicted_us, waves
-from overlap.choice.problem import LAYOUTS, Layout, Problem
+from overlap.choice.problem import LAYOUTS, Layout, Problem, default_out_dtype
 from overlap.cli.tune_arguments import DTYPES
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
@@ -79,7 +79,7 @@ def _problems(arguments: argparse.Namespace, target: Target) -> list[Problem]:
             raise ValueError(f"--shapes must be MxNxK or MxNxK:DTYPE with positive sizes, got {text!r}")
         m, n, k = map(int, match.groups()[:3])
         dtype = _dtype(match[4] or arguments.dtype)
-        out_dtype = _dtype(arguments.out_dtype) if arguments.out_dtype else "bfloat16" if "8" in dtype[:6] else dtype
+        out_dtype = _dtype(arguments.out_dtype) if arguments.out_dtype else default_out_dtype(dtype)
         problems += [
             Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout) for layout in _layouts(arguments.layouts)
         ]

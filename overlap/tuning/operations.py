@@ -1,11 +1,13 @@
-"""The operations that can be tuned: their operands on a mesh, and how each is called."""
+"""The operations that can be measured: how each is called, how its operands lie on a mesh, and the same unfused."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice.problem import Problem
@@ -19,26 +21,22 @@ AXIS = "x"
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation as the tuner runs it, on a mesh whose only axis is `AXIS`.
+    """An operation on a mesh whose only axis is `AXIS`.
 
     Attributes:
       call: (problem, lhs, rhs, config, implementation) -> out, inside `jax.shard_map`.
-      lhs_spec: how the left operand is sharded.
-      rhs_spec: the right one.
-      out_spec: the result.
+      sharded: the dimension along which lhs, rhs and the result are divided among the devices; "" if they are not.
+      gathers: which operand is gathered, 0 for lhs, 1 for rhs.
     """
 
     call: Callable[[Problem, jax.Array, jax.Array, Config | None, str], jax.Array]
-    lhs_spec: P
-    rhs_spec: P
-    out_spec: P
+    sharded: tuple[str, str, str] = ("", "", "")
+    gathers: int = 0
 
 
 def _matmul(problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str) -> jax.Array:
-    # Its own dtypes, since the oracle calls it with others than the problem's.
-    out_dtype = problem.out_dtype if str(lhs.dtype) == problem.dtype else lhs.dtype
     return matmul(
-        lhs, rhs, preferred_element_type=out_dtype, config=config, implementation=implementation,
+        lhs, rhs, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
         transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
     )  # fmt: skip
 
@@ -46,34 +44,82 @@ def _matmul(problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | N
 def _all_gather_lhs_matmul(
     problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
 ) -> jax.Array:
-    out_dtype = problem.out_dtype if str(lhs.dtype) == problem.dtype else lhs.dtype
     return all_gather_lhs_matmul(
-        lhs, rhs, AXIS, preferred_element_type=out_dtype, config=config, implementation=implementation
-    )
+        lhs, rhs, AXIS, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
+        transpose_rhs=problem.transpose_rhs,
+    )  # fmt: skip
 
 
 def _all_gather_rhs_matmul(
     problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
 ) -> jax.Array:
-    out_dtype = problem.out_dtype if str(lhs.dtype) == problem.dtype else lhs.dtype
     return all_gather_rhs_matmul(
-        lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, preferred_element_type=out_dtype,
+        lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, preferred_element_type=problem.out_dtype,
         config=config, implementation=implementation,
     )  # fmt: skip
 
 
 OPERATIONS: dict[str, Operation] = {
-    "matmul": Operation(_matmul, P(), P(), P()),
-    "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, P(AXIS, None), P(None, AXIS), P(None, AXIS)),
-    "all_gather_rhs_matmul_n": Operation(_all_gather_rhs_matmul, P(AXIS, None), P(None, AXIS), P(AXIS, None)),
-    "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, P(AXIS, None), P(AXIS, None), P(AXIS, None)),
+    "matmul": Operation(_matmul),
+    "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, ("m", "n", "n")),
+    "all_gather_rhs_matmul_n": Operation(_all_gather_rhs_matmul, ("m", "n", "m"), gathers=1),
+    "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, ("m", "k", "m"), gathers=1),
 }
+
+
+# --- How operands lie -------------------------------------------------------------------------------------------------
+
+
+def _dimensions(problem: Problem) -> tuple[str, str, str]:
+    """A letter for each dimension of lhs, rhs and the result, in their order in memory; "b" is the batch."""
+    batch = "b" if problem.batch > 1 else ""
+    lhs, rhs = "km" if problem.transpose_lhs else "mk", "nk" if problem.transpose_rhs else "kn"
+    return batch + lhs, batch + rhs, batch + "mn"
+
+
+def specs(problem: Problem) -> tuple[P, P, P]:
+    """The shardings of lhs, rhs and the result."""
+    lhs, rhs, out = (
+        P(*(AXIS if dimension == sharded else None for dimension in dimensions))
+        for dimensions, sharded in zip(_dimensions(problem), OPERATIONS[problem.op].sharded, strict=True)
+    )
+    return lhs, rhs, out
 
 
 def shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of both operands, per shard."""
-    lhs_k = problem.whole[2]
-    lhs = (lhs_k, problem.m) if problem.transpose_lhs else (problem.m, lhs_k)
-    rhs = (problem.n, problem.k) if problem.transpose_rhs else (problem.k, problem.n)
-    batch = (problem.batch,) if problem.batch > 1 else ()
-    return (*batch, *lhs), (*batch, *rhs)
+    sizes = {"b": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k}
+    lhs, rhs, _ = _dimensions(problem)
+    # Where rhs is gathered along k, each device's lhs has all of k.
+    lhs_sizes = sizes | {"k": problem.whole[2]}
+    return tuple(lhs_sizes[dimension] for dimension in lhs), tuple(sizes[dimension] for dimension in rhs)
+
+
+def gathered_first[T](problem: Problem, first: T, second: T) -> tuple[T, T]:
+    """(lhs, rhs) with the gathered operand in front; and of such a pair again (lhs, rhs)."""
+    return (second, first) if OPERATIONS[problem.op].gathers else (first, second)
+
+
+# --- The same, unfused (inside shard_map) -----------------------------------------------------------------------------
+
+
+def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The operands with the gathered one complete."""
+    if not problem.pulls:
+        return lhs, rhs
+    shard, other = gathered_first(problem, lhs, rhs)
+    along = _dimensions(problem)[OPERATIONS[problem.op].gathers].index(problem.gathered)
+    return gathered_first(problem, lax.all_gather(shard, AXIS, axis=along, tiled=True), other)
+
+
+def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
+    """XLA's product of complete operands as they lie in memory: nothing is transposed by a copy."""
+    lhs_dimensions, rhs_dimensions, _ = _dimensions(problem)
+    contracting = (lhs_dimensions.index("k"),), (rhs_dimensions.index("k"),)
+    batch = ((0,), (0,)) if problem.batch > 1 else ((), ())
+    return lax.dot_general(lhs, rhs, (contracting, batch), **{"preferred_element_type": problem.out_dtype} | keywords)
+
+
+def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """What the library is compared with: XLA's all-gather, then its product."""
+    return product(problem, *gather(problem, lhs, rhs))

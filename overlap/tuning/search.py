@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import datetime
+import math
 import os
 import statistics
 import time
@@ -27,8 +28,9 @@ from overlap.choice.problem import Problem
 from overlap.choice.tables import Entry
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
+from overlap.tuning.bench import Bench, Effort
+from overlap.tuning.programs import error_bound
 from overlap.tuning.progress import Progress
-from overlap.tuning.timing import ERROR_FACTOR, Bench, Effort
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +215,7 @@ class _Race:
         self.alive: list[Trial] = []
         self.random = np.random.default_rng(settings.seed)
         self.xla = Trial(None)
+        self.error_bound = math.nan  # Nothing passes before XLA's error is known.
 
     def _step(self, text: str, amount: float) -> None:
         self.done += amount
@@ -227,7 +230,7 @@ class _Race:
         self.outcome.trials.append(self.xla)
         self.xla.program = bench.compile(None)
         self.xla.error = bench.error_of(self.xla.program)
-        bench.error_bound = max(ERROR_FACTOR * self.xla.error, bench.error_floor)
+        self.error_bound = error_bound(self.outcome.problem, self.xla.error)
         bench.warm_up(self.xla.program)
         self.xla.samples_us.append(bench.sample_us(self.xla.program))
 
@@ -302,8 +305,8 @@ class _Race:
             return
         # Not max(): a NaN must stay one.
         trial.error = error if trial.error is None else float(np.max([trial.error, error]))
-        if trial.config is not None and not trial.error <= self.bench.error_bound:
-            trial.status = f"wrong: relative error {trial.error:.2g}, allowed {self.bench.error_bound:.2g}"
+        if trial.config is not None and not trial.error <= self.error_bound:
+            trial.status = f"wrong: relative error {trial.error:.2g}, allowed {self.error_bound:.2g}"
 
     def _sample(self, trial: Trial) -> None:
         if trial.status != "ok":

@@ -1,71 +1,61 @@
-"""One problem on the devices: what is compiled, whether its result is right, how long it takes.
+"""How long a call takes: in a loop on the devices, without what a program costs to begin, or from Python, as it is.
 
-A configuration is one compiled program: a loop of calls on the device, each of which reads an element of the result
-before it, so that XLA can neither hoist nor drop a call. The same program is checked and timed, and what is checked is
-what the loop left behind.
+The tuner, the demo and the benchmarks take all their times here. In several processes a time is the maximum over them,
+so that all of them decide alike what to do next.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.experimental import multihost_utils
 
 from overlap.choice.problem import Problem
-from overlap.kernels.config import Config
-from overlap.tuning.operations import AXIS, OPERATIONS, shapes
+from overlap.tuning.operations import gathered_first
 
-# A result may err by twice as much as XLA's. The floor is for f32 results, where both errors are rounding noise; one
-# tile of depth left out of 28672 errs by 5e-2.
-ERROR_FACTOR, ERROR_FLOOR = 2.0, 1e-4
-# Of a sum of f8 products, which Hopper's tensor cores keep in some 14 bits while XLA may take another way; times √k.
-FLOAT8_ERROR_FLOOR = 0.6 * 2.0**-13
 # A difference of two times that is less than this part of a program in the longer one is noise: it is measured again.
 _LEAST_SHARE, _TRIES = 0.1, 5
-# For the length of a loop only: what an H200 reaches, in operations and bytes per microsecond.
-_FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 5.0
+# For the length of a loop only: what an H200 reaches, in operations and bytes per microsecond, and the least of a call.
+_FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 10.0
+# A program and not an eager operation, so that it serves arrays that span processes.
+_copy = jax.jit(jnp.copy)
 
 
-@dataclasses.dataclass(frozen=True)
-class Effort:
-    """How long is measured.
+def expected_us(problem: Problem) -> float:
+    """About how long a call takes on a fast GPU. Sets the length of loops, and nothing else."""
+    return _CALL_US + max(problem.flops_per_device / _FLOPS_PER_US, problem.bytes_per_device / _BYTES_PER_US)
 
-    Attributes:
-      launch_us: about how long one program runs; sets the length of its loop.
-      max_iterations: the longest loop.
-      launches: programs per sample, behind one that is not counted; 0 where times say nothing: one program, as it is.
-      warm_up_s: how long the devices work before the first sample.
-    """
 
-    launch_us: float = 10_000.0
-    max_iterations: int = 64
-    launches: int = 2
-    warm_up_s: float = 1.0
+def iterations_for(problem: Problem, launch_us: float, least: int, most: int) -> int:
+    """How many calls take about `launch_us`."""
+    return min(max(math.ceil(launch_us / expected_us(problem)), least), most)
 
-    @staticmethod
-    def emulated() -> Effort:
-        """For CPU devices, where a time says nothing: two calls, so that the loop is a loop."""
-        return Effort(0.0, 2, 0, 0.0)
 
-    def iterations(self, problem: Problem) -> int:
-        """Calls per loop."""
-        call_us = _CALL_US + max(problem.flops_per_device / _FLOPS_PER_US, problem.bytes_per_device / _BYTES_PER_US)
-        return min(max(math.ceil(self.launch_us / call_us), 2), self.max_iterations)
+def elapsed_s(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
+    """Seconds from the first of `count` launches until the last one's outputs are there."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("timing")
+    start = time.perf_counter()
+    for _ in range(count):
+        launch()
+    jax.block_until_ready(outputs())
+    seconds = time.perf_counter() - start
+    if jax.process_count() == 1:
+        return seconds
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
 
 
 def marginal_s(seconds: Callable[[int], float], count: int) -> float:
     """Seconds that each of `count` launches of a program adds to one before them.
 
-    What it costs to begin and to wait for the last one, some 100 µs, is in both times and so in no result. One launch
-    goes ahead of each pair of times, so that what ran before (another program, an idle gap) is in neither.
+    What it costs to begin and to wait for the last one, some 100 to 400 µs, is in both times and so in no result. One
+    launch goes ahead of each pair of times, so that what ran before (another program, an idle gap) is in neither.
 
     Args:
       seconds: how long so many launches in a row take, until the last is done.
@@ -81,149 +71,67 @@ def marginal_s(seconds: Callable[[int], float], count: int) -> float:
     return average  # With that cost in it: rather too long than too short.
 
 
-class Bench:
-    """The operands of one problem, an oracle, and one state that all its programs hand on to each other."""
+def calls_s(call: Callable[..., jax.Array], operands: tuple[jax.Array, jax.Array], count: int) -> float:
+    """Seconds of each of `count` ordinary calls, dispatched one after another and waited for once."""
+    last: list[jax.Array] = []
 
-    def __init__(self, problem: Problem, devices: Sequence[Any], effort: Effort, seed: int = 0) -> None:
-        if len(devices) != problem.devices:
-            raise ValueError(f"{problem} needs {problem.devices} devices, got {len(devices)}")
-        self.problem, self.effort = problem, effort
-        self.operation = OPERATIONS[problem.op]
-        self.iterations = effort.iterations(problem)
-        self.error_bound = math.nan  # Nothing passes before XLA's error is known.
-        auto = (jax.sharding.AxisType.Auto,)
-        self.mesh = jax.make_mesh((problem.devices,), (AXIS,), axis_types=auto, devices=devices)
-        op = self.operation
-        self._prepare = self._map(self._signed, (op.lhs_spec, P()), op.lhs_spec)
-        self._oracle = self._map(self._in_f32, (op.lhs_spec, op.rhs_spec), op.out_spec)
-        self._compare = self._map(self._relative_error, (op.lhs_spec, op.rhs_spec, op.out_spec, op.out_spec, P()), P())
-        self.lhs, self.rhs = self._map(self._draw, (P(),), (op.lhs_spec, op.rhs_spec))(np.uint32(seed))
-        self._expected = self._oracle(self.lhs, self.rhs)
-        self._blank = self._map(lambda out: out.astype(problem.out_dtype), (op.out_spec,), op.out_spec)
-        self._state: tuple[jax.Array, jax.Array] | None = None
-        self._checks = seed
+    def launch() -> None:
+        last[:] = [call(*operands)]
 
-    @property
-    def error_floor(self) -> float:
-        """The relative error that is allowed in any case."""
-        if jnp.dtype(self.problem.dtype).itemsize > 1:
-            return ERROR_FLOOR
-        return FLOAT8_ERROR_FLOOR * math.sqrt(self.problem.k)
+    # One launch ahead, so that what ran before (another method, an idle gap) is not in the measurement.
+    elapsed_s(launch, lambda: last, 1)
+    return elapsed_s(launch, lambda: last, count) / count
 
-    # --- Programs: each of these runs inside shard_map ----------------------------------------------------------------
 
-    def _map(self, function: Any, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(mapped, **kwargs)
+class Loop:
+    """A compiled `programs.loop_program`, and what each of its launches hands on to the next.
 
-    def _draw(self, seed: jax.Array) -> tuple[jax.Array, ...]:
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), lax.axis_index(AXIS)))
-        # Normal: on zeros and small integers the same kernels run faster.
-        return tuple(
-            jax.random.normal(key, shape, jnp.float32).astype(self.problem.dtype)
-            for key, shape in zip(keys, shapes(self.problem), strict=True)
-        )
+    Attributes:
+      program: the loop; another one of the same problem may take its place and go on with the same arrays.
+      state: (the operand that changes, the result); None after a launch that failed, to which it was given away.
+    """
 
-    def _in_f32(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        # Else XLA sees through the casts, and multiplies f8 operands as such.
-        lhs, rhs = lax.optimization_barrier((lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
-        with jax.default_matmul_precision("highest"):
-            return self.operation.call(self.problem, lhs, rhs, None, "xla")
-
-    def _signs(self, seed: jax.Array) -> jax.Array:
-        rows = self.problem.devices * self.problem.m
-        return jnp.where(jax.random.bernoulli(jax.random.key(seed), shape=(rows,)), 1.0, -1.0)
+    def __init__(
+        self, problem: Problem, program: Any, iterations: int, operands: tuple[jax.Array, jax.Array], out: jax.Array
+    ) -> None:
+        self._problem, self.program, self._iterations = problem, program, iterations
+        changed, self._fixed = gathered_first(problem, *operands)
+        # A launch gives away what it changes; the operands stay the caller's.
+        self.state: tuple[jax.Array, jax.Array] | None = (_copy(changed), out)
 
     @property
-    def _lhs_rows_axis(self) -> int:
-        return -1 if self.problem.transpose_lhs else -2
+    def operands(self) -> tuple[jax.Array, jax.Array]:
+        """(lhs, rhs) as the last launch left them."""
+        assert self.state is not None
+        return gathered_first(self._problem, self.state[0], self._fixed)
 
-    def _signed(self, lhs: jax.Array, seed: jax.Array) -> jax.Array:
-        """Rows with random signs: what another run left in memory then cannot pass for this one's result."""
-        m = self.problem.m
-        first = lax.axis_index(AXIS) * m if self.operation.lhs_spec else 0
-        signs = lax.dynamic_slice(self._signs(seed), (first,), (m,)).astype(jnp.float32)
-        shape = (m,) if self.problem.transpose_lhs else (m, 1)
-        return (lhs.astype(jnp.float32) * signs.reshape(shape)).astype(lhs.dtype)
+    @property
+    def out(self) -> jax.Array:
+        """The result of the last call."""
+        assert self.state is not None
+        return self.state[1]
 
-    def _relative_error(
-        self, lhs: jax.Array, rhs: jax.Array, out: jax.Array, expected: jax.Array, seed: jax.Array
-    ) -> jax.Array:
-        """‖out − signs · expected‖ / ‖expected‖, with the rows that the loop changed computed anew."""
-        signs, blocks, m = self._signs(seed), self.problem.devices, self.problem.m
-        if tuple(self.operation.out_spec)[:1] == (AXIS,):  # Each device has rows of its own, not those of all.
-            signs, blocks = lax.dynamic_slice(signs, (lax.axis_index(AXIS) * m,), (m,)), 1
-        expected = expected * signs[:, None]
-        changed = self._in_f32(lax.slice_in_dim(lhs, 0, 1, axis=lhs.ndim + self._lhs_rows_axis), rhs)
-        rows = jnp.arange(blocks) * m
-        expected = expected.at[..., rows, :].set(changed)
-        squares = jnp.stack([jnp.sum((out.astype(jnp.float32) - expected) ** 2), jnp.sum(expected**2)])
-        squares = lax.psum(squares, AXIS)
-        return jnp.sqrt(squares[0] / squares[1])
+    def compile(self) -> None:
+        """Compiles `program`, now instead of at the first launch."""
+        self.program = self.program.lower(self.state, self._fixed).compile()
 
-    def _loop(self, config: Config | None) -> Any:
-        implementation = "xla" if config is None else "fused"
+    def launch(self) -> None:
+        """Begins one program, without waiting for it."""
+        state, self.state = self.state, None
+        self.state = self.program(state, self._fixed)
 
-        def program(state: tuple[jax.Array, jax.Array], rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def body(_: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                lhs, out = state
-                element = lax.slice(out, (0,) * out.ndim, (1,) * out.ndim).astype(jnp.float32)
-                # Back to the operands' distribution, so that nothing grows from call to call.
-                element = jnp.clip(element * self.problem.k**-0.5, -4.0, 4.0).astype(lhs.dtype)
-                lhs = lax.dynamic_update_slice(lhs, element, (0,) * lhs.ndim)
-                return lhs, self.operation.call(self.problem, lhs, rhs, config, implementation)
+    def call_s(self, launches: int) -> float:
+        """Seconds of one call, from the difference of 1 + `launches` programs to one; with 0, of one as it is."""
 
-            return lax.fori_loop(0, self.iterations, body, state)
+        def seconds(count: int) -> float:
+            return elapsed_s(self.launch, lambda: self.state, count)
 
-        specs = (self.operation.lhs_spec, self.operation.out_spec)
-        return self._map(program, (specs, self.operation.rhs_spec), specs, donate_argnums=0)
+        return (marginal_s(seconds, launches) if launches else seconds(1)) / self._iterations
 
-    # --- What the search calls ----------------------------------------------------------------------------------------
-
-    def compile(self, config: Config | None) -> Any:
-        """The compiled loop of a configuration, or of XLA's implementation (None). May be called from any thread."""
-        out = jax.ShapeDtypeStruct(
-            self._expected.shape, jnp.dtype(self.problem.out_dtype), sharding=self._expected.sharding
-        )
-        return self._loop(config).lower((self.lhs, out), self.rhs).compile()
-
-    def error_of(self, program: Any) -> float:
-        """The relative error of what a program's loop leaves behind, on operands that no other check has had."""
-        self._checks += 1
-        seed = np.uint32(self._checks)
-        _, out = self._current_state()
-        self._run(program, (self._prepare(self.lhs, seed), out))
-        return float(self._compare(*self._left_behind(), seed))
-
-    def sample_us(self, program: Any) -> float:
-        """The time of one call, from one sample."""
-
-        def seconds(launches: int) -> float:
-            start = time.perf_counter()
-            for _ in range(launches):
-                self._run(program, self._current_state())
-            jax.block_until_ready(self._state)
-            return time.perf_counter() - start
-
-        count = self.effort.launches
-        return 1e6 * (marginal_s(seconds, count) if count else seconds(1)) / self.iterations
-
-    def warm_up(self, program: Any) -> None:
-        """Keeps the devices busy until their clocks have settled."""
-        end = time.perf_counter() + self.effort.warm_up_s
-        while time.perf_counter() < end:
-            jax.block_until_ready(self._run(program, self._current_state()))
-
-    def _current_state(self) -> tuple[jax.Array, jax.Array]:
-        if self._state is None:
-            self._state = (self._prepare(self.lhs, np.uint32(self._checks)), self._blank(self._expected))
-        return self._state
-
-    def _left_behind(self) -> tuple[jax.Array, ...]:
-        lhs, out = self._current_state()
-        return lhs, self.rhs, out, self._expected
-
-    def _run(self, program: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        self._state = None  # Given away; if the program fails, there is none.
-        new = self._state = program(state, self.rhs)
-        return new
+    def load(self, seconds: float) -> None:
+        """Gives the devices work for about so long, without waiting: until clocks and temperatures have settled."""
+        if seconds > 0:
+            program_s = self.call_s(1) * self._iterations
+            # A count, not a clock, so that all processes do the same.
+            for _ in range(int(seconds / max(program_s, 1e-6))):
+                self.launch()

@@ -1,0 +1,26 @@
+"""What a compiled loop copies: the search of its HLO for copies of whole operands, which would be in every time."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+# Below this a copy inside the loop costs nothing that can be seen.
+_COPY_THRESHOLD_BYTES = 1 << 16
+
+
+def copies_in_loops(hlo: str) -> list[str]:
+    """The instructions in loop bodies of an optimized module that copy `_COPY_THRESHOLD_BYTES` or more."""
+    found = []
+    for body in set(re.findall(r"\bwhile\(.*?body=%?([\w.-]+)", hlo)):
+        block = re.search(rf"^%?{re.escape(body)} \(.*?^}}", hlo, re.MULTILINE | re.DOTALL)
+        for line in block[0].splitlines() if block else ():
+            match = re.match(r"\s*(?:ROOT )?%?(?P<name>[\w.-]+) = \(?(?P<type>\w+)\[(?P<dims>[\d,]*)\]", line)
+            if match is None or not re.search(r"\bcopy(-start)?\(|wrapped_copy|copy_fusion", line):
+                continue
+            bits = re.search(r"\d+", match["type"])
+            size = int(np.prod([int(dim) for dim in match["dims"].split(",") if dim], dtype=np.int64))
+            if size * (int(bits[0]) if bits else 8) // 8 >= _COPY_THRESHOLD_BYTES:
+                found.append(f"{match['name']}: {match['type']}[{match['dims']}]")
+    return sorted(found)

@@ -1,0 +1,117 @@
+"""One problem on the devices, for the search: what is compiled, whether its result is right, how long it takes.
+
+A configuration is one compiled program: a loop of calls. The same program is checked and timed, and what is checked is
+what the loop left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from overlap.choice.problem import Problem
+from overlap.kernels.config import Config
+from overlap.tuning.operations import OPERATIONS, gathered_first, specs, unfused
+from overlap.tuning.programs import call_program, draw_operands, error_program, loop_program, mesh_of
+from overlap.tuning.timing import Loop, iterations_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How long is measured.
+
+    Attributes:
+      launch_us: about how long one program runs; sets the length of its loop.
+      max_iterations: the longest loop.
+      launches: programs per sample, behind one that is not counted; 0 where times say nothing: one program, as it is.
+      warm_up_s: how long the devices work before the first sample.
+    """
+
+    launch_us: float = 10_000.0
+    max_iterations: int = 64
+    launches: int = 2
+    warm_up_s: float = 1.0
+
+    @staticmethod
+    def emulated() -> Effort:
+        """For CPU devices, where a time says nothing: two calls, so that the loop is a loop."""
+        return Effort(0.0, 2, 0, 0.0)
+
+    def iterations(self, problem: Problem) -> int:
+        """Calls per loop."""
+        return iterations_for(problem, self.launch_us, 2, self.max_iterations)
+
+
+class Bench:
+    """The operands of one problem, an oracle, and one state that all its programs hand on to each other."""
+
+    def __init__(self, problem: Problem, devices: Sequence[Any], effort: Effort, seed: int = 0) -> None:
+        if len(devices) != problem.devices:
+            raise ValueError(f"{problem} needs {problem.devices} devices, got {len(devices)}")
+        self.problem, self.effort, self._seed = problem, effort, seed
+        self.operation = OPERATIONS[problem.op]
+        self.iterations = effort.iterations(problem)
+        self.mesh = mesh_of(devices)
+        operands = draw_operands(problem, self.mesh, seed)
+        out = jax.eval_shape(call_program(problem, functools.partial(unfused, problem), self.mesh), *operands)
+        sharding = NamedSharding(self.mesh, specs(problem)[2])
+        self._blank = jax.jit(functools.partial(jnp.zeros, out.shape, out.dtype), out_shardings=sharding)
+        self._error = error_program(problem, self.mesh)
+        self._loop: Loop | None = Loop(problem, None, self.iterations, operands, self._blank())
+        changed, fixed = gathered_first(problem, *operands)
+        self._arguments = jax.tree.map(_struct, ((changed, self._loop.out), fixed))
+
+    def _call(self, config: Config | None) -> Any:
+        implementation = "xla" if config is None else "fused"
+        return lambda lhs, rhs: self.operation.call(self.problem, lhs, rhs, config, implementation)
+
+    # --- What the search calls ----------------------------------------------------------------------------------------
+
+    def compile(self, config: Config | None) -> Any:
+        """The compiled loop of a configuration, or of XLA's implementation (None). May be called from any thread."""
+        loop = loop_program(self.problem, self._call(config), self.mesh, self.iterations)
+        return loop.lower(*self._arguments).compile()
+
+    def error_of(self, program: Any) -> float:
+        """The relative error of what a program's loop leaves behind, on operands that no other check has had.
+
+        What another program left in memory can then not pass for this one's result.
+        """
+        loop = self._with_new_operands()
+        loop.program = program
+        loop.launch()
+        return float(self._error(*loop.operands, loop.out))
+
+    def sample_us(self, program: Any) -> float:
+        """The time of one call, from one sample."""
+        return 1e6 * self._ready(program).call_s(self.effort.launches)
+
+    def warm_up(self, program: Any) -> None:
+        """Keeps the devices busy until their clocks have settled."""
+        loop = self._ready(program)
+        loop.load(self.effort.warm_up_s)
+        jax.block_until_ready(loop.state)
+
+    def _ready(self, program: Any) -> Loop:
+        # What a failed program was given is lost.
+        loop = self._loop if self._loop is not None and self._loop.state is not None else self._with_new_operands()
+        loop.program = program
+        return loop
+
+    def _with_new_operands(self) -> Loop:
+        out = self._loop.out if self._loop is not None and self._loop.state is not None else self._blank()
+        self._loop = None  # The operands before make room for the new ones.
+        self._seed += 1
+        operands = draw_operands(self.problem, self.mesh, self._seed)
+        self._loop = Loop(self.problem, None, self.iterations, operands, out)
+        return self._loop
+
+
+def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
