@@ -114,6 +114,7 @@ SCALED = [
     (2, 15, Form(136, (8, 136), 72, (2,), scales=("columns",), container=tuple), ALONG_N),
     (2, 3, Form(72, (64,), 72, scales=("scalar",), container=None), FINE),
     (1, 3, Form(72, (64, 8), 72, scales=("rows", "columns")), SMALL),
+    (2, 3, Form(1, (72,), 64, scales=("rows", "columns"), container=None), SMALL),  # (1, 1), and other ones elsewhere.
     # [n, k] in 16 bits, and f8, gathered as such.
     (2, 3, Form(136, (72, 8), 72, transpose_rhs=True), SMALL),
     (3, 5, Form(136, (136,), 136, transpose_rhs=True, container=None), ALONG_M),

@@ -109,6 +109,9 @@ def test_everything_that_a_product_may_have_with_gradients(around):
     assert run.counts["launches"] > 0 and jax.typeof(out).sharding.spec == P(None, "x", "y")
     (_, expected), by_xla = results(implementation="xla")
     assert_near((out, gradients), (expected, by_xla))
+    names = ("addend", "bias", "lhs_scale", "rhs_scale")
+    rest = dict(zip(names, operands[2:], strict=True), transpose_rhs=True, activation=np.tanh)
+    assert_near(out, oracle_of(*operands[:2], **rest))  # What is cut wrongly would be so by XLA as well.
 
 
 REFUSED = {  # specs of lhs and rhs: type, what the message says
