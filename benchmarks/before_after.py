@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import pathlib
 import re
 import shutil
@@ -75,7 +76,7 @@ def call_of(package: Any, case: Any) -> Callable[[jax.Array, jax.Array], jax.Arr
     def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         if kind == "rhs":
             return package.all_gather_rhs_matmul(lhs, rhs, "x", implementation="fused", **keywords)
-        scaled = {"scale": (jnp.ones((m, 1)), jnp.ones((n,))), "transpose_rhs": True} if kind == "scaled" else {}
+        scaled = scales_of(package, m, n) | {"transpose_rhs": True} if kind == "scaled" else {}
         out = package.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused", **keywords, **scaled)
         return out[0] if keywords.get("return_gathered") else out
 
@@ -89,6 +90,13 @@ def problem_of(case: Any, devices: int) -> Problem:
     name = jnp.dtype(dtype).name
     layout = "nt" if kind == "scaled" else "nn"
     return Problem(f"all_gather_{along}", m, n, k, name, default_out_dtype(name), devices, layout)
+
+
+def scales_of(package: Any, m: int, n: int) -> dict[str, Any]:
+    """Scales of rows and columns, by the names that the package has: the older ones take both as one tuple, `scale`."""
+    rows, columns = jnp.ones((m, 1)), jnp.ones((n,))
+    is_older = "scale" in inspect.signature(package.all_gather_lhs_matmul).parameters
+    return {"scale": (rows, columns)} if is_older else {"lhs_scale": rows, "rhs_scale": columns}
 
 
 def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:

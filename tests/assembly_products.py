@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 # What the epilogue is given, by name; "all" asks for every operand at once, and for an activation of many operations.
 EPILOGUES = {
     "bias": ("bias",),
-    "c": ("c",),
-    "scales": ("row_scale", "column_scale"),
+    "addend": ("addend",),
+    "scales": ("lhs_scale", "rhs_scale"),
     "gelu": ("bias",),
     "relu": (),
-    "all": ("bias", "c", "row_scale", "column_scale"),
+    "all": ("bias", "addend", "lhs_scale", "rhs_scale"),
 }
 
 
@@ -40,15 +40,15 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
         assembly.struct(mesh, (*batch, *((n, k) if right else (k, n))), rhs_dtype),
     ]
     names = EPILOGUES.get(epilogue, ())
-    shapes = {"bias": (n,), "c": (*batch, m, n), "row_scale": (m, 1), "column_scale": (n,)}
-    structs += [assembly.struct(mesh, shapes[name], (out or case.dtype) if name == "c" else "f32") for name in names]
+    shapes = {"bias": (n,), "addend": (*batch, m, n), "lhs_scale": (m, 1), "rhs_scale": (n,)}
+    dtypes = {"addend": out or case.dtype}
+    structs += [assembly.struct(mesh, shapes[name], dtypes.get(name, "f32")) for name in names]
 
     def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
-        given = dict(zip(names, rest, strict=True))
-        scales = tuple(given.pop(name) for name in ("row_scale", "column_scale") if name in given)
+        given: dict[str, Any] = dict(zip(names, rest, strict=True))
         return overlap.matmul(
             lhs, rhs, transpose_lhs=left, transpose_rhs=right, preferred_element_type=out, config=config,
-            activation=activations.get(epilogue), scale=scales or None, implementation="fused", **given,
+            activation=activations.get(epilogue), implementation="fused", **given,
         )  # fmt: skip
 
     return jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), tuple(structs)
@@ -85,8 +85,9 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
         return mapped, (lhs, rhs)
 
     def call(lhs: jax.Array, rhs: jax.Array, *scales: jax.Array) -> Any:
+        given = dict(zip(("lhs_scale", "rhs_scale"), scales))
         return overlap.all_gather_lhs_matmul(
-            lhs, rhs, "x", transpose_rhs=transposed, return_gathered=keeps, scale=scales or None, **keywords
+            lhs, rhs, "x", transpose_rhs=transposed, return_gathered=keeps, **given, **keywords
         )
 
     every = (None,) * len(batch)

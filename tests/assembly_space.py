@@ -87,7 +87,7 @@ class KernelClass:
         epilogue_tile_n: columns per store.
         cluster: CTAs per cluster.
         cuts: whether CTAs share tiles.
-        epilogue: whether the epilogue does more than to convert; then bias, c, scales and an activation all at once.
+        epilogue: whether the epilogue does more than to convert; then bias, addend, scales and activation all at once.
     """
 
     op: str
@@ -272,7 +272,7 @@ class Member:
 
     @property
     def smem_bytes(self) -> int:
-        """What `Config.smem_bytes` says, and the barriers for `c`."""
+        """What `Config.smem_bytes` says, and the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
         announced = self.config.smem_bytes(self.problem.dtype, out_dtype, pulls=self.problem.pulls)
         if not self.kernel.epilogue or self.kernel.pulls:

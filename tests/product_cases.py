@@ -31,13 +31,12 @@ def in_f32(x: Any, transposed: bool = False) -> np.ndarray:
     return np.swapaxes(x, -1, -2) if transposed else x
 
 
-def oracle_of(lhs: Any, rhs: Any, *, transpose_lhs: bool = False, transpose_rhs: bool = False, scale: Any = 1.0,
-              bias: Any = 0.0, c: Any = 0.0, activation: Any = None, **_: Any) -> Any:  # fmt: skip
+def oracle_of(lhs: Any, rhs: Any, *, transpose_lhs: bool = False, transpose_rhs: bool = False, lhs_scale: Any = 1.0,
+              rhs_scale: Any = 1.0, bias: Any = 0.0, addend: Any = 0.0, activation: Any = None,
+              **_: Any) -> Any:  # fmt: skip
     """What `matmul` computes, in f32."""
-    exact = in_f32(lhs, transpose_lhs) @ in_f32(rhs, transpose_rhs)
-    for part in scale if isinstance(scale, tuple) else (scale,):
-        exact = exact * in_f32(part)
-    exact = exact + in_f32(bias) + in_f32(c)
+    exact = in_f32(lhs, transpose_lhs) @ in_f32(rhs, transpose_rhs) * in_f32(lhs_scale) * in_f32(rhs_scale)
+    exact = exact + in_f32(bias) + in_f32(addend)
     return exact if activation is None else np.asarray(activation(exact))
 
 

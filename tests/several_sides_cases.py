@@ -74,13 +74,16 @@ def call(form: Form, **kwargs: Any) -> Any:
     """From per-shard operands (as `operands` gives them) to (list of results, [gathered] or [])."""
 
     def body(lhs: Any, sides: Any, rows: Any, columns: Any) -> Any:
-        of_columns = columns[0] if form.container is None else list(columns)
-        given = {"scalar": 0.5, "rows": rows, "columns": of_columns}
-        scale = tuple(given[name] for name in form.scales) or None
+        scalar = 0.5 if "scalar" in form.scales else None
+        # A scalar may be either of the two, and is a part of the columns' if both are taken.
+        lhs_scale, rhs_scale = (rows, scalar) if "rows" in form.scales else (scalar, None)
+        if "columns" in form.scales:
+            each = [column if rhs_scale is None else column * rhs_scale for column in columns]
+            rhs_scale = each[0] if form.container is None else form.container(each)
         rhs = sides[0] if form.container is None else form.container(sides)
         result = overlap.all_gather_lhs_matmul(
-            lhs, rhs, "x", scale=scale, transpose_rhs=form.transpose_rhs, return_gathered=form.gathered,
-            preferred_element_type=form.out_dtype, **kwargs,
+            lhs, rhs, "x", lhs_scale=lhs_scale, rhs_scale=rhs_scale, transpose_rhs=form.transpose_rhs,
+            return_gathered=form.gathered, preferred_element_type=form.out_dtype, **kwargs,
         )  # fmt: skip
         outs, gathered = result if form.gathered else (result, None)
         assert form.container is None or type(outs) is form.container

@@ -71,10 +71,9 @@ UNREAL = [
     b"2",
 ]
 ROWS, COLUMNS = array(M, 1, dtype=np.float32), [*array(N, dtype=np.float32), *array(1, N, dtype=np.float32)]
-SCALE = (
-    [None, *REAL, *ROWS, *COLUMNS, (), (2.0,), (ROWS[0], COLUMNS[1], 3)],
-    [*UNREAL, [1.0], (None,), (2.0, "2"), ((2.0,), 1.0), (1.0, 1j), [2.0, 3.0]],
-)
+UNREAL += [[1.0], (2.0,), (), (None,), [2.0, 3.0, 4.0], (2.0, "2", 3.0)]
+LHS_SCALE = [None, *REAL, *ROWS], [*UNREAL, *COLUMNS, *array(M, dtype=np.float32)]
+RHS_SCALE = [None, *REAL, *COLUMNS], [*UNREAL, *ROWS, *array(N, 1)]
 COMMON = {"config": CONFIG, "implementation": IMPLEMENTATION, "preferred_element_type": DTYPE, "mesh": (
     [MESH], ["x", 3, {}, P("x"), [MESH]],
 )}  # fmt: skip
@@ -83,17 +82,17 @@ OPERANDS = {"lhs": (array(M, K), wrong_array(M, K)), "rhs": (array(K, N), wrong_
 # Of each operation: what is always given, and what may be; right and wrong values of each.
 OPERATIONS = {
     overlap.matmul: (OPERANDS, COMMON | {
-        "c": ([None, *array(M, N), *array(M, N, dtype=np.float32)], wrong_array(M, N)[1:]),
+        "addend": ([None, *array(M, N), *array(M, N, dtype=np.float32)], wrong_array(M, N)[1:]),
         "bias": ([None, *array(N), *array(N, dtype=np.float32)], [*wrong_array(N)[1:], *array(M), *array(1, N)]),
-        "activation": ACTIVATION, "scale": SCALE, "transpose_lhs": ([False], FLAG[1]),
-        "transpose_rhs": ([False], FLAG[1]),
+        "activation": ACTIVATION, "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE,
+        "transpose_lhs": ([False], FLAG[1]), "transpose_rhs": ([False], FLAG[1]),
     }),
     overlap.all_gather_lhs_matmul: (OPERANDS | {"axis_name": AXIS, "mesh": COMMON["mesh"]}, COMMON | {
         "rhs": (
             [*array(K, N), [array(K, N)[0], array(K, 2 * N)[1]]],
             [*wrong_array(K, N), [], (), [None], ["abc"], (array(K, N)[0], array(M, N)[0])],
         ),
-        "scale": ([None, 2.0, *ROWS, (2.0, ROWS[1])], [*UNREAL, (None,), (2.0, "2"), [1.0, 2.0, 3.0]]),
+        "lhs_scale": LHS_SCALE, "rhs_scale": ([None, *REAL], [*UNREAL, *ROWS]),
         "transpose_rhs": ([False], FLAG[1]), "return_gathered": FLAG, "transport": ([None, "pull", "ring"], NAMES),
     }),
     overlap.all_gather_rhs_matmul: (
@@ -170,9 +169,7 @@ def test_each_wrong_value_by_itself(op):
 @given(calls(), st.booleans())
 def test_right_and_wrong_ones_together(drawn, traces):
     op, arguments, wrong = drawn
-    # Two lists of a right kind each may be of different lengths: one of `rhs`, one of `scale`.
-    if not (isinstance(arguments.get("rhs"), (list, tuple)) and isinstance(arguments.get("scale"), list)):
-        judge(op, arguments, wrong, traces=traces)
+    judge(op, arguments, wrong, traces=traces)
 
 
 SIZES = st.integers(0, 4)
@@ -217,6 +214,17 @@ def test_unknown_and_missing_arguments(op):
         overlap.explain(op, arguments["lhs"], **arguments)
     with pytest.raises(TypeError, match="by position"):
         overlap.explain(op, *[arguments["lhs"]] * 5)
+
+
+@pytest.mark.parametrize("op", [overlap.matmul, overlap.all_gather_lhs_matmul], ids=lambda op: op.__name__)
+def test_there_is_no_scale_but_of_one_operand(op):
+    arguments = {name: right[0] for name, (right, _) in OPERATIONS[op][0].items()}
+    for typo, meant in (("scale", "[lr]hs_scale"), ("lhs_scales", "lhs_scale"), ("rhsscale", "rhs_scale")):
+        with pytest.raises(TypeError, match=f"no argument `{typo}`: did you mean `{meant}`"):
+            overlap.explain(op, **arguments, **{typo: 2.0})
+    arguments.pop("mesh", None)
+    with pytest.raises(TypeError, match="'scale'"):
+        op(**arguments, scale=2.0)
 
 
 @pytest.mark.parametrize("op", [None, print, [], "matmul", jax.jit(overlap.matmul), overlap, overlap.explain])
@@ -273,7 +281,7 @@ def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: asked.append(mesh) or h200)
     lhs, rhs = (jax.ShapeDtypeStruct((4096, 4096), BF16) for _ in range(2))
     rows, columns = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 1), (4096,)))
-    choice = overlap.explain(overlap.matmul, lhs, rhs, mesh=MESH, scale=(rows, columns, 2.0, rows))
+    choice = overlap.explain(overlap.matmul, lhs, rhs, mesh=MESH, lhs_scale=rows, rhs_scale=columns)
     assert asked == [MESH] and choice.target == h200 and choice.implementation == "fused"
 
 
@@ -292,7 +300,7 @@ def test_explain_of_the_devices_of_an_abstract_mesh():
 def test_sizes_of_zero_by_xla():
     for m, k, n in ((0, K, N), (M, 0, N), (M, K, 0), (0, 0, 0)):
         lhs, rhs = jnp.ones((m, k), BF16), jnp.ones((k, n), BF16)
-        for keywords in ({}, {"bias": jnp.ones(n), "activation": jax.nn.relu, "scale": 2.0}):
+        for keywords in ({}, {"bias": jnp.ones(n), "activation": jax.nn.relu, "lhs_scale": 2.0}):
             out = overlap.matmul(lhs, rhs, **keywords)
             np.testing.assert_array_equal(out, lhs @ rhs + (1 if keywords else 0))
 
@@ -301,7 +309,8 @@ def test_64_bits_by_xla_are_computed_in_64_bits():
     with jax.enable_x64(True):
         lhs, rhs = (np.random.default_rng(i).standard_normal(s) for i, s in enumerate(((M, K), (K, N))))
         out = overlap.matmul(
-            lhs, rhs, scale=1 / 3, bias=np.full(N, 1e-9), c=np.ones((M, N)), activation=lambda y: y * np.sqrt(2.0)
-        )
+            lhs, rhs, lhs_scale=1 / 3, bias=np.full(N, 1e-9), addend=np.ones((M, N)),
+            activation=lambda y: y * np.sqrt(2.0),
+        )  # fmt: skip
         np.testing.assert_allclose(out, np.sqrt(2.0) * (lhs @ rhs / 3 + 1e-9 + 1), rtol=1e-12)
         assert out.dtype == np.float64

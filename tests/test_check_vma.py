@@ -48,19 +48,19 @@ def gather(lhs, rhs, **keywords):
 
 
 def everything(lhs, rhs, **keywords):
-    """What a product may have beside its operands, all of it the same on all devices but `c`."""
+    """What a product may have beside its operands, all of it the same on all devices but `addend`."""
     m, n = lhs.shape[0], rhs.shape[1]
     return overlap.matmul(
-        lhs, rhs, c=lhs[:, :1] * jnp.ones((1, n), lhs.dtype), bias=rhs[0].astype(jnp.float32), activation=jnp.tanh,
-        scale=(jnp.arange(1.0, m + 1)[:, None] / m, 0.5), **keywords,
+        lhs, rhs, addend=lhs[:, :1] * jnp.ones((1, n), lhs.dtype), bias=rhs[0].astype(jnp.float32),
+        activation=jnp.tanh, lhs_scale=jnp.arange(1.0, m + 1)[:, None] / m, rhs_scale=0.5, **keywords,
     )  # fmt: skip
 
 
 def several(lhs, rhs, **keywords):
     """Q and K, say: the first one with weights that vary along "x", the second one's are the same everywhere."""
     both = rhs, lax.all_gather(rhs, "x", axis=1, tiled=True)[:, :64]
-    scale = (jnp.ones((*lhs.shape[:-1], 1)) * 0.5, [2.0, jnp.arange(64.0)])
-    return gather(lhs, both, scale=scale, return_gathered=True, **keywords)
+    scales = dict(lhs_scale=jnp.ones((*lhs.shape[:-1], 1)) * 0.5, rhs_scale=[2.0, jnp.arange(64.0)])
+    return gather(lhs, both, return_gathered=True, **scales, **keywords)
 
 
 # Weights that are the same on all devices along "data": their gradients are summed over these.

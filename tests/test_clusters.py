@@ -61,8 +61,8 @@ def test_all_layouts_on_a_batch(left, right, along):
 def test_the_whole_epilogue_beside_a_phantom_tile(along, stream_k):
     scales = jnp.resize(jnp.array([0.25, 0.5, 1.0, 2.0]), (264,))
     config = overlap.Config(cluster_along=along, stream_k=stream_k, **SMALL)
-    check_exactly(PHANTOM, config, cores=5, c=integers(5, 260, 264), bias=integers(6, 264), activation=jax.nn.relu,
-                  scale=(scales[:260, None], scales))  # fmt: skip
+    check_exactly(PHANTOM, config, cores=5, addend=integers(5, 260, 264), bias=integers(6, 264),
+                  activation=jax.nn.relu, lhs_scale=scales[:260, None], rhs_scale=scales)  # fmt: skip
 
 
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])

@@ -29,8 +29,8 @@ def close(actual, expected, limit):
 # --- The ends of the dtypes' ranges -----------------------------------------------------------------------------------
 
 RANGES = {  # What `matmul` is given, and by what the sum of its result is multiplied.
-    "cotangents too large": (dict(scale=1e5, preferred_element_type=F32), 1e-5),
-    "cotangents too small": (dict(scale=1e-6, preferred_element_type=F32), 1.0),
+    "cotangents too large": (dict(lhs_scale=1e5, preferred_element_type=F32), 1e-5),
+    "cotangents too small": (dict(rhs_scale=1e-6, preferred_element_type=F32), 1.0),
     "an activation with small slopes": (
         dict(bias=jnp.full(N, -20.0), activation=lambda y: jnp.exp(y / 10), preferred_element_type=F32), 1.0
     ),
@@ -38,9 +38,10 @@ RANGES = {  # What `matmul` is given, and by what the sum of its result is multi
 }  # fmt: skip
 
 
-def in_f64(lhs, rhs, *, scale=1.0, bias=0.0, activation=lambda y: y, transpose_rhs=False, times=1.0, **_):
+def in_f64(lhs, rhs, *, lhs_scale=1.0, rhs_scale=1.0, bias=0.0, activation=lambda y: y, transpose_rhs=False, times=1.0,
+           **_):  # fmt: skip
     """The gradient of the sum of what `matmul` computes."""
-    lhs, rhs, scale, bias = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, scale, bias))
+    lhs, rhs, scale, bias = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, lhs_scale * rhs_scale, bias))
     with jax.enable_x64(True):
 
         def loss(lhs, rhs):
@@ -126,7 +127,13 @@ def gather(op):
     def call(lhs, rhs, scale, implementation):
         if op == "lhs":
             return overlap.all_gather_lhs_matmul(
-                lhs, rhs, "x", scale=(scale, 0.5), implementation=implementation, preferred_element_type=None
+                lhs,
+                rhs,
+                "x",
+                lhs_scale=scale,
+                rhs_scale=0.5,
+                implementation=implementation,
+                preferred_element_type=None,
             )
         return overlap.all_gather_rhs_matmul(
             (lhs * scale).astype(lhs.dtype),
@@ -143,7 +150,7 @@ def single(lhs, rhs, scale, implementation):
     bias = jnp.sin(rhs[0].astype(F32))
     slope = scale[0, 0]
     activation = lambda y: jnp.tanh(y * slope)  # noqa: E731
-    return overlap.matmul(lhs, rhs, scale=scale, bias=bias, activation=activation, implementation=implementation)
+    return overlap.matmul(lhs, rhs, lhs_scale=scale, bias=bias, activation=activation, implementation=implementation)
 
 
 SHAPES = {
@@ -247,7 +254,7 @@ def test_gathers_as_the_gradient_of_the_plain_operations(dtype, op):
 
     def fused(lhs, rhs):
         if op == "lhs":
-            keywords = dict(scale=factor, preferred_element_type=F32 if dtype == F32 else None)
+            keywords = dict(lhs_scale=factor, preferred_element_type=F32 if dtype == F32 else None)
             y = overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused", **keywords)
         else:
             y = overlap.all_gather_rhs_matmul(

@@ -50,8 +50,9 @@ def test_ragged(shape, left, right):
     m, n, k = shape
     m += -m % 8 if left else 0  # The rows of an operand are multiples of 16 bytes.
     lhs, rhs = normal(40, *((k, m) if left else (m, k))), normal(41, *((n, k) if right else (k, n)))
-    rows, c = jnp.exp(normal(42, m, 1, dtype=jnp.float32)), normal(43, m, n)
-    extra = dict(bias=normal(44, n, dtype=jnp.float32), c=c, scale=rows, transpose_lhs=left, transpose_rhs=right)
+    rows, addend = jnp.exp(normal(42, m, 1, dtype=jnp.float32)), normal(43, m, n)
+    extra = dict(bias=normal(44, n, dtype=jnp.float32), addend=addend, lhs_scale=rows)
+    extra |= dict(transpose_lhs=left, transpose_rhs=right)
     check(lhs, rhs, config=overlap.Config(tile_n=128), limit=6e-3, **extra)
 
 
@@ -65,8 +66,9 @@ def test_ragged_in_k_alone_and_in_a_batch():
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(F8, repeat=2)))
 def test_float8(left, right, out):
     lhs, rhs = normal(4, 128, 256, dtype=left), normal(5, 256, 256, dtype=right)
-    scale = (jnp.exp(normal(6, 128, 1, dtype=jnp.float32)), jnp.exp(normal(7, 256, dtype=jnp.float32)))
-    check(lhs, rhs, scale=scale, transpose_rhs=True, preferred_element_type=out, limit=6e-3)
+    rows, columns = jnp.exp(normal(6, 128, 1, dtype=jnp.float32)), jnp.exp(normal(7, 256, dtype=jnp.float32))
+    keywords = dict(lhs_scale=rows, rhs_scale=columns, transpose_rhs=True, preferred_element_type=out)
+    check(lhs, rhs, limit=6e-3, **keywords)
 
 
 def test_float8_wants_k_along_its_rows():
@@ -77,13 +79,14 @@ def test_float8_wants_k_along_its_rows():
 
 EPILOGUES = {
     "bias": dict(bias=normal(10, 256, dtype=jnp.float32)),
-    "c": dict(c=normal(11, 256, 256)),
-    "scalar": dict(scale=0.25),
-    "rows": dict(scale=jnp.exp(normal(12, 256, 1, dtype=jnp.float32))),
+    "addend": dict(addend=normal(11, 256, 256)),
+    "scalars": dict(lhs_scale=0.5, rhs_scale=0.3),
+    "rows": dict(lhs_scale=jnp.exp(normal(12, 256, 1, dtype=jnp.float32))),
     "activation": dict(activation=jax.nn.relu),
     "all": dict(
-        bias=normal(13, 256), c=normal(14, 256, 256), activation=jnp.tanh, preferred_element_type=jnp.float32,
-        scale=(0.1, jnp.exp(normal(15, 256, 1, dtype=jnp.float32)), jnp.exp(normal(16, 1, 256, dtype=jnp.float32))),
+        bias=normal(13, 256), addend=normal(14, 256, 256), activation=jnp.tanh, preferred_element_type=jnp.float32,
+        lhs_scale=jnp.exp(normal(15, 256, 1, dtype=jnp.float32)),
+        rhs_scale=0.1 * jnp.exp(normal(16, 1, 256, dtype=jnp.float32)),
     ),
 }  # fmt: skip
 
@@ -92,8 +95,8 @@ EPILOGUES = {
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues(name, split):
     limit = (
-        6e-3 if name in ("all", "activation", "c") else None
-    )  # c is taken in the result's dtype; tanh is approximate.
+        6e-3 if name in ("all", "activation", "addend") else None
+    )  # The addend is taken in the result's dtype; tanh is approximate.
     config = overlap.Config(tile_n=128, split_k=split, epilogue_tile_n=64)
     check(normal(17, 256, 256), normal(18, 256, 256), config=config, limit=limit, **EPILOGUES[name])
 
@@ -113,12 +116,12 @@ SMALL = overlap.Config(tile_n=128, stages=2)
 
 
 @pytest.mark.parametrize(
-    ("lhs_batch", "rhs_batch", "c_batch"),
+    ("lhs_batch", "rhs_batch", "addend_batch"),
     [((3,), (3,), ()), ((3,), (), (3,)), ((), (2,), ()), ((2, 2), (2, 2), (2, 2))],
 )
-def test_leading_dimensions(lhs_batch, rhs_batch, c_batch):
+def test_leading_dimensions(lhs_batch, rhs_batch, addend_batch):
     lhs, rhs = normal(21, *lhs_batch, 128, 128), normal(22, *rhs_batch, 128, 128)
-    check(lhs, rhs, c=normal(23, *c_batch, 128, 128), config=SMALL, limit=6e-3)
+    check(lhs, rhs, addend=normal(23, *addend_batch, 128, 128), config=SMALL, limit=6e-3)
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 1)])
@@ -149,8 +152,9 @@ def test_gradients(left, right):
     lhs, rhs = 0.1 * normal(27, 128, 256), 0.1 * normal(28, 256, 128)
     lhs, rhs = lhs.T if left else lhs, rhs.T if right else rhs
     extra = dict(
-        bias=normal(29, 128), c=normal(30, 128, 128), scale=(jnp.exp(normal(31, 128, 1, dtype=jnp.float32)), 0.5)
-    )
+        bias=normal(29, 128), addend=normal(30, 128, 128), lhs_scale=jnp.exp(normal(31, 128, 1, dtype=jnp.float32)),
+        rhs_scale=0.5,
+    )  # fmt: skip
 
     def loss(lhs, rhs, extra, implementation):
         y = overlap.matmul(
@@ -178,8 +182,11 @@ def test_under_scan_and_jit():
 
 WRONG = [
     (dict(bias=np.zeros(128, np.float32)), ["`bias`", "(256,)", "(128,)"]),
-    (dict(c=np.zeros((128, 128), np.float32)), ["`c`", "(128, 256)", "(128, 128)"]),
-    (dict(scale=np.zeros((3,), np.float32)), ["`scale`", "(128, 1)", "(3,)"]),
+    (dict(addend=np.zeros((128, 128), np.float32)), ["`addend`", "(128, 256)", "(128, 128)"]),
+    (dict(lhs_scale=np.zeros((256,), np.float32)), ["`lhs_scale`", "(128, 1)", "(256,)", "`rhs_scale`"]),
+    (dict(rhs_scale=np.zeros((128, 1), np.float32)), ["`rhs_scale`", "(1, 256)", "(128, 1)", "`lhs_scale`"]),
+    (dict(rhs_scale=[1.0]), ["`rhs_scale`", "list of 1"]),
+    (dict(lhs_scale=(1.0, 2.0)), ["`lhs_scale`", "a real number or an array", "(1.0, 2.0)"]),
     (dict(bias=[1.0, 2.0]), ["`bias`", "array", "list"]),
     (dict(activation="relu"), ["`activation`", "'relu'"]),
     (dict(transpose_lhs=True), ["contraction", "k=128", "k=64"]),

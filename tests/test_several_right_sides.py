@@ -114,6 +114,7 @@ SCALED = [
     (2, 15, Form(136, (8, 136), 72, (2,), scales=("columns",), container=tuple), ALONG_N),
     (2, 3, Form(72, (64,), 72, scales=("scalar",), container=None), FINE),
     (1, 3, Form(72, (64, 8), 72, scales=("rows", "columns")), SMALL),
+    (2, 3, Form(1, (72,), 64, scales=("rows", "columns"), container=None), SMALL),  # (1, 1), and other ones elsewhere.
     # [n, k] in 16 bits, and f8, gathered as such.
     (2, 3, Form(136, (72, 8), 72, transpose_rhs=True), SMALL),
     (3, 5, Form(136, (136,), 136, transpose_rhs=True, container=None), ALONG_M),
@@ -150,12 +151,16 @@ WRONG_CALLS = [  # lhs, rhs, keywords, type, what the message must contain
     (X, W, {"transpose_rhs": True}, ValueError, ["k=64", "k=256"]),
     (X, [W, struct(64, 201)], FUSED, NotImplementedError, ["`rhs[1]`", "n=201", "16 bytes", "xla"]),
     (struct(0, 128, 64), W, FUSED, NotImplementedError, ["leading dimensions", "(0,)", "xla"]),
-    (X, W, {"scale": SCALE((3,))}, ValueError, ["`scale`", "(128, 1)", "(256,)", "got shape (3,)"]),
-    (X, [W, V], {"scale": SCALE((256,))}, ValueError, ["`scale`", "list", "one entry per matrix", "got shape (256,)"]),
-    (X, [W, V], {"scale": [1.0]}, ValueError, ["`scale`", "2 entries", "list of 1"]),
-    (X, [W, V], {"scale": [1.0, SCALE((256,))]}, ValueError, ["`scale`", "(136,)", "got shape (256,)"]),
-    (X, W, {"scale": [1.0]}, ValueError, ["`scale`", "list only if `rhs` is", "list of 1"]),
-    (struct(2, 128, 64), W, {"scale": SCALE((128, 1))}, ValueError, ["`scale`", "(2, 128, 1)", "got shape (128, 1)"]),
+    (X, W, {"lhs_scale": SCALE((3,))}, ValueError, ["`lhs_scale`", "(128, 1)", "got shape (3,)"]),
+    (X, W, {"rhs_scale": SCALE((3,))}, ValueError, ["`rhs_scale`", "(256,)", "got shape (3,)"]),
+    (X, [W, V], {"rhs_scale": SCALE(256)}, ValueError, ["`rhs_scale`", "list", "one entry per matrix", "shape (256,)"]),
+    (X, [W, V], {"rhs_scale": [1.0]}, ValueError, ["`rhs_scale`", "2 entries", "list of 1"]),
+    (X, (W, V), {"rhs_scale": (1.0,) * 3}, ValueError, ["`rhs_scale`", "2 entries", "tuple of 3"]),
+    (X, [W, V], {"rhs_scale": [1.0, SCALE(256)]}, ValueError, ["`rhs_scale[1]`", "(136,)", "got shape (256,)"]),
+    (X, [W, V], {"rhs_scale": [None, 1.0]}, ValueError, ["`rhs_scale[0]`", "a real number", "None"]),
+    (X, W, {"rhs_scale": [1.0]}, ValueError, ["`rhs_scale`", "list only if `rhs` is", "list of 1"]),
+    (struct(2, 128, 64), W, {"lhs_scale": SCALE((128, 1))}, ValueError,
+     ["`lhs_scale`", "(2, 128, 1)", "got shape (128, 1)"]),
     (struct(128, 64, dtype=E4M3), struct(64, 256, dtype=E4M3), FUSED, NotImplementedError, ["8-bit", "transpose_rhs"]),
     (struct(128, 64, dtype=E4M3), [struct(256, 64, dtype=E4M3), struct(256, 64, dtype=E5M2)],
      FUSED | {"transpose_rhs": True}, NotImplementedError, ["`rhs`", "same dtype", "e4m3fn", "e5m2"]),
@@ -180,7 +185,7 @@ def test_explain_takes_all_forms():
     mesh, lhs = oracle.make_mesh(x=2), struct(3, 128, 64, dtype=E4M3)
     rhs = [struct(256, 64, dtype=E4M3), struct(136, 64, dtype=E4M3)]
     choice = overlap.explain(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=mesh, transpose_rhs=True,
-                             scale=(0.5, [1.0, np.ones(136)]), return_gathered=True, **FUSED)  # fmt: skip
+                             lhs_scale=0.5, rhs_scale=[1.0, np.ones(136)], return_gathered=True, **FUSED)  # fmt: skip
     assert choice.implementation == "fused" and choice.config is not None and choice.config.tile_k == 128
     by_xla = overlap.explain(overlap.all_gather_lhs_matmul, X, [W, struct(64, 201)], "x", mesh=mesh)
     assert by_xla.implementation == "xla"

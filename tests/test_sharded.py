@@ -77,10 +77,10 @@ def test_each_device_computes_its_part(name):
     assert run.counts["wgmmas"] == EXPLICIT.size * tiles // parts * 2 * (K // CONFIG.tile_k)
 
 
-def everything(lhs, rhs, c, bias, rows, columns, **keywords):
+def everything(lhs, rhs, addend, bias, rows, columns, **keywords):
     return overlap.matmul(
-        lhs, rhs, c=c, bias=bias, scale=(rows, columns), activation=jnp.tanh, preferred_element_type=jnp.float16,
-        transpose_rhs=True, **keywords,
+        lhs, rhs, addend=addend, bias=bias, lhs_scale=rows, rhs_scale=columns, activation=jnp.tanh,
+        preferred_element_type=jnp.float16, transpose_rhs=True, **keywords,
     )  # fmt: skip
 
 
@@ -109,6 +109,9 @@ def test_everything_that_a_product_may_have_with_gradients(around):
     assert run.counts["launches"] > 0 and jax.typeof(out).sharding.spec == P(None, "x", "y")
     (_, expected), by_xla = results(implementation="xla")
     assert_near((out, gradients), (expected, by_xla))
+    names = ("addend", "bias", "lhs_scale", "rhs_scale")
+    rest = dict(zip(names, operands[2:], strict=True), transpose_rhs=True, activation=np.tanh)
+    assert_near(out, oracle_of(*operands[:2], **rest))  # What is cut wrongly would be so by XLA as well.
 
 
 REFUSED = {  # specs of lhs and rhs: type, what the message says
@@ -139,6 +142,13 @@ def test_operands_that_are_cut_differently():
         jax.eval_shape(fused, lhs, rhs)
     with pytest.raises(ValueError, match=rf"k={K}.*k={M}"):  # The sizes of the whole, not of the parts.
         jax.eval_shape(fused, lhs, put(EXPLICIT, integers(2, 2, M, N), P("x")))
+    lhs, rhs, rows = (
+        put(EXPLICIT, integers(1, M, K), P("x")),
+        integers(2, K, N),
+        put(EXPLICIT, jnp.ones((M, 1)), P("y")),
+    )
+    with pytest.raises(ValueError, match=r"`lhs` and `lhs_scale`.*along m.*'x'.*'y'"):
+        jax.eval_shape(lambda lhs, rows: overlap.matmul(lhs, rhs, lhs_scale=rows), lhs, rows)
 
 
 def test_vmap_and_scan():
@@ -208,7 +218,7 @@ def test_xla_takes_its_place_if_nobody_insists(h200, caplog):
 
     def results(**keywords):
         def loss(lhs, rhs, bias):
-            out = overlap.matmul(lhs, rhs, bias=bias, scale=0.5, activation=jnp.tanh, config=CONFIG, **keywords)
+            out = overlap.matmul(lhs, rhs, bias=bias, lhs_scale=0.5, activation=jnp.tanh, config=CONFIG, **keywords)
             return (out.astype(jnp.float32) ** 2).sum(), out
 
         text = lowered_for_cuda(lambda *operands: loss(*operands)[1], lhs, rhs, bias)

@@ -165,7 +165,7 @@ def test_one_by_itself_does_not_cut():
 SCALES = jnp.array([0.25, 0.5, 1.0, 2.0])
 EPILOGUE = dict(
     bias=integers(5, 264), activation=jax.nn.relu,
-    scale=(jnp.resize(SCALES, (136, 1)), jnp.resize(SCALES, (264,))),
+    lhs_scale=jnp.resize(SCALES, (136, 1)), rhs_scale=jnp.resize(SCALES, (264,)),
 )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ EPILOGUE = dict(
 def test_all_layouts_and_the_whole_epilogue_on_a_batch(left, right):
     config = overlap.Config(stream_k=3, stages=3, **SMALL)
     check_exactly((136, 264, 328), config, cores=5, batch=(2,), transpose_lhs=left, transpose_rhs=right,
-                  c=integers(6, 2, 136, 264), **EPILOGUE)  # fmt: skip
+                  addend=integers(6, 2, 136, 264), **EPILOGUE)  # fmt: skip
 
 
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -187,7 +187,8 @@ def test_float8(out):
     ("dtype", "out"), [(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32)]
 )
 def test_error_within_twice_that_of_rounding(dtype, out):
-    extra = dict(scale=(0.1, jnp.exp(normal(9, 1, 264, dtype=jnp.float32))), bias=normal(10, 264), activation=jnp.tanh)
+    columns = jnp.exp(normal(9, 1, 264, dtype=jnp.float32))
+    extra = dict(lhs_scale=0.1, rhs_scale=columns, bias=normal(10, 264), activation=jnp.tanh)
     config = overlap.Config(stream_k=3, **SMALL)
     lhs, rhs = normal(7, 200, 456, dtype=dtype), normal(8, 456, 264, dtype=dtype)
     check(lhs, rhs, config=config, cores=5, preferred_element_type=out)

@@ -35,7 +35,8 @@ def product(lhs, rhs, slope, **keywords):
 
 
 def gather(lhs, rhs, slope, **keywords):
-    keywords = dict(scale=(jnp.abs(lhs[:, :1].astype(F32)) + slope, 0.5), return_gathered=True) | keywords
+    rows = jnp.abs(lhs[:, :1].astype(F32)) + slope
+    keywords = dict(lhs_scale=rows, rhs_scale=0.5, return_gathered=True) | keywords
     out, gathered = overlap.all_gather_lhs_matmul(lhs, rhs, "x", **keywords)
     return out + gathered.mean()
 

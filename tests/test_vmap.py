@@ -83,7 +83,7 @@ def test_over_the_scale_of_rows(axes, config):
     columns = normal(3, 136, dtype=jnp.float32)
 
     def one(x, s, rhs):
-        return gather_lhs(own(x), rhs, config, scale=(own(s), columns))
+        return gather_lhs(own(x), rhs, config, lhs_scale=own(s), rhs_scale=columns)
 
     def mapped(lhs, rhs, scale):
         return jax.vmap(lambda x, s: one(x, s, rhs), in_axes=axes)(lhs, scale)
@@ -134,7 +134,8 @@ def test_of_gathered_weights(gather_dimension):
 
 REST = {
     "rhs": lambda op, lhs, rhs: jax.vmap(lambda w: op("lhs", lhs[0], w))(rhs),
-    "scale of columns": lambda op, lhs, rhs: jax.vmap(lambda s: op("lhs", lhs[0], rhs[0], scale=s))(jnp.ones(3)),
+    "scale of columns": lambda op, lhs, rhs: jax.vmap(lambda s: op("lhs", lhs[0], rhs[0], rhs_scale=s))(jnp.ones(3)),
+    "scale of all": lambda op, lhs, rhs: jax.vmap(lambda s: op("lhs", lhs[0], rhs[0], lhs_scale=s))(jnp.ones(3)),
     "nothing": lambda op, lhs, rhs: jax.vmap(lambda x: op("lhs", x, rhs[0]))(lhs[:0]),
     "gathered weights": lambda op, lhs, rhs: jax.vmap(lambda w: op("rhs", lhs[0], w))(rhs),
     "nothing with gathered weights": lambda op, lhs, rhs: jax.vmap(lambda x: op("rhs", x, rhs[0]))(lhs[:0]),

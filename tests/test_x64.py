@@ -27,7 +27,7 @@ def gather_lhs(config=None, several=False, **keywords):
 
     def call(a, b):
         scale, rhs = jnp.linspace(0.5, 1, a.shape[0])[:, None], (b, b) if several else b  # The scale in float64.
-        return overlap.all_gather_lhs_matmul(a, rhs, "x", scale=scale, config=config, **FUSED, **keywords)
+        return overlap.all_gather_lhs_matmul(a, rhs, "x", lhs_scale=scale, config=config, **FUSED, **keywords)
 
     return call
 
@@ -39,7 +39,7 @@ def gather_rhs(dimension, config=None):
 
 def loss(a, b):
     activation = lambda y: jnp.tanh(y * np.sqrt(0.5)) * jnp.asarray(np.float64(2))  # noqa: E731
-    y = overlap.matmul(a, b, activation=activation, bias=np.ones(b.shape[1]), scale=0.01, **FUSED)
+    y = overlap.matmul(a, b, activation=activation, bias=np.ones(b.shape[1]), lhs_scale=0.01, **FUSED)
     return y.astype(jnp.float32).sum()
 
 
@@ -48,7 +48,9 @@ CALLS = {
     "stream k": matmul({"stream_k": 3}),
     "split k": matmul({"split_k": 3}),
     "cluster": matmul({"cluster": 2}),
-    "epilogue": matmul(scale=(np.float64(0.5), np.ones((136, 1))), c=np.ones((136, 136)), activation=jax.nn.gelu),
+    "epilogue": matmul(
+        lhs_scale=np.ones((136, 1)), rhs_scale=np.float64(0.5), addend=np.ones((136, 136)), activation=jax.nn.gelu
+    ),
     "gradient": jax.grad(loss, (0, 1)),
     "vmap": lambda a, b: jax.vmap(matmul(), (0, None))(jnp.stack([a, -a]), b),
 }

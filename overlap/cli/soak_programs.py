@@ -73,7 +73,7 @@ def _scaled_float8(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]
     scale_of = lambda row: jnp.exp2((row % 5).astype(jnp.float32) - 2)[:, None]  # noqa: E731
     first = lax.axis_index(axis) * rows
     out = overlap.all_gather_lhs_matmul(
-        shard, weights.T, axis, transpose_rhs=True, scale=scale_of(first + jnp.arange(rows)), implementation="fused"
+        shard, weights.T, axis, transpose_rhs=True, lhs_scale=scale_of(first + jnp.arange(rows)), implementation="fused"
     )
     exact = _exact(whole.astype(jnp.bfloat16), weights.astype(jnp.bfloat16), jnp.float32)
     return [(out, (exact * scale_of(jnp.arange(whole.shape[0]))).astype(out.dtype))]

@@ -284,7 +284,8 @@ def all_gather_lhs_matmul(
     rhs: Any,
     axis_name: str | tuple[str, ...],
     *,
-    scale: Any = None,
+    lhs_scale: Any = None,
+    rhs_scale: Any = None,
     transpose_rhs: bool = False,
     return_gathered: bool = False,
     preferred_element_type: Any = None,
@@ -305,9 +306,10 @@ def all_gather_lhs_matmul(
         may be mixed). Or a list or tuple of such matrices, each with its own n_shard; nothing is concatenated.
       axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
         the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
-      scale: a factor of the product, in float32: a scalar (the same on all devices of the axis), [..., m_shard, 1] for
-        the rows of this shard (gathered by XLA beforehand), (n_shard,) per column, or a tuple of these to be
-        multiplied. Of several right operands, scalars or columns are given as a list with one entry for each.
+      lhs_scale: a factor of the product, in float32: [..., m_shard, 1], one value per row of this shard, gathered with
+        the rows; or a scalar, which must be the same on all devices of the axis.
+      rhs_scale: a factor of the product, in float32: [n_shard] or [1, n_shard], one value per column of this device; or
+        a scalar. Several right operands have one scalar, or a list with one such entry for each.
       transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
       return_gathered: whether to return the gathered `lhs` as well.
       preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. Accumulation is
@@ -333,9 +335,9 @@ def all_gather_lhs_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable to any order, in both modes: all but the result itself runs by XLA. `vmap` over `lhs` and the scale
-    of rows becomes a leading dimension, with the configuration of a single element (one of your own is tuned as a
-    whole); over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in both modes: all but the result itself runs by XLA. `vmap` over `lhs` and an
+    `lhs_scale` of rows becomes a leading dimension, with the configuration of a single element (one of your own is
+    tuned as a whole); over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -348,12 +350,13 @@ def all_gather_lhs_matmul(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    arguments.require_values(lhs=lhs, rhs=rhs, scale=scale)
+    arguments.require_values(lhs=lhs, rhs=rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
     return_gathered = arguments.flag("return_gathered", return_gathered)
     ring = ring_of(NAME, arguments.axis_name(axis_name))
     call = gathered_lhs.normalize(
-        lhs, rhs, scale=scale, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
-    )
+        lhs, rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale, transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+    )  # fmt: skip
     choice = _decide(call, ring, config, implementation, transport)
     plan = Plan(
         ring, call.forms, call.out_dtype, choice.config, choice.target, return_gathered, choice.transport,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
-from overlap.frame import sharded
+from overlap.frame import scales, sharded
 from overlap.kernels import arguments, hopper
 from overlap.kernels.config import Config
 from overlap.kernels.staging import Forms
@@ -152,8 +152,9 @@ class Call:
 
 
 def normalize(
-    lhs: Any, rhs: Any, *, scale: Any = None, transpose_rhs: bool = False, preferred_element_type: Any = None
-) -> Call:
+    lhs: Any, rhs: Any, *, lhs_scale: Any = None, rhs_scale: Any = None, transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+) -> Call:  # fmt: skip
     """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
     lhs = arguments.array("lhs", lhs)
     container = type(rhs) if type(rhs) in (list, tuple) else None
@@ -179,11 +180,14 @@ def normalize(
         raise ValueError(f"`lhs` must have at least one row per shard to gather, got shape {tuple(lhs.shape)}")
     widths = [side.shape[0 if forms.transpose_rhs else 1] for side in sides]
     wide = product.accumulator(lhs.dtype)
-    row_scale, column_scales = _scales(scale, (*batch, m_shard), widths, container is not None, wide)
+    row_scale, column_scales = scales.normalize(
+        lhs_scale, rhs_scale, (*batch, m_shard), widths[0] if container is None else widths, wide, gathered=True
+    )
     folded = (math.prod(batch),) if batch else ()
     operands = Operands(
         arguments.each(lambda x: x.reshape(*folded, m_shard, k), lhs), tuple(sides),
-        None if row_scale is None else arguments.each(lambda x: x.reshape(*folded, m_shard), row_scale), column_scales,
+        None if row_scale is None else arguments.each(lambda x: x.reshape(*folded, m_shard), row_scale),
+        None if column_scales is None else tuple(column_scales),
     )  # fmt: skip
     return Call(operands, forms, out_dtype, tuple(batch), container)
 
@@ -232,8 +236,9 @@ def why_not_folded(is_batched: Operands, axis_size: int) -> str | None:
         return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: use {_XLA}"
     if any(is_batched.sides) or any(is_batched.column_scales or ()):
         return (
-            "the fused kernel takes `jax.vmap` over `lhs` and the scale of its rows only, and here `rhs` or a scale of "
-            f"columns is mapped as well: pass several right operands as a list, or use {_XLA}"
+            "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
+            "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass several right operands as a list, one "
+            f"value per row, or use {_XLA}"
         )
     return None
 
@@ -250,44 +255,3 @@ def fold(operands: Operands, is_batched: Operands, axis_size: int) -> Operands:
         operands, lhs=in_front(operands.lhs, is_batched.lhs, 2),
         row_scale=None if rows is None else in_front(rows, is_batched.row_scale, 1),
     )  # fmt: skip
-
-
-def _scales(scale: Any, rows: tuple[int, ...], widths: list[int], several: bool, dtype: Any) -> tuple[Any, Any]:
-    """Row scale [*rows] and column scales [n] of what the caller gave: one part, or a tuple to be multiplied."""
-    row: Any = None
-    columns: list[Any] | None = None
-    for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
-        if not isinstance(part, list):
-            part = arguments.factor(part, dtype)
-            if tuple(part.shape) == (*rows, 1):
-                part = arguments.each(lambda x: x[..., 0], part)
-                row = part if row is None else arguments.each(jnp.multiply, row, part)
-                continue
-        elif not several or len(part) != len(widths):
-            expected = (
-                f"have {len(widths)} entries, one per matrix of `rhs`" if several else "be a list only if `rhs` is"
-            )
-            raise ValueError(f"`scale` must {expected}, got a list of {len(part)}: give one array, or one per matrix")
-        of_sides = part if isinstance(part, list) else [part] * len(widths)
-        spread = [
-            _spread(x, n, rows, dtype, of_one=isinstance(part, list) or not several)
-            for x, n in zip(of_sides, widths, strict=True)
-        ]
-        columns = (
-            spread
-            if columns is None
-            else [arguments.each(jnp.multiply, a, b) for a, b in zip(columns, spread, strict=True)]
-        )
-    return row, None if columns is None else tuple(columns)
-
-
-def _spread(scale: Any, n: int, rows: tuple[int, ...], dtype: Any, *, of_one: bool) -> Any:
-    """A scale of one right operand as [n]; `of_one`: it may differ by column."""
-    scale, scalars, vectors = arguments.factor(scale, dtype), {(), (1,), (1, 1)}, {(n,), (1, n)}
-    if tuple(scale.shape) not in (scalars | vectors if of_one else scalars):
-        per_column = f"({n},) or (1, {n}) per column" if of_one else "a list with one entry per matrix of `rhs`"
-        raise ValueError(
-            f"`scale` must be a scalar, {(*rows, 1)} per row of the shard, {per_column}, or a tuple of these, got "
-            f"shape {tuple(scale.shape)}: reshape it"
-        )
-    return arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), scale)

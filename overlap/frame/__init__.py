@@ -1,1 +1,1 @@
-"""What every operation goes through around its kernel: activations, derivatives, sharded operands."""
+"""What every operation goes through around its kernel: activations, scales, derivatives, sharded operands."""

@@ -22,8 +22,8 @@ from overlap.kernels.arguments import said
 # No tile has this shape, and none is as large: what a function makes of sizes shows in a comparison with one entry.
 _LARGE, _ONE = (2003, 3001), (1, 1)
 _WAY_OUT = (
-    "use functions of single values, such as jax.nn.gelu, and scalars (vectors have `bias` and `scale`, matrices `c`), "
-    "or apply it to the result of the call"
+    "use functions of single values, such as jax.nn.gelu, and scalars (vectors have `bias`, `lhs_scale` and "
+    "`rhs_scale`, matrices `addend`), or apply it to the result of the call"
 )
 
 

@@ -138,15 +138,14 @@ def result_dtype(value: Any, operands: Any) -> jnp.dtype:
     return dtype
 
 
-def factor(value: Any, dtype: Any) -> Any:
-    """A part of `scale`, a real number or an array of such, as an array of `dtype`."""
+def factor(name: str, value: Any, dtype: Any) -> Any:
+    """A real number or an array of such, as an array of `dtype`."""
     if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
         return jnp.asarray(value, dtype)
     kind: Any = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) else bool
     if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
         raise ValueError(
-            f"`scale` must be made of real numbers and arrays of such, got {said(value)}: convert it, e.g. with "
-            "jnp.float32"
+            f"`{name}` must be a real number or an array of such, got {said(value)}: convert it, e.g. with jnp.float32"
         )
     return each(lambda x: jnp.asarray(x, dtype), value)
 

@@ -78,7 +78,7 @@ def _fold_batch(given: Operands, is_batched: Operands, axis_size: int, plan: Pla
 
     folded = {
         name: fold(getattr(given, name), bool(getattr(is_batched, name)), _rank(getattr(inner, name)) == 3)
-        for name in ("lhs", "rhs", "c")
+        for name in ("lhs", "rhs", "addend")
     }
     out: Any = fused(dataclasses.replace(given, **folded), plan)
     return out if batch is None else out.reshape(axis_size, batch, *out.shape[-2:])
@@ -131,7 +131,7 @@ def _cotangents(plan: Plan, operands: Operands, z: Any, cotangent: jax.Array, wa
     return Operands(
         lhs=None if wanted.lhs is None else _of_lhs(operands, g, plan, wanted.lhs),
         rhs=None if wanted.rhs is None else _of_rhs(operands, g, plan, wanted.rhs),
-        c=None if wanted.c is None else d_z.sum(axis=0) if d_z.ndim > operands.c.ndim else d_z,
+        addend=None if wanted.addend is None else d_z.sum(axis=0) if d_z.ndim > operands.addend.ndim else d_z,
         bias=None if wanted.bias is None else d_z.sum(axis=tuple(range(d_z.ndim - 1))),
         row_scale=d_rows, column_scale=d_columns, scalars=d_scalars,
     )  # fmt: skip
@@ -213,16 +213,17 @@ def by_xla(
     operands: Operands, forms: Forms, out_dtype: Any, activation: Callable[[jax.Array], jax.Array] | None = None
 ) -> jax.Array:
     """The whole operation by XLA."""
-    bare = all(x is None for x in (operands.c, operands.bias, operands.row_scale, operands.column_scale, activation))
+    epilogue = (operands.addend, operands.bias, operands.row_scale, operands.column_scale, activation)
+    bare = all(x is None for x in epilogue)
     dimensions = (((0 if forms.transpose_lhs else 1,), (1 if forms.transpose_rhs else 0,)), ((), ()))
     accumulator = product.accumulator(operands.lhs.dtype)
 
-    def one(lhs: jax.Array, rhs: jax.Array, c: Any) -> jax.Array:
+    def one(lhs: jax.Array, rhs: jax.Array, addend: Any) -> jax.Array:
         if bare:
             return lax.dot_general(lhs, rhs, dimensions, preferred_element_type=out_dtype)
         z = lax.dot_general(lhs, rhs, dimensions, preferred_element_type=accumulator)
-        return product.finish(z, dataclasses.replace(operands, c=c), out_dtype, activation)
+        return product.finish(z, dataclasses.replace(operands, addend=addend), out_dtype, activation)
 
-    matrices = (operands.lhs, operands.rhs, operands.c)
+    matrices = (operands.lhs, operands.rhs, operands.addend)
     axes = tuple(0 if _rank(x) == 3 else None for x in matrices)
     return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(*matrices)

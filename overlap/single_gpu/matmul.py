@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Explanation
 from overlap.frame import activation as activations
-from overlap.frame import sharded
+from overlap.frame import scales, sharded
 from overlap.kernels import arguments, launch
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.hopper import PLAIN, Forms
 from overlap.single_gpu import differentiable, product
 from overlap.single_gpu.product import Operands, Plan
+
+_SCALES = ("lhs_scale", "rhs_scale")
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
@@ -70,10 +72,11 @@ def _normalize(
     lhs: Any,
     rhs: Any,
     *,
-    c: Any = None,
+    addend: Any = None,
     bias: Any = None,
     activation: Any = None,
-    scale: Any = None,
+    lhs_scale: Any = None,
+    rhs_scale: Any = None,
     preferred_element_type: Any = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
@@ -84,7 +87,7 @@ def _normalize(
     `scalars`: what the activation captures, if it is an `Activation` already.
     """
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
-    c, bias = (None if x is None else arguments.array(name, x) for name, x in (("c", c), ("bias", bias)))
+    addend, bias = (None if x is None else arguments.array(name, x) for name, x in (("addend", addend), ("bias", bias)))
     forms = Forms(arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs))
     out_dtype = check_operands(lhs, rhs, preferred_element_type, forms)
     batches = [tuple(x.shape[:-2]) for x in (lhs, rhs) if len(x.shape) > 2]
@@ -95,16 +98,16 @@ def _normalize(
         )
     batch = batches[0] if batches else ()
     _, m, n, _ = product.sizes(Operands(_flat(lhs), _flat(rhs)), forms)
-    if c is not None and tuple(c.shape) not in {(m, n), (*batch, m, n)}:
+    if addend is not None and tuple(addend.shape) not in {(m, n), (*batch, m, n)}:
         for_all = f", or {(m, n)}" if batch else ""
         raise ValueError(
-            f"`c` must have the shape of the result, {(*batch, m, n)}{for_all}, got {tuple(c.shape)}: reshape or "
-            "broadcast it"
+            f"`addend` must have the shape of the result, {(*batch, m, n)}{for_all}, got {tuple(addend.shape)}: "
+            "reshape or broadcast it"
         )
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"`bias` must have shape ({n},), one value per column, got {tuple(bias.shape)}: reshape it")
     wide = product.accumulator(lhs.dtype)
-    row_scale, column_scale = _scales(scale, m, n, wide)
+    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, (m,), n, wide)
     applied: Any = activation
     by_xla = activation
     if activation is not None and scalars is None:
@@ -112,9 +115,10 @@ def _normalize(
     elif activation is not None:
         by_xla = functools.partial(activation, scalars=scalars)
     operands = Operands(
-        _flat(lhs), _flat(rhs), None if c is None else _flat(arguments.each(lambda x: x.astype(out_dtype), c)),
-        None if bias is None else arguments.each(lambda x: x.astype(wide), bias), row_scale, column_scale,
-        scalars or (),
+        _flat(lhs), _flat(rhs),
+        None if addend is None else _flat(arguments.each(lambda x: x.astype(out_dtype), addend)),
+        None if bias is None else arguments.each(lambda x: x.astype(wide), bias), row_scale,
+        None if column_scales is None else column_scales[0], scalars or (),
     )  # fmt: skip
     return _Call(operands, forms, out_dtype, applied, by_xla, batch)
 
@@ -125,36 +129,16 @@ def _flat(x: Any) -> Any:
     return x if len(x.shape) <= 3 else arguments.each(lambda x: x.reshape(batch, *matrix), x)
 
 
-def _scales(scale: Any, m: int, n: int, dtype: Any) -> tuple[Any, Any]:
-    """Row scale [m] and column scale [n] of what the caller gave: one array, or a tuple to be multiplied."""
-    row: Any = None
-    column: Any = None
-    for part in scale if isinstance(scale, tuple) else () if scale is None else (scale,):
-        part = arguments.factor(part, dtype)
-        if part.shape == (m, 1) and part.shape != (1, 1):
-            part = arguments.each(lambda x: x[:, 0], part)
-            row = part if row is None else arguments.each(jnp.multiply, row, part)
-        elif part.shape in {(), (1,), (1, 1), (n,), (1, n)}:
-            part = arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), part)
-            column = part if column is None else arguments.each(jnp.multiply, column, part)
-        else:
-            raise ValueError(
-                f"`scale` must be a scalar, ({m}, 1) per row, ({n},) or (1, {n}) per column, or a tuple of these, got "
-                f"shape {tuple(part.shape)}: reshape it"
-            )
-    return row, column
-
-
 def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
     """From `_on_one_device` to the result, each device's part computed by itself: see `sharded`.
 
     Raises:
       ValueError, NotImplementedError: as `_normalize` does for the whole call, and `sharded.layout_of`.
     """
-    operands = {name: arguments.array(name, x) for name, x in arrays.items() if x is not None and name != "scale"}
-    wide, scale = product.accumulator(operands["lhs"].dtype), arrays["scale"]
-    factors = scale if isinstance(scale, tuple) else () if scale is None else (scale,)
-    operands |= {f"scale[{i}]": arguments.factor(factor, wide) for i, factor in enumerate(factors)}
+    given = {name: x for name, x in arrays.items() if x is not None}
+    operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
+    wide = product.accumulator(operands["lhs"].dtype)
+    operands |= {name: arguments.factor(name, given[name], wide) for name in _SCALES if name in given}
     if keywords.get("activation") is not None:
         # What it captures belongs to the whole, and each device gets its part of that like of the rest.
         applied, scalars = activations.traced(keywords["activation"], wide)
@@ -162,10 +146,8 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
 
     def of_call(parts: dict[str, Any]) -> dict[str, Any]:
-        grouped = {name: x for name, x in parts.items() if "[" not in name}
-        for group in ("scale", "scalars"):
-            grouped[group] = tuple(x for name, x in parts.items() if name.startswith(f"{group}["))
-        return grouped | keywords
+        named = {name: x for name, x in parts.items() if "[" not in name}
+        return named | {"scalars": tuple(x for name, x in parts.items() if "[" in name)} | keywords
 
     # On types that say nothing of any mesh.
     bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
@@ -174,15 +156,14 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
     matrices = {
         "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
         "rhs": ("n", "k") if keywords.get("transpose_rhs") else ("k", "n"),
-        "c": ("m", "n"),
+        "addend": ("m", "n"),
     }
 
     def dimensions(name: str, x: jax.Array) -> tuple[Any, ...]:
         if name in matrices:
             return (*batch[: x.ndim - 2], *matrices[name])
         # Along the rows or the columns; a factor of all is of size 1 everywhere.
-        of_rows = x.ndim == 2 and x.shape[1] == 1
-        return tuple(None if size == 1 else "m" if of_rows else "n" for size in x.shape)
+        return tuple(None if size == 1 else "m" if name == "lhs_scale" else "n" for size in x.shape)
 
     layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
     return lambda run: layout.call(lambda **parts: run(**of_call(parts)), operands, (*batch, "m", "n"))
@@ -202,7 +183,7 @@ def decide(
     **keywords: Any,
 ) -> Explanation:  # fmt: skip
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
-    arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ("c", "bias", "scale")}
+    arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ("addend", "bias", *_SCALES)}
     of_types = sharded.mesh_of(*jax.tree.leaves(arrays))
     if of_types is None:
         return _decide(_normalize(**arrays, **keywords), config, implementation, mesh)
@@ -240,31 +221,33 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    c: jax.Array | None = None,
+    addend: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    scale: Any = None,
+    lhs_scale: Any = None,
+    rhs_scale: Any = None,
     preferred_element_type: Any = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     config: Config | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """activation(scale · (lhs @ rhs) + bias + c) on each GPU, by the mainloop that all fused operations share.
+    """activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend) on each GPU, by the mainloop of all operations.
 
     Args:
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
         floating-point dtype.
       rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype (float8 kinds may be mixed). Leading dimensions
         as in `lhs`, or none in one of the two.
-      c: [..., m, n] or [m, n], added before the activation; taken in the dtype of the result.
+      addend: [..., m, n] or [m, n], added before the activation; taken in the dtype of the result.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It is traced
         once, at the call. What is not provably elementwise is refused. Scalars that it captures become operands of the
         call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are unrolled.
         What the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) is left to XLA.
-      scale: a factor of the product, in float32: a scalar, (m, 1) per row, (n,) or (1, n) per column, or a tuple
-        of these (e.g. the two operands' scales).
+      lhs_scale: a factor of the product, in float32: a scalar, or [m, 1], one value per row; the same for all leading
+        indices.
+      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column; likewise.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
       transpose_lhs: `lhs` lies transposed in memory. It is read as it is.
@@ -297,12 +280,12 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
-    arguments.require_values(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
+    arrays = dict(lhs=lhs, rhs=rhs, addend=addend, bias=bias, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
+    arguments.require_values(**arrays)
     keywords: dict[str, Any] = dict(
         activation=activation, preferred_element_type=preferred_element_type, transpose_lhs=transpose_lhs,
         transpose_rhs=transpose_rhs,
     )  # fmt: skip
-    arrays = dict(lhs=lhs, rhs=rhs, c=c, bias=bias, scale=scale)
     if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
         try:
             return _cut(mesh, arrays, keywords)(functools.partial(_on_one_device, config, implementation))

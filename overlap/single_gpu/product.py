@@ -1,6 +1,6 @@
 """The kernel behind `matmul`: the mainloop over batches, tiles and parts of k, with an epilogue.
 
-    out[b] = activation(row_scale · (lhs[b] @ rhs[b]) · column_scale + bias + c[b])
+    out[b] = activation(row_scale · (lhs[b] @ rhs[b]) · column_scale + bias + addend[b])
 
 Any operand may lack the batch dimension; it then serves all batch elements. With `Config.split_k` > 1 each part of k is
 a tile of its own whose f32 result goes to a buffer of its own; XLA adds the parts, always in the same order, and
@@ -37,7 +37,7 @@ class Operands:
     Attributes:
       lhs: [(batch,) m, k], or [(batch,) k, m] if transposed.
       rhs: [(batch,) k, n], or [(batch,) n, k] if transposed.
-      c: [(batch,) m, n], added to the product.
+      addend: [(batch,) m, n], added to the product.
       bias: [n] in f32, added to each row.
       row_scale: [m] in f32.
       column_scale: [n] in f32.
@@ -46,7 +46,7 @@ class Operands:
 
     lhs: Any
     rhs: Any
-    c: Any = None
+    addend: Any = None
     bias: Any = None
     row_scale: Any = None
     column_scale: Any = None
@@ -96,7 +96,7 @@ def sizes(operands: Operands, forms: Forms) -> tuple[int | None, int, int, int]:
     """Batch (None if no operand has that dimension), m, n and k."""
     m, k = operands.lhs.shape[-2:][:: -1 if forms.transpose_lhs else 1]
     n = operands.rhs.shape[-2 if forms.transpose_rhs else -1]
-    batches = {x.shape[0] for x in (operands.lhs, operands.rhs, operands.c) if x is not None and x.ndim == 3}
+    batches = {x.shape[0] for x in (operands.lhs, operands.rhs, operands.addend) if x is not None and x.ndim == 3}
     return next(iter(batches), None), m, n, k
 
 
@@ -137,8 +137,8 @@ def finish(product: jax.Array, operands: Operands, out_dtype: Any, activation: A
         product = product * operands.column_scale
     if operands.bias is not None:
         product = product + operands.bias
-    if operands.c is not None:
-        product = product + operands.c.astype(product.dtype)
+    if operands.addend is not None:
+        product = product + operands.addend.astype(product.dtype)
     if activation is not None:
         product = activation(product)
     return product.astype(out_dtype)
@@ -155,13 +155,13 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     clusters = plan.target.num_cores // config.cluster
     work = hopper.StreamK(batches * split * order.tiles, k_steps, clusters, config.stream_k)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
-    names = ["lhs", "rhs", *(["c", "bias", "row_scale", "column_scale"] if split == 1 else [])]
+    names = ["lhs", "rhs", *(["addend", "bias", "row_scale", "column_scale"] if split == 1 else [])]
     inputs = {name: _padded(name, x, config) for name in names if (x := getattr(operands, name)) is not None}
     program = None if plan.activation is None else plan.activation.program
     if split == 1 and program is not None:
         inputs |= _packed(operands.scalars, program.scalars)
-    if "c" in inputs:
-        inputs["c"] = inputs["c"].astype(out_dtype)  # It passes through the buffer of the result.
+    if "addend" in inputs:
+        inputs["addend"] = inputs["addend"].astype(out_dtype)  # It passes through the buffer of the result.
 
     def tile_at(index: Any) -> hopper.Tile:
         step = quotient(index, order.tiles)
@@ -197,7 +197,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
             load_lhs=lambda tile, load: load(of_batch(given["lhs"], tile)),
             rhs_at=lambda tile: of_batch(given["rhs"], tile),
             out_at=lambda tile: out_gmem.at[tile.step] if len(out_gmem.shape) == 3 else out_gmem,
-            addend_at=(lambda tile: of_batch(given["c"], tile)) if "c" in given else None,
+            addend_at=(lambda tile: of_batch(given["addend"], tile)) if "addend" in given else None,
             epilogue=epilogue if split == 1 else None,
         )
 
@@ -213,7 +213,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
             )
 
         types = hopper.buffer_types(config, operands.lhs.dtype, out_dtype, m=m, forms=forms,
-                                    rhs_dtype=operands.rhs.dtype, addend="c" in inputs)  # fmt: skip
+                                    rhs_dtype=operands.rhs.dtype, addend="addend" in inputs)  # fmt: skip
         pl.run_scoped(run, types, collective_axes=hopper.THREAD_AXIS)
 
     leading = (batches * split,) if batch is not None or split > 1 else ()

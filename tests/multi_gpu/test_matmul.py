@@ -36,7 +36,7 @@ def random_case(seed):
     k = round_up(k, unit) if right or not left else k
     batch = (int(rng.integers(1, 4)),) if rng.random() < 0.2 else ()
     out = [None, jnp.float32, jnp.bfloat16][rng.integers(3)]
-    extras = {name for name in ("bias", "c", "scale", "activation") if rng.random() < 0.25}
+    extras = {name for name in ("bias", "addend", "lhs_scale", "activation") if rng.random() < 0.25}
     return dtype, left, right, m, n, k, batch, out, extras
 
 
@@ -62,10 +62,10 @@ def test_random(seed):
     given = {}
     if "bias" in extras:
         given["bias"] = k**0.5 * jax.random.normal(keys[2], (n,))
-    if "c" in extras:
-        given["c"] = (k**0.5 * jax.random.normal(keys[3], (*batch, m, n))).astype(out or jnp.bfloat16)
-    if "scale" in extras:
-        given["scale"] = jnp.exp(jax.random.normal(keys[4], (m, 1)))
+    if "addend" in extras:
+        given["addend"] = (k**0.5 * jax.random.normal(keys[3], (*batch, m, n))).astype(out or jnp.bfloat16)
+    if "lhs_scale" in extras:
+        given["lhs_scale"] = jnp.exp(jax.random.normal(keys[4], (m, 1)))
     if "activation" in extras:
         given["activation"] = jax.nn.relu
 
@@ -80,12 +80,12 @@ def test_random(seed):
     a = jnp.swapaxes(lhs, -1, -2) if left else lhs
     b = jnp.swapaxes(rhs, -1, -2) if right else rhs
     exact = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    exact = exact * given.get("scale", 1.0) + given.get("bias", 0.0)
-    exact = exact + jnp.asarray(given.get("c", 0.0), jnp.float32)
+    exact = exact * given.get("lhs_scale", 1.0) + given.get("bias", 0.0)
+    exact = exact + jnp.asarray(given.get("addend", 0.0), jnp.float32)
     exact = jax.nn.relu(exact) if "activation" in extras else exact
     fused = call("fused", config)
     first = fused(lhs, rhs)
-    # c is taken in the dtype of the result: where that rounds it, so does XLA's form.
+    # The addend is taken in the dtype of the result: where that rounds it, so does XLA's form.
     theirs = oracle.distance(call("xla")(lhs, rhs), exact)
     rounding = oracle.distance(exact.astype(first.dtype), exact)
     # The tensor cores truncate sums in f32, and add f8 products with some 14 bits; XLA may take other instructions.
@@ -101,9 +101,9 @@ def test_gradients_and_vmap(dtype):
     lhs, rhs = jax.random.normal(keys[0], (3, 264, 520), dtype), jax.random.normal(keys[1], (520, 136), dtype)
 
     def loss(lhs, rhs, implementation):
-        y = jax.vmap(lambda x: overlap.matmul(x, rhs, activation=jnp.tanh, scale=0.02, implementation=implementation))(
-            lhs
-        )
+        y = jax.vmap(
+            lambda x: overlap.matmul(x, rhs, activation=jnp.tanh, lhs_scale=0.02, implementation=implementation)
+        )(lhs)
         return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
     ours, theirs = (

@@ -26,7 +26,7 @@ def repeated(devices, kind, iterations):
     (shape, config), mesh = kind, oracle.make_mesh(x=devices)
 
     def fused(lhs, rhs):
-        return oracle.fused(lhs, rhs, scale=row_scales(lhs), config=config)
+        return oracle.fused(lhs, rhs, lhs_scale=row_scales(lhs), config=config)
 
     def unfused(lhs, rhs):
         return oracle.unfused(lhs, rhs).astype(jnp.float32) * lax.all_gather(row_scales(lhs), "x", axis=0, tiled=True)

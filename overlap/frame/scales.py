@@ -1,0 +1,93 @@
+"""`lhs_scale` and `rhs_scale`, checked and brought into the form that kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from overlap.kernels import arguments
+
+_SCALARS = {(), (1,), (1, 1)}
+
+
+def normalize(
+    lhs_scale: Any, rhs_scale: Any, rows: tuple[int, ...], n: int | list[int], dtype: Any, *, gathered: bool = False
+) -> tuple[Any, list[Any] | None]:
+    """Checks both scales and returns the row scale, [*rows], and the column scales, one [n] per right operand.
+
+    Each is None if there is nothing to multiply by. A scalar becomes a factor of the columns, also as `lhs_scale`.
+
+    Args:
+      lhs_scale: a scalar, [*rows, 1] or None.
+      rhs_scale: a scalar, [n], [1, n] or None; for several right operands a scalar, or a list or tuple with one such
+        entry for each.
+      rows: the shape of a row scale: the number of rows, behind leading dimensions that have scales of their own.
+      n: the number of columns; for several right operands a list of these.
+      dtype: of the scales.
+      gathered: whether the rows of several devices are gathered. The scale of a single row is then no scalar, since
+        each device has one of its own.
+
+    Raises:
+      ValueError: a scale is no real number or array of such, or has a wrong shape or length.
+    """
+    widths = n if isinstance(n, list) else [n]
+    row: Any = None
+    factors: list[list[Any]] = []
+    if lhs_scale is not None:
+        lhs_scale = arguments.factor("lhs_scale", lhs_scale, dtype)
+        shape = tuple(lhs_scale.shape)
+        if shape == (*rows, 1) and (gathered or shape != (1, 1)):
+            row = arguments.each(lambda x: x[..., 0], lhs_scale)
+        elif shape in _SCALARS:
+            factors.append([_spread(lhs_scale, width) for width in widths])
+        else:
+            raise ValueError(
+                f"`lhs_scale` must be a scalar or {(*rows, 1)}, one value per row of `lhs`, got shape {shape}: reshape "
+                "it, or pass factors of columns as `rhs_scale`"
+            )
+    if rhs_scale is not None:
+        factors.append(_of_columns(rhs_scale, widths, isinstance(n, list), dtype))
+    if not factors:
+        return row, None
+    first, *others = factors
+    return row, [arguments.each(jnp.multiply, a, b) for a, b in zip(first, *others, strict=True)] if others else first
+
+
+def _of_columns(rhs_scale: Any, widths: list[int], several: bool, dtype: Any) -> list[Any]:
+    """`rhs_scale` as one [n] per right operand."""
+    if not isinstance(rhs_scale, (list, tuple)):
+        scale = arguments.factor("rhs_scale", rhs_scale, dtype)
+        if several and tuple(scale.shape) not in _SCALARS:
+            raise ValueError(
+                "`rhs_scale` must be a scalar, or a list with one entry per matrix of `rhs`, got shape "
+                f"{tuple(scale.shape)}: give {len(widths)} entries"
+            )
+        return [_per_column("rhs_scale", scale, width) for width in widths]
+    kind = type(rhs_scale).__name__
+    if not several:
+        raise ValueError(
+            f"`rhs_scale` must be a list only if `rhs` is one, got a {kind} of {len(rhs_scale)}: give one array"
+        )
+    if len(rhs_scale) != len(widths):
+        raise ValueError(
+            f"`rhs_scale` must have {len(widths)} entries, one per matrix of `rhs`, got a {kind} of {len(rhs_scale)}: "
+            "give one scale for all, or one per matrix"
+        )
+    names = [f"rhs_scale[{index}]" for index in range(len(widths))]
+    scales = [arguments.factor(name, scale, dtype) for name, scale in zip(names, rhs_scale, strict=True)]
+    return [_per_column(name, scale, width) for name, scale, width in zip(names, scales, widths, strict=True)]
+
+
+def _per_column(name: str, scale: Any, n: int) -> Any:
+    if tuple(scale.shape) not in _SCALARS | {(n,), (1, n)}:
+        raise ValueError(
+            f"`{name}` must be a scalar, ({n},) or (1, {n}), one value per column of the result, got shape "
+            f"{tuple(scale.shape)}: reshape it, or pass factors of rows as `lhs_scale`"
+        )
+    return _spread(scale, n)
+
+
+def _spread(scale: Any, n: int) -> Any:
+    """A scalar or one value per column, as [n]."""
+    return arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), scale)
