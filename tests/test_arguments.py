@@ -207,6 +207,8 @@ def test_unknown_and_missing_arguments(op):
     ):
         with pytest.raises(TypeError, match=f"overlap.{op.__name__} has no argument `{typo}`: did you mean `{meant}`"):
             overlap.explain(op, **arguments, **{typo: None})
+    with pytest.raises(TypeError, match="has no argument `zzz`: it takes `lhs`, `rhs`"):
+        overlap.explain(op, **arguments, zzz=None)
     for name in set(needed) - {"mesh"}:
         with pytest.raises(TypeError, match=f"overlap.{op.__name__} needs `{name}`"):
             overlap.explain(op, **{key: value for key, value in arguments.items() if key != name})

@@ -175,8 +175,9 @@ def bound(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     known = [*signature.parameters, *more]
     for keyword in kwargs:
         if keyword not in known:
-            near = difflib.get_close_matches(keyword, known, 1, cutoff=0)
-            raise TypeError(f"{name} has no argument `{keyword}`: did you mean `{near[0]}`?")
+            near = difflib.get_close_matches(keyword, known, 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it takes `{'`, `'.join(known)}`"
+            raise TypeError(f"{name} has no argument `{keyword}`: {hint}")
     positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(positional):
         raise TypeError(
