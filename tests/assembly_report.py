@@ -54,8 +54,8 @@ class KernelReport:
     def ignores_setmaxnreg(self) -> bool:
         """Whether all threads keep the registers that they were launched with.
 
-        jax 0.12 has kernels assembled for a link that never comes, and ptxas then ignores what a role asks for. What
-        the tests can do about it is to see that nothing spills.
+        jax 0.12 has nvJitLink assemble kernels, for a link that never comes, and what a role asks for is then ignored.
+        What the tests can do about it is to see that hardly anything spills.
         """
         return jax.__version_info__ >= (0, 12) and any(_IGNORED in warning for warning in self.warnings)
 
