@@ -11,6 +11,8 @@ from tests import handshake_cases as defects
 from tests.protocol_cases import KERNELS, clean
 
 ALL = pytest.mark.parametrize("kernel", KERNELS)
+# A loop that does not end is found after so many steps; a right kernel takes less than a fifth.
+STEPS = 100_000
 PULLS = ["pull", "joined", "rhs n", "rhs k"]
 
 
@@ -133,17 +135,17 @@ OF_THE_RING = [
 @pytest.mark.parametrize("defect", EVERYWHERE + OF_PULLS, ids=lambda f: f.__name__)
 def test_each_defect_is_reported(defect, kernel, monkeypatch):
     defect(monkeypatch)
-    assert KERNELS[kernel](3).report(cores=2, laps=3)
+    assert KERNELS[kernel](3).report(cores=2, laps=3, step_limit=STEPS)
 
 
 @pytest.mark.parametrize("defect", EVERYWHERE + OF_THE_RING, ids=lambda f: f.__name__)
 def test_each_defect_of_the_ring_is_reported(defect, monkeypatch):
     defect(monkeypatch)
-    assert KERNELS["ring"](3).report(cores=2, laps=3)
+    assert KERNELS["ring"](3).report(cores=2, laps=3, step_limit=STEPS)
 
 
 @ALL
 def test_a_beacon_that_is_raised_again_is_reported(kernel, monkeypatch):
     begin_late(monkeypatch)
     defects.raise_the_beacon_again_when_late(monkeypatch)
-    assert KERNELS[kernel](3).report(cores=2, laps=3)
+    assert KERNELS[kernel](3).report(cores=2, laps=3, step_limit=STEPS)
