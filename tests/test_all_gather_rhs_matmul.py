@@ -159,6 +159,28 @@ def test_gradients(along):
         assert a.dtype == b.dtype and float(oracle.distance(a, b.astype(jnp.float32))) < 1e-2
 
 
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_leading_dimensions_are_more_rows(implementation):
+    mesh, lead = make_mesh(x=2), (3, 2)
+    for along in ALONG:
+        lhs, rhs = product(2, along, 6 * 24, (64, 64))
+
+        def both(lhs, rhs, along=along):
+            op = call(along, implementation=implementation)
+            of_rows = op(lhs.reshape(-1, lhs.shape[-1]), rhs)
+            out = op(lhs, rhs)
+            return out, of_rows, jax.grad(lambda lhs: op(lhs, rhs).astype(jnp.float32).sum())(lhs)
+
+        cut = P(None, None, "x")
+        specs = dict(in_specs=(cut, weights(along)), out_specs=(cut, ROWS, cut), mesh=mesh, check_vma=False)
+        with emulate(cores=2):
+            # Each device has all of its leading dimensions: rows are cut, whatever lies before them.
+            out, of_rows, gradient = jax.jit(jax.shard_map(both, **specs))(lhs.reshape(*lead, 48, -1), rhs)
+        assert out.shape == (*lead, 48, of_rows.shape[-1]) and gradient.shape == (*lead, 48, lhs.shape[-1])
+        parts = [part.reshape(-1, out.shape[-1]) for part in np.split(np.asarray(out, np.float32), 2, axis=2)]
+        np.testing.assert_array_equal(np.concatenate(parts), np.asarray(of_rows, np.float32))
+
+
 def test_the_default_on_a_cpu_is_xla_and_other_dtypes_of_the_result():
     for along in ALONG:
         lhs, rhs = product(2, along, 50, (15, 30))  # Sizes that the kernel does not take.

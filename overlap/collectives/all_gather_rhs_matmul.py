@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -269,26 +270,35 @@ _fused = Operation(lambda operands, plan: _launch(operands[0], operands[1], plan
 def _check_call(
     lhs: Any, rhs: Any, devices: int, gather_dimension: Any, preferred_element_type: Any
 ) -> tuple[Any, Any, Along, jnp.dtype]:
-    """Checks the arguments; returns operands, the product's dimension that is gathered, and the output's dtype."""
+    """Checks the arguments; returns operands, the product's dimension that is gathered, and the output's dtype.
+
+    The left operand comes back as [rows, k], whatever leading dimensions it has.
+    """
     dimension = arguments.index(
         "gather_dimension", gather_dimension, (0, 1), "0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D])"
     )
     along: Along = "k" if dimension == 0 else "n"
     lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
-    for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if len(array.shape) != 2:
+    for name, array, fits, wanted in (
+        ("lhs", lhs, len(lhs.shape) >= 2, "at least 2 dimensions"),
+        ("rhs", rhs, len(rhs.shape) == 2, "2 dimensions"),
+    ):
+        if not fits:
             raise ValueError(
-                f"`{name}` must have 2 dimensions, got {len(array.shape)} (shape {tuple(array.shape)}): reshape it"
+                f"`{name}` must have {wanted}, got {len(array.shape)} (shape {tuple(array.shape)}): reshape it"
             )
-    if along == "k" and lhs.shape[1] != devices * rhs.shape[0]:
+    if along == "k" and lhs.shape[-1] != devices * rhs.shape[0]:
         raise ValueError(
             "`lhs` and `rhs` must agree in the contraction dimension once `rhs` is gathered, got "
-            f"k={lhs.shape[1]} in lhs {tuple(lhs.shape)} and k={devices * rhs.shape[0]} from {devices} shards "
+            f"k={lhs.shape[-1]} in lhs {tuple(lhs.shape)} and k={devices * rhs.shape[0]} from {devices} shards "
             f"{tuple(rhs.shape)} of rhs: is it sharded along n (gather_dimension=1)?"
         )
     gathered = rhs
     if along == "k":
         gathered = jax.ShapeDtypeStruct((devices * rhs.shape[0], rhs.shape[1]), rhs.dtype)
+    if len(lhs.shape) > 2:
+        rows = math.prod(lhs.shape[:-1]), lhs.shape[-1]
+        lhs = arguments.each(lambda lhs: lhs.reshape(rows), lhs)
     return lhs, rhs, along, matmul.check_operands(lhs, gathered, preferred_element_type)
 
 
@@ -331,8 +341,8 @@ def all_gather_rhs_matmul(
     be called inside `jax.shard_map`; equals `lhs @ lax.all_gather(rhs, axis_name, axis=gather_dimension, tiled=True)`.
 
     Args:
-      lhs: [m, k] per shard; globally [D · m, k], rows sharded over the D devices of `axis_name`. float16 or bfloat16 in
-        the fused kernel.
+      lhs: [..., m, k] per shard; globally [..., D · m, k], say, rows sharded over the D devices of `axis_name`. Leading
+        dimensions are more rows. float16 or bfloat16 in the fused kernel.
       rhs: one shard of the [k, n] weights, in the same dtype. With gather_dimension=1 it is [k, n_shard] per shard,
         globally [k, D · n_shard]; with gather_dimension=0 it is [k_shard, n] per shard, globally [D · k_shard, n].
       axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
@@ -345,7 +355,7 @@ def all_gather_rhs_matmul(
         choice is logged once, logger "overlap".
 
     Returns:
-      [m, n] per shard, n = D · n_shard with gather_dimension=1; globally [D · m, n], rows sharded. Deterministic:
+      [..., m, n] per shard, n = D · n_shard with gather_dimension=1; rows sharded as those of `lhs`. Deterministic:
       repeated calls give the same bits. With gather_dimension=0 each device begins its sums with its own shard, so
       equal rows on two devices may differ in the last bit.
 
@@ -376,9 +386,12 @@ def all_gather_rhs_matmul(
         config=config, implementation=implementation,
     )  # fmt: skip
     ring = ring_of(NAME, axis_name)
+    leading = lhs.shape[:-1]
     lhs, rhs, along, out_dtype = _check_call(lhs, rhs, ring.size, gather_dimension, preferred_element_type)
     if choice.config is None:
-        return reference.all_gather_rhs_matmul(lhs, rhs, ring.axis_name, along, out_dtype)
-    plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
-    operands = lhs, varying(rhs, ring.names)
-    return sharded.on_the_rest(lambda operands: _fused(operands, plan), operands)
+        out = reference.all_gather_rhs_matmul(lhs, rhs, ring.axis_name, along, out_dtype)
+    else:
+        plan = Plan(ring, along, out_dtype, choice.config, choice.target, insists=implementation == "fused")
+        operands = lhs, varying(rhs, ring.names)
+        out = sharded.on_the_rest(lambda operands: _fused(operands, plan), operands)
+    return out.reshape(*leading, out.shape[-1])
