@@ -8,7 +8,7 @@ VENV_NEWEST := .venv-jax-0.12
 # Two workers: most tests compile, and XLA uses further threads by itself.
 PYTEST := -m pytest -n 2
 SLOW := -m "not slow"
-CASES := --cases 3
+CASES := --cases 2
 ARGS ?=
 
 help:  ## this list
