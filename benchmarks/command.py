@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from benchmarks.harness import Method, Settings
     from benchmarks.methods import Variant
-    from benchmarks.problems import Problem
+    from benchmarks.problems import TableProblem
     from benchmarks.report import Table, Writer
     from overlap.choice import problem as library
 
@@ -69,7 +69,7 @@ def parser(
     return result
 
 
-def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Problem]:
+def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[TableProblem]:
     """The problems that `--suite`, or else `--shapes`, `--dtype` and `--layouts`, name."""
     from benchmarks.problems import LAYOUTS, SUITES, parse
 
@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
 
 
 def _measure(
-    problem: Problem,
+    problem: TableProblem,
     methods: Sequence[Method],
     mesh: Mesh,
     settings: Settings,

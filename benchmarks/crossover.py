@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from benchmarks.problems import Problem
+from benchmarks.problems import TableProblem
 from overlap.choice import tables
 from overlap.choice.problem import Layout
 
@@ -40,7 +40,7 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
             try:
                 m, n, k = map(int, row["shape"].split("x"))
                 layout = cast(Layout, row.get("layout") or "nn")
-                problem = Problem(row["op"], int(row["devices"]), m, n, k, row["dtype"], layout).library
+                problem = TableProblem(row["op"], int(row["devices"]), m, n, k, row["dtype"], layout).library
                 key = tuple(getattr(problem, name) for name in _KEY)
                 if row["method"] in ("fused", "xla") and row["status"] == "ok":
                     times.setdefault(key, {})[row["method"]] = float(row["loop_us"])

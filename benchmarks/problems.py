@@ -17,7 +17,7 @@ _SHAPE = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class TableProblem:
     """A problem of the library as the command line and the tables write it.
 
     With gathered weights, `m`, `n` and `k` are those of one device's whole product: its own rows, all of the weights.
@@ -107,7 +107,9 @@ SUITES = {
 }  # fmt: skip
 
 
-def parse(op: str, devices: int, shapes: Sequence[str], dtype: str, layouts: Sequence[str] | None) -> list[Problem]:
+def parse(
+    op: str, devices: int, shapes: Sequence[str], dtype: str, layouts: Sequence[str] | None
+) -> list[TableProblem]:
     """The problems that shapes name, `MxNxK[:DTYPE][:LAYOUT]`; those that name no layout come in all of `layouts`.
 
     Without `layouts` that is "nn", and "nt" for 8-bit operands, which tensor cores read in no other form.
@@ -121,7 +123,7 @@ def parse(op: str, devices: int, shapes: Sequence[str], dtype: str, layouts: Seq
                 f"{', '.join(LAYOUTS)}, got {text!r}"
             )
         m, n, k = map(int, match.group("m", "n", "k"))
-        problem = Problem(op, devices, m, n, k, match["dtype"] or dtype)
+        problem = TableProblem(op, devices, m, n, k, match["dtype"] or dtype)
         default = layouts or (("nt",) if problem.library.itemsize == 1 else ("nn",))
         for layout in [match["layout"]] if match["layout"] else default:
             result.append(dataclasses.replace(problem, layout=layout))

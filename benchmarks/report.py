@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import current, summary
 from benchmarks.harness import NOT_SERVED, Result
-from benchmarks.problems import Problem
+from benchmarks.problems import TableProblem
 
 ROUND_COLUMNS = ("op", "devices", "shape", "dtype", "layout", "round", "method", "loop_us", "wall_us")
 _IN_EVERY_ROW = ("date", "commit", "command")
@@ -33,7 +33,7 @@ SUMMARY_COLUMNS = (
 class Table:
     """The results of one problem, with what is common to all its methods."""
 
-    problem: Problem
+    problem: TableProblem
     results: Sequence[Result]
     loop_overhead_us: float | None = None
     clocks: str = ""
@@ -127,7 +127,7 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
 
-    def add_round(self, problem: Problem, number: int, results: Sequence[Result]) -> None:
+    def add_round(self, problem: TableProblem, number: int, results: Sequence[Result]) -> None:
         """Appends the times of one round."""
         if self._stem is None:
             return
@@ -144,7 +144,7 @@ class Writer:
         self._tables.append(table)
         self._write_tables()
 
-    def leave_out(self, problems: Sequence[Problem]) -> None:
+    def leave_out(self, problems: Sequence[TableProblem]) -> None:
         """Notes which problems were not measured."""
         self._left_out = [str(problem) for problem in problems]
         self._write_tables()

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from benchmarks import command, harness, matmul, methods, report, summary
 from benchmarks.harness import Method, Result, Session, Settings
-from benchmarks.problems import DTYPES, LAYOUTS, SUITES, Problem, parse
+from benchmarks.problems import DTYPES, LAYOUTS, SUITES, TableProblem, parse
 from overlap.tuning.operations import AXIS, product
 from overlap.tuning.programs import draw_operands, error_floor
 from overlap.tuning.timing import expected_us
@@ -26,7 +26,7 @@ from tests import assembly
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Settings(rounds=2, iterations=2, launches=1, calls=1, warmup_s=0.0)
-PROBLEM = Problem("matmul", 1, 96, 160, 64, "bf16")
+PROBLEM = TableProblem("matmul", 1, 96, 160, 64, "bf16")
 FORMS = [("f16", layout) for layout in LAYOUTS] + [("bf16", "tn"), ("f8_e4m3fn", "nt"), ("f8_e5m2", "nt")]
 
 
@@ -35,7 +35,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:1]), (AXIS,))
 
 
-def measure(problem: Problem, mesh: Mesh, *candidates: Method, settings: Settings = QUICK) -> list[Result]:
+def measure(problem: TableProblem, mesh: Mesh, *candidates: Method, settings: Settings = QUICK) -> list[Result]:
     session = Session(problem.library, mesh, settings)
     for method in candidates:
         session.add(method)
@@ -84,7 +84,7 @@ def test_the_lhs_of_an_all_gather_is_gathered_along_its_m_dimension() -> None:
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices: the tests' conftest asks for several CPU devices")
     mesh = Mesh(np.array(jax.devices()[:2]), (AXIS,))
-    problem = Problem("all_gather_lhs_matmul", 2, 96, 160, 64, "f16", "tn")
+    problem = TableProblem("all_gather_lhs_matmul", 2, 96, 160, 64, "f16", "tn")
     (result,) = measure(problem, mesh, Method("roof", functools.partial(product, problem.library), gathered=True))
     assert result.ok and result.error is not None and 0 < result.error < 1e-3
 
@@ -112,7 +112,7 @@ def test_fused_bf16_takes_the_values_of_the_f8_operands(mesh: Mesh) -> None:
 
 
 def test_f8_sums_may_err_as_tensor_cores_do_and_no_more() -> None:
-    problem = Problem("matmul", 1, 8192, 8192, 8192, "f8_e4m3fn", "nt")
+    problem = TableProblem("matmul", 1, 8192, 8192, 8192, "f8_e4m3fn", "nt")
     one_lost_tile = 128 / 8192
     assert 3.3e-3 < error_floor(problem.library) < one_lost_tile / 2
     assert error_floor(dataclasses.replace(problem, dtype="bf16").library) == 0
@@ -126,14 +126,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from functools import partial
 from benchmarks.loop_copies import copies_in_loops
-from benchmarks.problems import Problem
+from benchmarks.problems import TableProblem
 from overlap.tuning import operations, programs
 from tests import assembly
 
 mesh = Mesh(np.array(assembly.topology("h200", 1)), ("x",))
 found = {}
 for dtype, layout in (("bf16", "nt"), ("bf16", "tn"), ("f16", "tt"), ("f8_e4m3fn", "nt")):
-    problem = Problem("matmul", 1, 4096, 8192, 4096, dtype, layout).library
+    problem = TableProblem("matmul", 1, 4096, 8192, 4096, dtype, layout).library
     struct = lambda shape, type_, spec: jax.ShapeDtypeStruct(shape, type_, sharding=NamedSharding(mesh, spec))
     shapes, types = (*operations.shapes(problem), (4096, 8192)), (problem.dtype, problem.dtype, problem.out_dtype)
     lhs, rhs, out = map(struct, shapes, types, operations.specs(problem))

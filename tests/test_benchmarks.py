@@ -20,14 +20,14 @@ from jax.sharding import Mesh
 from benchmarks import command, methods, plot, report
 from benchmarks.harness import Method, Result, Session, Settings
 from benchmarks.loop_copies import copies_in_loops
-from benchmarks.problems import Problem
+from benchmarks.problems import TableProblem
 from overlap.tuning.operations import AXIS, gather, unfused
 from overlap.tuning.programs import draw_operands, loop_program
 from tests import assembly
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Settings(rounds=3, iterations=2, launches=1, calls=1, warmup_s=0.0)
-PROBLEM = Problem("all_gather_lhs_matmul", 2, 128, 256, 64, "f16")
+PROBLEM = TableProblem("all_gather_lhs_matmul", 2, 128, 256, 64, "f16")
 reference = functools.partial(unfused, PROBLEM.library)
 
 
@@ -217,13 +217,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from benchmarks import methods
 from benchmarks.loop_copies import copies_in_loops
-from benchmarks.problems import Problem
+from benchmarks.problems import TableProblem
 from overlap.tuning import programs
 from tests import assembly
 
 mesh = Mesh(np.array(assembly.topology("h200", 4)), ("x",))
 found = {}
-problem = Problem("all_gather_lhs_matmul", 4, 4096, 4096, 4096, "f16").library
+problem = TableProblem("all_gather_lhs_matmul", 4, 4096, 4096, 4096, "f16").library
 for method in methods.all_gather_methods(problem, ["fused", "xla", "roof", "own_matmul"], [], 1):
     rows = 16384 if method.gathered else 4096
     lhs = assembly.struct(mesh, (rows, 4096), "f16", P("x", None))
@@ -260,7 +260,9 @@ def synthetic() -> report.Table:
         Result("roof", loop_us=[90.0, 190.0, 121.0], wall_us=[60.0, 65.0, 110.0], error=2e-4, error_bound=4e-4),
         Result("fused:stages=9", status="ERROR ValueError: too large", error_bound=4e-4),
     ]
-    return report.Table(Problem("all_gather_lhs_matmul", 4, 1024, 4096, 4096, "bf16"), results, loop_overhead_us=2.5)
+    return report.Table(
+        TableProblem("all_gather_lhs_matmul", 4, 1024, 4096, 4096, "bf16"), results, loop_overhead_us=2.5
+    )
 
 
 def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import command, current, index, readme, report
 from benchmarks.harness import Result
-from benchmarks.problems import Problem, parse
+from benchmarks.problems import TableProblem, parse
 
 TABLES = {table.name: table for table in current.tables(index.RESULTS)}
 OP = "all_gather_lhs_matmul"
@@ -103,7 +103,7 @@ def test_the_command_under_a_table_measures_its_problems(name: str, monkeypatch:
 # --- How runs are brought in ------------------------------------------------------------------------------------------
 
 
-def run_of(folder: pathlib.Path, date: str, problems: list[Problem], us: float, *, failed: str = "") -> None:
+def run_of(folder: pathlib.Path, date: str, problems: list[TableProblem], us: float, *, failed: str = "") -> None:
     """Writes a run as the harness does: XLA takes twice as long as the fused operation."""
     facts = {"date": date, "commit": "0123456", "command": f"python -m {date}", "jax": "jax 0.11.2, jaxlib 0.11.2",
              "devices": "2 of 2 x NVIDIA H200 (one process)"}  # fmt: skip
