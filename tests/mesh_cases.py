@@ -78,17 +78,9 @@ def let_ranks_run_against_the_positions(monkeypatch: pytest.MonkeyPatch) -> None
 
 def operands(case: Layout, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
     """Normal operands for per-shard sizes (m_shard, n_shard, k)."""
-    m_shard, n_shard, k = shape
-
-    def make() -> tuple[jax.Array, jax.Array]:
-        lhs_key, rhs_key = jax.random.split(jax.random.key(seed))
-        return (
-            jax.random.normal(lhs_key, (case.size * m_shard, k), dtype),
-            jax.random.normal(rhs_key, (k, case.size * n_shard), dtype),
-        )
-
-    mesh, (lhs, rhs, _) = case.mesh(), case.specs()
-    return jax.jit(make, out_shardings=(NamedSharding(mesh, lhs), NamedSharding(mesh, rhs)))()
+    (m_shard, n_shard, k), mesh, (lhs, rhs, _) = shape, case.mesh(), case.specs()
+    shardings = NamedSharding(mesh, lhs), NamedSharding(mesh, rhs)
+    return oracle.draw(((case.size * m_shard, k), (k, case.size * n_shard)), dtype, shardings, seed)
 
 
 def fused(case: Layout, **kwargs: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:

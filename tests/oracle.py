@@ -7,6 +7,7 @@ GPU alike.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,6 +21,10 @@ import overlap
 
 X, W, Y = P("x", None), P(None, "x"), P(None, "x")
 ALLOWED = 2.0  # Times the error of the unfused product.
+# Elements of all operands. To compile a program that draws them takes longer than most tests.
+_MOST_OF_THE_HOST = 1 << 22
+# On a GPU the search for XLA's fastest products would take longer than all else.
+_NO_SEARCH = {"xla_gpu_autotune_level": 0}
 
 
 def make_mesh(**axes: int) -> Mesh:
@@ -32,20 +37,39 @@ def make_mesh(**axes: int) -> Mesh:
 def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
     """Normal operands for per-shard sizes (m_shard, n_shard, k), sharded over axis "x"."""
     (m_shard, n_shard, k), size = shape, mesh.shape["x"]
-
-    def make() -> tuple[jax.Array, jax.Array]:
-        lhs_key, rhs_key = jax.random.split(jax.random.key(seed))
-        return (
-            jax.random.normal(lhs_key, (size * m_shard, k), dtype),
-            jax.random.normal(rhs_key, (k, size * n_shard), dtype),
-        )
-
-    return jax.jit(make, out_shardings=(NamedSharding(mesh, X), NamedSharding(mesh, W)))()
+    shardings = NamedSharding(mesh, X), NamedSharding(mesh, W)
+    return draw(((size * m_shard, k), (k, size * n_shard)), dtype, shardings, seed)
 
 
-def on_mesh(mesh: Mesh, f: Any, in_specs: Any = (X, W), out_specs: Any = Y) -> Any:
+def draw(
+    shapes: tuple[tuple[int, ...], ...], dtype: Any, shardings: tuple[NamedSharding, ...], seed: int
+) -> tuple[jax.Array, ...]:
+    """Normal arrays, the same in all processes."""
+    if sum(map(math.prod, shapes)) > _MOST_OF_THE_HOST:
+        return _drawing(shapes, jnp.dtype(dtype), shardings)(np.uint32(seed))
+    chance = np.random.default_rng(seed)
+    arrays = [chance.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
+    return tuple(
+        jax.make_array_from_callback(array.shape, sharding, lambda index, array=array: array[index])
+        for array, sharding in zip(arrays, shardings, strict=True)
+    )
+
+
+@functools.cache
+def _drawing(shapes: tuple[tuple[int, ...], ...], dtype: Any, shardings: tuple[NamedSharding, ...]) -> Any:
+    """A program of the seed, for what the host would take long to draw."""
+
+    def make(seed: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), len(shapes))
+        return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+    return jax.jit(make, out_shardings=shardings)
+
+
+def on_mesh(mesh: Mesh, f: Any, in_specs: Any = (X, W), out_specs: Any = Y, **options: Any) -> Any:
     """`f` under jit and `shard_map`."""
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, **options)
 
 
 def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -87,7 +111,7 @@ def errors(mesh: Mesh, op: Any = fused) -> Any:
         expected = exact(lhs, rhs)
         return worst(distance(op(lhs, rhs), expected), mesh), worst(distance(unfused(lhs, rhs), expected), mesh)
 
-    return on_mesh(mesh, measure, out_specs=(P(), P()))
+    return on_mesh(mesh, measure, out_specs=(P(), P()), compiler_options=_NO_SEARCH)
 
 
 def assert_close(pair: tuple[jax.Array, jax.Array]) -> None:

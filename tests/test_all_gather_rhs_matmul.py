@@ -18,7 +18,7 @@ from overlap.kernels.target import Target
 from tests import assembly, oracle
 from tests.assembly import Case
 from tests.oracle import make_mesh, on_mesh
-from tests.product_cases import oracle_of
+from tests.product_cases import normal, oracle_of
 from tests.rhs_cases import ALONG, ROWS, SMALL, assert_exact, call, fused, gathered, mapped, product, weights
 
 H200 = Target("gpu", "NVIDIA H200", 132)
@@ -75,7 +75,7 @@ def test_error_within_twice_the_unfused_product(devices, dtype, along):
         return tuple(oracle.worst(error, mesh) for error in errors)
 
     k, n = (devices * 128, 128) if along == "k" else (128, devices * 128)
-    lhs, rhs = (jax.random.normal(jax.random.key(i), s, dtype) for i, s in enumerate(((devices * 128, k), (k, n))))
+    lhs, rhs = normal(0, devices * 128, k, dtype=dtype), normal(1, k, n, dtype=dtype)
     with emulate(cores=2):
         oracle.assert_close(mapped(mesh, along, measure, out_specs=(P(), P()))(lhs, rhs))
 
@@ -136,7 +136,7 @@ def test_in_a_loop_with_operands_that_change(along):
 @pytest.mark.parametrize("along", ALONG)
 def test_launches_agree_bit_for_bit(along):
     k, n = (384, 128) if along == "k" else (128, 384)
-    lhs, rhs = (jax.random.normal(jax.random.key(i), s, jnp.float16) for i, s in enumerate(((384, k), (k, n))))
+    lhs, rhs = normal(0, 384, k, dtype=jnp.float16), normal(1, k, n, dtype=jnp.float16)
     f = mapped(make_mesh(x=3), along, fused(along, dataclasses.replace(SMALL, stream_k=4)))
     results = []
     for seed, completion in enumerate(("late", "eager", "random")):

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import environment, report
 from benchmarks.harness import Result
-from benchmarks.problems import Problem
+from benchmarks.problems import TableProblem
 from overlap.emulation import ProtocolError, RaceError, emulate
 from overlap.kernels.ladder import RUNGS, cluster_multicast, pipelined, templated_epilogue
 from tests import assembly, oracle
 from tests.assembly import Case
+from tests.product_cases import normal
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 every_rung = pytest.mark.parametrize("name", BY_NAME)
@@ -30,7 +31,7 @@ every_rung = pytest.mark.parametrize("name", BY_NAME)
 @functools.cache
 def operands(m: int, n: int, k: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normal operands, and their product in fp32."""
-    lhs, rhs = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(((m, k), (k, n))))
+    lhs, rhs = normal(0, m, k, dtype=dtype), normal(1, k, n, dtype=dtype)
     return lhs, rhs, lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
 
 
@@ -152,7 +153,7 @@ def test_a_dry_run_of_the_table_has_a_row_for_every_rung(tmp_path, repository):
 
 def test_percent_of_peak():
     peak = environment.peak_tflops("NVIDIA H200")
-    problem = Problem("ladder", 1, 4096, 8192, 4096, "f16")
+    problem = TableProblem("ladder", 1, 4096, 8192, 4096, "f16")
     half = problem.flops_per_device / (0.5 * 989.4e12) * 1e6
     (row,) = report.Table(problem, [Result("xla", loop_us=[half], wall_us=[half])], peak_tflops=peak).rows()
     assert row["percent_of_peak"] == pytest.approx(50)

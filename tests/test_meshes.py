@@ -24,6 +24,7 @@ from overlap.kernels.target import Target
 from overlap.primitives import Ring, clique, peers
 from tests import assembly, mesh_cases, oracle
 from tests.mesh_cases import layout
+from tests.product_cases import normal
 
 CONFIG = overlap.Config(tile_n=128)
 SHAPE = (128, 128, 64)
@@ -117,8 +118,8 @@ def test_launches_in_a_loop_with_operands_that_change(transport):
 @TRANSPORTS
 def test_two_rings_of_one_mesh_in_one_program(transport):
     first, second = (layout(over, TRANSPOSED, a=3, b=2) for over in ("a", ("b", "a")))
-    lhs = jax.random.normal(jax.random.key(5), (128, 64), jnp.bfloat16)
-    rhs = jax.random.normal(jax.random.key(6), (64, 128), jnp.bfloat16)
+    lhs = normal(5, 128, 64)
+    rhs = normal(6, 64, 128)
     with emulate(cores=2):
         errors = mesh_cases.errors_of_two_rings(first, second, lambda case: fused(case, transport))(lhs, rhs)
     assert max(map(float, errors)) < 5e-3

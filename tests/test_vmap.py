@@ -12,16 +12,13 @@ from overlap.emulation import emulate
 from overlap.kernels.target import Target
 from tests import oracle
 from tests.oracle import make_mesh
+from tests.product_cases import normal
 
 H200 = Target("gpu", "NVIDIA H200", 132)
 TILES = overlap.Config(tile_n=128)
 # Few rows of all shards as one product.
 JOINED = overlap.Config(tile_m=64, tile_n=128, joined=True)
 BF16 = jnp.bfloat16
-
-
-def normal(seed, *shape, dtype=BF16):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
 def gather_lhs(lhs, rhs, config=TILES, **keywords):

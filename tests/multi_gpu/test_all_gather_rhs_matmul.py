@@ -46,12 +46,8 @@ def operands(mesh, along, m, shard, dtype, seed):
     devices = mesh.shape["x"]
     k, n = (devices * shard[0], shard[1]) if along == "k" else (shard[0], devices * shard[1])
 
-    def make():
-        keys = jax.random.split(jax.random.key(seed))
-        return jax.random.normal(keys[0], (devices * m, k), dtype), jax.random.normal(keys[1], (k, n), dtype)
-
     shardings = NamedSharding(mesh, ROWS), NamedSharding(mesh, weights(along))
-    return jax.jit(make, out_shardings=shardings)()
+    return oracle.draw(((devices * m, k), (k, n)), dtype, shardings, seed)
 
 
 def fused(along, config=None):
