@@ -18,28 +18,14 @@ from overlap.choice import dispatch
 from overlap.emulation import emulate
 from overlap.kernels import launch, target
 from tests.product_cases import integers, oracle_of
+from tests.sharded_cases import assert_near, make_mesh, put
 
 CONFIG = overlap.Config(tile_n=64, stages=2)
 M, N, K = 256, 256, 64
 
 
-def make_mesh(kinds=AxisType.Explicit, **axes):
-    types = kinds if isinstance(kinds, tuple) else (kinds,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
-
-
-def put(mesh, x, spec):
-    return jax.device_put(x, jax.NamedSharding(mesh, spec))
-
-
 def fused(*operands, **keywords):
     return overlap.matmul(*operands, implementation="fused", config=CONFIG, **keywords)
-
-
-def assert_near(actual, expected):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
 
 
 @pytest.fixture
