@@ -16,7 +16,7 @@ FLOORS = (
     ("primitives", "departures"),
     ("kernels", "distributed"),
     ("choice", "frame"),
-    ("single_gpu", "ladder"),
+    ("single_gpu",),
     ("collectives",),
     ("tuning",),
     ("__init__",),
@@ -28,9 +28,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room_of(path):
-    """The first part of a module's path in the package. The lessons have a floor of their own."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "ladder" if parts[:2] == ("kernels", "ladder") else parts[0]
+    """The first part of a module's path in the package."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def rooms_of(tree):
@@ -40,8 +39,7 @@ def rooms_of(tree):
             for alias in node.names:
                 yield (alias.name if alias.name in FLOOR_OF else "__init__"), node.lineno
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("overlap."):
-            parts = [*node.module.split(".")[1:], node.names[0].name]
-            yield ("ladder" if parts[:2] == ["kernels", "ladder"] else parts[0]), node.lineno
+            yield node.module.split(".")[1], node.lineno
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 first, *rest = alias.name.split(".")

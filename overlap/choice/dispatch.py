@@ -1,4 +1,4 @@
-"""Which implementation runs, and why: the one place that chooses (and the only one here that knows of the emulator)."""
+"""Which implementation runs, and why: the one place that chooses."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Explanation:
 
 
 def target(mesh: Any = None) -> Target:
-    """The device that the code being traced is for, or that of `mesh`. A CPU has as many cores as the emulator says."""
-    return current_target(emulation.core_count(), mesh)
+    """The device that the code being traced is for, or that of `mesh`."""
+    return current_target(mesh)
 
 
 def decide(

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from overlap import emulation
+
 HOPPER_SMEM_BYTES = 232448
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 BLACKWELL_NAMES = ("B100", "B200", "B300", "GB200", "GB300")
@@ -56,11 +58,12 @@ class Target:
             )
 
 
-def current_target(emulated_cores: int, mesh: Any = None) -> Target:
+def current_target(mesh: Any = None) -> Target:
     """The device that the code being traced is for: that of the enclosing mesh, else the default device.
 
+    A CPU device has as many cores as the emulator says.
+
     Args:
-      emulated_cores: the number of cores that a CPU device is to have.
       mesh: the mesh whose devices are meant, instead of the enclosing one.
     """
     if isinstance(mesh, jax.sharding.Mesh):
@@ -74,7 +77,7 @@ def current_target(emulated_cores: int, mesh: Any = None) -> Target:
             default = jax.devices(default)[0]
         platform, kind, cores = default.platform, default.device_kind, getattr(default, "core_count", None)
     if platform == "cpu":
-        return Target(platform, kind, emulated_cores)
+        return Target(platform, kind, emulation.core_count())
     if platform == "gpu" and not cores:
         raise RuntimeError(
             f"the device {kind!r} does not say how many cores it has: is the CUDA plugin of jax current?"

@@ -47,7 +47,7 @@ def random_config(seed, dtype, left, right, m, n, k, batch, out):
     layout = "nt"[left] + "nt"[right]
     out = out or (jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype)
     names = jnp.dtype(dtype).name, jnp.dtype(out).name
-    configs = candidates(Problem("matmul", m, n, k, *names, layout=layout, batch=math.prod(batch)), current_target(0))
+    configs = candidates(Problem("matmul", m, n, k, *names, layout=layout, batch=math.prod(batch)), current_target())
     return configs[np.random.default_rng(seed).integers(len(configs))]
 
 

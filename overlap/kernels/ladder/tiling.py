@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.choice import dispatch
 from overlap.kernels import hopper
+from overlap.kernels.target import current_target
 from overlap.primitives.axes import kernel_axis
 
 COMPUTE_WARPGROUPS = 2  # From rung 2 on.
@@ -84,4 +84,4 @@ class Tiling:
 
 def num_ctas() -> int:
     """How many CTAs run at the same time where one fills an SM; on a CPU, as many as the emulator says."""
-    return dispatch.target().num_cores
+    return current_target().num_cores
