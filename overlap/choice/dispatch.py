@@ -13,7 +13,6 @@ from overlap import emulation
 from overlap.choice.choose import choose_config, xla_is_faster
 from overlap.choice.crossover import NOT_MEASURED
 from overlap.choice.problem import Problem
-from overlap.kernels import arguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
 
@@ -58,6 +57,25 @@ class Explanation:
         return f"{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Circumstances:
+    """What a choice depends on beside the sizes.
+
+    Attributes:
+      transport: how the fused kernel would move its operand; empty if it moves none, or has no choice.
+      transport_reason: why so.
+      needs_all_ctas: whether the fused kernel ends only where all its CTAs run at the same time; else only those that
+        share a tile must.
+      untried: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing speaks against
+        it.
+    """
+
+    transport: str = ""
+    transport_reason: str = ""
+    needs_all_ctas: bool = False
+    untried: str | None = None
+
+
 def target(mesh: Any = None) -> Target:
     """The device that the code being traced is for, or that of `mesh`."""
     return current_target(mesh)
@@ -70,9 +88,7 @@ def decide(
     config: Config | None,
     check: Callable[[Config, Target], None],
     problem: Problem,
-    transport: tuple[str, str] = ("", ""),
-    untried: str | None = None,
-    needs_all_ctas: bool = False,
+    circumstances: Circumstances = Circumstances(),
 ) -> Explanation:
     """Chooses between the fused kernel and XLA, by the op's own predicate.
 
@@ -83,24 +99,19 @@ def decide(
       config: the fused kernel's configuration; None takes it from a table, else from the heuristic.
       check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
       problem: the call's sizes; each decision is logged once per problem.
-      transport: how the fused kernel would move its operand, and why.
-      needs_all_ctas: whether the fused kernel ends only where all its CTAs run at the same time; else only those that
-        share a tile must.
-      untried: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing speaks against
-        it.
+      circumstances: what else it depends on.
 
     Raises:
-      ValueError: an unknown implementation, no configuration, or whatever `check` raises.
+      ValueError: whatever `check` raises.
       NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
     """
-    arguments.one_of("implementation", implementation, IMPLEMENTATIONS)
-    arguments.config(config)
     if implementation == "xla":
         return Explanation(op, "xla", None, "asked for", device)
     source = "given"
     if config is None:
         config, source = choose_config(problem, device)
-    at_once = device.num_cores if needs_all_ctas else config.cluster * config.stream_k
+    untried, transport = circumstances.untried, (circumstances.transport, circumstances.transport_reason)
+    at_once = device.num_cores if circumstances.needs_all_ctas else config.cluster * config.stream_k
     if implementation == "fused":
         check(config, device)
         if device.platform == "cpu":

@@ -10,7 +10,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
-from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, WGMMA_M, Config
+from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, WGMMA_M, halves, rows_loaded
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
@@ -80,7 +81,7 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     """The model's time for one call, in microseconds."""
     itemsize = problem.itemsize
     out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
-    half_m, half_n = config.halves
+    half_m, half_n = halves(config)
     work = work_of(config, problem, target)
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     l2_rate = min(L2_BYTES_PER_CYCLE_ALONE, L2_BYTES_PER_CYCLE * target.num_cores / active)
@@ -89,7 +90,7 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     read = COMPUTE_WARPGROUPS * (half_m / WGMMA_M) * (WGMMA_M + half_n) * itemsize / SMEM_BYTES_PER_CYCLE
     lhs_row, rhs_row = problem.row_bytes
     m, products = _rows(config, problem)
-    loaded = config.rows_loaded(m, problem.transpose_lhs)
+    loaded = rows_loaded(config, m, problem.transpose_lhs)
     # Per tile; those of the last one are shared out to all that lie above it.
     empty = 0 if problem.transpose_lhs else loaded - m / ceil_div(m, loaded)
     lhs_load = (loaded - empty) * _lines(lhs_row) * itemsize / l2_rate + empty * EMPTY_ROW_CYCLES / config.tile_k

@@ -7,7 +7,9 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from overlap.kernels import limits
 from overlap.kernels.config import Config
+from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
 
 Layout = Literal["nn", "nt", "tn", "tt"]
@@ -122,13 +124,11 @@ class Problem:
         return dataclasses.replace(self, **sizes, batch=bucket(self.batch, least=1))
 
     def check(self, config: Config, target: Target) -> None:
-        """`Config.check` for this problem."""
+        """`limits.check` for this problem."""
         # The parts of a split contraction are stored in f32.
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
-        config.check(
-            m=self.m, n=self.n, k=self.k, dtype=self.dtype, out_dtype=out_dtype, target=target, pulls=self.pulls,
-            transpose_lhs=self.transpose_lhs, transpose_rhs=self.transpose_rhs,
-        )  # fmt: skip
+        layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), "pull" if self.pulls else ""
+        limits.check(limits.Sizes(self.m, self.n, self.k, self.dtype, out_dtype, layouts, transport), config, target)
 
     def accepts(self, config: Config, target: Target) -> bool:
         """Whether the fused kernel can run this problem so configured, with the registers that there are."""

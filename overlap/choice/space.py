@@ -62,8 +62,8 @@ def heuristic(problem: Problem, target: Target) -> Config | None:
 
 def differences(config: Config) -> str:
     """A configuration in words: its tile, and the fields in which it differs from `Config()` otherwise."""
-    fields = [field.name for field in dataclasses.fields(Config) if field.name not in ("tile_m", "tile_n", "tile_k")]
-    rest = [f"{name}={value}" for name in fields if (value := getattr(config, name)) != getattr(Config(), name)]
+    usual, tile = Config().fields, ("tile_m", "tile_n", "tile_k")
+    rest = [f"{name}={value}" for name, value in config.fields.items() if name not in tile and value != usual[name]]
     return " ".join([f"{config.tile_m}x{config.tile_n}x{config.tile_k}", *rest])
 
 
@@ -141,7 +141,7 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     """The usual configuration of a tile shape, with as many stages as fit and are filled; None if none can run."""
     epilogue = ("epilogue_tile_n", "epilogue_slots")
     for values in itertools.product(*(FINE[name] for name in epilogue)):
-        least = dataclasses.replace(shape, **dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
+        least = shape.replace(**dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
         if not problem.accepts(least, target):
             continue
         work = work_of(shape, problem, target)
@@ -157,8 +157,8 @@ def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
     fields = dict(FINE, stages=(base.stages, base.stages - 1), **(PULLS if problem.pulls else {}))
     for name, values in fields.items():
         for value in values:
-            if value != getattr(base, name) and not (name == "stages" and value < min(STAGES)):
-                yield dataclasses.replace(base, **{name: value}), 1
+            if value != base.fields[name] and not (name == "stages" and value < min(STAGES)):
+                yield base.replace(**{name: value}), 1
 
 
 def _walk(config: Config, problem: Problem) -> Config:

@@ -63,7 +63,7 @@ class Entry:
     def to_json(self) -> dict[str, Any]:
         """The entry as its line in a file."""
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": dataclasses.asdict(self.config)}
+        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": self.config.fields}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Entry:
@@ -78,7 +78,7 @@ class Entry:
             raise ValueError(f"sizes must be positive ints, got {problem}")
         if not isinstance(data["us"], int | float) or not data["us"] > 0:
             raise ValueError(f"`us` must be a positive number, got {data['us']!r}")
-        return cls(problem, **{**data, "config": Config(**data["config"])})
+        return cls(problem, **{**data, "config": Config.of(**data["config"])})
 
 
 def user_directory() -> pathlib.Path | None:

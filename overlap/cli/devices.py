@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from overlap import _cuda
+from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.target import Target
 
 
@@ -19,7 +20,7 @@ def why_not_gpus() -> str | None:
         return "jax has no CUDA plugin here: pip install 'overlap[cuda13]'"
     try:
         for gpu in gpus:
-            Target("gpu", gpu.name, num_cores=1).require_hopper()
+            mainloop_of(Target("gpu", gpu.name, num_cores=1))
     except NotImplementedError as error:
         return str(error)
     return None

@@ -165,11 +165,12 @@ def _devices(facts: list[Fact]) -> Fact:
     found = f"{len(gpus)} × {', '.join(kinds)}, driver {driver or 'of unknown version'}"
     if _cuda.jax_plugin() is None:
         return Fact("GPUs", _PROBLEM, found, "jax has no CUDA plugin: pip install 'overlap[cuda13]' (or [cuda12])")
+    from overlap.kernels.architectures import mainloop_of
     from overlap.kernels.target import Target
 
     for gpu in gpus:
         try:
-            Target("gpu", gpu.name, num_cores=1).require_hopper()
+            mainloop_of(Target("gpu", gpu.name, num_cores=1))
         except NotImplementedError as error:
             return Fact("GPUs", _NOTE, found, str(error))
     works, answer = _ask(_JAX_DEVICES, timeout_s=120)

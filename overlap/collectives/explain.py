@@ -6,7 +6,7 @@ from typing import Any
 
 from overlap.choice.dispatch import Explanation
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul
-from overlap.kernels import arguments
+from overlap.frame import arguments
 from overlap.single_gpu import matmul
 
 _DECIDE = {

@@ -1,257 +1,154 @@
-"""What a product with a gathered left operand is given: checked, and brought into the kernel's form.
+"""The kernel of `all_gather_lhs_matmul` with tiles for each shard: which tiles there are, and where their rows lie.
 
-    out[i] = row_scale · (gathered(lhs) @ rhs[i]) · column_scale[i]
+    producer     for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
+                     a peer's tile: wait for the flag of its row block; then load from scratch
+                     an own tile:   load from lhs
+    transport    brings the peers' shards (by pull the scales of their rows as well) into scratch and raises the flags
 
-The left operand may have leading dimensions, which are folded into one; there may be several right operands.
+Several right operands share one gather: their tiles lie side by side in the list of tiles (`AllGatherSchedule`).
+
+Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
-from overlap.choice.problem import Problem
-from overlap.frame import scales, sharded
-from overlap.kernels import arguments, hopper
-from overlap.kernels.config import Config
-from overlap.kernels.staging import Forms
-from overlap.kernels.target import Target
-from overlap.kernels.varying import axes_of, same_along
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.transport import Shards, Transport
+from overlap.frame.operands import Operands, Plan
+from overlap.kernels import epilogue
+from overlap.kernels.grid import own_tile
+from overlap.kernels.hooks import Hooks, OneOf, Tile
+from overlap.kernels.product_kernel import ProductKernel, Refs
+from overlap.kernels.stream_k import StreamK
 from overlap.primitives import Ring
-from overlap.primitives.integers import in_32_bits
-from overlap.single_gpu import matmul, product
-
-_XLA = 'implementation="xla"'
+from overlap.primitives.integers import ceil_div
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """What goes into the products on one device; None where there is nothing.
-
-    Attributes:
-      lhs: [(batch,) m_shard, k].
-      sides: the right operands, [k, n] each, or [n, k] if transposed.
-      row_scale: [(batch,) m_shard] in f32, of this device's rows.
-      column_scales: [n] in f32 for each right operand.
-    """
-
-    lhs: Any
-    sides: tuple[Any, ...]
-    row_scale: Any = None
-    column_scales: tuple[Any, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is static about the products.
-
-    Attributes:
-      ring: along which the left operand is gathered.
-      forms: how the operands lie in memory.
-      out_dtype: of all results.
-      config: the fused kernel's sizes; None: by XLA.
-      target: the device.
-      returns_gathered: whether the gathered left operand is a result as well.
-      transport: how the shards travel in the fused kernel; empty where they do not.
-      insists: whether the caller asked for the fused kernel, so that XLA may not run in its place.
-    """
-
-    ring: Ring
-    forms: Forms
-    out_dtype: Any
-    config: Config | None
-    target: Target
-    returns_gathered: bool = False
-    transport: str = ""
-    insists: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A checked call, and what leads back to the caller's form.
-
-    Attributes:
-      operands: in the kernel's form.
-      forms: how they lie in memory.
-      out_dtype: of all results.
-      batch: the leading dimensions of the left operand.
-      container: list or tuple if the caller gave several right operands, else None.
-    """
-
-    operands: Operands
-    forms: Forms
-    out_dtype: Any
-    batch: tuple[int, ...]
-    container: type | None
-
-    @property
-    def sizes(self) -> tuple[int, int, tuple[int, ...], int]:
-        """Batch (1 if there is none), m_shard, n of each right operand, and k."""
-        m_shard, k = self.operands.lhs.shape[-2:]
-        widths = tuple(side.shape[0 if self.forms.transpose_rhs else 1] for side in self.operands.sides)
-        return math.prod(self.batch), m_shard, widths, k
-
-    def problem(self, op: str, devices: int) -> Problem:
-        """The call's sizes, as the choice of a configuration sees them: the right operands as one."""
-        batch, m_shard, widths, k = self.sizes
-        dtypes = self.operands.lhs.dtype.name, self.out_dtype.name
-        layout = "nt" if self.forms.transpose_rhs else "nn"
-        return Problem(op, m_shard, sum(widths), k, *dtypes, devices=devices, layout=layout, batch=max(batch, 1))
-
-    def check(self, ring: Ring, config: Config, target: Target, *, forwards: bool = False) -> None:
-        """Whether the fused kernel can serve the call. Raises as `Config.check` does.
-
-        `forwards`: the shards are passed on from the operand tiles instead of being pulled in chunks.
-        """
-        (batch, m_shard, widths, k), lhs, sides = self.sizes, self.operands.lhs, self.operands.sides
-        if batch < 1:
-            raise NotImplementedError(
-                f"the fused kernel needs leading dimensions of at least 1, got {self.batch} in `lhs`: use "
-                'implementation="xla"'
-            )
-        if len({side.dtype for side in sides}) > 1:
-            raise NotImplementedError(
-                "the fused kernel needs all matrices of `rhs` to have the same dtype, got "
-                f'{", ".join(side.dtype.name for side in sides)}: cast them, or use implementation="xla"'
-            )
-        for index, n in enumerate(widths):
-            try:
-                config.check(
-                    m=m_shard, n=n, k=k, dtype=lhs.dtype, out_dtype=self.out_dtype, target=target, pulls=ring.size > 1,
-                    forwards=forwards, m_name="m_shard", transpose_rhs=self.forms.transpose_rhs,
-                )  # fmt: skip
-            except NotImplementedError as cannot:
-                raise NotImplementedError(f"{self._which(index)}{cannot}") from None
-
-    def require_whole(self) -> None:
-        """Whether each device holds its operands, whatever the enclosing `shard_map` leaves to XLA's partitioner.
-
-        Raises as `overlap.frame.sharded` does.
-        """
-        sharded.require_rest_of_one()
-        sides = {self._name(index): side for index, side in enumerate(self.operands.sides)}
-        sharded.require_whole({"lhs": self.operands.lhs} | sides)
-
-    def _name(self, index: int) -> str:
-        return "rhs" if self.container is None else f"rhs[{index}]"
-
-    def _which(self, index: int) -> str:
-        return "" if self.container is None else f"`{self._name(index)}`: "
-
-    def restore(self, outs: tuple[jax.Array, ...], gathered: jax.Array | None) -> Any:
-        """The results as the caller expects them."""
-        shaped = [out.reshape(*self.batch, *out.shape[-2:]) for out in outs]
-        result = shaped[0] if self.container is None else self.container(shaped)
-        return result if gathered is None else (result, gathered.reshape(*self.batch, *gathered.shape[-2:]))
-
-
-def normalize(
-    lhs: Any, rhs: Any, *, lhs_scale: Any = None, rhs_scale: Any = None, transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
-) -> Call:  # fmt: skip
-    """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s."""
-    lhs = arguments.array("lhs", lhs)
-    container = type(rhs) if type(rhs) in (list, tuple) else None
-    if container is not None and not rhs:
-        raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
-    names = ["rhs"] if container is None else [f"rhs[{index}]" for index in range(len(rhs))]
-    sides = [arguments.array(*pair) for pair in zip(names, (rhs,) if container is None else rhs, strict=True)]
-    forms = Forms(transpose_rhs=arguments.flag("transpose_rhs", transpose_rhs))
-    out_dtype: Any = None
-    for index, side in enumerate(sides):
-        try:
-            out_dtype = matmul.check_operands(lhs, side, preferred_element_type, forms)
-            if len(side.shape) != 2:
-                raise ValueError(
-                    f"`rhs` must have 2 dimensions, got {len(side.shape)} (shape {tuple(side.shape)}): reshape it"
-                )
-        except ValueError as wrong:
-            if container is None:
-                raise
-            raise ValueError(f"`rhs[{index}]` of {len(sides)} right operands: {wrong}") from None
+def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, keeps_own: bool) -> Any:
+    """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
+    lhs, config = operands.lhs, plan.config
+    assert config is not None
     *batch, m_shard, k = lhs.shape
-    if not m_shard:
-        raise ValueError(f"`lhs` must have at least one row per shard to gather, got shape {tuple(lhs.shape)}")
-    widths = [side.shape[0 if forms.transpose_rhs else 1] for side in sides]
-    wide = product.accumulator(lhs.dtype)
-    row_scale, column_scales = scales.normalize(
-        lhs_scale, rhs_scale, (*batch, m_shard), widths[0] if container is None else widths, wide, gathered=True
+    widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list]
+    schedule = AllGatherSchedule.of(
+        ring.size, lhs.shape, widths, lhs.dtype.itemsize, config, keeps_own=keeps_own,
+        scaled=operands.row_scale is not None and transport.brings_scales,
+    )  # fmt: skip
+    if schedule.batch == 1:
+        batch = []
+    clusters = plan.target.num_cores // config.cluster
+    work = StreamK(schedule.tiles, ceil_div(k, config.tile_k), clusters, config.stream_k)
+    row_scale = _filled_rows(operands.row_scale, schedule, plan, ring)
+    inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale)
+    out_types = (
+        [jax.ShapeDtypeStruct((*batch, ring.size, m_shard, n), plan.out_dtype) for n in widths],
+        jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
+        [jax.ShapeDtypeStruct((ring.size - 1, *row_scale.shape), row_scale.dtype)] if schedule.scaled else [],
     )
-    folded = (math.prod(batch),) if batch else ()
-    operands = Operands(
-        arguments.each(lambda x: x.reshape(*folded, m_shard, k), lhs), tuple(sides),
-        None if row_scale is None else arguments.each(lambda x: x.reshape(*folded, m_shard), row_scale),
-        None if column_scales is None else tuple(column_scales),
+    # Among the inputs: the scales of rows come behind the right operands.
+    read = (0, *([1 + len(widths)] if schedule.scaled else []))
+    kernel = ProductKernel(
+        f"overlap_{plan.operation.name}", plan.target, config,
+        plan.types(operands, m_shard, forwards=transport.forwards), work, transport.flag_shapes(schedule),
+        transport.smem_types(schedule, config, lhs.dtype), read if transport.told else (),
     )  # fmt: skip
-    return Call(operands, forms, out_dtype, tuple(batch), container)
+    body = _Body(kernel, schedule, ring, transport, plan.operation.name)
+    outs, scratch, _ = kernel.launch(inputs, out_types, body.at)
+    rows = (*operands.lhs.shape[:-2], ring.size * m_shard)
+    gathered = scratch.reshape(*rows, k) if keeps_own else None
+    return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered
 
 
-def filled_columns(column_scales: Any, config: Config) -> Any:
-    """The column scales of all right operands, each filled up to whole tiles: a vector."""
-    if column_scales is None:
-        return None
-    return jnp.concatenate([jnp.pad(x, (0, -x.shape[0] % config.cluster_tile[1])) for x in column_scales])
+def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: Plan, ring: Ring) -> Any:
+    """The row scales, each batch element filled up to whole tiles.
 
-
-@in_32_bits
-def launch(kernel: Callable[[Any, Any], None], inputs: Operands, out_types: Any, plan: Plan, name: str, *,
-           told: bool, reads_scales: bool = False) -> Any:  # fmt: skip
-    """Runs `kernel(inputs, outputs)` on references to the operands and to outputs of these types; returns those.
-
-    `told`: whether it is told its peers' addresses (`Transport.told`). `reads_scales`: whether it reads those of the
-    peers' rows as well as the rows.
+    [1, n] of this device's where they travel with the rows; else gathered by XLA: a vector of all shards'.
     """
+    if row_scale is None:
+        return None
     assert plan.config is not None
-    leaves, structure = jax.tree.flatten(inputs)
-    types, out_structure = jax.tree.flatten(out_types)
+    scales = row_scale if schedule.scaled else lax.all_gather(row_scale, ring.axis_name)
+    filler = schedule.filled_rows(plan.config) - scales.shape[-1]
+    filled = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, filler),))
+    return filled.reshape(1, -1) if schedule.scaled else filled.reshape(-1)
 
-    def body(*refs: Any) -> None:
-        kernel(
-            jax.tree.unflatten(structure, refs[: len(leaves)]), jax.tree.unflatten(out_structure, refs[len(leaves) :])
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """The kernel's body: its tiles, and where their operands lie."""
+
+    kernel: ProductKernel
+    schedule: AllGatherSchedule
+    ring: Ring
+    transport: Transport
+    operation: str
+
+    def at(self, refs: Refs) -> tuple[Callable[[Any], Tile], Hooks]:
+        (lhs_gmem, rhs_gmem, vectors), (outs_gmem, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
+        schedule, config, me = self.schedule, self.kernel.config, self.ring.me()
+        scales = (vectors.row_scale, *scales_gmem) if scales_gmem else None
+        shards = Shards(
+            self.operation, self.ring, schedule, config, self.kernel.work.parts, lhs_gmem, scratch_gmem, scales
         )
 
-    # Among the leaves, in the order of the fields of `Operands`.
-    of_rows = (0, 1 + len(inputs.sides)) if reads_scales else (0,)
-    results = hopper.launch(
-        body, out_type=tuple(types), num_ctas=plan.target.num_cores, cluster=plan.config.cluster, name=name,
-        peers_read=of_rows if told else (),
-    )(*leaves)  # fmt: skip
-    return jax.tree.unflatten(out_structure, results)
+        def tile_at(index: Any) -> Tile:
+            step, row, column = schedule.tile(index)
+            (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
+            m, n = own_tile(config, row, column)
+            return Tile(step, m, n, out_row=m * config.tile_m, side=side, batch=batch)
 
+        def load_rows(tile: Tile, load: Any) -> None:
+            pl.when(tile.step == 0)(lambda: load(shards.within(lhs_gmem, tile.batch)))
+            slot = schedule.slot(me, tile.step)
+            pl.when(tile.step > 0)(lambda: load(shards.within(scratch_gmem, tile.batch, slot)))
 
-def same_on_ring(gathered: jax.Array | None, lhs: jax.Array, ring: Ring) -> jax.Array | None:
-    """The gathered operand, typed as what it is: the same on all devices of the ring, and elsewhere as the operand."""
-    return None if gathered is None else same_along(gathered, {*ring.names, *(axes_of(gathered) - axes_of(lhs))})
+        def out_at(tile: Tile) -> OneOf:
+            # A dimension of its own for the shards, so that the last rows of one are clipped there.
+            shard = schedule.shard(me, tile.step)
+            return OneOf([shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
 
-
-def why_not_folded(is_batched: Operands, axis_size: int) -> str | None:
-    """Why what `vmap` adds in front of some operands does not fold into the batch of the left one; None if it does."""
-    if axis_size < 1:
-        return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: use {_XLA}"
-    if any(is_batched.sides) or any(is_batched.column_scales or ()):
-        return (
-            "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
-            "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass several right operands as a list, one "
-            f"value per row, or use {_XLA}"
+        hooks = Hooks(
+            load_lhs=load_rows,
+            rhs_at=lambda tile: OneOf(rhs_gmem, tile.side),
+            out_at=out_at,
+            epilogue_at=functools.partial(self._epilogue, vectors, scales, me) if jax.tree.leaves(vectors) else None,
         )
-    return None
+        return tile_at, self.transport.hook_in(hooks, shards, refs.flags, refs.smem)
 
+    def _epilogue(self, vectors: epilogue.Vectors, scales: Any, me: Any, tile: Tile) -> Any:
+        # Both vectors are filled up as the tiles are: by batch element and by right operand.
+        # Scales that came by themselves lie in the order of arrival.
+        schedule, config, mainloop = self.schedule, self.kernel.config, self.kernel.mainloop
+        shard = 0 if scales else schedule.shard(me, tile.step)
+        first_row = (shard * schedule.batch + tile.batch) * schedule.filled_rows(config)
+        first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
 
-def fold(operands: Operands, is_batched: Operands, axis_size: int) -> Operands:
-    """The operands with what `vmap` adds in front of some of them folded into the batch of the left one."""
+        def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
+            def spread(vector_gmem: Any) -> jax.Array:
+                return mainloop.spread(vector_gmem, pl.ds(first_row + rows.start, rows.size), shape, 0)
 
-    def in_front(x: Any, batched: bool, kept: int) -> Any:
-        x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-        return x.reshape(-1, *x.shape[x.ndim - kept :])
+            if scales is None:
+                return spread(vectors.row_scale)
+            # Those of a peer's rows are here if the rows are, for which the producer has waited. (The second tile of a
+            # cluster may lie wholly below the last row, where nothing comes, and takes whatever there is.)
+            own, of_peers = scales
+            return lax.cond(
+                jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks),
+                lambda: spread(own.at[0]),
+                lambda: spread(of_peers.at[tile.step - 1, 0]),
+            )
 
-    rows = operands.row_scale
-    return dataclasses.replace(
-        operands, lhs=in_front(operands.lhs, is_batched.lhs, 2),
-        row_scale=None if rows is None else in_front(rows, is_batched.row_scale, 1),
-    )  # fmt: skip
+        return epilogue.epilogue(
+            vectors, None, mainloop, first_column=first_column,
+            row_scales=None if vectors.row_scale is None else row_scales,
+        )  # fmt: skip

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels.config import WGMMA_M, Config
+from overlap.kernels.config import Config
+from overlap.kernels.hooks import BLOCK_ROWS
 from overlap.primitives.copies import PullPlan, largest_divisor
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder
 
@@ -41,16 +42,17 @@ class JoinedSchedule:
 
     @staticmethod
     def of(
-        devices: int, m_shard: int, n_shards: Sequence[int], k: int, itemsize: int, config: Config, *,
+        devices: int, lhs_shard: tuple[int, int], widths: Sequence[int], itemsize: int, config: Config, *,
         scaled: bool = False,
     ) -> JoinedSchedule:  # fmt: skip
-        """The schedule of a problem of the given per-shard sizes."""
+        """The schedule of a problem: the shape of one shard of the left operand, [m_shard, k], and n each."""
+        m_shard, k = lhs_shard
         # Tiles begin anywhere in a shard: pieces of a common divisor lie in one tile each.
         within_a_tile = math.gcd(config.tile_m, m_shard)
         return JoinedSchedule(
             devices,
-            AllGatherSchedule.of(1, devices * m_shard, n_shards, k, itemsize, config),
-            PullPlan.cut(m_shard, k, itemsize, within_a_tile, config.chunk_bytes),
+            AllGatherSchedule.of(1, (devices * m_shard, k), widths, itemsize, config),
+            PullPlan.cut(m_shard, k, itemsize, within_a_tile, config.pull.chunk_bytes),
             largest_divisor(within_a_tile, _SCALES_AT_ONCE) if scaled else 0,
         )
 
@@ -90,8 +92,8 @@ class JoinedSchedule:
 
     @property
     def read_rows(self) -> int:
-        """How many scales are read: those of whole blocks of rows as wgmma computes them."""
-        return ceil_div(self.rows, WGMMA_M) * WGMMA_M
+        """How many scales are read: those of whole blocks of rows as an epilogue is called with them."""
+        return ceil_div(self.rows, BLOCK_ROWS) * BLOCK_ROWS
 
     # --- Flags ---
 

@@ -50,7 +50,7 @@ class GatherRhsSchedule:
     def of(devices: int, along: Literal["n", "k"], m: int, shard: tuple[int, int], itemsize: int,
            config: Config) -> GatherRhsSchedule:  # fmt: skip
         """The schedule of a problem: `m` rows of the left operand, and the shape of one shard of the right one."""
-        plan = PullPlan.cut(*shard, itemsize, STEPS_PER_FLAG * config.tile_k, config.chunk_bytes)
+        plan = PullPlan.cut(*shard, itemsize, STEPS_PER_FLAG * config.tile_k, config.pull.chunk_bytes)
         return GatherRhsSchedule(
             devices, along, TileOrder.of(m, shard[1], config), plan, config.tile_n, config.tile_k
         )  # fmt: skip

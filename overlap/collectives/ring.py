@@ -39,8 +39,9 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.collectives.transport import Site
+from overlap.collectives.transport import Shards
 from overlap.kernels.config import Config
+from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
@@ -53,43 +54,44 @@ from overlap.primitives import (
 )
 
 
-def _pass_on(site: Site, tile: Tile, k: Any, lhs_smem: Any) -> None:
+def _pass_on(shards: Shards, tile: Tile, k: Any, lhs_smem: Any) -> None:
     """The forwarder's part of one k step; the edges clip what lies beyond the last row or k."""
-    ring, schedule, config = site.ring, site.schedule, site.config
+    ring, schedule, config = shards.ring, shards.schedule, shards.config
     me, previous = ring.me(), ring.peer(ring.size - 1)
     place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k * config.tile_k, config.tile_k)
 
-    @pl.when(site.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
+    @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _send() -> None:
         there = schedule.slot(previous, tile.step + 1)
-        send_tile(lhs_smem, site.within(ring.remote(site.scratch_gmem, previous), tile.batch, there, *place))
+        send_tile(lhs_smem, shards.within(ring.remote(shards.scratch_gmem, previous), tile.batch, there, *place))
         if schedule.keeps_own:
 
             @pl.when(tile.step == 0)
             def _keep() -> None:
-                send_tile(lhs_smem, site.within(site.scratch_gmem, tile.batch, schedule.slot(me, 0), *place))
+                send_tile(lhs_smem, shards.within(shards.scratch_gmem, tile.batch, schedule.slot(me, 0), *place))
 
         # The slot is given back when this returns.
         wait_stores_read()
 
 
-def _announce(site: Site, tile: Tile, parts: Any, flags: Any) -> None:
+def _announce(shards: Shards, tile: Tile, parts: Any, flags: Any) -> None:
     """The forwarder's part of one piece: all of it is there. It is one of `parts`."""
 
-    @pl.when(site.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
+    @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _signal() -> None:
         # Landed, not only read: the flag speaks of the destination.
         wait_stores_landed()
-        flag, previous = flags.at[site.flag(tile.step + 1, tile)], site.ring.peer(site.ring.size - 1)
+        flag, previous = flags.at[shards.flag(tile.step + 1, tile)], shards.ring.peer(shards.ring.size - 1)
         # A signal's increment must be a constant, so there are two signals to choose from.
-        pl.when(parts == 1)(lambda: signal_peer(flag, site.ring, previous, site.parts))
-        if site.parts > 1:
-            pl.when(parts > 1)(lambda: signal_peer(flag, site.ring, previous, 1))
+        pl.when(parts == 1)(lambda: signal_peer(flag, shards.ring, previous, shards.parts))
+        if shards.parts > 1:
+            pl.when(parts > 1)(lambda: signal_peer(flag, shards.ring, previous, 1))
 
 
-class Forward:
+class RingTransport:
     """See the module's docstring; the methods are those of `transport.Transport`."""
 
+    why = ""  # Nobody gets it unasked.
     forwards = True
     told = False
     needs_all_ctas = True
@@ -102,19 +104,19 @@ class Forward:
         del schedule, config, dtype  # It sends from the mainloop's slots.
         return ()
 
-    def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
+    def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
         (row_flags, handshake_flags), () = flags, smem
-        ring = site.ring
-        handshake = Handshake(handshake_flags, ring, site.cta, site.operation, only=ring.size - 1)
+        ring = shards.ring
+        handshake = Handshake(handshake_flags, ring, cta(shards.config), shards.operation, only=ring.size - 1)
 
         def wait(tile: Tile) -> None:
-            handshake.wait_for(board.ROWS, row_flags.at[site.flag(tile.step, tile)], site.parts, ring.peer(1))
+            handshake.wait_for(board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.parts, ring.peer(1))
 
         return dataclasses.replace(
             hooks,
-            before_load=site.wait_for_rows(wait),
-            in_smem=lambda tile, k, lhs_smem, rhs_smem: _pass_on(site, tile, k, lhs_smem),
-            piece_done=lambda tile, parts: _announce(site, tile, parts, row_flags),
+            before_load=shards.wait_for_rows(wait),
+            in_smem=lambda tile, k, lhs_smem, rhs_smem: _pass_on(shards, tile, k, lhs_smem),
+            piece_done=lambda tile, parts: _announce(shards, tile, parts, row_flags),
             before_forwarding=handshake.await_peers,
             communicate=handshake.begin_and_leave,
         )

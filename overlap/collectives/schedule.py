@@ -8,6 +8,7 @@ different peers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,14 +51,14 @@ class AllGatherSchedule:
 
     @staticmethod
     def of(
-        devices: int, m_shard: int, n_shards: Sequence[int], k: int, itemsize: int, config: Config, *, batch: int = 1,
+        devices: int, lhs_shard: Sequence[int], widths: Sequence[int], itemsize: int, config: Config, *,
         keeps_own: bool = False, scaled: bool = False,
     ) -> AllGatherSchedule:  # fmt: skip
-        """The schedule of a problem of the given per-shard sizes."""
-        rows, columns = config.cluster_tile
-        sides = tuple(ceil_div(n, columns) for n in n_shards)
+        """The schedule of a problem: the shape of one shard of the left operand, [(batch,) m_shard, k], and n each."""
+        (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
+        batch, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
         order = TileOrder(batch * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
-        plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
+        plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
         return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled)
 
     @property

@@ -22,13 +22,10 @@ from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import Ring
 
-NAMES = ("pull", "ring")
-_WHY_PULL = "all peers of a host are one hop away behind its switch"
-
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """Where a transport works: what the kernel's body tells it.
+class Shards:
+    """Where the shards lie, and who multiplies them when.
 
     Attributes:
       operation: the operation's name, for whoever waits too long.
@@ -36,8 +33,6 @@ class Site:
       schedule: who multiplies which rows when, and which flags say that they are there.
       config: sizes.
       parts: into how many parts a tile may be cut along k, if it is cut.
-      cta: this CTA's index on the device.
-      num_ctas: how many there are.
       lhs_gmem: [(batch,) m_shard, k], this device's shard.
       scratch_gmem: [(batch,) slots, m_shard, k], where the peers' shards are to lie.
       scales: of `AllGatherSchedule.scaled` rows, [1, n] of this device's in f32, each batch element filled up to whole
@@ -49,8 +44,6 @@ class Site:
     schedule: AllGatherSchedule
     config: Config
     parts: int
-    cta: Any
-    num_ctas: int
     lhs_gmem: Any
     scratch_gmem: Any
     scales: tuple[Any, Any] | None = None
@@ -78,13 +71,17 @@ class Transport(Protocol):
     """What the kernel's body needs of a transport.
 
     Attributes:
-      forwards: whether it has a part for the forwarder warp (`buffer_types`).
+      why: why it is chosen where nobody asks for it.
+      forwards: whether it has a part for the forwarder warp (`OperandTypes.forwards`).
       told: whether it touches nothing of its peers but operands and flags, so that their addresses can be told
         (`overlap/primitives/addresses.py`).
       needs_all_ctas: whether it ends only where all CTAs of a device run at the same time: another kernel that holds
         some of the cores while it waits for another device, as XLA's collectives do, can then make both wait for ever.
       brings_scales: whether the scales of rows travel with them; else XLA gathers them beforehand.
     """
+
+    @property
+    def why(self) -> str: ...
 
     @property
     def forwards(self) -> bool: ...
@@ -103,24 +100,9 @@ class Transport(Protocol):
         ...
 
     def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
-        """The shared memory that it needs beside the mainloop's. `Config.smem_bytes` counts it."""
+        """The shared memory that it needs beside the mainloop's, whose check counts it."""
         ...
 
-    def hook_in(self, hooks: Hooks, site: Site, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
+    def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
         """The mainloop's hooks with its own among them; flags and shared memory as asked for."""
         ...
-
-
-def choose_transport(transport: str | None) -> tuple[str, str]:
-    """The transport of a call, and why.
-
-    Raises:
-      ValueError: there is no such transport.
-    """
-    if transport is None:
-        return "pull", _WHY_PULL
-    if transport not in NAMES:
-        raise ValueError(
-            f"`transport` must be None or one of {NAMES}, got {transport!r}: leave it out, or name one of those"
-        )
-    return transport, "asked for"

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from overlap.frame.arguments import said
 from overlap.frame.elementwise import NotElementwise, Program, program_of
 from overlap.frame.entries import elementwise_map, typeless
-from overlap.kernels.arguments import said
 
 # No tile has this shape, and none is as large: what a function makes of sizes shows in a comparison with one entry.
 _LARGE, _ONE = (2003, 3001), (1, 1)

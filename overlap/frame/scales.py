@@ -2,56 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from overlap.kernels import arguments
+from overlap.frame import arguments
 
 _SCALARS = {(), (1,), (1, 1)}
 
 
-def normalize(
-    lhs_scale: Any, rhs_scale: Any, rows: tuple[int, ...], n: int | list[int], dtype: Any, *, gathered: bool = False
-) -> tuple[Any, list[Any] | None]:
-    """Checks both scales and returns the row scale, [*rows], and the column scales, one [n] per right operand.
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """What is scaled.
+
+    Attributes:
+      batch: leading dimensions.
+      rows: rows of `lhs`.
+      widths: columns of each right operand.
+      several: whether the caller gave a list of right operands.
+      gathered: whether the rows of several devices are gathered. The scale of a single row is then no scalar, since
+        each device has one of its own.
+    """
+
+    batch: tuple[int, ...]
+    rows: int
+    widths: list[int]
+    several: bool = False
+    gathered: bool = False
+
+
+def normalize(lhs_scale: Any, rhs_scale: Any, of: Scaled, dtype: Any) -> tuple[Any, tuple[Any, ...] | None]:
+    """Checks both scales and returns the row scale, [(*batch,) m], and the column scales, one [n] per right operand.
 
     Each is None if there is nothing to multiply by. A scalar becomes a factor of the columns, also as `lhs_scale`.
 
     Args:
-      lhs_scale: a scalar, [*rows, 1] or None.
+      lhs_scale: a scalar, [m, 1] (the same for all leading indices), [*batch, m, 1] or None.
       rhs_scale: a scalar, [n], [1, n] or None; for several right operands a scalar, or a list or tuple with one such
         entry for each.
-      rows: the shape of a row scale: the number of rows, behind leading dimensions that have scales of their own.
-      n: the number of columns; for several right operands a list of these.
+      of: what they scale.
       dtype: of the scales.
-      gathered: whether the rows of several devices are gathered. The scale of a single row is then no scalar, since
-        each device has one of its own.
 
     Raises:
       ValueError: a scale is no real number or array of such, or has a wrong shape or length.
     """
-    widths = n if isinstance(n, list) else [n]
     row: Any = None
     factors: list[list[Any]] = []
     if lhs_scale is not None:
         lhs_scale = arguments.factor("lhs_scale", lhs_scale, dtype)
-        shape = tuple(lhs_scale.shape)
-        if shape == (*rows, 1) and (gathered or shape != (1, 1)):
+        shape, per_row = tuple(lhs_scale.shape), (*of.batch, of.rows, 1)
+        if shape in (per_row, (of.rows, 1)) and (of.gathered or shape != (1, 1)):
             row = arguments.each(lambda x: x[..., 0], lhs_scale)
         elif shape in _SCALARS:
-            factors.append([_spread(lhs_scale, width) for width in widths])
+            factors.append([_spread(lhs_scale, width) for width in of.widths])
         else:
             raise ValueError(
-                f"`lhs_scale` must be a scalar or {(*rows, 1)}, one value per row of `lhs`, got shape {shape}: reshape "
+                f"`lhs_scale` must be a scalar or {per_row}, one value per row of `lhs`, got shape {shape}: reshape "
                 "it, or pass factors of columns as `rhs_scale`"
             )
     if rhs_scale is not None:
-        factors.append(_of_columns(rhs_scale, widths, isinstance(n, list), dtype))
+        factors.append(_of_columns(rhs_scale, of.widths, of.several, dtype))
     if not factors:
         return row, None
     first, *others = factors
-    return row, [arguments.each(jnp.multiply, a, b) for a, b in zip(first, *others, strict=True)] if others else first
+    if others:
+        first = [arguments.each(jnp.multiply, a, b) for a, b in zip(first, *others, strict=True)]
+    return row, tuple(first)
 
 
 def _of_columns(rhs_scale: Any, widths: list[int], several: bool, dtype: Any) -> list[Any]:

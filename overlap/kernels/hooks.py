@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Rows of the blocks of values that an epilogue is called with.
+BLOCK_ROWS = 64
+Epilogue = Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Tile:
       m: tile row within the left operand.
       n: tile column within the right operand.
       out_row: first row of the tile in the output.
-      k_first: the first k step of the tile, if the contraction is split into tiles of their own.
+      k_first: the first k step of the tile, if the contraction is split into tiles of their own. In hooks, the first
+        one that this CTA carries of it.
       side: which of several right operands it is a tile of.
       batch: which batch element, where `step` says something else.
     """
@@ -96,9 +99,9 @@ class Hooks:
       piece_done: called by the forwarder warp as `piece_done(tile, parts)` when `in_smem` has seen all k steps of a
         tile that this CTA carries; `parts`: into how many parts it is cut, of which this is one. Needs `in_smem`.
       addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
-      epilogue: called as `epilogue(values, rows, columns, addend)` with f32 values of the product, the (traced) slices
-        of the output that they are for, and the addend's values there (or None); returns what is stored.
-      epilogue_at: from a tile to its `epilogue`, where that depends on more than the place in the output.
+      epilogue_at: from a tile to its epilogue. That is called as `epilogue(values, rows, columns, addend)` with f32
+        values of the product, at most `BLOCK_ROWS` rows of them, the (traced) slices of the output that they are for,
+        and the addend's values there (or None); it returns what is stored.
     """
 
     load_lhs: Callable[[Tile, Callable[[Any], None]], None]
@@ -111,16 +114,4 @@ class Hooks:
     in_smem: Callable[[Tile, Any, Any, Any], None] | None = None
     piece_done: Callable[[Tile, Any], None] | None = None
     addend_at: Callable[[Tile], Any] | None = None
-    epilogue: Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array] | None = None
-    epilogue_at: Callable[[Tile], Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array]] | None = None
-
-
-def spread(vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
-    """Entries of a vector in global memory over the rows (`dimension` 0) or columns (1) of an epilogue's values.
-
-    Threads read it without looking where it ends: it must have the length of whole tiles.
-    """
-    # In the accumulator's layout, less the dimension that a vector does not have.
-    layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
-    vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
-    return lax.broadcast_in_dim(vector, shape, (dimension,))
+    epilogue_at: Callable[[Tile], Epilogue] | None = None

@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.config import COMPUTE_WARPGROUPS, Config
-from overlap.kernels.staging import GRID_AXIS
+from overlap.kernels.config import Config
+from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import signal, wait_at_least
 from overlap.primitives.integers import quotient
@@ -42,7 +41,7 @@ class PartialSums:
 
     Attributes:
       sums: [workers, cluster · tile_m, tile_n] in f32: what each adds to the columns that others finish.
-      flags: [workers, cluster, COMPUTE_WARPGROUPS]: whether a warpgroup's half of that is there.
+      flags: [workers, cluster, compute warpgroups]: whether a warpgroup's part of that is there.
     """
 
     sums: Any
@@ -54,9 +53,30 @@ def partial_sums_type(work: StreamK, config: Config) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((work.workers, config.cluster * config.tile_m, config.tile_n), jnp.float32)
 
 
-def partial_sums_flags(work: StreamK, config: Config) -> tuple[int, ...]:
+def partial_sums_flags(work: StreamK, config: Config, compute_warpgroups: int) -> tuple[int, ...]:
     """The shape of `PartialSums.flags`."""
-    return work.workers, config.cluster, COMPUTE_WARPGROUPS
+    return work.workers, config.cluster, compute_warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One warpgroup's part of a tile that several CTAs share.
+
+    Attributes:
+      index: which part of the k steps this CTA has carried.
+      count: how many parts there are; static.
+      rank: this CTA's place in its cluster.
+      warpgroup: this warpgroup's index.
+      corner: first row and column of the warpgroup's values within the cluster's sums.
+      width: columns of a piece, which one CTA finishes.
+    """
+
+    index: Any
+    count: int
+    rank: Any
+    warpgroup: Any
+    corner: tuple[Any, Any]
+    width: int
 
 
 def share(part: Any, pieces: int, parts: int) -> tuple[Any, Any]:
@@ -67,55 +87,42 @@ def share(part: Any, pieces: int, parts: int) -> tuple[Any, Any]:
 def finish_together(
     partial: PartialSums,
     values: jax.Array,
+    part: Part,
+    load: Callable[[Any], jax.Array],
     finish: Callable[[Any, Callable[[int, int], jax.Array]], None],
-    *,
-    part: Any,
-    parts: int,
-    rank: Any,
-    warpgroup: Any,
-    corner: tuple[Any, Any],
-    width: int,
 ) -> None:
     """Exchanges a warpgroup's sums with those of its like in the other CTAs, and finishes its share of the columns.
 
     Args:
       partial: where to meet.
-      values: [rows, columns] of this CTA's half in f32.
+      values: [rows, columns] of this warpgroup in f32.
+      part: whose they are.
+      load: from a block of sums in global memory to its values, as the mainloop keeps them in registers.
       finish: called as `finish(index, total)` for each piece of the share; `total(row, rows)` gives the complete sums
         of some of its rows, a [rows, width] block.
-      part: which part of the tile this CTA has carried.
-      parts: how many there are; static.
-      rank: this CTA's place in its cluster.
-      warpgroup: this warpgroup's index.
-      corner: first row and column of the half within the cluster's sums.
-      width: columns of a piece.
     """
-    (first_row, first_column), (rows, columns), me = corner, values.shape, lax.axis_index(GRID_AXIS)
+    (first_row, first_column), (rows, columns), me = part.corner, values.shape, lax.axis_index(GRID_AXIS)
     partial.sums[me, pl.ds(first_row, rows), pl.ds(first_column, columns)] = values
-    signal(partial.flags.at[me, rank, warpgroup])
-    begin, end = share(part, columns // width, parts)
+    signal(partial.flags.at[me, part.rank, part.warpgroup])
+    begin, end = share(part.index, columns // part.width, part.count)
 
     @pl.when(begin < end)
     def _wait() -> None:
-        @pl.loop(me - part, me - part + parts)
+        @pl.loop(me - part.index, me - part.index + part.count)
         def _part(worker: Any) -> None:
-            wait_at_least(partial.flags.at[worker, rank, warpgroup], 1)
+            wait_at_least(partial.flags.at[worker, part.rank, part.warpgroup], 1)
 
     @pl.loop(begin, end)
     def _piece(index: Any) -> None:
         def total(row: int, rows: int) -> jax.Array:
-            where = pl.ds(first_row + row, rows), pl.ds(first_column + index * width, width)
-            return _total(lambda i: partial.sums.at[me - part + i, *where], parts)
+            where = pl.ds(first_row + row, rows), pl.ds(first_column + index * part.width, part.width)
+            return _total(lambda i: load(partial.sums.at[me - part.index + i, *where]), part.count)
 
         finish(index, total)
 
 
-def _total(sums: Callable[[Any], Any], parts: int) -> jax.Array:
+def _total(sums: Callable[[Any], jax.Array], parts: int) -> jax.Array:
     """The sum of a block over the parts, first to last."""
-
-    def load(i: Any) -> jax.Array:
-        return plgpu.load(sums(i), layout=plgpu.Layout.WGMMA, optimized=False)
-
     if parts > UNROLLED_PARTS:
-        return lax.fori_loop(1, parts, lambda i, total: total + load(i), load(0))
-    return functools.reduce(operator.add, map(load, range(parts)))
+        return lax.fori_loop(1, parts, lambda i, total: total + sums(i), sums(0))
+    return functools.reduce(operator.add, map(sums, range(parts)))

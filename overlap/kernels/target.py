@@ -40,23 +40,6 @@ class Target:
         """Whether this is a Blackwell GPU of the data-centre kind."""
         return any(name in self.kind for name in BLACKWELL_NAMES)
 
-    def require_hopper(self) -> None:
-        """Raises NotImplementedError unless the Hopper kernels run on this device."""
-        if self.platform not in ("gpu", "cpu"):
-            raise NotImplementedError(
-                f"the fused kernels need an NVIDIA GPU or, emulated, a CPU, got platform {self.platform!r}: use "
-                'implementation="xla"'
-            )
-        if self.is_blackwell:
-            raise NotImplementedError(
-                f'there is no Blackwell mainloop yet, and the device is {self.kind!r}: use implementation="xla"'
-            )
-        if not self.is_hopper:
-            raise NotImplementedError(
-                f"the fused kernels need a Hopper GPU (compute capability 9.0), got {self.kind!r}: use "
-                'implementation="xla"'
-            )
-
 
 def current_target(mesh: Any = None) -> Target:
     """The device that the code being traced is for: that of the enclosing mesh, else the default device.

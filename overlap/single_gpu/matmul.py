@@ -1,143 +1,139 @@
-"""`matmul`: the mainloop alone, on one GPU: its checks, and the choice of the implementation."""
+"""`matmul`: the mainloop alone, on one GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from overlap.choice import dispatch
+from overlap.choice import choose, dispatch
 from overlap.choice.dispatch import Explanation
+from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
-from overlap.frame import scales, sharded
-from overlap.kernels import arguments, launch
-from overlap.kernels.config import FLOAT8, Config
-from overlap.kernels.hopper import PLAIN, Forms
-from overlap.single_gpu import differentiable, product
-from overlap.single_gpu.product import Operands, Plan
+from overlap.frame import arguments, by_xla, call, sharded
+from overlap.frame.normalize import ARRAYS, Call, normalize
+from overlap.frame.operands import Operands, Plan, accumulator, sizes
+from overlap.kernels import launch
+from overlap.kernels.config import Config
+from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.target import Target
+from overlap.single_gpu import product
 
 _SCALES = ("lhs_scale", "rhs_scale")
 
 
-def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any, forms: Forms = PLAIN) -> jnp.dtype:
-    """The checks that every product shares, on its last two dimensions; returns the output's dtype.
-
-    `lhs` and `rhs` have gone through `arguments.array`.
-
-    Raises:
-      ValueError: wrong ranks, dtypes or sizes.
-    """
-    for name, array in (("lhs", lhs), ("rhs", rhs)):
-        if len(array.shape) < 2:
-            raise ValueError(
-                f"`{name}` must have 2 dimensions or more, got {len(array.shape)} (shape {tuple(array.shape)}): "
-                "reshape it"
-            )
-    if lhs.dtype != rhs.dtype and not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
-        raise ValueError(f"`lhs` and `rhs` must have the same dtype, got {lhs.dtype} and {rhs.dtype}: cast one of them")
-    lhs_k = lhs.shape[-2 if forms.transpose_lhs else -1]
-    rhs_k = rhs.shape[-1 if forms.transpose_rhs else -2]
-    if lhs_k != rhs_k:
-        raise ValueError(
-            f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
-            f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed?"
-        )
-    return arguments.result_dtype(preferred_element_type, lhs.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """A checked call: operands with at most one batch dimension, and what leads back to the caller's shape.
+class Matmul:
+    """The operation of one GPU: see `overlap.frame.call.Operation`. It gathers nothing, and has all keywords."""
 
-    `by_xla` is the activation where XLA runs: the caller's own function, if that may be called here.
-    """
+    name = "matmul"
+    takes_lists = False
+    gathers_rows = False
+    grows = call.NOT_GROWN
+    epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
+    batch_together = frozenset()
 
-    operands: Operands
-    forms: Forms
-    out_dtype: Any
-    activation: activations.Activation | None
-    by_xla: Callable[[jax.Array], jax.Array] | None
-    batch: tuple[int, ...]
+    def problem(self, call: Call) -> Problem:
+        return _problem(call.operands, call.layouts, call.out_dtype)
 
-    def restore(self, out: jax.Array) -> jax.Array:
-        return out.reshape(*self.batch, *out.shape[-2:])
+    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+        del mesh
+        if call.sizes[0] == 0:
+            raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
+        self.problem(call).check(config, target)
+        sharded.require_rest_of_one()
 
+    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
+        del mesh
+        return dispatch.Circumstances()
 
-def _normalize(
-    lhs: Any,
-    rhs: Any,
-    *,
-    addend: Any = None,
-    bias: Any = None,
-    activation: Any = None,
-    lhs_scale: Any = None,
-    rhs_scale: Any = None,
-    preferred_element_type: Any = None,
-    transpose_lhs: bool = False,
-    transpose_rhs: bool = False,
-    scalars: tuple[Any, ...] | None = None,
-) -> _Call:
-    """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s.
+    def typed(self, operands: Operands) -> Operands:
+        return operands
 
-    `scalars`: what the activation captures, if it is an `Activation` already.
-    """
-    lhs, rhs = arguments.array("lhs", lhs), arguments.array("rhs", rhs)
-    addend, bias = (None if x is None else arguments.array(name, x) for name, x in (("addend", addend), ("bias", bias)))
-    forms = Forms(arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs))
-    out_dtype = check_operands(lhs, rhs, preferred_element_type, forms)
-    batches = [tuple(x.shape[:-2]) for x in (lhs, rhs) if len(x.shape) > 2]
-    if len(set(batches)) > 1:
-        raise ValueError(
-            "`lhs` and `rhs` must have the same leading dimensions, or one of them none, got "
-            f"{batches[0]} and {batches[1]}: broadcast one of them"
+    def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
+        del layouts
+        return operands
+
+    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> None:
+        del gathered_lhs, lhs
+
+    def scattered(
+        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+    ) -> Operands:
+        del d_kept, operands, wanted, layouts
+        return cotangents
+
+    def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
+        """By the kernel where that can be, else by XLA."""
+        if 0 in (*lhs.shape, *rhs.shape):
+            return by_xla.times(lhs, rhs, layouts, dtype)
+        problem = _problem(Operands(lhs, (rhs,)), layouts, dtype)
+        config, _ = choose.choose_config(problem, plan.target)
+        try:
+            problem.check(config, plan.target)
+        except NotImplementedError:
+            return by_xla.times(lhs, rhs, layouts, dtype)
+        (out,), _ = call.fused(
+            Operands(lhs, (rhs,)), Plan(self, layouts, dtype, plan.target, config, insists=plan.insists)
         )
-    batch = batches[0] if batches else ()
-    _, m, n, _ = product.sizes(Operands(_flat(lhs), _flat(rhs)), forms)
-    if addend is not None and tuple(addend.shape) not in {(m, n), (*batch, m, n)}:
-        for_all = f", or {(m, n)}" if batch else ""
-        raise ValueError(
-            f"`addend` must have the shape of the result, {(*batch, m, n)}{for_all}, got {tuple(addend.shape)}: "
-            "reshape or broadcast it"
-        )
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"`bias` must have shape ({n},), one value per column, got {tuple(bias.shape)}: reshape it")
-    wide = product.accumulator(lhs.dtype)
-    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, (m,), n, wide)
-    applied: Any = activation
-    by_xla = activation
-    if activation is not None and scalars is None:
-        applied, scalars = activations.traced(activation, wide)
-    elif activation is not None:
-        by_xla = functools.partial(activation, scalars=scalars)
-    operands = Operands(
-        _flat(lhs), _flat(rhs),
-        None if addend is None else _flat(arguments.each(lambda x: x.astype(out_dtype), addend)),
-        None if bias is None else arguments.each(lambda x: x.astype(wide), bias), row_scale,
-        None if column_scales is None else column_scales[0], scalars or (),
-    )  # fmt: skip
-    return _Call(operands, forms, out_dtype, applied, by_xla, batch)
+        return out
+
+    def why_not_folded(self, is_batched: Operands, axis_size: int) -> None:
+        del is_batched, axis_size
+
+    def launch(self, operands: Operands, plan: Plan) -> call.Results:
+        # The cache of `jax.jit` keeps its static arguments.
+        kept = plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.alone)
+        return (_launch(operands, kept),), None
 
 
-def _flat(x: Any) -> Any:
-    """With at most one batch dimension."""
-    batch, matrix = math.prod(x.shape[:-2]), x.shape[-2:]  # (Not -1: a size may be 0.)
-    return x if len(x.shape) <= 3 else arguments.each(lambda x: x.reshape(batch, *matrix), x)
+MATMUL = Matmul()
+
+
+def _problem(operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+    batch, m, (n,), k = sizes(operands, layouts)
+    dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
+    return Problem("matmul", m, n, k, *dtypes, layout=layouts.name, batch=batch or 1)  # pyright: ignore[reportArgumentType]
+
+
+def _sealed(operands: Operands, plan: Plan) -> jax.Array:
+    """The kernel, or the same by XLA where XLA's partitioner may split it and the caller does not insist."""
+    leaves, structure = jax.tree.flatten(operands)
+
+    def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
+        return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
+
+    otherwise = of_leaves(lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.computed(given))[0])
+    kernel = of_leaves(lambda given: product.launch(given, plan))
+    return launch.sealed(kernel, "matmul", None if plan.insists else otherwise)(*leaves)
+
+
+# Outside `jax.jit` each call would otherwise trace, and so compile, its kernel anew.
+_launch = jax.jit(_sealed, static_argnums=1)
+
+
+def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
+    """A checked call of `matmul`; see `overlap.frame.call`."""
+    del mesh
+    return MATMUL, normalize(MATMUL, **given)
+
+
+# --- On several devices -----------------------------------------------------------------------------------------------
 
 
 def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
-    """From `_on_one_device` to the result, each device's part computed by itself: see `sharded`.
+    """From the operation of one device to the result, each device's part computed by itself: see `sharded`.
 
     Raises:
-      ValueError, NotImplementedError: as `_normalize` does for the whole call, and `sharded.layout_of`.
+      ValueError, NotImplementedError: as `normalize` does for the whole call, and `sharded.layout_of`.
     """
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
-    wide = product.accumulator(operands["lhs"].dtype)
+    wide = accumulator(operands["lhs"].dtype)
     operands |= {name: arguments.factor(name, given[name], wide) for name in _SCALES if name in given}
     if keywords.get("activation") is not None:
         # What it captures belongs to the whole, and each device gets its part of that like of the rest.
@@ -151,7 +147,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
 
     # On types that say nothing of any mesh.
     bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
-    jax.eval_shape(lambda parts: _normalize(**of_call(parts)).operands, bare)
+    jax.eval_shape(lambda parts: normalize(MATMUL, **of_call(parts)).operands, bare)
     batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
     matrices = {
         "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
@@ -163,19 +159,13 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         if name in matrices:
             return (*batch[: x.ndim - 2], *matrices[name])
         # Along the rows or the columns; a factor of all is of size 1 everywhere.
-        return tuple(None if size == 1 else "m" if name == "lhs_scale" else "n" for size in x.shape)
+        *leading, last = ("m", None) if name == "lhs_scale" else (None, "n")
+        own = (*batch[: max(x.ndim - 2, 0)], *leading, last)
+        own = own[len(own) - x.ndim :]
+        return tuple(None if size == 1 else along for size, along in zip(x.shape, own, strict=True))
 
     layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
     return lambda run: layout.call(lambda **parts: run(**of_call(parts)), operands, (*batch, "m", "n"))
-
-
-def _decide(call: _Call, config: Config | None, implementation: str | None, mesh: Any = None) -> Explanation:
-    def check(config: Config, target: Any) -> None:
-        product.check(call.operands, call.forms, call.out_dtype, config, target, call.activation)
-        sharded.require_rest_of_one()
-
-    problem = product.problem(call.operands, call.forms, call.out_dtype)
-    return dispatch.decide("matmul", implementation, dispatch.target(mesh), config, check, problem)
 
 
 def decide(
@@ -183,17 +173,18 @@ def decide(
     **keywords: Any,
 ) -> Explanation:  # fmt: skip
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
-    arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ("addend", "bias", *_SCALES)}
+    arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ARRAYS[2:]}
     of_types = sharded.mesh_of(*jax.tree.leaves(arrays))
+    explained = functools.partial(call.explain, prepare, config=config, implementation=implementation, mesh=mesh)
     if of_types is None:
-        return _decide(_normalize(**arrays, **keywords), config, implementation, mesh)
+        return explained(**arrays, **keywords)
     of_parts: list[Explanation] = []
 
-    def of_part(**arguments_of_part: Any) -> jax.Array:
-        call = _normalize(**arguments_of_part)
-        of_parts.append(_decide(call, config, implementation, mesh))
-        _, m, n, _ = product.sizes(call.operands, call.forms)
-        return jnp.zeros((*call.batch, m, n))
+    def of_part(**of_part: Any) -> jax.Array:
+        of_parts.append(explained(**of_part))
+        checked = normalize(MATMUL, **of_part)
+        _, m, (n,), _ = checked.sizes
+        return jnp.zeros((*checked.batch, m, n))
 
     try:
         jax.eval_shape(lambda arrays: _cut(of_types, arrays, keywords)(of_part), arrays)
@@ -202,19 +193,6 @@ def decide(
             raise
         return Explanation("matmul", "xla", None, str(cannot), dispatch.target(mesh))
     return of_parts[0]
-
-
-def _on_one_device(config: Config | None, implementation: str | None, **call_arguments: Any) -> jax.Array:
-    """The product of what each device holds; arguments as of `_normalize`."""
-    call = _normalize(**call_arguments)
-    choice = _decide(call, config, implementation)
-    if choice.config is None:
-        return call.restore(differentiable.by_xla(call.operands, call.forms, call.out_dtype, call.by_xla))
-    plan = Plan(
-        choice.config, choice.target, call.forms, call.out_dtype, call.activation, insists=implementation == "fused"
-    )
-    out = sharded.on_the_rest(lambda operands: differentiable.fused(operands, plan), call.operands)
-    return call.restore(out)
 
 
 def matmul(
@@ -245,9 +223,9 @@ def matmul(
         once, at the call. What is not provably elementwise is refused. Scalars that it captures become operands of the
         call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are unrolled.
         What the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) is left to XLA.
-      lhs_scale: a factor of the product, in float32: a scalar, or [m, 1], one value per row; the same for all leading
-        indices.
-      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column; likewise.
+      lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
+        indices, or [..., m, 1].
+      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
       transpose_lhs: `lhs` lies transposed in memory. It is read as it is.
@@ -280,15 +258,16 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
-    arrays = dict(lhs=lhs, rhs=rhs, addend=addend, bias=bias, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
+    given = locals()
+    arrays, keywords = (
+        {name: given[name] for name in ARRAYS},
+        {name: given[name] for name in ("activation", "preferred_element_type", "transpose_lhs", "transpose_rhs")},
+    )
     arguments.require_values(**arrays)
-    keywords: dict[str, Any] = dict(
-        activation=activation, preferred_element_type=preferred_element_type, transpose_lhs=transpose_lhs,
-        transpose_rhs=transpose_rhs,
-    )  # fmt: skip
     if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
         try:
-            return _cut(mesh, arrays, keywords)(functools.partial(_on_one_device, config, implementation))
+            run = functools.partial(call.run, prepare, config=config, implementation=implementation)
+            return _cut(mesh, arrays, keywords)(run)
         except NotImplementedError as cannot:
             if implementation is None:
                 if dispatch.target().platform != "cpu":
@@ -296,4 +275,4 @@ def matmul(
                 implementation = "xla"
             if implementation != "xla":
                 raise
-    return _on_one_device(config, implementation, **arrays, **keywords)
+    return call.run(prepare, config=config, implementation=implementation, **arrays, **keywords)

@@ -16,7 +16,7 @@ from overlap.choice.choose import Session, session
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
 from overlap.choice.space import differences
-from overlap.kernels import arguments
+from overlap.frame import arguments
 from overlap.kernels.target import Target
 from overlap.tuning.interrupt import noticed
 from overlap.tuning.operations import OPERATIONS

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels import hopper
+from overlap.kernels.hopper.staging import swizzled
 from overlap.kernels.target import current_target
 from overlap.primitives.axes import kernel_axis
 
@@ -79,7 +79,7 @@ class Tiling:
 
     def smem(self, *shape: int) -> Any:
         """Shared memory in the layout that TMA and wgmma agree on."""
-        return plgpu.SMEM(shape, self.dtype, transforms=hopper.swizzled(self.dtype))
+        return plgpu.SMEM(shape, self.dtype, transforms=swizzled(self.dtype))
 
 
 def num_ctas() -> int:

@@ -27,33 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat_mosaic
-from overlap.kernels.config import COMPUTE_WARPGROUPS, SWIZZLE_BYTES, Config
-from overlap.primitives.axes import kernel_axis
+from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.grid import RANK_AXIS
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, halves, rows_loaded
+from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.mainloop import OperandTypes
 from overlap.primitives.integers import ceil_div
-
-# The axes of the grid: clusters, and the CTAs of one.
-GRID_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the cluster")
-
-
-@dataclasses.dataclass(frozen=True)
-class Forms:
-    """How the operands lie in global memory.
-
-    Attributes:
-      transpose_lhs: the left operand is [k, m] instead of [m, k].
-      transpose_rhs: the right operand is [n, k] instead of [k, n].
-    """
-
-    transpose_lhs: bool = False
-    transpose_rhs: bool = False
-
-    @property
-    def k_major(self) -> bool:
-        """Whether the rows of both operands run along k."""
-        return self.transpose_rhs and not self.transpose_lhs
-
-
-PLAIN = Forms()
 
 
 @jax.tree_util.register_dataclass
@@ -94,45 +73,36 @@ def _views(box: tuple[int, ...], mma: tuple[int, ...], dtype: Any, rows: int = 8
     )
 
 
-def buffer_types(
-    config: Config,
-    dtype: Any,
-    out_dtype: Any,
-    *,
-    m: int,
-    forms: Forms = PLAIN,
-    rhs_dtype: Any = None,
-    forwards: bool = False,
-    addend: bool = False,
-) -> Buffers:
-    """Scratch types of `Buffers` for `pl.run_scoped`; `m`: that of `Config.rows_loaded`."""
-    rhs_dtype = dtype if rhs_dtype is None else rhs_dtype
+def buffer_types(config: Config, types: OperandTypes) -> Buffers:
+    """Scratch types of `Buffers` for `pl.run_scoped`."""
+    dtype, layouts, forwards = types.dtype, types.layouts, types.forwards
     width, stages, tile_k = atom(dtype), config.stages, config.tile_k
     # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
-    rows = 8 if forms.k_major else width
-    if not forms.k_major:
+    rows = 8 if layouts.k_major else width
+    if not layouts.k_major:
         _compat_mosaic.offer_square_wgmma_tiles()
     if forwards and config.cluster > 1:
         _compat_mosaic.let_warps_arrive_at_cluster_barriers()
-    lhs_box, lhs_mma = _operand(config.tile_m, tile_k, width, forms.transpose_lhs)
-    rhs_box, rhs_mma = _operand(config.tile_n, tile_k, width, not forms.transpose_rhs)
-    wg_m, _ = config.halves
-    out_width = atom(out_dtype)
-    out_boxes = config.epilogue_tile_n // out_width
+    lhs_box, lhs_mma = _operand(config.tile_m, tile_k, width, layouts.transpose_lhs)
+    rhs_box, rhs_mma = _operand(config.tile_n, tile_k, width, not layouts.transpose_rhs)
+    wg_m, _ = halves(config)
+    out_width = atom(types.out_dtype)
+    out_boxes = config.hopper.epilogue_tile_n // out_width
     # What is passed on is passed on as whole tiles.
-    loaded = config.tile_m if forwards else config.rows_loaded(m, forms.transpose_lhs)
+    loaded = config.tile_m if forwards else rows_loaded(config, types.m, layouts.transpose_lhs)
     warpgroups = COMPUTE_WARPGROUPS if wg_m == config.tile_m else ceil_div(loaded, wg_m)
-    out = (COMPUTE_WARPGROUPS, config.epilogue_slots, out_boxes, wg_m, out_width)
+    out = (COMPUTE_WARPGROUPS, config.hopper.epilogue_slots, out_boxes, wg_m, out_width)
+    addend_barriers = COMPUTE_WARPGROUPS * out_boxes
     return Buffers(
         lhs=_views((stages, *lhs_box), (stages, *lhs_mma), dtype, rows),
-        rhs=_views((stages, *rhs_box), (stages, *rhs_mma), rhs_dtype, rows),
-        out=_views(out, out, out_dtype),
-        full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, forms, loaded), num_barriers=stages),
+        rhs=_views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, rows),
+        out=_views(out, out, types.out_dtype),
+        full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, layouts, loaded), num_barriers=stages),
         # The forwarder gives slots back as well.
         consumed=_consumed(config.cluster, warpgroups + forwards, stages),
         rows=loaded,
         warpgroups=warpgroups,
-        addend_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTE_WARPGROUPS * out_boxes) if addend else None,
+        addend_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
     )
 
 
@@ -148,11 +118,11 @@ def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[in
     return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
 
 
-def copies_per_step(config: Config, dtype: Any, forms: Forms, rows: int) -> int:
+def copies_per_step(config: Config, dtype: Any, layouts: OperandLayouts, rows: int) -> int:
     """How many boxes one k step of both operands is, if so many rows of the left one are loaded."""
     width = atom(dtype)
-    lhs = rows // width if forms.transpose_lhs else 1
-    return lhs + (1 if forms.transpose_rhs else config.tile_n // width)
+    lhs = rows // width if layouts.transpose_lhs else 1
+    return lhs + (1 if layouts.transpose_rhs else config.tile_n // width)
 
 
 def loaded_boxes(buffers: Buffers, across: bool) -> Any:
@@ -163,30 +133,33 @@ def loaded_boxes(buffers: Buffers, across: bool) -> Any:
     return boxes if part == whole else boxes.at[:, pl.ds(0, part)]
 
 
-def load_step(
-    operand_gmem: Any,
-    box_smem: Any,
-    barrier: Any,
-    start: Any,
-    k_start: Any,
-    across: bool,
-    shared_by: Any = None,
-) -> None:
-    """Starts the copies of one operand's tile for one k step.
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Where one operand's tile of one k step is loaded to, and from where.
 
-    Args:
-      operand_gmem: the operand.
-      box_smem: the slot, as boxes.
+    Attributes:
+      box_smem: the stage's memory, as boxes.
       barrier: where each copy arrives.
       start: the tile's first row (of `lhs`) or column (of `rhs`).
-      k_start: the step's first k.
       across: the operand's rows run across k.
       shared_by: the cluster axis along which CTAs need the same tile: each loads its part into all of them.
     """
+
+    box_smem: Any
+    barrier: Any
+    start: Any
+    across: bool
+    shared_by: Any = None
+
+
+def load_step(operand_gmem: Any, k_start: Any, stage: Stage) -> None:
+    """Starts the copies of one operand's tile for the k step that begins at `k_start`."""
+    box_smem, start = stage.box_smem, stage.start
     copy = functools.partial(
-        plgpu.copy_gmem_to_smem, barrier=barrier, collective_axes=None if shared_by is None else (shared_by,)
-    )
-    if not across:
+        plgpu.copy_gmem_to_smem, barrier=stage.barrier,
+        collective_axes=None if stage.shared_by is None else (stage.shared_by,),
+    )  # fmt: skip
+    if not stage.across:
         rows, columns = box_smem.shape
         copy(operand_gmem.at[pl.ds(start, rows), pl.ds(k_start, columns)], box_smem)
         return

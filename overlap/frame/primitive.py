@@ -13,15 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-_operation_p = Primitive("overlap_operation")
+_operation_p = core.Primitive("overlap_operation")
 _operation_p.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class Primitive:
     """What an operation is made of. `operands` and results are pytrees of arrays, `plan` is what is static.
 
     Attributes:
@@ -50,7 +50,7 @@ class Operation:
 class _Static:
     """What is static about one call: with the structures of operands and results, and the traced operation."""
 
-    operation: Operation
+    operation: Primitive
     plan: Any
     operands: Any
     results: Any
@@ -59,7 +59,7 @@ class _Static:
 
 @_operation_p.def_impl
 def _evaluate(*leaves: Any, static: _Static) -> list[Any]:
-    return jaxpr_as_fun(static.traced)(*leaves)
+    return core.jaxpr_as_fun(static.traced)(*leaves)
 
 
 @_operation_p.def_abstract_eval

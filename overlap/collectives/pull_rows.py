@@ -1,0 +1,100 @@
+"""The transport *pull* of the gathered left operand, with tiles for each shard: see `pull.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.collectives import pull
+from overlap.collectives.pull import Chunks, Communicator
+from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.transport import Shards
+from overlap.kernels.config import Config
+from overlap.kernels.hooks import Hooks, Tile
+from overlap.primitives import send_tile, signal, wait_stores_landed
+
+
+def _pull_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, index: Any) -> None:
+    """One of the communicator's first transfers: the scales of a tile's rows of a peer."""
+    assert shards.scales is not None
+    (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
+    step, element, block = schedule.scales(index)
+    row = block * schedule.block_rows
+    place = pl.ds(0, 1), pl.ds(element * schedule.filled_rows(shards.config) + row, schedule.block_rows)
+    of_peer = shards.ring.remote(own_gmem, shards.ring.peer(step)).at[place]
+    plgpu.copy_gmem_to_smem(of_peer, scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    plgpu.barrier_wait(loaded.at[0])
+    send_tile(scales_smem, scratch_gmem.at[(step - 1, *place)])
+    wait_stores_landed()
+    signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + row)])
+
+
+def _chunks(shards: Shards, flags: Any) -> tuple[Chunks, Chunks | None]:
+    """The peers' chunks, and the own ones if these are kept. A shard is a step and a batch element here."""
+    schedule, ring, me = shards.schedule, shards.ring, shards.ring.me()
+
+    def within(step: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
+        batch, row = schedule.batch_of_row(row)
+        return (step, batch), row, column
+
+    def of_peer(shard: Any, *place: Any) -> Any:
+        step, batch = shard
+        return shards.within(ring.remote(shards.lhs_gmem, ring.peer(step)), batch, *place)
+
+    def destination(shard: Any, *place: Any) -> Any:
+        step, batch = shard
+        return shards.within(shards.scratch_gmem, batch, schedule.slot(me, step), *place)
+
+    def landed(shard: Any, row: Any, column: Any) -> None:
+        step, batch = shard
+        signal(flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
+
+    peers = Chunks(
+        schedule.pulls, schedule.plan, lambda index: within(*schedule.chunk(index)), of_peer, destination, landed
+    )
+    if not schedule.keeps_own:
+        return peers, None
+    # Nobody in this kernel reads the copy, so it comes last, and without flags.
+    own = Chunks(
+        schedule.chunks, schedule.plan, lambda index: within(0, *schedule.origin(index)),
+        lambda shard, *place: shards.within(shards.lhs_gmem, shard[1], *place), destination,
+    )  # fmt: skip
+    return peers, own
+
+
+class PullTransport:
+    """See the modules' docstrings; the methods are those of `transport.Transport`."""
+
+    why = pull.WHY
+    forwards = False
+    told = True
+    needs_all_ctas = False
+    brings_scales = True
+
+    def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
+        return pull.flag_shapes(schedule.flags, copies_own=schedule.keeps_own)
+
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
+        return pull.smem_types(config, schedule.plan, dtype, schedule.block_rows if schedule.scaled else 0)
+
+    def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
+        (row_flags, *rest), (slots_smem, loaded) = flags, smem
+        schedule, pull_scales = shards.schedule, None
+        if shards.scales is not None:
+            slots_smem, scales_smem = slots_smem
+            pull_scales = lambda index: _pull_scales(shards, row_flags, scales_smem, loaded, index)  # noqa: E731
+
+        def communicate() -> None:
+            peers, own = _chunks(shards, row_flags)
+            Communicator(
+                shards.operation, shards.ring, shards.config, tuple(rest), (slots_smem, loaded), peers, own,
+                scale_pieces=schedule.scale_pieces, pull_scales=pull_scales,
+            ).run()  # fmt: skip
+
+        def wait(tile: Tile) -> None:
+            pull.wait_for_block(row_flags.at[shards.flag(tile.step, tile)], schedule.flag_target(tile.m))
+
+        return dataclasses.replace(hooks, before_load=shards.wait_for_rows(wait), communicate=communicate)

@@ -1,0 +1,55 @@
+"""Products by XLA: whole ones with their epilogues, and those of the backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from overlap.frame.operands import Operands, accumulator
+from overlap.kernels.layouts import OperandLayouts
+
+Applied = Callable[[jax.Array], jax.Array] | None
+
+
+def products(operands: Operands, layouts: OperandLayouts, out_dtype: Any, activation: Applied) -> tuple[jax.Array, ...]:
+    """activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i]) for each right operand."""
+    bare = not operands.has_epilogue and activation is None
+    wide = out_dtype if bare else accumulator(operands.lhs.dtype)
+    outs = tuple(times(operands.lhs, rhs, layouts, wide) for rhs in operands.rhs_list)
+    return outs if bare else finish(outs, operands, out_dtype, activation)
+
+
+def finish(
+    products: tuple[jax.Array, ...], operands: Operands, out_dtype: Any, activation: Applied
+) -> tuple[jax.Array, ...]:
+    """The epilogue on whole products; `activation` is a function of their values."""
+    outs = []
+    for z, (_, column_scale, bias, addend) in zip(products, operands.of_each, strict=True):
+        z = z if operands.row_scale is None else z * operands.row_scale[..., None]
+        z = z if column_scale is None else z * column_scale
+        z = z if bias is None else z + bias
+        z = z if addend is None else z + addend.astype(z.dtype)
+        z = z if activation is None else activation(z)
+        outs.append(z.astype(out_dtype))
+    return tuple(outs)
+
+
+def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -> jax.Array:
+    """One product of operands with or without a leading dimension."""
+    dimensions = (((0 if layouts.transpose_lhs else 1,), (1 if layouts.transpose_rhs else 0,)), ((), ()))
+
+    def one(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
+
+    axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
+    return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)
+
+
+def whole(operands: Operands, plan: Any, activation: Applied) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """The whole operation: what it gathers, then the products. The form in which all results of operations are."""
+    gathered = plan.operation.gathered(operands, plan.layouts)
+    outs = products(gathered, plan.layouts, plan.out_dtype, activation)
+    return outs, plan.operation.kept(gathered.lhs, operands.lhs)

@@ -1,0 +1,230 @@
+"""A call of any operation, checked and brought into the one form of `overlap.frame.operands`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from overlap.frame import activation as activations
+from overlap.frame import arguments, scales
+from overlap.frame.operands import Operands, accumulator, sizes
+from overlap.kernels.config import FLOAT8
+from overlap.kernels.layouts import OperandLayouts
+
+if TYPE_CHECKING:
+    from overlap.frame.call import Operation
+
+ARRAYS = ("lhs", "rhs", "addend", "bias", "lhs_scale", "rhs_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call, and what leads back to the caller's form.
+
+    Attributes:
+      operands: with at most one leading dimension. Arrays may be `jax.ShapeDtypeStruct`s.
+      layouts: how they lie in memory.
+      out_dtype: of all results.
+      activation: as it was traced.
+      by_xla: the caller's own function, for where XLA runs.
+      batch: the leading dimensions of the results.
+      container: list or tuple if the caller gave several right operands, else None.
+      given: the keywords of the epilogue that the caller gave.
+    """
+
+    operands: Operands
+    layouts: OperandLayouts
+    out_dtype: Any
+    activation: activations.Activation | None
+    by_xla: Callable[[jax.Array], jax.Array] | None
+    batch: tuple[int, ...]
+    container: type | None
+    given: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """What the caller calls the right operands."""
+        return _names(self.container, len(self.operands.rhs_list))
+
+    @property
+    def sizes(self) -> tuple[int | None, int, tuple[int, ...], int]:
+        """Batch (None if there is none), m, n of each right operand, and k, all per shard."""
+        return sizes(self.operands, self.layouts)
+
+    def restore(self, results: tuple[tuple[jax.Array, ...], jax.Array | None]) -> Any:
+        """The results as the caller expects them."""
+        outs, gathered = results
+        shaped = [out.reshape(*self.batch, *out.shape[-2:]) for out in outs]
+        result = shaped[0] if self.container is None else self.container(shaped)
+        if gathered is None:
+            return result
+        # The left operand may have no leading dimensions where a right one has.
+        leading = self.batch if gathered.ndim > 2 else ()
+        return result, gathered.reshape(*leading, *gathered.shape[-2:])
+
+
+def normalize(
+    operation: Operation,
+    lhs: Any,
+    rhs: Any,
+    *,
+    addend: Any = None,
+    bias: Any = None,
+    activation: Any = None,
+    lhs_scale: Any = None,
+    rhs_scale: Any = None,
+    preferred_element_type: Any = None,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    scalars: tuple[Any, ...] | None = None,
+) -> Call:
+    """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s.
+
+    `scalars`: what the activation captures, if it is an `Activation` already.
+
+    Raises:
+      ValueError: wrong ranks, dtypes or sizes.
+    """
+    layouts = OperandLayouts(
+        arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs)
+    )
+    lhs = arguments.array("lhs", lhs)
+    container, rhs_list = _several(operation, rhs)
+    out_dtype = _checked(operation, lhs, rhs_list, container, preferred_element_type, layouts)
+    batches = {tuple(x.shape[:-2]): None for x in (lhs, *rhs_list) if len(x.shape) > 2}
+    if len(batches) > 1:
+        first, second, *_ = batches
+        raise ValueError(
+            "`lhs` and `rhs` must have the same leading dimensions, or one of them none, got "
+            f"{first} and {second}: broadcast one of them"
+        )
+    batch = next(iter(batches), ())
+    (m, _), widths = layouts.m_k(lhs.shape), [layouts.k_n(x.shape)[1] for x in rhs_list]
+    result = [(m * operation.grows["m"], n * operation.grows["n"]) for n in widths]
+    wide = accumulator(lhs.dtype)
+    of = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
+    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, of, wide)
+    applied: Any = activation
+    by_xla = activation
+    if activation is not None and scalars is None:
+        applied, scalars = activations.traced(activation, wide)
+    elif activation is not None:
+        by_xla = functools.partial(activation, scalars=scalars)
+    operands = Operands(
+        _flat(lhs, 2), tuple(_flat(x, 2) for x in rhs_list), None if row_scale is None else _flat(row_scale, 1),
+        column_scales, _biases(bias, result, container, wide), _addends(addend, result, batch, container, out_dtype),
+        scalars or (),
+    )  # fmt: skip
+    epilogue = dict(addend=addend, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
+    given = tuple(name for name, value in epilogue.items() if value is not None)
+    return Call(operands, layouts, out_dtype, applied, by_xla, batch, container, given)
+
+
+def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
+    """The list or tuple that the right operands came in (None: a single one), and the operands."""
+    container = type(rhs) if operation.takes_lists and type(rhs) in (list, tuple) else None
+    if container is not None and not rhs:
+        raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
+    given = [rhs] if container is None else list(rhs)
+    return container, [arguments.array(name, x) for name, x in zip(_names(container, len(given)), given, strict=True)]
+
+
+def _names(container: type | None, count: int) -> list[str]:
+    return ["rhs"] if container is None else [f"rhs[{index}]" for index in range(count)]
+
+
+def _checked(
+    operation: Operation, lhs: Any, rhs_list: list[Any], container: type | None, preferred: Any, layouts: OperandLayouts
+) -> jnp.dtype:
+    """The checks of each pair of operands; returns the dtype of the results."""
+    out_dtype: Any = None
+    for index, rhs in enumerate(rhs_list):
+        try:
+            _check_pair(operation, lhs, rhs, layouts)
+            out_dtype = arguments.result_dtype(preferred, lhs.dtype)
+        except ValueError as wrong:
+            if container is None:
+                raise
+            raise ValueError(f"`rhs[{index}]` of {len(rhs_list)} right operands: {wrong}") from None
+    return out_dtype
+
+
+def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayouts) -> None:
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        if len(array.shape) < 2:
+            raise ValueError(
+                f"`{name}` must have 2 dimensions or more, got {len(array.shape)} (shape {tuple(array.shape)}): "
+                "reshape it"
+            )
+    if lhs.dtype != rhs.dtype and not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
+        raise ValueError(f"`lhs` and `rhs` must have the same dtype, got {lhs.dtype} and {rhs.dtype}: cast one of them")
+    shards = operation.grows["k"]
+    (_, lhs_k), (rhs_k, _) = layouts.m_k(lhs.shape), layouts.k_n(rhs.shape)
+    if lhs_k == shards * rhs_k:
+        return
+    if shards > 1:
+        raise ValueError(
+            "`lhs` and `rhs` must agree in the contraction dimension once `rhs` is gathered, got "
+            f"k={lhs_k} in lhs {tuple(lhs.shape)} and k={shards * rhs_k} from {shards} shards "
+            f"{tuple(rhs.shape)} of rhs: is it sharded along n (gather_dimension=1)?"
+        )
+    raise ValueError(
+        f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
+        f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed?"
+    )
+
+
+def _of_each(name: str, given: Any, count: int, container: type | None) -> list[tuple[str, Any]]:
+    """An argument of each right operand, with the name by which the caller knows it."""
+    if container is None:
+        return [(name, given)]
+    if not isinstance(given, (list, tuple)) or len(given) != count:
+        raise ValueError(
+            f"`{name}` must be a list with one entry per matrix of `rhs`, got {arguments.said(given)}: give {count} "
+            "entries"
+        )
+    return [(f"{name}[{index}]", x) for index, x in enumerate(given)]
+
+
+def _biases(bias: Any, result: list[tuple[int, int]], container: type | None, dtype: Any) -> tuple[Any, ...] | None:
+    if bias is None:
+        return None
+    biases = []
+    for (name, x), (_, n) in zip(_of_each("bias", bias, len(result), container), result, strict=True):
+        x = arguments.array(name, x)
+        if tuple(x.shape) != (n,):
+            raise ValueError(f"`{name}` must have shape ({n},), one value per column, got {tuple(x.shape)}: reshape it")
+        biases.append(arguments.each(lambda x: x.astype(dtype), x))
+    return tuple(biases)
+
+
+def _addends(
+    addend: Any, result: list[tuple[int, int]], batch: tuple[int, ...], container: type | None, dtype: Any
+) -> tuple[Any, ...] | None:
+    if addend is None:
+        return None
+    addends = []
+    for (name, x), shape in zip(_of_each("addend", addend, len(result), container), result, strict=True):
+        x = arguments.array(name, x)
+        if tuple(x.shape) not in {shape, (*batch, *shape)}:
+            for_all = f", or {shape}" if batch else ""
+            raise ValueError(
+                f"`{name}` must have the shape of the result, {(*batch, *shape)}{for_all}, got {tuple(x.shape)}: "
+                "reshape or broadcast it"
+            )
+        addends.append(_flat(arguments.each(lambda x: x.astype(dtype), x), 2))
+    return tuple(addends)
+
+
+def _flat(x: Any, rank: int) -> Any:
+    """With at most one leading dimension before the last `rank` ones."""
+    leading, rest = x.shape[: len(x.shape) - rank], x.shape[len(x.shape) - rank :]
+    if len(leading) < 2:
+        return x
+    return arguments.each(lambda x: x.reshape(math.prod(leading), *rest), x)  # (Not -1: a size may be 0.)

@@ -1,0 +1,138 @@
+"""What goes into a product, in the one form that all operations bring a call into.
+
+out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from overlap.frame.activation import Activation
+from overlap.kernels import epilogue
+from overlap.kernels.config import Config
+from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.target import Target
+
+if TYPE_CHECKING:
+    from overlap.frame.call import Operation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The arrays of a product on one device; None where there is nothing.
+
+    Attributes:
+      lhs: [(batch,) m, k], or [(batch,) k, m] if transposed.
+      rhs_list: the right operands, [(batch,) k, n] each, or [(batch,) n, k] if transposed.
+      row_scale: [(batch,) m] in f32.
+      column_scales: [n] in f32 for each right operand.
+      biases: [n] in f32 for each right operand, added to each row.
+      addends: [(batch,) m, n] for each right operand, added to the product.
+      scalars: what the activation captures, each of a dtype of its own.
+    """
+
+    lhs: Any
+    rhs_list: tuple[Any, ...]
+    row_scale: Any = None
+    column_scales: tuple[Any, ...] | None = None
+    biases: tuple[Any, ...] | None = None
+    addends: tuple[Any, ...] | None = None
+    scalars: tuple[Any, ...] = ()
+
+    @property
+    def matrices(self) -> Operands:
+        """The product alone, without what belongs to its epilogue."""
+        return Operands(self.lhs, self.rhs_list)
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether anything is done to the product but for an activation."""
+        return any(x is not None for x in (self.row_scale, self.column_scales, self.biases, self.addends))
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the product has scales."""
+        return self.row_scale is not None or self.column_scales is not None
+
+    @property
+    def of_each(self) -> list[tuple[Any, Any, Any, Any]]:
+        """For each right operand: itself, its column scale, bias and addend."""
+        nothing = (None,) * len(self.rhs_list)
+        columns = [x or nothing for x in (self.column_scales, self.biases, self.addends)]
+        return list(zip(self.rhs_list, *columns, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is static about a product.
+
+    Attributes:
+      operation: which one it is, with what is special about this call of it.
+      layouts: how the operands lie in memory.
+      out_dtype: of the results.
+      target: the device.
+      config: the fused kernel's sizes; None: by XLA.
+      activation: of f32 values; None for none.
+      insists: whether the caller asked for the fused kernel, so that XLA may not run in its place.
+    """
+
+    operation: Operation
+    layouts: OperandLayouts
+    out_dtype: Any
+    target: Target
+    config: Config | None
+    activation: Activation | None = None
+    insists: bool = False
+
+    def applied(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+        """The activation with the scalars that it captures, as JAX sees it; None for none."""
+        activation = self.activation
+        return None if activation is None else lambda values: activation(values, operands.scalars)
+
+    @property
+    def program(self) -> epilogue.Program | None:
+        """What a kernel computes of the activation; None for none."""
+        return None if self.activation is None else self.activation.program
+
+    def computed(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+        """The activation by that program, which has no rules of derivatives; None for none."""
+        program = self.program
+        if program is None:
+            return None
+        scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
+        return lambda values: program(values, scalars)
+
+    def types(self, operands: Operands, m: int, out_dtype: Any = None, **more: Any) -> OperandTypes:
+        """What the mainloop must know of the operands; `m`: of how many rows a tile may take some."""
+        dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
+        return OperandTypes(m, *dtypes, self.layouts, addend=operands.addends is not None, **more)
+
+    def vectors(self, operands: Operands, row_scale: Any = None) -> epilogue.Vectors:
+        """What the epilogue reads, filled up to whole tiles; `row_scale` is so already."""
+        assert self.config is not None
+        _, unit = self.config.cluster_tile
+        scales, biases = epilogue.filled(operands.column_scales, unit), epilogue.filled(operands.biases, unit)
+        return epilogue.Vectors(row_scale, scales, biases, epilogue.packed(operands.scalars, self.program))
+
+
+def accumulator(dtype: Any) -> jnp.dtype:
+    """The dtype in which products of operands are summed, and everything behind them is computed."""
+    return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
+
+
+def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int, tuple[int, ...], int]:
+    """Batch (None if no operand has that dimension), m, n of each right operand, and k."""
+    m, k = layouts.m_k(operands.lhs.shape)
+    widths = tuple(layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list)
+    ranks = [(operands.lhs, 2), *((x, 2) for x in operands.rhs_list), *((x, 2) for x in operands.addends or ())]
+    if operands.row_scale is not None:
+        ranks.append((operands.row_scale, 1))
+    batches = {x.shape[0] for x, rank in ranks if x is not None and len(x.shape) > rank}
+    return next(iter(batches), None), m, widths, k

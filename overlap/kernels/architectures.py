@@ -1,0 +1,30 @@
+"""Which mainloop runs on which device: the one place that knows all of them."""
+
+from __future__ import annotations
+
+from overlap.kernels.hopper.mainloop import HOPPER
+from overlap.kernels.mainloop import Mainloop
+from overlap.kernels.target import Target
+
+
+def mainloop_of(target: Target) -> Mainloop:
+    """The mainloop of a device; on a CPU, that of Hopper runs emulated.
+
+    Raises:
+      NotImplementedError: the library has none for it.
+    """
+    if target.platform not in ("gpu", "cpu"):
+        raise NotImplementedError(
+            f"the fused kernels need an NVIDIA GPU or, emulated, a CPU, got platform {target.platform!r}: use "
+            'implementation="xla"'
+        )
+    if target.is_blackwell:
+        raise NotImplementedError(
+            f'there is no Blackwell mainloop yet, and the device is {target.kind!r}: use implementation="xla"'
+        )
+    if not target.is_hopper:
+        raise NotImplementedError(
+            f"the fused kernels need a Hopper GPU (compute capability 9.0), got {target.kind!r}: use "
+            'implementation="xla"'
+        )
+    return HOPPER

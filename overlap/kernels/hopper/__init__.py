@@ -1,0 +1,1 @@
+"""The Hopper mainloop: TMA loads, wgmma, warp-specialized."""

@@ -1,0 +1,41 @@
+"""How the operands of a product lie in global memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandLayouts:
+    """Which operands are stored transposed.
+
+    Attributes:
+      transpose_lhs: the left operand is [k, m] instead of [m, k].
+      transpose_rhs: the right operand is [n, k] instead of [k, n].
+    """
+
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+
+    @property
+    def k_major(self) -> bool:
+        """Whether the rows of both operands run along k."""
+        return self.transpose_rhs and not self.transpose_lhs
+
+    @property
+    def name(self) -> str:
+        """A letter for each operand, "t" for a transposed one."""
+        return ("t" if self.transpose_lhs else "n") + ("t" if self.transpose_rhs else "n")
+
+    def m_k(self, lhs_shape: tuple[int, ...]) -> tuple[int, int]:
+        """m and k of a left operand of this shape."""
+        *_, first, second = lhs_shape
+        return (second, first) if self.transpose_lhs else (first, second)
+
+    def k_n(self, rhs_shape: tuple[int, ...]) -> tuple[int, int]:
+        """k and n of a right operand of this shape."""
+        *_, first, second = rhs_shape
+        return (second, first) if self.transpose_rhs else (first, second)
+
+
+PLAIN = OperandLayouts()

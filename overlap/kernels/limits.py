@@ -1,0 +1,82 @@
+"""The one predicate that says whether a fused kernel can run something: calls, chooser and tuner share it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from overlap.kernels.architectures import mainloop_of
+from overlap.kernels.config import Config
+from overlap.kernels.layouts import PLAIN, OperandLayouts
+from overlap.kernels.target import Target
+from overlap.primitives.integers import ceil_div
+
+TMA_ROW_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a kernel is asked to multiply.
+
+    Attributes:
+      m: rows of the left operand (of one shard, in a collective).
+      n: columns of the right operand.
+      k: the contraction dimension.
+      dtype: of both operands.
+      out_dtype: of what the kernel writes.
+      layouts: how the operands lie in memory.
+      transport: how a fused collective moves its operand: "pull" or "ring"; empty: nothing is moved.
+      m_name: what the caller calls `m`.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: Any
+    out_dtype: Any
+    layouts: OperandLayouts = PLAIN
+    transport: Literal["", "pull", "ring"] = ""
+    m_name: str = "m"
+
+
+def check(sizes: Sizes, config: Config, target: Target) -> None:
+    """Whether the mainloop of a device can run this.
+
+    Raises:
+      ValueError: the configuration contradicts itself or exceeds the device.
+      NotImplementedError: the problem is fine and this kernel cannot serve it.
+    """
+    mainloop = mainloop_of(target)
+    mainloop.check_types(sizes)
+    if config.pull.chunk_bytes % TMA_ROW_BYTES:
+        raise ValueError(f"`chunk_bytes` must be a multiple of {TMA_ROW_BYTES}, got {config.pull.chunk_bytes}")
+    if config.split_k > 1 and (sizes.transport or config.stream_k > 1):
+        where = "in a fused collective" if sizes.transport else f"with stream_k={config.stream_k}"
+        raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}")
+    if config.cluster not in (1, 2) or config.cluster > target.num_cores:
+        raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {config.cluster}")
+    mainloop.check_config(sizes, config, target)
+    m, n, k, layouts = sizes.m, sizes.n, sizes.k, sizes.layouts
+    for name, size in ((sizes.m_name, m), ("n", n), ("k", k)):
+        if size < 1:
+            raise NotImplementedError(
+                f'the fused kernel needs {name} to be at least 1, got {name}={size}: use implementation="xla"'
+            )
+    for what, name, row, kind in (
+        ("lhs", sizes.m_name if layouts.transpose_lhs else "k", m if layouts.transpose_lhs else k, sizes.dtype),
+        ("rhs", "k" if layouts.transpose_rhs else "n", k if layouts.transpose_rhs else n, sizes.dtype),
+        ("the result", "n", n, sizes.out_dtype),
+    ):
+        itemsize = jnp.dtype(kind).itemsize
+        if row * itemsize % TMA_ROW_BYTES:
+            raise NotImplementedError(
+                f"the copy engine needs the rows of {what} to be multiples of {TMA_ROW_BYTES} bytes, got {name}="
+                f"{row} elements of {itemsize} bytes: pad {name} to a multiple of "
+                f'{TMA_ROW_BYTES // itemsize}, or use implementation="xla"'
+            )
+    if (steps := ceil_div(k, config.tile_k)) % config.split_k:
+        raise NotImplementedError(
+            f"`split_k` must divide the {steps} steps of k={k} (tile_k={config.tile_k}), got {config.split_k}"
+        )

@@ -1,0 +1,130 @@
+"""How every product of this library is launched: one persistent kernel around a mainloop.
+
+What differs between operations is in a `ProductKernel` (sizes, and the flags and shared memory of its transport) and in
+the function that makes the hooks: which tiles there are, where their operands lie, and what the communicator does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels.architectures import mainloop_of
+from overlap.kernels.config import Config
+from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS
+from overlap.kernels.hooks import Hooks, Tile
+from overlap.kernels.launch import sealed
+from overlap.kernels.mainloop import Loop, Mainloop, OperandTypes
+from overlap.kernels.partial_sums import PartialSums, partial_sums_flags, partial_sums_type
+from overlap.kernels.stream_k import StreamK
+from overlap.kernels.target import Target
+from overlap.primitives import addresses, shared_flags
+from overlap.primitives.integers import in_32_bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """What a kernel's body has: references to global memory, and what its transport has asked for.
+
+    Attributes:
+      inputs: the operands, in the structure in which they were given.
+      outputs: the results, in the structure of their types.
+      flags: one array of flags for each shape in `ProductKernel.flags`.
+      smem: for each type in `ProductKernel.smem`.
+    """
+
+    inputs: Any
+    outputs: Any
+    flags: tuple[Any, ...]
+    smem: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductKernel:
+    """What is static about a kernel.
+
+    Attributes:
+      name: the kernel's.
+      target: the device; one CTA runs on each of its cores, or as many as fill whole clusters.
+      config: sizes.
+      types: what the mainloop loads and stores.
+      work: which tiles there are, and how they are dealt to the CTAs.
+      flags: shapes of flags that all CTAs of the device share, zero at launch.
+      smem: types of shared memory beside the mainloop's.
+      peers_read: which of the inputs (counted as leaves of the tree) the peers read, in a kernel that is told their
+        addresses (`overlap/primitives/addresses.py`); empty: it is not told.
+    """
+
+    name: str
+    target: Target
+    config: Config
+    types: OperandTypes
+    work: StreamK
+    flags: tuple[tuple[int, ...], ...] = ()
+    smem: tuple[Any, ...] = ()
+    peers_read: tuple[int, ...] = ()
+
+    @property
+    def mainloop(self) -> Mainloop:
+        """The mainloop of the target."""
+        return mainloop_of(self.target)
+
+    @in_32_bits
+    def launch(self, inputs: Any, out_types: Any, at: Callable[[Refs], tuple[Callable[[Any], Tile], Hooks]]) -> Any:
+        """Runs the kernel on a tree of arrays and returns a tree of results; all has been checked.
+
+        Args:
+          inputs: the operands, a pytree.
+          out_types: the results' types, a pytree of `jax.ShapeDtypeStruct`s.
+          at: from the kernel's references to the tile order and the hooks.
+        """
+        config, work = self.config, self.work
+        leaves, structure = jax.tree.flatten(inputs)
+        types, out_structure = jax.tree.flatten(out_types)
+        sums_flags = [partial_sums_flags(work, config, self.mainloop.compute_warpgroups)] if work.cuts else []
+
+        def body(*refs: Any) -> None:
+            given, (outs, sums) = refs[: len(leaves)], _split(refs[len(leaves) :], len(types))
+            shapes = (*self.flags, *sums_flags)
+            flags = shared_flags(*shapes, told=bool(self.peers_read)) if shapes else ()
+            own, of_sums = _split(flags, len(self.flags))
+            partial = PartialSums(*sums, *of_sums) if work.cuts else None
+            trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
+
+            def run(buffers: Any, *smem: Any) -> None:
+                tile_at, hooks = at(Refs(*trees, own, smem))
+                self.mainloop.run(Loop(work, tile_at, config, hooks, self.types.layouts, partial), buffers)
+
+            pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *self.smem, collective_axes=THREAD_AXIS)
+
+        sums_types = [partial_sums_type(work, config)] if work.cuts else []
+        results = sealed(self._kernel(body, (*types, *sums_types)), self.name)(*leaves)
+        return jax.tree.unflatten(out_structure, results[: len(types)])
+
+    def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:
+        """`body` with the grid and the threads that mainloops run on."""
+        body.__name__ = self.name
+        semantics, cluster = plgpu.LoweringSemantics.Warpgroup, self.config.cluster
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            grid=(self.target.num_cores // cluster,),
+            grid_names=(GRID_AXIS,),
+            cluster=(cluster,) if cluster > 1 else (),
+            cluster_names=(RANK_AXIS,) if cluster > 1 else (),
+            num_threads=self.mainloop.num_threads,
+            thread_name=THREAD_AXIS,
+            # The kernel sees for itself that its peers have begun, if it has any.
+            compiler_params=addresses.Params(lowering_semantics=semantics, peers_read=self.peers_read)
+            if self.peers_read
+            else plgpu.CompilerParams(lowering_semantics=semantics, skip_device_barrier=True),
+        )
+
+
+def _split(values: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return values[:count], values[count:]
