@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from overlap.choice import space
 from overlap.choice.model import work_of
 from overlap.choice.problem import LAYOUTS, Layout, Problem
-from overlap.kernels.config import BARRIER_BYTES, COMPUTE_WARPGROUPS, FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
+from overlap.kernels.config import FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
+from overlap.kernels.hopper.limits import BARRIER_BYTES, COMPUTE_WARPGROUPS, smem_bytes
 from overlap.kernels.target import Target
 from tests import assembly_registers
 from tests.assembly import TARGETS, Case
@@ -139,7 +140,7 @@ def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass
         out_bytes=4 if split else jnp.dtype(problem.out_dtype).itemsize,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
-        epilogue_tile_n=config.epilogue_tile_n,
+        epilogue_tile_n=config.hopper.epilogue_tile_n,
         cluster=config.cluster,
         cuts=_cuts(config, problem),
         epilogue=epilogue and not split,
@@ -262,7 +263,7 @@ class Member:
     @property
     def case(self) -> Case:
         """The case; what has defaults is stated as well, so that nothing is looked up in a table."""
-        problem, config = self.problem, dataclasses.asdict(self.config)
+        problem, config = self.problem, self.config.fields
         config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
         config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
@@ -272,9 +273,9 @@ class Member:
 
     @property
     def smem_bytes(self) -> int:
-        """What `Config.smem_bytes` says, and the barriers for `addend`."""
+        """What `limits.smem_bytes` says, and the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
-        announced = self.config.smem_bytes(self.problem.dtype, out_dtype, pulls=self.problem.pulls)
+        announced = smem_bytes(self.config, self.problem.dtype, out_dtype, "pull" if self.problem.pulls else "")
         if not self.kernel.epilogue or self.kernel.pulls:
             return announced
         boxes = self.kernel.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES
@@ -309,7 +310,7 @@ def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
 
 
 def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
-    return Config(
+    return Config.of(
         tile_m=kernel.tile_m, tile_n=kernel.tile_n, tile_k=kernel.tile_k, epilogue_tile_n=kernel.epilogue_tile_n,
         cluster=kernel.cluster, **fields,
     )  # fmt: skip

@@ -76,7 +76,7 @@ def relatives(member: Member) -> Iterator[tuple[str, Member]]:
     pulls = problem.pulls
     fields = {**UNSEEN, "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
     others = [
-        (name, dataclasses.replace(member, config=dataclasses.replace(config, **{name: value})))
+        (name, dataclasses.replace(member, config=config.replace(**{name: value})))
         for name, values in fields.items()
         for value in values
         if pulls or name not in space.PULLS

@@ -11,13 +11,12 @@ import re
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from overlap.collectives import all_gather_rhs_matmul, joined, pull
+from overlap.collectives import pull
 from overlap.primitives import atomics, copies, flags, handshake
 from overlap.primitives.handshake import Handshake
 
-# Who copies chunks from peers, and who draws numbers: by names of their own.
-PULLERS = (pull, joined, all_gather_rhs_matmul)
-DRAWERS = (atomics, copies, pull, joined)
+# Who draws numbers, by a name of its own.
+DRAWERS = (atomics, copies, pull)
 
 
 def change_text(patch, found, replacement):
@@ -47,17 +46,15 @@ def change_own_chunks(patch, change):
 
 
 def _change_pull_chunks(patch, change, *, of_own):
-    def changed(pull_chunks):
-        def pull_or_copy(number, numbers, *args, **kwargs):
-            # The own shard's chunks have a counter of their own, without looks.
-            if (numbers[0] == 0) == of_own:
-                return change(pull_chunks, number, numbers, *args, **kwargs)
-            return pull_chunks(number, numbers, *args, **kwargs)
+    pull_chunks = pull.pull_chunks
 
-        return pull_or_copy
+    def changed(number, numbers, *args, **kwargs):
+        # The own shard's chunks have a counter of their own, without looks.
+        if (numbers[0] == 0) == of_own:
+            return change(pull_chunks, number, numbers, *args, **kwargs)
+        return pull_chunks(number, numbers, *args, **kwargs)
 
-    for module in PULLERS:
-        patch.setattr(module, "pull_chunks", changed(module.pull_chunks))
+    patch.setattr(pull, "pull_chunks", changed)
 
 
 def change_tells(patch, change, *, of):

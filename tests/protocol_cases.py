@@ -20,9 +20,9 @@ from tests.rhs_cases import fused, mapped, product
 from tests.several_sides_cases import Form
 
 # Several chunks of each peer's shard for each CTA.
-PULL = overlap.Config(tile_n=64, stages=2, chunk_bytes=4096)
-JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
-WEIGHTS = overlap.Config(tile_n=128, stages=2, chunk_bytes=1024)
+PULL = overlap.Config.of(tile_n=64, stages=2, chunk_bytes=4096)
+JOINED = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
+WEIGHTS = overlap.Config.of(tile_n=128, stages=2, chunk_bytes=1024)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,7 @@ LAYOUTS = [
     layout(2, 3, 4, 5, x=2, y=2),
 ]
 
-TILES = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+TILES = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 JOINED = dataclasses.replace(TILES, joined=True)
 Kind = Literal["pull", "ring", "several", "joined", "rhs n", "rhs k", "matmul"]
 # Of each kind, two shapes per device: rows, columns, contraction (of a shard, where that is what is gathered).

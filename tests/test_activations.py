@@ -14,7 +14,7 @@ from overlap.choice import dispatch
 from overlap.emulation import emulate
 from overlap.frame.activation import traced
 from overlap.kernels.target import Target
-from overlap.single_gpu import differentiable
+from overlap.single_gpu import matmul
 from tests import activation_cases, assembly
 from tests.assembly import Case
 from tests.product_cases import normal
@@ -150,8 +150,8 @@ def test_a_captured_tracer_under_jit_grad_and_vmap(implementation):
 
 
 def test_a_closure_that_changes_between_calls(monkeypatch):
-    factor, launched, launch = 2.0, [], differentiable._launch
-    monkeypatch.setattr(differentiable, "_launch", lambda x, plan: launched.append(plan) or launch(x, plan))
+    factor, launched, launch = 2.0, [], matmul._launch
+    monkeypatch.setattr(matmul, "_launch", lambda x, plan: launched.append(plan) or launch(x, plan))
     activation = lambda y: y * factor  # noqa: E731
     with emulate(cores=2):
         first = product(activation)

@@ -14,6 +14,7 @@ from overlap.choice import crossover, dispatch
 from overlap.choice.problem import Problem
 from overlap.collectives.rhs_schedule import STEPS_PER_FLAG
 from overlap.emulation import emulate
+from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.target import Target
 from tests import assembly, oracle
 from tests.assembly import Case
@@ -26,9 +27,9 @@ H200 = Target("gpu", "NVIDIA H200", 132)
 CONFIGS = {
     "one CTA": (1, SMALL),
     "odd": (3, SMALL),
-    "more CTAs than chunks": (7, overlap.Config(tile_n=256, stages=3, epilogue_slots=2, order_minor="n")),
-    "parts of rows": (2, overlap.Config(tile_n=192, stages=2, chunk_bytes=256, chunk_slots=3)),
-    "one slot": (2, overlap.Config(tile_n=64, chunk_slots=1, chunk_bytes=4096)),
+    "more CTAs than chunks": (7, overlap.Config.of(tile_n=256, stages=3, epilogue_slots=2, order_minor="n")),
+    "parts of rows": (2, overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_slots=3)),
+    "one slot": (2, overlap.Config.of(tile_n=64, chunk_slots=1, chunk_bytes=4096)),
     "stream k": (5, dataclasses.replace(SMALL, stream_k=4)),
     "cluster": (5, dataclasses.replace(SMALL, cluster=2)),
     "cluster along n": (4, dataclasses.replace(SMALL, tile_n=64, cluster=2, cluster_along="n")),
@@ -303,7 +304,7 @@ def test_lowers_for_cuda_with_either_jax(axes, along, monkeypatch):
 def assembled_case(along):
     def build(case, mesh):
         m, n, k = case.shape  # Of the product of one device.
-        config = overlap.Config(**case.config) if case.config else None
+        config = overlap.Config.of(**case.config) if case.config else None
         f = jax.shard_map(
             fused(along, config), mesh=mesh, in_specs=(ROWS, weights(along)), out_specs=ROWS, check_vma=False
         )
@@ -329,5 +330,5 @@ def test_assembled_without_spills(devices, shape, config, along):
     (report,) = assembly.assemble_case(Case(op_name, devices, shape, "bf16", config=config))
     assert report.name == f"overlap_all_gather_rhs_matmul_{along}"
     assert report.spills == 0 and not report.remarks
-    expected = (overlap.Config(**config)).smem_bytes(jnp.bfloat16, jnp.bfloat16, pulls=True)
+    expected = smem_bytes(overlap.Config.of(**config), jnp.bfloat16, jnp.bfloat16, "pull")
     assert not config or report.shared_memory_bytes <= expected + 1024

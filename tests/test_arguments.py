@@ -245,7 +245,7 @@ def test_types_are_for_explain(op):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    st.sampled_from(list(inspect.signature(overlap.Config).parameters)),
+    st.sampled_from([*overlap.Config().fields, "hopper", "pull"]),
     st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", None, [], np.zeros(2), (1,), 2**70]),
 )
 def test_configurations(name, value):
@@ -255,9 +255,11 @@ def test_configurations(name, value):
         if name in ("order_minor", "cluster_along")
         else isinstance(value, bool)
         if name == "joined"
+        else False
+        if name in ("hopper", "pull")
         else type(value) is int and value > 0
     )
-    config, error = outcome(lambda: overlap.Config(**{name: value}))
+    config, error = outcome(lambda: overlap.Config.of(**{name: value}))
     assert (config is not None) == right
     assert right or (type(error) is ValueError and f"`{name}`" in str(error))
 

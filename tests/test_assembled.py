@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice.choose import choose_config
 from overlap.choice.problem import Problem
+from overlap.kernels.hopper.limits import smem_bytes
 from tests import assembly
 from tests.assembly import Case
 from tests.assembly_space import TARGET
@@ -131,8 +132,8 @@ def check(case: Case, *, pulls: bool) -> assembly.KernelReport:
     assert math.prod(report.grid) <= target.core_count
     dtype = assembly.dtype_of(case.dtype)
     problem = Problem(case.op, *case.shape, dtype, dtype, devices=case.mesh.get("x", case.devices) if pulls else 1)
-    config = overlap.Config(**case.config) if case.config else choose_config(problem, TARGET)[0]
-    assert report.shared_memory_bytes == config.smem_bytes(dtype, dtype, pulls=pulls)
+    config = overlap.Config.of(**case.config) if case.config else choose_config(problem, TARGET)[0]
+    assert report.shared_memory_bytes == smem_bytes(config, dtype, dtype, "pull" if pulls else "")
     assert report.shared_memory_bytes + report.static_shared_memory_bytes <= target.shared_memory_per_block_optin
     return report
 

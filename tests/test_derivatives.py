@@ -105,11 +105,11 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
 
 
 def test_a_cotangent_of_the_operands_dtype_goes_through_the_kernel(monkeypatch):
-    from overlap.single_gpu import differentiable
+    from overlap.single_gpu import matmul
 
     lhs, rhs, run = normal(5, M, K), normal(6, K, N), []
-    launch = differentiable._launch
-    monkeypatch.setattr(differentiable, "_launch", lambda operands, plan: run.append(plan) or launch(operands, plan))
+    launch = matmul._launch
+    monkeypatch.setattr(matmul, "_launch", lambda operands, plan: run.append(plan) or launch(operands, plan))
     with emulate(cores=2):
         jax.grad(lambda a, b: overlap.matmul(a, b, implementation="fused").astype(F32).sum(), (0, 1))(lhs, rhs)
         assert [plan.out_dtype for plan in run] == [BF16] * 3

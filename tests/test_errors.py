@@ -85,7 +85,7 @@ WRONG_CONFIGS = [
 @pytest.mark.parametrize(("fields", "fragments"), WRONG_CONFIGS)
 def test_configs_that_do_not_fit(fields, fragments):
     with pytest.raises(ValueError) as caught:
-        trace(*GOOD, implementation="fused", config=overlap.Config(**fields))
+        trace(*GOOD, implementation="fused", config=overlap.Config.of(**fields))
     for fragment in fragments:
         assert fragment in str(caught.value)
 
@@ -93,7 +93,7 @@ def test_configs_that_do_not_fit(fields, fragments):
 @pytest.mark.parametrize("fields", [{"tile_n": 0}, {"stages": "4"}, {"order_minor": "k"}, {"chunk_slots": True}])
 def test_configs_that_make_no_sense(fields):
     with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
-        overlap.Config(**fields)
+        overlap.Config.of(**fields)
 
 
 def test_outside_shard_map():

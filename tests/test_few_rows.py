@@ -7,6 +7,8 @@ import pytest
 
 import overlap
 from overlap.emulation import emulate
+from overlap.kernels.hopper import staging
+from overlap.kernels.hopper.limits import rows_loaded
 from tests import oracle, several_sides_cases
 from tests.product_cases import check_exactly, integers
 from tests.several_sides_cases import Form
@@ -35,7 +37,7 @@ E4M3 = jnp.float8_e4m3fn
     ],
 )
 def test_whole_rows_of_swizzle_atoms_are_loaded(m, config, transposed, rows):
-    assert config.rows_loaded(m, transposed) == rows
+    assert rows_loaded(config, m, transposed) == rows
 
 
 CASES = [  # cores, shape, config, what else
@@ -90,7 +92,6 @@ def test_no_rows_are_loaded_and_none_multiplied_that_are_not_there(m, loaded, bu
 
 def test_negative_control_with_a_row_too_few_the_result_is_wrong(monkeypatch):
     """What is in the rest of a slot is no number here, so that it shows wherever it gets to."""
-    loaded = overlap.Config.rows_loaded
-    monkeypatch.setattr(overlap.Config, "rows_loaded", lambda *args: loaded(*args) - 8)
+    monkeypatch.setattr(staging, "rows_loaded", lambda *args: rows_loaded(*args) - 8)
     with pytest.raises(AssertionError):
         check_exactly((20, 264, 136), NARROW, cores=2)

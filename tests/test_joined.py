@@ -24,7 +24,7 @@ from tests.tuning_cases import H200
 ONE = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True)
 CUT = dataclasses.replace(ONE, stages=3, stream_k=3)
 MANY = dataclasses.replace(ONE, tile_m=128, tile_n=64, order_minor="n", order_width=2)
-FINE = dataclasses.replace(ONE, epilogue_tile_n=64, chunk_bytes=512, chunk_slots=3)
+FINE = ONE.replace(epilogue_tile_n=64, chunk_bytes=512, chunk_slots=3)
 ALONG_M = dataclasses.replace(ONE, cluster=2)
 ALONG_N = dataclasses.replace(CUT, cluster=2, cluster_along="n")
 F8 = dataclasses.replace(CUT, tile_k=128)
@@ -43,8 +43,8 @@ KERNEL = "overlap_all_gather_lhs_matmul_joined"
 @pytest.mark.parametrize("tile_m", [64, 128])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_shard, k, chunk_bytes, tile_m, scaled):
-    config = overlap.Config(tile_m=tile_m, chunk_bytes=chunk_bytes)
-    schedule = JoinedSchedule.of(devices, m_shard, (256,), k, 2, config, scaled=scaled)
+    config = overlap.Config.of(tile_m=tile_m, chunk_bytes=chunk_bytes)
+    schedule = JoinedSchedule.of(devices, (m_shard, k), (256,), 2, config, scaled=scaled)
     for me in range(devices):
         copied, raised = np.zeros((devices * m_shard, k), int), np.zeros(schedule.flags, int)
         for index in range(schedule.chunks):
@@ -309,7 +309,7 @@ def test_the_space_has_both_where_both_make_sense():
 def test_the_model_counts_the_tiles_of_the_kernel():
     for m, devices, tile_m, n in itertools.product((1, 16, 40, 100), (2, 3, 8), (64, 128), (128, 200)):
         config = dataclasses.replace(ONE, tile_m=tile_m)
-        schedule = JoinedSchedule.of(devices, m, (n,), 64, 2, config)
+        schedule = JoinedSchedule.of(devices, (m, 64), (n,), 2, config)
         assert model.work_of(config, gather(m, n, 64, devices), H200).tiles == schedule.product.tiles
 
 

@@ -10,10 +10,10 @@ import pytest
 
 import overlap
 from overlap import primitives
-from overlap.collectives import joined
+from overlap.collectives import joined, pull
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
-from overlap.kernels import hopper
+from overlap.kernels.hopper import mainloop as hopper
 from overlap.primitives.integers import remainder
 from tests import several_sides_cases
 from tests.handshake_cases import change_own_chunks
@@ -28,8 +28,8 @@ from tests.test_protocol import (
     take_scales_for_no_transfers,
 )
 
-WHOLE = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=256)
-CUT = overlap.Config(tile_m=64, tile_n=128, stages=3, stream_k=3, joined=True, chunk_bytes=1024)
+WHOLE = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=256)
+CUT = overlap.Config.of(tile_m=64, tile_n=128, stages=3, stream_k=3, joined=True, chunk_bytes=1024)
 ALONG_N = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, cluster_along="n", joined=True)
 # Two rows of tiles, the second with rows of two shards; more tiles than CTAs.
 FORM = Form(24, (136, 128), 200, gathered=True, container=list)
@@ -51,17 +51,17 @@ def test_clean(completion, seed, scheduler):
 
 
 def drop_wait_for_rows(patch):
-    patch.setattr(joined, "wait_at_least", NOTHING)
+    patch.setattr(pull, "wait_at_least", NOTHING)
 
 
 def drop_proxy_fence(patch):
-    patch.setattr(joined, "fence_async_proxy", NOTHING)
+    patch.setattr(pull, "fence_async_proxy", NOTHING)
 
 
 def fence_before_the_wait(patch):
-    wait, fence = joined.wait_at_least, joined.fence_async_proxy
-    patch.setattr(joined, "wait_at_least", lambda *args: (fence(), wait(*args)))
-    patch.setattr(joined, "fence_async_proxy", NOTHING)
+    wait, fence = pull.wait_at_least, pull.fence_async_proxy
+    patch.setattr(pull, "wait_at_least", lambda *args: (fence(), wait(*args)))
+    patch.setattr(pull, "fence_async_proxy", NOTHING)
 
 
 def count_too_few(patch):
@@ -80,7 +80,7 @@ def wait_for_one_shard_only(patch):
 
 
 def wait_for_the_first_rows_only(patch):
-    patch.setattr(joined, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
+    patch.setattr(pull, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
 
 
 def raise_flags_twice(patch):
@@ -124,13 +124,13 @@ def draw_own_chunks_from_the_peers_counter(patch):
     def keep(pull_chunks, number, numbers, counter, *args, **kwargs):
         return pull_chunks(number, numbers, drawn_from[0], *args, **kwargs)
 
-    begin = joined.Handshake.begin
+    begin = pull.Handshake.begin
 
     def begin_here(self):
         drawn_from[:] = [self.counter]
         return begin(self)
 
-    patch.setattr(joined.Handshake, "begin", begin_here)
+    patch.setattr(pull.Handshake, "begin", begin_here)
     change_own_chunks(patch, keep)
 
 
@@ -209,14 +209,14 @@ def leave_the_last_scales(patch):
 
 
 def lay_all_scales_where_the_own_ones_belong(patch):
-    row_of, copy_scales = JoinedSchedule.row, joined._copy_scales
+    row_of, copy_scales = JoinedSchedule.row, joined._pull_scales
 
     def copy(*args):
         patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: row_of(self, me, 0 * step, row))
         copy_scales(*args)
         patch.setattr(JoinedSchedule, "row", row_of)
 
-    patch.setattr(joined, "_copy_scales", copy)
+    patch.setattr(joined, "_pull_scales", copy)
 
 
 OF_SCALES = [
@@ -236,7 +236,7 @@ def test_each_defect_of_scales_is_reported(defect, monkeypatch):
 def test_scales_count_as_transfers(monkeypatch):
     take_scales_for_no_transfers(monkeypatch)
     # So few chunks that not every CTA carries one: what it then adds to the count would speak for its scales as well.
-    report = of_rows(SCALED, dataclasses.replace(WHOLE, chunk_bytes=65536)).report(cores=6)
+    report = of_rows(SCALED, WHOLE.replace(chunk_bytes=65536)).report(cores=6)
     assert "may leave the kernel before" in str(report)
 
 

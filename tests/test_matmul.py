@@ -8,9 +8,14 @@ from jax.experimental import pallas as pl
 
 import overlap
 from overlap.emulation import emulate
-from overlap.kernels import hopper
+from overlap.kernels.grid import own_tile
+from overlap.kernels.hooks import Hooks, Tile
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.product_kernel import ProductKernel
+from overlap.kernels.stream_k import StreamK
+from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
-from overlap.primitives import send_tile, shared_flags, wait_stores_landed
+from overlap.primitives import send_tile, wait_stores_landed
 from tests import oracle
 from tests.product_cases import in_f32, normal, oracle_of
 
@@ -21,8 +26,8 @@ from tests.product_cases import in_f32, normal, oracle_of
     [
         (1, (128, 256, 64), overlap.Config()),
         (2, (384, 256, 448), overlap.Config(tile_n=128)),
-        (3, (256, 384, 128), overlap.Config(tile_n=128, stages=2, epilogue_slots=2, order_minor="n", order_width=1)),
-        (9, (256, 256, 64), overlap.Config(tile_n=128, epilogue_tile_n=128)),
+        (3, (256, 384, 128), overlap.Config.of(tile_n=128, stages=2, epilogue_slots=2, order_minor="n", order_width=1)),
+        (9, (256, 256, 64), overlap.Config.of(tile_n=128, epilogue_tile_n=128)),
     ],
 )
 def test_error_within_twice_that_of_xla(cores, shape, config, dtype):
@@ -63,14 +68,16 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
     groups = 6 if name == "cut tiles of clusters" else 4
     cores = groups * config.cluster
     order = TileOrder.of(m, n, config)
-    work = hopper.StreamK(order.tiles, k // config.tile_k, groups, config.stream_k)
+    work = StreamK(order.tiles, k // config.tile_k, groups, config.stream_k)
     assert work.cuts == (config.stream_k > 1)
     lhs, rhs = normal(4, m, k), normal(5, k, n)
 
-    def body(lhs_gmem, rhs_gmem, out_gmem, copy_gmem, *sums_gmem):
+    def at(refs):
+        (lhs_gmem, rhs_gmem), (out_gmem, copy_gmem) = refs.inputs, refs.outputs
+
         def tile_at(index):
-            row, column = hopper.own_tile(config, *order(index))
-            return hopper.Tile(0, row, column, out_row=row * config.tile_m)
+            row, column = own_tile(config, *order(index))
+            return Tile(0, row, column, out_row=row * config.tile_m)
 
         def forward(tile, step, lhs_smem, rhs_smem):
             del rhs_smem
@@ -81,36 +88,27 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
                 send_tile(lhs_smem, copy_gmem.at[rows, columns])
                 wait_stores_landed()
 
-        hooks = hopper.Hooks(
+        return tile_at, Hooks(
             load_lhs=lambda tile, load: load(lhs_gmem),
             rhs_at=lambda tile: rhs_gmem,
             out_at=lambda tile: out_gmem,
             in_smem=forward,
-            epilogue=lambda values, rows, columns, addend: values * 2,
+            epilogue_at=lambda tile: lambda values, rows, columns, addend: values * 2,
         )
-        partial = None
-        if work.cuts:
-            partial = hopper.PartialSums(*sums_gmem, *shared_flags(hopper.partial_sums_flags(work, config)))
-        pl.run_scoped(
-            lambda buffers: hopper.mainloop(work=work, tile_at=tile_at, config=config, buffers=buffers, hooks=hooks,
-                                            partial=partial),
-            hopper.buffer_types(config, lhs.dtype, lhs.dtype, m=m, forwards=True),
-            collective_axes=hopper.THREAD_AXIS,
-        )  # fmt: skip
 
-    types = [jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype)]
-    types += [hopper.partial_sums_type(work, config)] if work.cuts else []
+    types = jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype)
+    operands = OperandTypes(m, lhs.dtype, rhs.dtype, lhs.dtype, forwards=True)
+    kernel = ProductKernel("forwarding", Target("cpu", "cpu", cores), config, operands, work)
     with emulate(cores=cores) as run:
-        kernel = hopper.launch(body, out_type=types, num_ctas=cores, cluster=config.cluster, name="forwarding")
-        out, copy, *_ = jax.jit(kernel)(lhs, rhs)
+        out, copy = jax.jit(lambda *operands: kernel.launch(operands, types, at))(lhs, rhs)
         run.check()
     np.testing.assert_array_equal(np.asarray(copy), np.asarray(lhs))
     np.testing.assert_allclose(in_f32(out), 2 * oracle_of(lhs, rhs), rtol=1e-2, atol=1e-1)
 
 
 def test_calls_outside_jit_trace_their_kernel_once(monkeypatch):
-    traced, launch = [], hopper.launch
-    monkeypatch.setattr(hopper, "launch", lambda *a, **k: traced.append(k["name"]) or launch(*a, **k))
+    traced, launch = [], ProductKernel.launch
+    monkeypatch.setattr(ProductKernel, "launch", lambda self, *a: traced.append(self.name) or launch(self, *a))
     lhs, rhs = normal(8, 136, 72), normal(9, 72, 136)  # Sizes that no other test has.
     with emulate(cores=2):
         for _ in range(3):

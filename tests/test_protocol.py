@@ -7,9 +7,10 @@ import pytest
 
 import overlap
 from overlap import primitives
-from overlap.collectives import joined, pull
+from overlap.collectives import pull, pull_rows
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels import hopper, staging
+from overlap.kernels.hopper import mainloop as hopper
+from overlap.kernels.hopper import staging
 from overlap.primitives import Ring, copies
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
@@ -78,7 +79,7 @@ def drop_epilogue_commit(patch):
 
 
 def raise_flags_twice(patch):
-    patch.setattr(pull, "signal", lambda flag: primitives.signal(flag, 2))
+    patch.setattr(pull_rows, "signal", lambda flag: primitives.signal(flag, 2))
 
 
 def wait_for_one_chunk_only(patch):
@@ -141,8 +142,8 @@ def test_each_defect_is_reported(defect, monkeypatch):
 
 
 UNEVEN = {
-    "rows": (Form(133, (64,), 64, container=None), overlap.Config(tile_n=64, stages=2, chunk_bytes=2048)),
-    "columns": (Form(70, (64,), 8 * 37, container=None), overlap.Config(tile_n=64, stages=2, chunk_bytes=256)),
+    "rows": (Form(133, (64,), 64, container=None), overlap.Config.of(tile_n=64, stages=2, chunk_bytes=2048)),
+    "columns": (Form(70, (64,), 8 * 37, container=None), overlap.Config.of(tile_n=64, stages=2, chunk_bytes=256)),
 }
 
 
@@ -184,7 +185,7 @@ def test_scales_that_travel_are_clean(form):
 
 
 def signal_scales_without_waiting(patch):
-    patch.setattr(pull, "wait_stores_landed", NOTHING)
+    patch.setattr(pull_rows, "wait_stores_landed", NOTHING)
 
 
 def do_not_count_scales(patch):
@@ -200,27 +201,21 @@ def leave_the_last_scales(patch):
 
 def do_not_add_scales_to_the_transfers(patch):
     """So nobody completes the last transfer."""
-    for module in (pull, joined):
-        draw_each = module.each_drawn
-        without = lambda *args, draw_each=draw_each: (draw_each(*args)[0], 0)  # noqa: E731
-        patch.setattr(module, "each_drawn", without)
+    draw_each = pull.each_drawn
+    patch.setattr(pull, "each_drawn", lambda *args: (draw_each(*args)[0], 0))
 
 
 def take_scales_for_no_transfers(patch):
     """Whoever completes the last chunk speaks, while scales may be on their way."""
     do_not_add_scales_to_the_transfers(patch)
-    leave, pull_chunks = Handshake.leave, (pull.pull_chunks, joined.pull_chunks)
+    leave, carry = Handshake.leave, pull.pull_chunks
     chunks = []
 
-    def counted(carry):
-        def pull_counted(number, numbers, *args, **kwargs):
-            chunks.append(numbers[1] - numbers[0])
-            return carry(number, numbers, *args, **kwargs)
+    def pull_counted(number, numbers, *args, **kwargs):
+        chunks.append(numbers[1] - numbers[0])
+        return carry(number, numbers, *args, **kwargs)
 
-        return pull_counted
-
-    for module, carry in zip((pull, joined), pull_chunks, strict=True):
-        patch.setattr(module, "pull_chunks", counted(carry))
+    patch.setattr(pull, "pull_chunks", pull_counted)
     of_chunks = lambda self, completed: leave(dataclasses.replace(self, transfers=chunks[-1]), completed)  # noqa: E731
     patch.setattr(Handshake, "leave", of_chunks)
 
@@ -245,7 +240,7 @@ def test_each_defect_of_scales_that_travel_is_reported(form, defect, monkeypatch
 def test_scales_count_as_transfers(form, monkeypatch):
     take_scales_for_no_transfers(monkeypatch)
     # So few chunks that not every CTA carries one: what it then adds to the count would speak for its scales as well.
-    config = dataclasses.replace(CONFIG, chunk_bytes=65536)
+    config = CONFIG.replace(chunk_bytes=65536)
     assert "may leave the kernel before" in str(of_rows(form, config).report(cores=6))
 
 

@@ -17,13 +17,19 @@ from overlap import primitives
 from overlap.collectives import pull, transport
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.kernels import hopper, partial_sums, staging
+from overlap.frame.operands import Operands, Plan
+from overlap.kernels import partial_sums, product_kernel
+from overlap.kernels.grid import RANK_AXIS, THREAD_AXIS
+from overlap.kernels.hopper import mainloop as hopper
+from overlap.kernels.hopper import staging
+from overlap.kernels.layouts import PLAIN
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives import handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 from overlap.single_gpu import product
+from overlap.single_gpu.matmul import MATMUL
 from tests import oracle
 from tests.oracle import make_mesh, on_mesh
 from tests.product_cases import integers, oracle_of
@@ -35,7 +41,7 @@ BOTH = dataclasses.replace(STREAM_K, cluster=2)
 CASES = {  # devices, cores, (m, n, k) of a shard, config
     "stream k": (1, 7, (256, 128, 448), STREAM_K),
     "stream k after a wave": (1, 4, (640, 128, 320), STREAM_K),
-    "stream k, two slots": (1, 4, (640, 128, 320), dataclasses.replace(STREAM_K, epilogue_slots=2)),
+    "stream k, two slots": (1, 4, (640, 128, 320), STREAM_K.replace(epilogue_slots=2)),
     "cluster": (1, 4, (384, 128, 320), CLUSTER),
     "cluster along n": (1, 4, (128, 264, 320), dataclasses.replace(CLUSTER, cluster_along="n")),
     "both": (1, 12, (384, 128, 448), BOTH),
@@ -49,9 +55,9 @@ def kernel_of(name):
     devices, cores, (m, n, k), config = CASES[name]
     lhs, rhs = integers(1, devices * m, k), integers(2, k, devices * n)
     if devices == 1:
-        plan = product.Plan(config, Target("cpu", "cpu", cores), staging.PLAIN, jnp.float32)
+        plan = Plan(MATMUL, PLAIN, jnp.float32, Target("cpu", "cpu", cores), config)
         # Not `overlap.matmul`, which would reuse what it has traced before.
-        function = jax.jit(lambda a, b: product.launch(product.Operands(a, b), plan))
+        function = jax.jit(lambda a, b: product.launch(Operands(a, (b,)), plan))
     else:
         function = on_mesh(make_mesh(x=devices), lambda a, b: oracle.fused(a, b, config=config))
     return cores, lambda: np.asarray(function(lhs, rhs)).astype(np.float32), oracle_of(lhs, rhs)
@@ -86,14 +92,16 @@ class Moved:
 
 
 def move_sums(patch, move):
-    make = hopper.PartialSums
-    patch.setattr(hopper, "PartialSums", lambda sums, flags: make(Moved(sums, move), flags))
+    make = product_kernel.PartialSums
+    patch.setattr(product_kernel, "PartialSums", lambda sums, flags: make(Moved(sums, move), flags))
 
 
 def move_flags(patch, *, signalled=lambda *index: index, awaited=lambda *index: index):
     """Changes which flag is raised and which is waited for."""
-    make = hopper.PartialSums
-    patch.setattr(hopper, "PartialSums", lambda sums, flags: make(sums, types.SimpleNamespace(at=Unresolved(flags))))
+    make = product_kernel.PartialSums
+    patch.setattr(
+        product_kernel, "PartialSums", lambda sums, flags: make(sums, types.SimpleNamespace(at=Unresolved(flags)))
+    )
     patch.setattr(partial_sums, "signal", lambda flag: primitives.signal(flag[0].at[signalled(*flag[1])]))
     patch.setattr(
         partial_sums, "wait_at_least", lambda flag, n: primitives.wait_at_least(flag[0].at[awaited(*flag[1])], n)
@@ -113,17 +121,17 @@ def do_not_wait_for_the_parts(patch):
 
 
 def raise_the_flag_with_the_first_sums(patch):
-    make = hopper.PartialSums
+    make = product_kernel.PartialSums
 
     def early(sums, flags):
         class Early(Moved):
             def __setitem__(self, index, value):
-                primitives.signal(flags.at[index[0], 0, lax.axis_index(hopper.THREAD_AXIS)])
+                primitives.signal(flags.at[index[0], 0, lax.axis_index(THREAD_AXIS)])
                 self.ref[index] = value
 
         return make(Early(sums, lambda *index: index), flags)
 
-    patch.setattr(hopper, "PartialSums", early)
+    patch.setattr(product_kernel, "PartialSums", early)
     patch.setattr(partial_sums, "signal", NOTHING)
 
 
@@ -224,11 +232,11 @@ def count_no_cut_tiles_at_the_end(patch):
 def one_rank_leaves_its_half_out(patch):
     load_step = staging.load_step
 
-    def load(*args, shared_by=None):
-        if shared_by is None:
-            load_step(*args)
+    def load(operand, k_start, stage):
+        if stage.shared_by is None:
+            load_step(operand, k_start, stage)
         else:
-            pl.when(lax.axis_index(shared_by) == 0)(lambda: load_step(*args, shared_by=shared_by))
+            pl.when(lax.axis_index(stage.shared_by) == 0)(lambda: load_step(operand, k_start, stage))
 
     patch.setattr(staging, "load_step", load)
 
@@ -245,14 +253,14 @@ def wait_for_a_phantom_flag(patch):
 
 def one_rank_waits_for_both(patch):
     # The ranks have their rows in common, and each loads half of them.
-    at_rank_0 = lambda f: lambda *args: pl.when(lax.axis_index(staging.RANK_AXIS) == 0)(lambda: f(*args))  # noqa: E731
+    at_rank_0 = lambda f: lambda *args: pl.when(lax.axis_index(RANK_AXIS) == 0)(lambda: f(*args))  # noqa: E731
     patch.setattr(pull, "wait_at_least", at_rank_0(primitives.wait_at_least))
 
 
 def each_rank_has_a_counter_of_its_own(patch):
     """Both carry all chunks."""
     flags = pull.HANDSHAKE_FLAGS
-    rank = lambda: lax.axis_index(staging.RANK_AXIS)  # noqa: E731
+    rank = lambda: lax.axis_index(RANK_AXIS)  # noqa: E731
     patch.setattr(Handshake, "counter", property(lambda self: self.flags.at[handshake._DRAWN + rank()]))
     for module in (handshake, pull):
         patch.setattr(module, "HANDSHAKE_FLAGS", (flags[0] + 1,))

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from overlap.collectives import pull, ring
+from overlap.collectives.pull_rows import PullTransport
+from overlap.collectives.ring import RingTransport
 from overlap.emulation import DeadlockError
-from overlap.kernels import hopper
+from overlap.kernels.grid import GRID_AXIS
 from tests.handshake_cases import change_draws
 from tests.protocol_cases import JOINED, KERNELS, ONE, PULL, WEIGHTS, clean, of_rows, of_weights
 from tests.several_sides_cases import Form
@@ -35,7 +36,7 @@ def test_work_that_is_dealt_beforehand_is_reported(kernel, monkeypatch):
     def deal(_):
         def dealt(counter, end, previous=None):
             del counter
-            return lax.axis_index(hopper.GRID_AXIS) if previous is None else jnp.minimum(previous + CORES, end)
+            return lax.axis_index(GRID_AXIS) if previous is None else jnp.minimum(previous + CORES, end)
 
         return dealt
 
@@ -46,8 +47,8 @@ def test_work_that_is_dealt_beforehand_is_reported(kernel, monkeypatch):
 
 
 def test_the_ring_needs_them_all():
-    """Rows leave by the CTA that multiplies them: `Forward.needs_all_ctas`."""
-    assert ring.Forward.needs_all_ctas and not pull.Pull.needs_all_ctas
+    """Rows leave by the CTA that multiplies them: `RingTransport.needs_all_ctas`."""
+    assert RingTransport.needs_all_ctas and not PullTransport.needs_all_ctas
     # Two rows of three tiles: the second one begins at the last of four CTAs, and all others come to need its rows.
     form = Form(136, (192,), 136, container=None)
     kernel = of_rows(form, dataclasses.replace(PULL, order_minor="n", order_width=3), transport="ring")

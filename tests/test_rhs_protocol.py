@@ -8,9 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap import primitives
-from overlap.collectives import all_gather_rhs_matmul as op
+from overlap.collectives import gathered_rhs, pull
 from overlap.collectives.rhs_schedule import STEPS_PER_FLAG, GatherRhsSchedule
-from overlap.kernels import hopper
 from overlap.primitives import Ring, copies, handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
@@ -61,11 +60,11 @@ def test_clean_if_a_device_is_late(victim, along, monkeypatch):
 
 
 def do_not_wait(patch):
-    patch.setattr(op, "wait_at_least", NOTHING)
+    patch.setattr(pull, "wait_at_least", NOTHING)
 
 
 def drop_proxy_fence(patch):
-    patch.setattr(op, "fence_async_proxy", NOTHING)
+    patch.setattr(pull, "fence_async_proxy", NOTHING)
 
 
 def raise_the_flag_before_the_chunk_has_landed(patch):
@@ -73,7 +72,7 @@ def raise_the_flag_before_the_chunk_has_landed(patch):
 
 
 def wait_for_one_chunk_only(patch):
-    patch.setattr(op, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
+    patch.setattr(pull, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
 
 
 def count_too_few(patch):
@@ -133,15 +132,16 @@ def test_each_defect_is_reported(defect, along, monkeypatch):
 
 def test_a_part_of_a_tile_that_waits_for_no_block_is_reported(monkeypatch):
     """A CTA that begins in the middle of a tile has waited for no block before."""
-    monkeypatch.setattr(op, "_Tile", lambda *args, first, **kwargs: hopper.Tile(*args, **kwargs))
-    monkeypatch.setattr(hopper.Tile, "first", 0, raising=False)
+    wait = gathered_rhs._Body._wait_for_block
+    forgets = lambda self, flags, tile, k: wait(self, flags, dataclasses.replace(tile, k_first=0), k)  # noqa: E731
+    monkeypatch.setattr(gathered_rhs._Body, "_wait_for_block", forgets)
     kernel = of_weights("k", dataclasses.replace(SMALL, stream_k=4), 2, m=128, shard=(192, 128))
     assert kernel.report(seeds=10, cores=5, completion="late", scheduler="pct")
 
 
 def test_a_tile_that_waits_for_one_of_two_blocks_is_reported(monkeypatch):
     monkeypatch.setattr(GatherRhsSchedule, "straddles", False)
-    kernel = of_weights("k", dataclasses.replace(SMALL, chunk_bytes=192), 2, m=128, shard=(64, 288))
+    kernel = of_weights("k", SMALL.replace(chunk_bytes=192), 2, m=128, shard=(64, 288))
     assert kernel.report(seeds=10, cores=3, completion="late", scheduler="pct")
 
 

@@ -24,7 +24,7 @@ WALKS = [  # m, shard of the weights along n, its config: chunks of many rows, o
 
 def schedules(devices, along):
     for m, shard, fields in WALKS:
-        config = overlap.Config(**fields)
+        config = overlap.Config.of(**fields)
         yield GatherRhsSchedule.of(devices, along, m, shard, 2, config), config
 
 

@@ -12,9 +12,9 @@ import overlap
 from overlap import primitives
 from overlap.collectives import ring
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.collectives.transport import Site
+from overlap.collectives.transport import Shards
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.kernels import staging
+from overlap.kernels.hopper import staging
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import Ring, waits
 from overlap.primitives.handshake import Handshake
@@ -43,7 +43,7 @@ CASES = {  # devices, cores, form, config
 def kernel_of(name):
     """Cores, a call of the kernel (to be traced at its first), and a check of its results."""
     devices, cores, form, config = CASES[name]
-    schedule = AllGatherSchedule.of(devices, form.m, form.widths, form.k, 2, config, batch=sum(form.batch) or 1)
+    schedule = AllGatherSchedule.of(devices, (*form.batch, form.m, form.k), form.widths, 2, config)
     work = StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k)
     assert work.cuts == (config.stream_k > 1)
     mesh, arrays = oracle.make_mesh(x=devices), several_sides_cases.operands(form, devices)
@@ -120,7 +120,7 @@ def count_a_whole_tile_as_one_part(patch):
 
 def count_a_part_as_a_whole_tile(patch):
     announce = ring._announce
-    patch.setattr(ring, "_announce", lambda site, tile, _, flags: announce(site, tile, 1, flags))
+    patch.setattr(ring, "_announce", lambda shards, tile, _, flags: announce(shards, tile, 1, flags))
 
 
 def signal_once_more(patch):
@@ -139,39 +139,39 @@ def signal_before_the_first_k_step(patch):
     pass_on = ring._pass_on
     announced = []
 
-    def early(site, tile, k, lhs_smem):
-        pl.when(k == 0)(lambda: announced[0](site, tile))
-        pass_on(site, tile, k, lhs_smem)
+    def early(shards, tile, k, lhs_smem):
+        pl.when(k == 0)(lambda: announced[0](shards, tile))
+        pass_on(shards, tile, k, lhs_smem)
 
-    announce, hook_in = ring._announce, ring.Forward.hook_in
+    announce, hook_in = ring._announce, ring.RingTransport.hook_in
 
-    def hooked(self, hooks, site, flags, smem):
-        announced[:] = [lambda site, tile: announce(site, tile, 1, flags[0])]
-        return hook_in(self, hooks, site, flags, smem)
+    def hooked(self, hooks, shards, flags, smem):
+        announced[:] = [lambda shards, tile: announce(shards, tile, 1, flags[0])]
+        return hook_in(self, hooks, shards, flags, smem)
 
     patch.setattr(ring, "_pass_on", early)
     patch.setattr(ring, "_announce", NOTHING)
-    patch.setattr(ring.Forward, "hook_in", hooked)
+    patch.setattr(ring.RingTransport, "hook_in", hooked)
 
 
 def raise_the_flag_of_another_step(patch):
-    flag = Site.flag
+    flag = Shards.flag
 
     def other(self, step, tile):
         # The producer asks for the tile's own step, the forwarder for another one.
         return flag(self, step if step is tile.step else remainder(step, self.ring.size - 1) + 1, tile)
 
-    patch.setattr(Site, "flag", other)
+    patch.setattr(Shards, "flag", other)
 
 
 def one_flag_for_all_steps(patch):
-    flag = Site.flag
-    patch.setattr(Site, "flag", lambda self, step, tile: flag(self, 1, tile))
+    flag = Shards.flag
+    patch.setattr(Shards, "flag", lambda self, step, tile: flag(self, 1, tile))
 
 
 def one_flag_for_all_row_blocks(patch):
-    flag = Site.flag
-    patch.setattr(Site, "flag", lambda self, step, tile: (flag(self, step, tile)[0], 0))
+    flag = Shards.flag
+    patch.setattr(Shards, "flag", lambda self, step, tile: (flag(self, step, tile)[0], 0))
 
 
 def change_who_passes_on(patch, change):
@@ -209,7 +209,7 @@ def pass_on_a_phantom_tile(patch):
 
 def change_what_is_passed_on(patch, change):
     pass_on = ring._pass_on
-    patch.setattr(ring, "_pass_on", lambda site, tile, k, smem: pass_on(site, *change(tile, k), smem))
+    patch.setattr(ring, "_pass_on", lambda shards, tile, k, smem: pass_on(shards, *change(tile, k), smem))
 
 
 def count_the_k_steps_of_a_part_from_zero(patch):
@@ -225,7 +225,7 @@ def lay_the_shard_into_the_place_of_this_step(patch):
 
 
 def forget_the_arrival_of_the_forwarder(patch):
-    patch.setattr(ring.Forward, "forwards", False)
+    patch.setattr(ring.RingTransport, "forwards", False)
 
 
 def refill_when_the_own_cta_has_consumed(patch):

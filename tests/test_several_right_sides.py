@@ -1,7 +1,6 @@
 """`all_gather_lhs_matmul` with several right sides, the gathered operand, leading dimensions, scales: emulated."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +22,15 @@ SMALL = overlap.Config(tile_n=64, stages=2)
 CUT = overlap.Config(tile_n=64, stages=2, stream_k=3)
 ALONG_M = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, order_minor="n", order_width=2)
 ALONG_N = overlap.Config(tile_n=64, stages=2, cluster=2, cluster_along="n", stream_k=2)
-FINE = overlap.Config(tile_n=128, epilogue_slots=2, chunk_bytes=512, chunk_slots=3)
+FINE = overlap.Config.of(tile_n=128, epilogue_slots=2, chunk_bytes=512, chunk_slots=3)
 F8 = overlap.Config(tile_n=64, tile_k=128, stages=2)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def cuts(form, devices, cores, config):
     """Whether the kernel of such a call has tiles that several CTAs share."""
-    schedule = AllGatherSchedule.of(
-        devices, form.m, form.widths, form.k, jnp.dtype(form.dtype).itemsize, config, batch=math.prod(form.batch)
-    )
+    shard, itemsize = (*form.batch, form.m, form.k), jnp.dtype(form.dtype).itemsize
+    schedule = AllGatherSchedule.of(devices, shard, form.widths, itemsize, config)
     return StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k).cuts
 
 
@@ -263,7 +261,7 @@ SCHEDULES = list(itertools.product([1, 3], [1, 2, 3], [1, 2], [(200, 8), (64,), 
 def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster, widths):
     for m_shard, along, order in itertools.product((200, 1, 256), ("m", "n"), ("m", "n")):
         config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, order_width=2)
-        schedule = AllGatherSchedule.of(devices, m_shard, widths, 64, 2, config, batch=batch, keeps_own=True)
+        schedule = AllGatherSchedule.of(devices, (batch, m_shard, 64), widths, 2, config, keeps_own=True)
         rows, columns = config.cluster_tile
         found, raised = [], {}
         for index in range(schedule.pulls):
@@ -297,8 +295,8 @@ def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster
 
 def test_right_sides_are_as_local_and_as_balanced_as_one_of_their_total_width():
     config = overlap.Config()
-    several = AllGatherSchedule.of(4, 1024, (4096, 1024, 1024), 64, 2, config)
-    one = AllGatherSchedule.of(4, 1024, (6144,), 64, 2, config)
+    several = AllGatherSchedule.of(4, (1024, 64), (4096, 1024, 1024), 2, config)
+    one = AllGatherSchedule.of(4, (1024, 64), (6144,), 2, config)
     assert [several.tile(i) for i in range(several.tiles)] == [one.tile(i) for i in range(one.tiles)]
 
 

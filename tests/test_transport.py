@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels.config import BARRIER_BYTES
+from overlap.kernels.hopper.limits import BARRIER_BYTES, smem_bytes
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import HOPPER_SMEM_BYTES, Target
 from tests import assembly, oracle
@@ -76,12 +76,12 @@ def test_a_transport_that_there_is_not(transport, implementation):
 
 def test_the_ring_needs_no_chunk_buffers(hopper):
     config, bf16 = overlap.Config(), jnp.bfloat16
-    pulled, plain = (config.smem_bytes(bf16, bf16, pulls=pulls) for pulls in (True, False))
-    assert config.smem_bytes(bf16, bf16, pulls=True, forwards=True) == plain
-    assert pulled - plain == config.chunk_slots * (config.chunk_bytes + BARRIER_BYTES)
+    pulled, plain = (smem_bytes(config, bf16, bf16, transport) for transport in ("pull", ""))
+    assert smem_bytes(config, bf16, bf16, "ring") == plain
+    assert pulled - plain == config.pull.chunk_slots * (config.pull.chunk_bytes + BARRIER_BYTES)
     # So a configuration may fit the ring alone; all other limits are the same.
-    large = overlap.Config(chunk_bytes=16384)
-    assert large.smem_bytes(bf16, bf16, pulls=True) > HOPPER_SMEM_BYTES
+    large = overlap.Config.of(chunk_bytes=16384)
+    assert smem_bytes(large, bf16, bf16, "pull") > HOPPER_SMEM_BYTES
     assert explain(config=large, transport="ring").implementation == "fused"
     with pytest.raises(ValueError, match="shared memory"):
         explain(config=large, transport="pull")
@@ -101,7 +101,7 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
     """Of every step and row block, each k step exactly once; and the flag's final count is what producers wait for."""
     for m_shard, order, num_ctas in itertools.product((1, 200, 384), ("m", "n"), (2, 13)):
         config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, stream_k=stream_k)
-        schedule = AllGatherSchedule.of(devices, m_shard, widths, 200, 2, config, batch=batch)
+        schedule = AllGatherSchedule.of(devices, (batch, m_shard, 200), widths, 2, config)
         work = StreamK(schedule.tiles, math.ceil(200 / config.tile_k), num_ctas, config.stream_k)
         passed, raised = collections.Counter(), collections.Counter()
         for group, rank in itertools.product(range(num_ctas), range(cluster)):
@@ -127,7 +127,7 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
 @pytest.mark.parametrize("devices", [2, 3, 6])
 @pytest.mark.parametrize("keeps_own", [False, True])
 def test_what_a_device_passes_on_is_what_the_one_before_it_needs_next(devices, keeps_own):
-    schedule = AllGatherSchedule.of(devices, 200, (64,), 64, 2, overlap.Config(), keeps_own=keeps_own)
+    schedule = AllGatherSchedule.of(devices, (200, 64), (64,), 2, overlap.Config(), keeps_own=keeps_own)
     for me in range(devices):
         previous = (me + devices - 1) % devices
         places = [schedule.slot(previous, step + 1) for step in range(devices - 1)]
@@ -158,5 +158,5 @@ def test_the_ring_assembles_without_spills_and_with_the_shared_memory_it_announc
     (report,) = assembly.assemble_case(case)
     assert report.spills == report.stack_frame_bytes == 0 and report.remarks == ()
     assert report.architecture == "sm_90a"
-    announced = overlap.Config(**config).smem_bytes(jnp.float16, jnp.float16, pulls=True, forwards=True)
+    announced = smem_bytes(overlap.Config.of(**config), jnp.float16, jnp.float16, "ring")
     assert report.shared_memory_bytes == announced

@@ -128,7 +128,7 @@ class _Body:
 
         peers = Chunks(schedule.pulls, schedule.plan, schedule.chunk, of_peer, destination, landed)
         own = Chunks(
-            schedule.plan.chunks, schedule.plan, lambda index: schedule.chunk(index + schedule.pulls),
+            schedule.chunks - schedule.pulls, schedule.plan, lambda index: schedule.chunk(index + schedule.pulls),
             lambda step, *place: lhs_gmem.at[place], destination, landed,
         )  # fmt: skip
         pull_scales = None

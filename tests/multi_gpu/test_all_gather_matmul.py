@@ -198,10 +198,10 @@ def test_gradients(devices):
 
 
 OTHER_CONFIGS = [
-    overlap.Config(chunk_bytes=4096, chunk_slots=4),
+    overlap.Config.of(chunk_bytes=4096, chunk_slots=4),
     overlap.Config(tile_n=128, stages=6),
     overlap.Config(order_minor="n", order_width=3),
-    overlap.Config(stages=3, epilogue_slots=2),
+    overlap.Config.of(stages=3, epilogue_slots=2),
 ]
 
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import all_gather_rhs_matmul as op
+from overlap.collectives import pull
 from tests import oracle, skew_cases
 from tests.handshake_cases import speak_before_the_transfers
 from tests.oracle import make_mesh
@@ -22,24 +22,24 @@ SHAPES = [  # m, and the shard of the weights: along n, and along k
 ]
 CONFIGS = [
     ("n", overlap.Config(cluster=2, stream_k=2)),
-    ("n", overlap.Config(tile_n=192, chunk_bytes=1024, chunk_slots=4)),
+    ("n", overlap.Config.of(tile_n=192, chunk_bytes=1024, chunk_slots=4)),
     ("k", overlap.Config(cluster=2, cluster_along="n")),
-    ("k", overlap.Config(stream_k=2, order_minor="n", chunk_bytes=4096)),
+    ("k", overlap.Config.of(stream_k=2, order_minor="n", chunk_bytes=4096)),
 ]
 
 
 def late_pulls(monkeypatch, victim):
     """The communicators of device `victim` stall before they say that a chunk is there."""
-    pull = op.pull_chunks
+    pull_chunks = pull.pull_chunks
 
     def pull_late(*args, landed, **kwargs):
         def landed_late(*chunk):
             stall(victim)
             landed(*chunk)
 
-        return pull(*args, landed=landed_late, **kwargs)
+        return pull_chunks(*args, landed=landed_late, **kwargs)
 
-    monkeypatch.setattr(op, "pull_chunks", pull_late)
+    monkeypatch.setattr(pull, "pull_chunks", pull_late)
 
 
 def operands(mesh, along, m, shard, dtype, seed):
@@ -120,7 +120,7 @@ def test_skewed_devices_late_pulls_and_weights_overwritten_right_after(devices, 
 def test_negative_control_without_it_the_result_is_wrong(devices, name, along, monkeypatch):
     late_pulls(monkeypatch, 1)
     if name == "flags":
-        monkeypatch.setattr(op, "wait_at_least", lambda *_, **__: None)
+        monkeypatch.setattr(pull, "wait_at_least", lambda *_, **__: None)
     else:
         speak_before_the_transfers(monkeypatch)
     mesh = make_mesh(x=devices)

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import joined
+from overlap.collectives import pull
+from overlap.collectives.pull import Communicator
 from tests import oracle, several_sides_cases, skew_cases
 from tests.handshake_cases import speak_before_the_transfers
 from tests.several_sides_cases import Form
@@ -23,7 +24,7 @@ EXACT = [
     (Form(16, (1024,), 192, container=None), None),
     (Form(1, (24,), 8, container=None), CUT),
     (Form(16, (520, 136, 8), 200, gathered=True, container=tuple), dataclasses.replace(CUT, stages=3)),
-    (Form(40, (264,), 136, container=None), dataclasses.replace(ONE, tile_m=128, chunk_bytes=256, chunk_slots=3)),
+    (Form(40, (264,), 136, container=None), ONE.replace(tile_m=128, chunk_bytes=256, chunk_slots=3)),
     (Form(100, (264, 520), 200, gathered=True), dataclasses.replace(ONE, cluster=2)),
     (Form(24, (264, 520), 136, scales=("scalar", *ALL)), dataclasses.replace(CUT, cluster=2, cluster_along="n")),
     (Form(3, (264, 136), 200, (2, 3), gathered=True, scales=ALL), CUT),
@@ -69,14 +70,14 @@ def test_repeated_launches_agree_bit_for_bit(devices):
 
 def late_copies(monkeypatch, victim, stalls=1):
     """Device `victim` stalls before it copies its first chunk of a peer."""
-    copy = joined._copy
+    copy = Communicator._copy
 
-    def copy_late(*args, own, **kwargs):
-        if not own:
+    def copy_late(self, chunks, *args):
+        if chunks is self.peers:
             stall(victim, times=stalls)
-        return copy(*args, own=own, **kwargs)
+        return copy(self, chunks, *args)
 
-    monkeypatch.setattr(joined, "_copy", copy_late)
+    monkeypatch.setattr(Communicator, "_copy", copy_late)
 
 
 def repeated(mesh, iterations, config):
@@ -99,7 +100,7 @@ def test_a_device_that_is_late(devices, victim, monkeypatch):
 
 def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
     late_copies(monkeypatch, 1)
-    monkeypatch.setattr(joined, "wait_at_least", lambda *_, **__: None)
+    monkeypatch.setattr(pull, "wait_at_least", lambda *_, **__: None)
     mesh = oracle.make_mesh(x=devices)
     assert float(repeated(mesh, 5, CUT)(*oracle.operands(mesh, (16, 512, 2048), BF16, seed=4))) > 1e-1
 
