@@ -72,15 +72,27 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
     assert work.cuts == (config.stream_k > 1)
     lhs, rhs = normal(4, m, k), normal(5, k, n)
 
-    def at(refs):
-        (lhs_gmem, rhs_gmem), (out_gmem, copy_gmem) = refs.inputs, refs.outputs
+    class Body:
+        def __init__(self, refs):
+            self.refs = refs
 
-        def tile_at(index):
+        def tile_at(self, index):
             row, column = own_tile(config, *order(index))
             return Tile(0, row, column, out_row=row * config.tile_m)
 
-        def forward(tile, step, lhs_smem, rhs_smem):
+        def hooks(self):
+            (lhs_gmem, rhs_gmem), (out_gmem, _) = self.refs.inputs, self.refs.outputs
+            return Hooks(
+                load_lhs=lambda tile, load: load(lhs_gmem),
+                rhs_at=lambda tile: rhs_gmem,
+                out_at=lambda tile: out_gmem,
+                in_smem=self.forward,
+                epilogue_at=lambda tile: lambda values, rows, columns, addend: values * 2,
+            )
+
+        def forward(self, tile, step, lhs_smem, rhs_smem):
             del rhs_smem
+            _, copy_gmem = self.refs.outputs
 
             @pl.when(tile.n == 0)
             def _send():
@@ -88,19 +100,11 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
                 send_tile(lhs_smem, copy_gmem.at[rows, columns])
                 wait_stores_landed()
 
-        return tile_at, Hooks(
-            load_lhs=lambda tile, load: load(lhs_gmem),
-            rhs_at=lambda tile: rhs_gmem,
-            out_at=lambda tile: out_gmem,
-            in_smem=forward,
-            epilogue_at=lambda tile: lambda values, rows, columns, addend: values * 2,
-        )
-
     types = jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype)
     operands = OperandTypes(m, lhs.dtype, rhs.dtype, lhs.dtype, forwards=True)
     kernel = ProductKernel("forwarding", Target("cpu", "cpu", cores), config, operands, work)
     with emulate(cores=cores) as run:
-        out, copy = jax.jit(lambda *operands: kernel.launch(operands, types, at))(lhs, rhs)
+        out, copy = jax.jit(lambda *operands: kernel.launch(operands, types, Body))(lhs, rhs)
         run.check()
     np.testing.assert_array_equal(np.asarray(copy), np.asarray(lhs))
     np.testing.assert_allclose(in_f32(out), 2 * oracle_of(lhs, rhs), rtol=1e-2, atol=1e-1)

@@ -15,25 +15,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from overlap.choice import dispatch
-from overlap.choice.problem import Problem
 from overlap.collectives import gathered_lhs, joined
+from overlap.collectives.all_gather import AllGather, folded
 from overlap.collectives.axis import ring_of
-from overlap.collectives.operation import Collective, folded, in_travelling_dtype, refuse_transposed
 from overlap.collectives.pull_rows import PullTransport
 from overlap.collectives.ring import RingTransport
 from overlap.collectives.transport import Transport
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import Operands, Plan
-from overlap.kernels import limits
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.target import Target
-from overlap.kernels.varying import axes_of, part_of, same_along
+from overlap.kernels.varying import axes_of, same_along
 from overlap.single_gpu.matmul import MATMUL
 
 NAME = "all_gather_lhs_matmul"
@@ -41,55 +35,21 @@ TRANSPORTS: dict[str, Transport] = {"pull": PullTransport(), "ring": RingTranspo
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGatherLhs(Collective):
+class AllGatherLhs(AllGather):
     """See `overlap.frame.call.Operation`.
 
     Attributes:
-      transport: how the shards travel in the fused kernel.
-      transport_reason: why so.
+      transport_reason: why the shards travel as they do.
       returns_gathered: whether the gathered left operand is a result as well.
     """
 
-    transport: str = "pull"
     transport_reason: str = ""
     returns_gathered: bool = False
 
     name = NAME
-    takes_lists = True
-    gathers_rows = True
     epilogue = frozenset({"lhs_scale", "rhs_scale"})
-
-    @property
-    def grows(self) -> dict[str, int]:
-        return {**call.NOT_GROWN, "m": self.ring.size}
-
-    def problem(self, call: Call) -> Problem:
-        batch, m_shard, widths, k = call.sizes
-        dtypes = call.operands.lhs.dtype.name, call.out_dtype.name
-        layout: Any = call.layouts.name
-        # Several right operands count as one.
-        return Problem(
-            NAME, m_shard, sum(widths), k, *dtypes, devices=self.ring.size, layout=layout, batch=max(batch or 1, 1)
-        )
-
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        refuse_transposed(NAME, call.layouts, "lhs")
-        _, m_shard, widths, k = call.sizes
-        if len({rhs.dtype for rhs in call.operands.rhs_list}) > 1:
-            raise NotImplementedError(
-                "the fused kernel needs all matrices of `rhs` to have the same dtype, got "
-                f"{', '.join(rhs.dtype.name for rhs in call.operands.rhs_list)}: cast them, or use "
-                'implementation="xla"'
-            )
-        transport: Any = self.transport if self.ring.size > 1 else ""
-        dtypes = call.operands.lhs.dtype, call.out_dtype
-        for name, n in zip(call.names, widths, strict=True):
-            sizes = limits.Sizes(m_shard, n, k, *dtypes, call.layouts, transport, m_name="m_shard")
-            try:
-                limits.check(sizes, config, target)
-            except NotImplementedError as cannot:
-                raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
-        self.require_served(call, target, mesh)
+    transposes = frozenset({"rhs"})
+    has_batch = True
 
     def circumstances(self, mesh: Any) -> dispatch.Circumstances:
         others = super().circumstances(mesh)
@@ -109,7 +69,7 @@ class AllGatherLhs(Collective):
                 folded(operands, keep=True), plan, self.ring, TRANSPORTS[self.transport],
                 keeps_own=self.returns_gathered,
             )  # fmt: skip
-        return outs, None if gathered is None else self._same(gathered, operands.lhs)
+        return outs, None if gathered is None else self.kept(gathered, operands.lhs)
 
     def _on_one_device(self, operands: Operands, plan: Plan) -> call.Results:
         """The same where there is nothing to gather: products, the batch folded into the rows."""
@@ -122,56 +82,11 @@ class AllGatherLhs(Collective):
         lhs = operands.lhs
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 
-    def typed(self, operands: Operands) -> Operands:
-        return dataclasses.replace(operands, lhs=self.varying(operands.lhs))
-
-    def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        lhs, rows, name = operands.lhs, operands.row_scale, self.ring.axis_name
-        return dataclasses.replace(
-            operands, lhs=lax.all_gather(lhs, name, axis=_rows_of(lhs, layouts), tiled=True),
-            row_scale=None if rows is None else lax.all_gather(rows, name, axis=rows.ndim - 1, tiled=True),
-        )  # fmt: skip
-
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        return self._same(gathered_lhs, lhs) if self.returns_gathered else None
-
-    def _same(self, gathered: jax.Array, lhs: jax.Array) -> jax.Array:
         """Typed as what it is: the same on all devices of the ring, and elsewhere as the operand."""
-        return same_along(gathered, {*self.ring.names, *(axes_of(gathered) - axes_of(lhs))})
-
-    def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
-    ) -> Operands:
-        name, lhs, rows = self.ring.axis_name, cotangents.lhs, cotangents.row_scale
-        if wanted.lhs is not None:
-            if d_kept is not None:
-                # The cotangent of the gathered operand may be the same on all devices, which add theirs up.
-                axes = axes_of(operands.lhs, *operands.rhs_list, lhs)
-                lhs = lhs + part_of(d_kept.astype(jnp.float32), axes)
-            lhs = in_travelling_dtype(lhs, wanted.lhs)
-            lhs = lax.psum_scatter(lhs, name, scatter_dimension=_rows_of(lhs, layouts), tiled=True)
-        if rows is not None:
-            rows = lax.psum_scatter(rows, name, scatter_dimension=rows.ndim - 1, tiled=True)
-        return dataclasses.replace(cotangents, lhs=lhs, row_scale=rows)
-
-    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
-        if axis_size < 1:
-            return (
-                f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: use "
-                'implementation="xla"'
-            )
-        if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
-            return (
-                "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
-                "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass several right operands as a list, "
-                'one value per row, or use implementation="xla"'
-            )
-        return None
-
-
-def _rows_of(lhs: jax.Array, layouts: OperandLayouts) -> int:
-    """The dimension of the rows."""
-    return lhs.ndim - (1 if layouts.transpose_lhs else 2)
+        if not self.returns_gathered:
+            return None
+        return same_along(gathered_lhs, {*self.ring.names, *(axes_of(gathered_lhs) - axes_of(lhs))})
 
 
 def _prepare(
@@ -180,9 +95,9 @@ def _prepare(
 ) -> tuple[AllGatherLhs, Call]:  # fmt: skip
     returns = arguments.flag("return_gathered", return_gathered)
     ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
-    chosen = arguments.one_of("transport", transport, tuple(TRANSPORTS))
+    chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
-    operation = AllGatherLhs(ring, chosen or "pull", reason, returns)
+    operation = AllGatherLhs(ring, "m", reason, returns, transport=chosen or "pull")
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 

@@ -13,73 +13,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
-from jax import lax
 
 from overlap.choice import dispatch
-from overlap.choice.problem import Problem
 from overlap.collectives import gathered_rhs
+from overlap.collectives.all_gather import AllGather, folded
 from overlap.collectives.axis import ring_of
-from overlap.collectives.operation import Collective, folded, in_travelling_dtype, refuse_transposed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import Operands, Plan
-from overlap.kernels import limits
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.target import Target
 from overlap.single_gpu.matmul import MATMUL
 
 NAME = "all_gather_rhs_matmul"
-# In which dimension of the product the right operand is gathered.
-Along = Literal["n", "k"]
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGatherRhs(Collective):
-    """See `overlap.frame.call.Operation`.
-
-    Attributes:
-      along: in which dimension of the product the right operand is gathered.
-    """
-
-    along: Along
+class AllGatherRhs(AllGather):
+    """See `overlap.frame.call.Operation`."""
 
     name = NAME
-    takes_lists = False
-    gathers_rows = False
-    epilogue = frozenset()
-
-    @property
-    def grows(self) -> dict[str, int]:
-        return {**call.NOT_GROWN, self.along: self.ring.size}
-
-    def problem(self, call: Call) -> Problem:
-        batch, m, (n,), _ = call.sizes
-        k, _ = call.layouts.k_n(call.operands.rhs_list[0].shape)
-        dtypes = call.operands.lhs.dtype.name, call.out_dtype.name
-        layout: Any = call.layouts.name
-        # Leading dimensions are more rows.
-        rows = m * (1 if batch is None else batch)
-        return Problem(f"{NAME}_{self.along}", rows, n, k, *dtypes, devices=self.ring.size, layout=layout)
-
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        refuse_transposed(NAME, call.layouts, "lhs", "rhs")
-        problem, dtype, several = self.problem(call), call.operands.lhs.dtype, self.ring.size > 1
-        unit = limits.TMA_ROW_BYTES // dtype.itemsize
-        if self.along == "k" and problem.k % unit and several:
-            raise NotImplementedError(
-                f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {limits.TMA_ROW_BYTES} "
-                f"bytes, got k_shard={problem.k} elements of {dtype.itemsize} bytes: pad k_shard to a multiple of "
-                f'{unit}, or use implementation="xla"'
-            )
-        k, transport = problem.whole[2], "pull" if several else ""
-        limits.check(
-            limits.Sizes(problem.m, problem.n, k, dtype, call.out_dtype, call.layouts, transport), config, target
-        )
-        self.require_served(call, target, mesh)
 
     def launch(self, operands: Operands, plan: Plan) -> call.Results:
         rows = folded(operands, keep=False)
@@ -88,38 +43,6 @@ class AllGatherRhs(Collective):
         else:
             out = gathered_rhs.launch(rows, plan, self.ring, self.along)
         return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
-
-    def typed(self, operands: Operands) -> Operands:
-        return dataclasses.replace(operands, rhs_list=tuple(map(self.varying, operands.rhs_list)))
-
-    def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        name, (rhs,), scales = self.ring.axis_name, operands.rhs_list, operands.column_scales
-        if scales is not None and self.along == "n":
-            scales = tuple(lax.all_gather(x, name, tiled=True) for x in scales)
-        whole = lax.all_gather(rhs, name, axis=self._dimension(rhs, layouts), tiled=True)
-        return dataclasses.replace(operands, rhs_list=(whole,), column_scales=scales)
-
-    def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
-    ) -> Operands:
-        del d_kept, operands
-        name, (rhs,), scales = self.ring.axis_name, cotangents.rhs_list, cotangents.column_scales
-        if rhs is not None:
-            rhs = in_travelling_dtype(rhs, wanted.rhs_list[0])
-            rhs = lax.psum_scatter(rhs, name, scatter_dimension=self._dimension(rhs, layouts), tiled=True)
-        if scales is not None and self.along == "n":
-            scales = tuple(None if x is None else lax.psum_scatter(x, name, tiled=True) for x in scales)
-        return dataclasses.replace(cotangents, rhs_list=(rhs,), column_scales=scales)
-
-    def _dimension(self, rhs: jax.Array, layouts: OperandLayouts) -> int:
-        """The dimension of `rhs` that is gathered."""
-        return rhs.ndim - (2 if (self.along == "k") != layouts.transpose_rhs else 1)
-
-    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
-        if axis_size and not any(is_batched.rhs_list):
-            return None
-        over = "`rhs`" if axis_size else "no element at all"
-        return f'the fused kernel takes `jax.vmap` over `lhs` only, and not over {over}: use implementation="xla"'
 
 
 def _prepare(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,8 +61,8 @@ def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, 
         plan.types(operands, m_shard, forwards=transport.forwards), work, transport.flag_shapes(schedule),
         transport.smem_types(schedule, config, lhs.dtype), read if transport.told else (),
     )  # fmt: skip
-    body = _Body(kernel, schedule, ring, transport, plan.operation.name)
-    outs, scratch, _ = kernel.launch(inputs, out_types, body.at)
+    body_of = functools.partial(_Body.of, kernel, schedule, ring, transport, plan.operation.name)
+    outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
     rows = (*operands.lhs.shape[:-2], ring.size * m_shard)
     gathered = scratch.reshape(*rows, k) if keeps_own else None
     return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered
@@ -85,51 +84,66 @@ def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: Plan, ring: 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernel's body: its tiles, and where their operands lie."""
+    """The kernel's body: its tiles, and where their operands lie.
+
+    Attributes:
+      kernel: what is static about it.
+      transport: how the shards travel.
+      shards: where they lie, and who multiplies them when.
+      refs: the kernel's references.
+      me: this device's position on the ring.
+    """
 
     kernel: ProductKernel
-    schedule: AllGatherSchedule
-    ring: Ring
     transport: Transport
-    operation: str
+    shards: Shards
+    refs: Refs
+    me: Any
 
-    def at(self, refs: Refs) -> tuple[Callable[[Any], Tile], Hooks]:
-        (lhs_gmem, rhs_gmem, vectors), (outs_gmem, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
-        schedule, config, me = self.schedule, self.kernel.config, self.ring.me()
+    @staticmethod
+    def of(
+        kernel: ProductKernel, schedule: AllGatherSchedule, ring: Ring, transport: Transport, operation: str, refs: Refs
+    ) -> _Body:
+        (lhs_gmem, _, vectors), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
         scales = (vectors.row_scale, *scales_gmem) if scales_gmem else None
-        shards = Shards(
-            self.operation, self.ring, schedule, config, self.kernel.work.parts, lhs_gmem, scratch_gmem, scales
-        )
+        shards = Shards(operation, ring, schedule, kernel.config, kernel.work.parts, lhs_gmem, scratch_gmem, scales)
+        return _Body(kernel, transport, shards, refs, ring.me())
 
-        def tile_at(index: Any) -> Tile:
-            step, row, column = schedule.tile(index)
-            (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
-            m, n = own_tile(config, row, column)
-            return Tile(step, m, n, out_row=m * config.tile_m, side=side, batch=batch)
+    def tile_at(self, index: Any) -> Tile:
+        schedule, config = self.shards.schedule, self.kernel.config
+        step, row, column = schedule.tile(index)
+        (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
+        m, n = own_tile(config, row, column)
+        return Tile(step, m, n, out_row=m * config.tile_m, side=side, batch=batch)
 
-        def load_rows(tile: Tile, load: Any) -> None:
-            pl.when(tile.step == 0)(lambda: load(shards.within(lhs_gmem, tile.batch)))
-            slot = schedule.slot(me, tile.step)
-            pl.when(tile.step > 0)(lambda: load(shards.within(scratch_gmem, tile.batch, slot)))
-
-        def out_at(tile: Tile) -> OneOf:
-            # A dimension of its own for the shards, so that the last rows of one are clipped there.
-            shard = schedule.shard(me, tile.step)
-            return OneOf([shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
-
+    def hooks(self) -> Hooks:
+        _, rhs_gmem, vectors = self.refs.inputs
         hooks = Hooks(
-            load_lhs=load_rows,
+            load_lhs=self._load_rows,
             rhs_at=lambda tile: OneOf(rhs_gmem, tile.side),
-            out_at=out_at,
-            epilogue_at=functools.partial(self._epilogue, vectors, scales, me) if jax.tree.leaves(vectors) else None,
+            out_at=self._out_at,
+            epilogue_at=self._epilogue_at if jax.tree.leaves(vectors) else None,
         )
-        return tile_at, self.transport.hook_in(hooks, shards, refs.flags, refs.smem)
+        return self.transport.hook_in(hooks, self.shards, self.refs.flags, self.refs.smem)
 
-    def _epilogue(self, vectors: epilogue.Vectors, scales: Any, me: Any, tile: Tile) -> Any:
+    def _load_rows(self, tile: Tile, load: Any) -> None:
+        shards = self.shards
+        pl.when(tile.step == 0)(lambda: load(shards.within(shards.lhs_gmem, tile.batch)))
+        slot = shards.schedule.slot(self.me, tile.step)
+        pl.when(tile.step > 0)(lambda: load(shards.within(shards.scratch_gmem, tile.batch, slot)))
+
+    def _out_at(self, tile: Tile) -> OneOf:
+        # A dimension of its own for the shards, so that the last rows of one are clipped there.
+        outs_gmem, *_ = self.refs.outputs
+        shard = self.shards.schedule.shard(self.me, tile.step)
+        return OneOf([self.shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
+
+    def _epilogue_at(self, tile: Tile) -> Any:
         # Both vectors are filled up as the tiles are: by batch element and by right operand.
         # Scales that came by themselves lie in the order of arrival.
-        schedule, config, mainloop = self.schedule, self.kernel.config, self.kernel.mainloop
-        shard = 0 if scales else schedule.shard(me, tile.step)
+        (_, _, vectors), schedule, config = self.refs.inputs, self.shards.schedule, self.kernel.config
+        mainloop, scales = self.kernel.mainloop, self.shards.scales
+        shard = 0 if scales else schedule.shard(self.me, tile.step)
         first_row = (shard * schedule.batch + tile.batch) * schedule.filled_rows(config)
         first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
 

@@ -14,7 +14,7 @@ Shape legend: D: devices; m, k, n: sizes of the product of one device; k_shard =
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -51,56 +51,67 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
         jax.ShapeDtypeStruct((schedule.pulled, rows, columns), rhs.dtype),
     )
-    body = _Body(kernel, schedule, ring, plan.operation.name)
-    out, _ = kernel.launch(inputs, out_types, body.at)
+    body_of = lambda refs: _Body(kernel, schedule, ring, plan.operation.name, refs, ring.me())  # noqa: E731
+    out, _ = kernel.launch(inputs, out_types, body_of)
     return out.reshape(m, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernel's body: its tiles, and where their operands lie."""
+    """The kernel's body: its tiles, and where their operands lie.
+
+    Attributes:
+      kernel: what is static about it.
+      schedule: the tiles, chunks and flags.
+      ring: the devices.
+      operation: its name, for whoever waits too long.
+      refs: the kernel's references.
+      me: this device's position on the ring.
+    """
 
     kernel: ProductKernel
     schedule: GatherRhsSchedule
     ring: Ring
     operation: str
+    refs: Refs
+    me: Any
 
-    def at(self, refs: Refs) -> tuple[Callable[[Any], Tile], Hooks]:
-        (lhs_gmem, rhs_gmem), (out_gmem, scratch_gmem), flags = refs.inputs, refs.outputs, refs.flags[0]
-        schedule, config, me = self.schedule, self.kernel.config, self.ring.me()
-        along_k = schedule.along == "k"
+    def tile_at(self, index: Any) -> Tile:
+        config = self.kernel.config
+        step, row, column = self.schedule.tile(index)
+        m, n = own_tile(config, row, column)
+        return Tile(step, m, n, out_row=m * config.tile_m)
 
-        def tile_at(index: Any) -> Tile:
-            step, row, column = schedule.tile(index)
-            m, n = own_tile(config, row, column)
-            return Tile(step, m, n, out_row=m * config.tile_m)
-
-        def load_rows(tile: Tile, load: Any) -> None:
-            def where(k: Any) -> tuple[Any, Any]:
-                self._wait_for_block(flags, tile, k)
-                if not along_k:
-                    return lhs_gmem, k * config.tile_k
-                step, row = schedule.rows_of(tile.step, k)
-                return lhs_gmem.at[:, schedule.shard(me, step)], row
-
-            load(ByStep(where))
-
-        def rhs_at(tile: Tile) -> Any:
-            def of_step(step: Any) -> Any:
-                return OneOf((rhs_gmem, scratch_gmem.at[jnp.maximum(step - 1, 0)]), (step > 0).astype(jnp.int32))
-
-            def where(k: Any) -> tuple[Any, Any]:
-                step, row = schedule.rows_of(tile.step, k)
-                return of_step(step), row
-
-            return ByStep(where) if along_k else of_step(tile.step)
-
-        return tile_at, Hooks(
-            load_lhs=load_rows,
-            rhs_at=rhs_at,
-            out_at=lambda tile: out_gmem if along_k else out_gmem.at[:, schedule.shard(me, tile.step)],
-            communicate=lambda: self._communicate(refs),
+    def hooks(self) -> Hooks:
+        return Hooks(
+            load_lhs=lambda tile, load: load(ByStep(functools.partial(self._rows_of_step, tile))),
+            rhs_at=self._rhs_at,
+            out_at=self._out_at,
+            communicate=self._communicate,
         )
+
+    def _rows_of_step(self, tile: Tile, k: Any) -> tuple[Any, Any]:
+        (lhs_gmem, _), schedule = self.refs.inputs, self.schedule
+        self._wait_for_block(self.refs.flags[0], tile, k)
+        if schedule.along == "n":
+            return lhs_gmem, k * self.kernel.config.tile_k
+        step, row = schedule.rows_of(tile.step, k)
+        return lhs_gmem.at[:, schedule.shard(self.me, step)], row
+
+    def _rhs_at(self, tile: Tile) -> Any:
+        def of_step(k: Any) -> tuple[Any, Any]:
+            step, row = self.schedule.rows_of(tile.step, k)
+            return self._rhs_of(step), row
+
+        return ByStep(of_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
+
+    def _rhs_of(self, step: Any) -> OneOf:
+        (_, rhs_gmem), (_, scratch_gmem) = self.refs.inputs, self.refs.outputs
+        return OneOf((rhs_gmem, scratch_gmem.at[jnp.maximum(step - 1, 0)]), (step > 0).astype(jnp.int32))
+
+    def _out_at(self, tile: Tile) -> Any:
+        out_gmem, _ = self.refs.outputs
+        return out_gmem if self.schedule.along == "k" else out_gmem.at[:, self.schedule.shard(self.me, tile.step)]
 
     def _wait_for_block(self, flags: Any, tile: Tile, k: Any) -> None:
         """Before the first k step of a block of a peer's shard, or of this CTA's part of the tile."""
@@ -120,7 +131,8 @@ class _Body:
             if schedule.straddles:
                 wait(last_column)
 
-    def _communicate(self, refs: Refs) -> None:
+    def _communicate(self) -> None:
+        refs = self.refs
         (_, rhs_gmem), (_, scratch_gmem), (flags, *rest) = refs.inputs, refs.outputs, refs.flags
         schedule, ring = self.schedule, self.ring
         peers = Chunks(

@@ -22,8 +22,8 @@ Shape legend: D: devices; m_shard: rows of one shard, the batch in them; k: cont
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from overlap.collectives import pull
+from overlap.collectives.all_gather import folded
 from overlap.collectives.joined_schedule import JoinedSchedule
-from overlap.collectives.operation import folded
 from overlap.collectives.pull import Chunks, Communicator
 from overlap.frame.operands import Operands, Plan
 from overlap.kernels import epilogue
@@ -68,7 +68,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, *, returns_gathered: bool
         peers_read=(0, 1 + len(widths)) if scaled else (0,),
     )  # fmt: skip
     inputs = lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale)
-    outs, scratch, _ = kernel.launch(inputs, out_types, _Body(kernel, schedule, ring).at)
+    outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, schedule, ring))
 
     def by_batch(x: jax.Array) -> jax.Array:
         """From the shards' order of rows, [D, batch, rows], to [batch, D · rows]."""
@@ -87,32 +87,34 @@ class _Body:
     kernel: ProductKernel
     schedule: JoinedSchedule
     ring: Ring
+    refs: Refs
 
-    def at(self, refs: Refs) -> tuple[Callable[[Any], Tile], Hooks]:
-        (_, rhs_gmem, vectors), (outs_gmem, scratch_gmem, _) = refs.inputs, refs.outputs
-        (flags, *_), schedule, config = refs.flags, self.schedule, self.kernel.config
+    def tile_at(self, index: Any) -> Tile:
+        schedule, config = self.schedule, self.kernel.config
+        step, row, column = schedule.product.tile(index)
+        side, column = schedule.product.side_of(column)
+        m, n = own_tile(config, row, column)
+        return Tile(step, m, n, out_row=m * config.tile_m, side=side)
 
-        def tile_at(index: Any) -> Tile:
-            step, row, column = schedule.product.tile(index)
-            side, column = schedule.product.side_of(column)
-            m, n = own_tile(config, row, column)
-            return Tile(step, m, n, out_row=m * config.tile_m, side=side)
-
-        def wait_for_rows(tile: Tile) -> None:
-            # The second tile of a cluster may lie wholly below the last row: it waits for those whose scales it takes.
-            flag = smaller(tile.m, schedule.flags[0] - 1)
-            pull.wait_for_block(flags.at[flag], schedule.flag_target(flag))
-
-        return tile_at, Hooks(
+    def hooks(self) -> Hooks:
+        (_, rhs_gmem, vectors), (outs_gmem, scratch_gmem, _) = self.refs.inputs, self.refs.outputs
+        return Hooks(
             load_lhs=lambda tile, load: load(scratch_gmem),
             rhs_at=lambda tile: OneOf(rhs_gmem, tile.side),
             out_at=lambda tile: OneOf(outs_gmem, tile.side),
-            before_lhs=wait_for_rows,
-            communicate=lambda: self._communicate(refs),
-            epilogue_at=(lambda tile: self._epilogue(refs, tile)) if jax.tree.leaves(vectors) else None,
+            before_lhs=self._wait_for_rows,
+            communicate=self._communicate,
+            epilogue_at=self._epilogue_at if jax.tree.leaves(vectors) else None,
         )
 
-    def _communicate(self, refs: Refs) -> None:
+    def _wait_for_rows(self, tile: Tile) -> None:
+        # The second tile of a cluster may lie wholly below the last row: it waits for those whose scales it takes.
+        (flags, *_), schedule = self.refs.flags, self.schedule
+        flag = smaller(tile.m, schedule.flags[0] - 1)
+        pull.wait_for_block(flags.at[flag], schedule.flag_target(flag))
+
+    def _communicate(self) -> None:
+        refs = self.refs
         (lhs_gmem, _, vectors), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
         (flags, *rest), schedule, ring = refs.flags, self.schedule, self.ring
         me = ring.me()
@@ -140,8 +142,8 @@ class _Body:
             scale_pieces=schedule.scale_pieces, pull_scales=pull_scales,
         ).run()  # fmt: skip
 
-    def _epilogue(self, refs: Refs, tile: Tile) -> Any:
-        (*_, vectors), (*_, scales_gmem), schedule = refs.inputs, refs.outputs, self.schedule
+    def _epilogue_at(self, tile: Tile) -> Any:
+        (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
         mainloop = self.kernel.mainloop
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:

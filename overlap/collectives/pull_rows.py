@@ -32,37 +32,41 @@ def _pull_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, inde
     signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + row)])
 
 
-def _chunks(shards: Shards, flags: Any) -> tuple[Chunks, Chunks | None]:
-    """The peers' chunks, and the own ones if these are kept. A shard is a step and a batch element here."""
-    schedule, ring, me = shards.schedule, shards.ring, shards.ring.me()
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Where chunks come from and go to. A shard is a step and a batch element here."""
 
-    def within(step: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
-        batch, row = schedule.batch_of_row(row)
+    shards: Shards
+    flags: Any
+    me: Any
+
+    def peers(self) -> Chunks:
+        schedule = self.shards.schedule
+        at = lambda index: self._within(*schedule.chunk(index))  # noqa: E731
+        return Chunks(schedule.pulls, schedule.plan, at, self._at_peer, self._destination, self._landed)
+
+    def own(self) -> Chunks:
+        """Nobody in this kernel reads the copy of the own shard: it comes last, and without flags."""
+        shards, schedule = self.shards, self.shards.schedule
+        at = lambda index: self._within(0, *schedule.origin(index))  # noqa: E731
+        here = lambda shard, *place: shards.within(shards.lhs_gmem, shard[1], *place)  # noqa: E731
+        return Chunks(schedule.chunks, schedule.plan, at, here, self._destination)
+
+    def _within(self, step: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
+        batch, row = self.shards.schedule.batch_of_row(row)
         return (step, batch), row, column
 
-    def of_peer(shard: Any, *place: Any) -> Any:
-        step, batch = shard
-        return shards.within(ring.remote(shards.lhs_gmem, ring.peer(step)), batch, *place)
+    def _at_peer(self, shard: Any, *place: Any) -> Any:
+        (step, batch), shards = shard, self.shards
+        return shards.within(shards.ring.remote(shards.lhs_gmem, shards.ring.peer(step)), batch, *place)
 
-    def destination(shard: Any, *place: Any) -> Any:
-        step, batch = shard
-        return shards.within(shards.scratch_gmem, batch, schedule.slot(me, step), *place)
+    def _destination(self, shard: Any, *place: Any) -> Any:
+        (step, batch), shards = shard, self.shards
+        return shards.within(shards.scratch_gmem, batch, shards.schedule.slot(self.me, step), *place)
 
-    def landed(shard: Any, row: Any, column: Any) -> None:
-        step, batch = shard
-        signal(flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
-
-    peers = Chunks(
-        schedule.pulls, schedule.plan, lambda index: within(*schedule.chunk(index)), of_peer, destination, landed
-    )
-    if not schedule.keeps_own:
-        return peers, None
-    # Nobody in this kernel reads the copy, so it comes last, and without flags.
-    own = Chunks(
-        schedule.chunks, schedule.plan, lambda index: within(0, *schedule.origin(index)),
-        lambda shard, *place: shards.within(shards.lhs_gmem, shard[1], *place), destination,
-    )  # fmt: skip
-    return peers, own
+    def _landed(self, shard: Any, row: Any, column: Any) -> None:
+        (step, batch), schedule = shard, self.shards.schedule
+        signal(self.flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
 
 
 class PullTransport:
@@ -88,9 +92,10 @@ class PullTransport:
             pull_scales = lambda index: _pull_scales(shards, row_flags, scales_smem, loaded, index)  # noqa: E731
 
         def communicate() -> None:
-            peers, own = _chunks(shards, row_flags)
+            places = _Places(shards, row_flags, shards.ring.me())
             Communicator(
-                shards.operation, shards.ring, shards.config, tuple(rest), (slots_smem, loaded), peers, own,
+                shards.operation, shards.ring, shards.config, tuple(rest), (slots_smem, loaded), places.peers(),
+                places.own() if schedule.keeps_own else None,
                 scale_pieces=schedule.scale_pieces, pull_scales=pull_scales,
             ).run()  # fmt: skip
 

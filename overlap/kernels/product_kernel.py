@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental import pallas as pl
@@ -44,6 +44,18 @@ class Refs:
     smem: tuple[Any, ...]
 
 
+class Body(Protocol):
+    """What an operation makes of the references: its tiles, and where their operands lie."""
+
+    def tile_at(self, index: Any) -> Tile:
+        """The tile order: from a tile's index to the tile, the same in every role."""
+        ...
+
+    def hooks(self) -> Hooks:
+        """Where operands come from and results go, and what else is to happen."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ProductKernel:
     """What is static about a kernel.
@@ -75,13 +87,13 @@ class ProductKernel:
         return mainloop_of(self.target)
 
     @in_32_bits
-    def launch(self, inputs: Any, out_types: Any, at: Callable[[Refs], tuple[Callable[[Any], Tile], Hooks]]) -> Any:
+    def launch(self, inputs: Any, out_types: Any, body_of: Callable[[Refs], Body]) -> Any:
         """Runs the kernel on a tree of arrays and returns a tree of results; all has been checked.
 
         Args:
           inputs: the operands, a pytree.
           out_types: the results' types, a pytree of `jax.ShapeDtypeStruct`s.
-          at: from the kernel's references to the tile order and the hooks.
+          body_of: from the kernel's references to what it does.
         """
         config, work = self.config, self.work
         leaves, structure = jax.tree.flatten(inputs)
@@ -97,8 +109,9 @@ class ProductKernel:
             trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
 
             def run(buffers: Any, *smem: Any) -> None:
-                tile_at, hooks = at(Refs(*trees, own, smem))
-                self.mainloop.run(Loop(work, tile_at, config, hooks, self.types.layouts, partial), buffers)
+                of_call = body_of(Refs(*trees, own, smem))
+                loop = Loop(work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial)
+                self.mainloop.run(loop, buffers)
 
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *self.smem, collective_axes=THREAD_AXIS)
 

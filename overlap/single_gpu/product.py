@@ -10,7 +10,7 @@ applies the epilogue.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -44,11 +44,9 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     given = operands if split == 1 else operands.matrices
     kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
     leading = (batches * split,) if batch is not None or split > 1 else ()
-    body = _Body(order, k_steps, plan)
-    out = kernel.launch(
-        (_matrices(given, out_dtype), _vectors(given, plan) if split == 1 else epilogue.Vectors()),
-        jax.ShapeDtypeStruct((*leading, m, n), out_dtype), lambda refs: body.at(refs, kernel),
-    )  # fmt: skip
+    inputs = _matrices(given, out_dtype), _vectors(given, plan) if split == 1 else epilogue.Vectors()
+    out_type = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)
+    out = kernel.launch(inputs, out_type, functools.partial(_Body, kernel, order, k_steps, plan.program))
     if split == 1:
         return out
     product = out.reshape(batches, split, m, n).sum(axis=1)
@@ -78,40 +76,42 @@ class _Body:
     """The kernel's body: its tiles, and where their operands lie.
 
     Attributes:
+      kernel: what is static about it.
       order: the tiles of one batch element, or one part of k.
       k_steps: of such a tile.
-      plan: the product's.
+      program: of the activation; None for none.
+      refs: the kernel's references.
     """
 
+    kernel: ProductKernel
     order: TileOrder
     k_steps: int
-    plan: Plan
+    program: epilogue.Program | None
+    refs: Refs
 
-    def at(self, refs: Refs, kernel: ProductKernel) -> tuple[Callable[[Any], Tile], Hooks]:
-        config, out_gmem = kernel.config, refs.outputs
-        (matrices, vectors), split = refs.inputs, kernel.config.split_k
+    def tile_at(self, index: Any) -> Tile:
+        config = self.kernel.config
+        step = quotient(index, self.order.tiles)
+        row, column = own_tile(config, *self.order(index - step * self.order.tiles))
+        part = remainder(step, config.split_k)
+        return Tile(step, row, column, out_row=row * config.tile_m, k_first=part * self.k_steps)
 
-        def tile_at(index: Any) -> Tile:
-            step = quotient(index, self.order.tiles)
-            row, column = own_tile(config, *self.order(index - step * self.order.tiles))
-            part = remainder(step, split)
-            return Tile(step, row, column, out_row=row * config.tile_m, k_first=part * self.k_steps)
-
-        def of_batch(ref: Any, tile: Tile, rank: int = 2) -> Any:
-            return ref.at[quotient(tile.step, split)] if len(ref.shape) > rank else ref
-
-        def epilogue_at(tile: Tile) -> Any:
-            scale = vectors.row_scale
-            of_tile = dataclasses.replace(vectors, row_scale=None if scale is None else of_batch(scale, tile, 1))
-            return epilogue.epilogue(of_tile, self.plan.program, kernel.mainloop)
-
-        def load_lhs(tile: Tile, load: Callable[[Any], None]) -> None:
-            load(of_batch(matrices.lhs, tile))
-
-        return tile_at, Hooks(
-            load_lhs=load_lhs,
-            rhs_at=lambda tile: of_batch(matrices.rhs_list[0], tile),
+    def hooks(self) -> Hooks:
+        (matrices, _), out_gmem = self.refs.inputs, self.refs.outputs
+        return Hooks(
+            load_lhs=lambda tile, load: load(self._of_batch(matrices.lhs, tile)),
+            rhs_at=lambda tile: self._of_batch(matrices.rhs_list[0], tile),
             out_at=lambda tile: out_gmem.at[tile.step] if len(out_gmem.shape) == 3 else out_gmem,
-            addend_at=None if matrices.addends is None else lambda tile: of_batch(matrices.addends[0], tile),
-            epilogue_at=epilogue_at if split == 1 else None,
+            addend_at=None if matrices.addends is None else lambda tile: self._of_batch(matrices.addends[0], tile),
+            epilogue_at=self._epilogue_at if self.kernel.config.split_k == 1 else None,
         )
+
+    def _of_batch(self, ref: Any, tile: Tile, rank: int = 2) -> Any:
+        """An operand's part for the batch element of a tile, if it has a batch."""
+        return ref.at[quotient(tile.step, self.kernel.config.split_k)] if len(ref.shape) > rank else ref
+
+    def _epilogue_at(self, tile: Tile) -> Any:
+        _, vectors = self.refs.inputs
+        scale = vectors.row_scale
+        of_tile = dataclasses.replace(vectors, row_scale=None if scale is None else self._of_batch(scale, tile, 1))
+        return epilogue.epilogue(of_tile, self.program, self.kernel.mainloop)

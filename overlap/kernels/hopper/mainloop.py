@@ -261,6 +261,13 @@ def _store(
     with_reference(hooks.out_at(tile), send)
 
 
+def _for_each_piece(loop: Loop, buffers: Buffers, group: Any, role: Callable[..., None], *more: Any) -> None:
+    @pl.loop(0, loop.work.pieces(group))
+    def _piece(ordinal: Any) -> None:
+        piece = loop.work.piece(group, ordinal)
+        role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
+
+
 class Hopper:
     """See the module's docstring; the methods are those of `overlap.kernels.mainloop.Mainloop`."""
 
@@ -286,11 +293,7 @@ class Hopper:
         work, hooks = loop.work, loop.hooks
         warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
 
-        def for_each_piece(role: Callable[..., None], *more: Any) -> None:
-            @pl.loop(0, work.pieces(group))
-            def _piece(ordinal: Any) -> None:
-                piece = work.piece(group, ordinal)
-                role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
+        for_each_piece = functools.partial(_for_each_piece, loop, buffers, group)
 
         def produce() -> None:
             for_each_piece(_produce)

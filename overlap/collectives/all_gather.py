@@ -1,0 +1,198 @@
+"""What operations that gather an operand along a mesh axis have in common, behind `overlap.frame.call.Operation`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from overlap.choice import dispatch
+from overlap.choice.problem import Problem
+from overlap.collectives.axis import require_peers, untried
+from overlap.frame import by_xla, call, sharded
+from overlap.frame.normalize import Call
+from overlap.frame.operands import Operands, Plan
+from overlap.kernels import limits
+from overlap.kernels.config import Config
+from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.target import Target
+from overlap.kernels.varying import axes_of, part_of, varying
+from overlap.primitives import Ring
+
+_XLA = 'use implementation="xla"'
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """A product with one operand gathered: the left one along its rows (m), or the right one along n or k.
+
+    Attributes:
+      ring: the devices.
+      along: in which dimension of the product the shards are put together.
+    """
+
+    ring: Ring
+    along: Literal["m", "n", "k"]
+
+    name = ""
+    # What the fused kernel takes: scales; transposed operands; leading dimensions as such, or as more rows.
+    epilogue = frozenset()
+    transposes = frozenset()
+    has_batch = False
+    # How the shards travel in it.
+    transport: Literal["pull", "ring"] = dataclasses.field(default="pull", kw_only=True)
+
+    batch_together = frozenset({"lhs"})
+
+    @property
+    def takes_lists(self) -> bool:
+        return self.along == "m"
+
+    @property
+    def gathers_rows(self) -> bool:
+        return self.along == "m"
+
+    @property
+    def grows(self) -> dict[str, int]:
+        return {**call.NOT_GROWN, self.along: self.ring.size}
+
+    # --- The choice ---
+
+    def problem(self, call: Call) -> Problem:
+        batch, m, widths, _ = call.sizes
+        k, _ = call.layouts.k_n(call.operands.rhs_list[0].shape)
+        if not self.has_batch and batch is not None:
+            batch, m = 1, batch * m
+        dtypes, layout = (call.operands.lhs.dtype.name, call.out_dtype.name), call.layouts.name
+        op = self.name if self.along == "m" else f"{self.name}_{self.along}"
+        # Several right operands count as one.
+        return Problem(op, m, sum(widths), k, *dtypes, self.ring.size, layout, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
+
+    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
+        return dispatch.Circumstances(untried=untried(self.ring, mesh))
+
+    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+        self._check_operands(call)
+        problem, several = self.problem(call), self.ring.size > 1
+        unit = limits.TMA_ROW_BYTES // problem.itemsize
+        if self.along == "k" and problem.k % unit and several:
+            raise NotImplementedError(
+                f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {limits.TMA_ROW_BYTES} "
+                f"bytes, got k_shard={problem.k} elements of {problem.itemsize} bytes: pad k_shard to a multiple of "
+                f'{unit}, or use implementation="xla"'
+            )
+        dtypes, k = (call.operands.lhs.dtype, call.out_dtype), problem.whole[2]
+        m_name = "m_shard" if self.along == "m" else "m"
+        for name, n in zip(call.names, call.sizes[2], strict=True):
+            transport = self.transport if several else ""
+            try:
+                limits.check(limits.Sizes(problem.m, n, k, *dtypes, call.layouts, transport, m_name), config, target)
+            except NotImplementedError as cannot:
+                raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
+        require_peers(self.ring, target, mesh)
+        if mesh is None:
+            sharded.require_rest_of_one()
+            rhs_list = dict(zip(call.names, call.operands.rhs_list, strict=True))
+            sharded.require_whole({"lhs": call.operands.lhs} | rhs_list)
+
+    def _check_operands(self, call: Call) -> None:
+        """Raises NotImplementedError for forms of operands that no configuration takes."""
+        for operand in ("lhs", "rhs"):
+            if getattr(call.layouts, f"transpose_{operand}") and operand not in self.transposes:
+                raise NotImplementedError(
+                    f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {_XLA}"
+                )
+        rhs_list = call.operands.rhs_list
+        if batched := [name for name, rhs in zip(call.names, rhs_list, strict=True) if len(rhs.shape) > 2]:
+            raise NotImplementedError(
+                f"the fused kernel takes leading dimensions of `lhs` only, and `{batched[0]}` has {call.batch}: {_XLA}"
+            )
+        if call.sizes[0] == 0:
+            raise NotImplementedError(
+                f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {_XLA}"
+            )
+        if len({rhs.dtype for rhs in rhs_list}) > 1:
+            raise NotImplementedError(
+                "the fused kernel needs all matrices of `rhs` to have the same dtype, got "
+                f"{', '.join(rhs.dtype.name for rhs in rhs_list)}: cast them, or {_XLA}"
+            )
+
+    # --- The same by XLA, and derivatives ---
+
+    def typed(self, operands: Operands) -> Operands:
+        if self.along == "m":
+            return dataclasses.replace(operands, lhs=varying(operands.lhs, self.ring.names))
+        rhs_list = tuple(varying(rhs, self.ring.names) for rhs in operands.rhs_list)
+        return dataclasses.replace(operands, rhs_list=rhs_list)
+
+    def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
+        return self._along_the_ring(operands, layouts, self._gather)
+
+    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
+        del gathered_lhs, lhs
+        return None
+
+    def scattered(
+        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+    ) -> Operands:
+        if d_kept is not None and wanted.lhs is not None:
+            # The cotangent of the gathered operand may be the same on all devices, which add theirs up.
+            axes = axes_of(operands.lhs, *operands.rhs_list, cotangents.lhs)
+            d_lhs = cotangents.lhs + part_of(d_kept.astype(jnp.float32), axes)
+            cotangents = dataclasses.replace(cotangents, lhs=d_lhs)
+        # What is summed over devices travels in the dtype that is wanted, but for 8 bits, which are too few.
+        travels = lambda x, dtype: None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)  # noqa: E731
+        cotangents = dataclasses.replace(
+            cotangents, lhs=travels(cotangents.lhs, wanted.lhs) if self.along == "m" else cotangents.lhs,
+            rhs_list=tuple(map(travels, cotangents.rhs_list, wanted.rhs_list)) if self.along != "m"
+            else cotangents.rhs_list,
+        )  # fmt: skip
+        return self._along_the_ring(cotangents, layouts, self._scatter)
+
+    def _along_the_ring(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
+        """`move(array, dimension)` of whatever is cut along the ring; dimensions count from the last one."""
+        if self.along == "m":
+            rows, own = -1 if layouts.transpose_lhs else -2, operands.row_scale
+            return dataclasses.replace(operands, lhs=move(operands.lhs, rows), row_scale=move(own, -1))
+        is_second = (self.along == "n") != layouts.transpose_rhs
+        rhs_list = tuple(move(rhs, -1 if is_second else -2) for rhs in operands.rhs_list)
+        scales = operands.column_scales
+        if self.along == "n" and scales is not None:
+            scales = tuple(move(x, -1) for x in scales)
+        return dataclasses.replace(operands, rhs_list=rhs_list, column_scales=scales)
+
+    def _gather(self, x: Any, dimension: int) -> Any:
+        return None if x is None else lax.all_gather(x, self.ring.axis_name, axis=x.ndim + dimension, tiled=True)
+
+    def _scatter(self, x: Any, dimension: int) -> Any:
+        if x is None:
+            return None
+        return lax.psum_scatter(x, self.ring.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
+
+    def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
+        del plan
+        return by_xla.times(lhs, rhs, layouts, dtype)
+
+    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
+        if axis_size < 1:
+            return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
+        if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
+            return (
+                "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
+                "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass several right operands as a list, "
+                f"one value per row, or {_XLA}"
+            )
+        return None
+
+
+def folded(operands: Operands, *, keep: bool) -> Operands:
+    """Operands whose scale of rows has the batch of the left one; `keep` it, or fold it into the rows."""
+    lhs, rows = operands.lhs, operands.row_scale
+    if rows is not None and rows.ndim < lhs.ndim - 1:
+        rows = jnp.broadcast_to(rows, lhs.shape[:-1])
+    if not keep:
+        lhs, rows = lhs.reshape(-1, lhs.shape[-1]), None if rows is None else rows.reshape(-1)
+    return dataclasses.replace(operands, lhs=lhs, row_scale=rows)
