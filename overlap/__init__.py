@@ -1,15 +1,15 @@
 """Tensor-parallel communication that hides behind the matrix product, for JAX on NVIDIA GPUs.
 
-Importing this touches no device.
+Importing this touches no device. What is public stands in `__all__`; other modules may change at any time.
 """
 
 from overlap import emulation
+from overlap._distributed import initialize
 from overlap.choice.dispatch import Explanation
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.collectives.explain import explain
-from overlap.distributed import initialize
-from overlap.kernels.config import Config
+from overlap.kernels.config import Config, HopperSizes, PullSizes
 from overlap.single_gpu.matmul import matmul
 from overlap.tuning.autotune import autotune
 
@@ -18,6 +18,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Config",
     "Explanation",
+    "HopperSizes",
+    "PullSizes",
     "all_gather_lhs_matmul",
     "all_gather_rhs_matmul",
     "autotune",
@@ -26,3 +28,7 @@ __all__ = [
     "initialize",
     "matmul",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import departures
+from overlap import _departures
 
 
 def lower_for_own_host() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
     heard = Heard()
     if mode == "leave":
-        departures._LOOK_EVERY_S, departures._SAID_AFTER_S = 0.2, 1.0
+        _departures._LOOK_EVERY_S, _departures._SAID_AFTER_S = 0.2, 1.0
         logging.getLogger("overlap").addHandler(heard)
     if mode == "late":
         jax.devices()

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import overlap
-from overlap import _compat, _cuda, settings
+from overlap import _compat, _cuda, _settings
 from overlap.cli import allocators, doctor, main
 from tests.command import run_overlap
 
@@ -170,12 +170,12 @@ def test_doctor_knows_the_allocators_that_jax_takes():
     ],
 )
 def test_doctor_knows_how_long_a_wait_may_take(monkeypatch, text, status, said):
-    monkeypatch.setenv(settings.WAIT_TIMEOUT_VARIABLE, text)
-    settings.wait_timeout_s.cache_clear()
+    monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, text)
+    _settings.wait_timeout_s.cache_clear()
     try:
         fact = doctor._wait_limit([])
     finally:
-        settings.wait_timeout_s.cache_clear()
+        _settings.wait_timeout_s.cache_clear()
     assert fact.status == status
     assert fact.found.startswith(said)
 

@@ -13,13 +13,13 @@ import types
 import jax
 import pytest
 
-from overlap import _cuda, distributed
+from overlap import _cuda, _distributed
 
 
-def _job(**changes: object) -> distributed._Job:
+def _job(**changes: object) -> _distributed._Job:
     fields: dict = dict(launcher="mpirun", size=4, rank=1, local_rank=1, local_size=4, coordinator="127.0.0.1:1",
                         local_visible=(None,) * 4, abort=lambda status: None)  # fmt: skip
-    return distributed._Job(**(fields | changes))
+    return _distributed._Job(**(fields | changes))
 
 
 # --- Who started this process -----------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def _job(**changes: object) -> distributed._Job:
     ],
 )
 def test_launcher(environ, expected):
-    assert distributed._launcher(environ) == expected
+    assert _distributed._launcher(environ) == expected
 
 
 def test_single_process_is_a_no_op_without_mpi4py(monkeypatch):
@@ -54,7 +54,7 @@ def test_single_process_is_a_no_op_without_mpi4py(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # An import of it would fail.
     hook = sys.excepthook
-    distributed.initialize()
+    _distributed.initialize()
     assert not jax.distributed.is_initialized()
     assert sys.excepthook is hook
 
@@ -63,7 +63,7 @@ def test_several_processes_without_mpi4py(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(RuntimeError, match=r"started 2 processes, but mpi4py cannot be used .* pip install mpi4py"):
-        distributed.initialize()
+        _distributed.initialize()
 
 
 def test_mpirun_and_mpi4py_of_different_installations(monkeypatch):
@@ -72,7 +72,7 @@ def test_mpirun_and_mpi4py_of_different_installations(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"started 2 processes, but mpi4py's MPI \(MPICH Version: 5.0\) sees 1"):
-        distributed.initialize()
+        _distributed.initialize()
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------
@@ -84,50 +84,50 @@ def _slurm(**changes: str) -> dict[str, str]:
 
 
 def test_slurm_job():
-    job = distributed._slurm_job(_slurm(), 8, None)
+    job = _distributed._slurm_job(_slurm(), 8, None)
     assert (job.size, job.rank, job.local_rank, job.local_size) == (8, 5, 1, None)
     host, port = job.coordinator.split(":")
     assert host == "gpu007"
     assert 61440 <= int(port) < 65536
     # All processes of a step agree, two steps of a job do not.
-    assert distributed._slurm_job(_slurm(SLURM_PROCID="0"), 8, None).coordinator == job.coordinator
-    assert distributed._slurm_job(_slurm(SLURM_STEP_ID="3"), 8, None).coordinator != job.coordinator
-    assert distributed._slurm_job(_slurm(), 8, 1234).coordinator == "gpu007:1234"
+    assert _distributed._slurm_job(_slurm(SLURM_PROCID="0"), 8, None).coordinator == job.coordinator
+    assert _distributed._slurm_job(_slurm(SLURM_STEP_ID="3"), 8, None).coordinator != job.coordinator
+    assert _distributed._slurm_job(_slurm(), 8, 1234).coordinator == "gpu007:1234"
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"), [("a1", "a1"), ("a1,b2", "a1"), ("gpu[3-5]", "gpu3"), ("n[01,03-05],m1", "n01")]
 )
 def test_first_slurm_host(nodes, first):
-    assert distributed._first_slurm_host(nodes) == first
+    assert _distributed._first_slurm_host(nodes) == first
 
 
 # --- Which GPUs, which NCCL -------------------------------------------------------------------------------------------
 
 
 def test_one_gpu_per_process():
-    assert distributed._local_device_ids(_job(), 4) == [1]
-    assert distributed._local_device_ids(_job(local_visible=("0,1,2,3",) * 4), 4) == [1]
+    assert _distributed._local_device_ids(_job(), 4) == [1]
+    assert _distributed._local_device_ids(_job(local_visible=("0,1,2,3",) * 4), 4) == [1]
 
 
 def test_gpus_dealt_out_by_the_launcher():
-    assert distributed._local_device_ids(_job(local_visible=("0", "1", "2", "3")), 1) == [0]
-    assert distributed._local_device_ids(_job(local_size=2, local_visible=("0,1", "2,3")), 2) == [0, 1]
-    assert distributed._local_device_ids(_job(launcher="srun", local_size=None, local_visible=None), 1) == [0]
+    assert _distributed._local_device_ids(_job(local_visible=("0", "1", "2", "3")), 1) == [0]
+    assert _distributed._local_device_ids(_job(local_size=2, local_visible=("0,1", "2,3")), 2) == [0, 1]
+    assert _distributed._local_device_ids(_job(launcher="srun", local_size=None, local_visible=None), 1) == [0]
 
 
 def test_more_processes_than_gpus():
     with pytest.raises(RuntimeError, match=r"4 processes were started on .*, which has 2 visible GPUs.*-np 2"):
-        distributed._local_device_ids(_job(), 2)
+        _distributed._local_device_ids(_job(), 2)
     with pytest.raises(RuntimeError, match=r"4 processes .* 1 visible GPUs"):
-        distributed._local_device_ids(_job(local_visible=("0",) * 4), 1)
+        _distributed._local_device_ids(_job(local_visible=("0",) * 4), 1)
     with pytest.raises(RuntimeError, match=r"at least 4 processes .* 2 visible GPUs"):
-        distributed._local_device_ids(_job(launcher="srun", local_rank=3, local_size=None, local_visible=None), 2)
+        _distributed._local_device_ids(_job(launcher="srun", local_rank=3, local_size=None, local_visible=None), 2)
 
 
 def test_no_gpu_where_one_was_asked_for():
     with pytest.raises(RuntimeError, match="this process sees none"):
-        distributed._local_device_ids(_job(), 0)
+        _distributed._local_device_ids(_job(), 0)
 
 
 def test_platform_choice(monkeypatch):
@@ -135,56 +135,56 @@ def test_platform_choice(monkeypatch):
     monkeypatch.setattr(_cuda, "jax_plugin", lambda: "xla_cuda13")
     for platforms, uses_gpus in (("cpu", False), ("cuda,cpu", True), ("cpu,cuda", False), ("gpu", True), (None, True)):
         config = types.SimpleNamespace(jax_platforms=platforms)
-        monkeypatch.setattr(distributed, "jax", types.SimpleNamespace(config=config))
-        assert distributed._uses_gpus() is uses_gpus, platforms
+        monkeypatch.setattr(_distributed, "jax", types.SimpleNamespace(config=config))
+        assert _distributed._uses_gpus() is uses_gpus, platforms
     monkeypatch.setattr(_cuda, "jax_plugin", lambda: None)
-    assert not distributed._uses_gpus()
+    assert not _distributed._uses_gpus()
 
 
 def test_nccl_too_old():
     library = _cuda.NcclLibrary((2, 28, 9), "/somewhere/libnccl.so.2", ("/somewhere/libnccl.so.2",))
     with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9 found at /somewhere/libnccl\.so\.2; .* >= 2\.30"):
-        distributed._require_nccl(library)
+        _distributed._require_nccl(library)
     several = _cuda.NcclLibrary((2, 28, 9), "/a/libnccl.so.2", ("/a/libnccl.so.2", "/b/libnccl.so.2"))
     with pytest.raises(RuntimeError, match=r"2 copies are loaded: /a/libnccl\.so\.2, /b/libnccl\.so\.2"):
-        distributed._require_nccl(several)
-    distributed._require_nccl(_cuda.NcclLibrary((2, 30, 0), "/somewhere/libnccl.so.2", ()))
-    distributed._require_nccl(None)
+        _distributed._require_nccl(several)
+    _distributed._require_nccl(_cuda.NcclLibrary((2, 30, 0), "/somewhere/libnccl.so.2", ()))
+    _distributed._require_nccl(None)
 
 
 def test_initialize_with_old_nccl_stops_before_joining(monkeypatch):
     """The whole way: several GPU processes and an old NCCL end in our message, not inside XLA."""
     joined = []
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.setattr(distributed, "_mpi_job", lambda environ, size, port: _job())
-    monkeypatch.setattr(distributed, "_abort_job_on_failure", lambda job: None)
-    monkeypatch.setattr(distributed, "_warn_about_binding", lambda job: None)
-    monkeypatch.setattr(distributed, "_uses_gpus", lambda: True)
-    monkeypatch.setattr(distributed.atexit, "register", lambda *arguments: None)
-    monkeypatch.setattr(distributed._compat, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(_distributed, "_mpi_job", lambda environ, size, port: _job())
+    monkeypatch.setattr(_distributed, "_abort_job_on_failure", lambda job: None)
+    monkeypatch.setattr(_distributed, "_warn_about_binding", lambda job: None)
+    monkeypatch.setattr(_distributed, "_uses_gpus", lambda: True)
+    monkeypatch.setattr(_distributed.atexit, "register", lambda *arguments: None)
+    monkeypatch.setattr(_distributed._compat, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(_cuda, "visible_gpus", lambda: (_cuda.Gpu("NVIDIA H200", (9, 0)),) * 4)
     monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 28, 9), "/old/libnccl.so.2", ()))
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **keywords: joined.append(arguments))
     with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9"):
-        distributed.initialize()
+        _distributed.initialize()
     assert not joined
-    distributed.initialize(check_nccl=False)
+    _distributed.initialize(check_nccl=False)
     assert joined == [("127.0.0.1:1", 4, 1, [1])]
     # With an NCCL that will do, it also makes room for the windows of several programs, unless that was done already.
     monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/new/libnccl.so.2", ()))
     monkeypatch.setenv("NCCL_WIN_STRIDE", "1")
-    distributed.initialize()
+    _distributed.initialize()
     assert os.environ["NCCL_WIN_STRIDE"] == "1"
     monkeypatch.delenv("NCCL_WIN_STRIDE")
-    distributed.initialize()
+    _distributed.initialize()
     assert int(os.environ["NCCL_WIN_STRIDE"]) >= 10 * 141 << 30
     monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # So that its end is the test's.
     # Several hosts compile each for itself.
     assert "autotuning" not in os.environ.get("XLA_FLAGS", "")
-    monkeypatch.setattr(distributed, "_mpi_job", lambda environ, size, port: _job(size=8))
+    monkeypatch.setattr(_distributed, "_mpi_job", lambda environ, size, port: _job(size=8))
     for before, after in [("--a", "--a --xla_gpu_shard_autotuning=false"), ("--xla_gpu_shard_autotuning=true",) * 2]:
         monkeypatch.setenv("XLA_FLAGS", before)
-        distributed.initialize()
+        _distributed.initialize()
         assert os.environ["XLA_FLAGS"] == after
 
 
@@ -211,7 +211,7 @@ def test_warns_about_a_single_core(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     with pytest.warns(RuntimeWarning, match="--bind-to none"):
-        distributed._warn_about_binding(_job(local_rank=0))
+        _distributed._warn_about_binding(_job(local_rank=0))
 
 
 # --- Under mpirun -----------------------------------------------------------------------------------------------------

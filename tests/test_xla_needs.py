@@ -10,7 +10,7 @@ from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import xla_flags
+from overlap import _xla_flags
 from tests import assembly
 
 SHAPES = (1024, 512), (512, 2048), (1024, 512)
@@ -82,11 +82,11 @@ MODE = "--xla_gpu_command_buffer_scheduling_mode="
     "flags", ["", MODE + "LHS", MODE + "SERIALIZE", f"{MODE}CONCURRENT {MODE}LHS", "--xla_dump_to=a"]
 )
 def test_harmless_flags(flags):
-    assert xla_flags.breaking(flags) == []
+    assert _xla_flags.breaking(flags) == []
 
 
 @pytest.mark.parametrize("mode", ["CONCURRENT", "concurrent_regions"])
 def test_flags_that_let_fused_kernels_run_at_the_same_time(mode, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=a {MODE}{mode}")
-    (sentence,) = xla_flags.breaking()
+    (sentence,) = _xla_flags.breaking()
     assert f"{MODE}{mode.upper()}" in sentence and "leave the flag out" in sentence

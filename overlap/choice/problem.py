@@ -17,6 +17,11 @@ LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 _SIGNIFICANT_BITS = 4
 # Which dimension of one shard's product is gathered, where it is not m.
 _GATHERED = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
+# What users call these.
+_PUBLIC = {
+    "all_gather_rhs_matmul_n": "all_gather_rhs_matmul(gather_dimension=1)",
+    "all_gather_rhs_matmul_k": "all_gather_rhs_matmul(gather_dimension=0)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Problem:
         devices = f" on {self.devices} devices" if self.devices > 1 else ""
         layout = f" {self.layout}" if self.layout != "nn" else ""
         batch = f"{self.batch} × " if self.batch > 1 else ""
-        return f"{self.op} {batch}{self.shape} {dtypes}{layout}{devices}"
+        op = _PUBLIC.get(self.op, self.op)
+        return f"{op} {batch}{self.shape} {dtypes}{layout}{devices}"
 
     @property
     def shape(self) -> str:

@@ -18,7 +18,7 @@ import sys
 import textwrap
 
 import overlap
-from overlap import _compat, _cuda, settings, xla_flags
+from overlap import _compat, _cuda, _settings, _xla_flags
 from overlap.cli import allocators
 
 _TESTED_JAX = "0.11.2 and 0.12.0.1"
@@ -274,7 +274,7 @@ def _allocator(facts: list[Fact]) -> Fact:
 
 
 def _flags(facts: list[Fact]) -> Fact:
-    wrong = xla_flags.breaking()
+    wrong = _xla_flags.breaking()
     if wrong:
         return Fact("XLA flags", _PROBLEM, "; ".join(wrong))
     return Fact("XLA flags", _OK, os.environ.get("XLA_FLAGS") or "none")
@@ -282,12 +282,12 @@ def _flags(facts: list[Fact]) -> Fact:
 
 def _wait_limit(facts: list[Fact]) -> Fact:
     try:
-        seconds = settings.wait_timeout_s()
+        seconds = _settings.wait_timeout_s()
     except RuntimeError as error:
         return Fact("wait limit", _PROBLEM, str(error))
-    given = "set by" if os.environ.get(settings.WAIT_TIMEOUT_VARIABLE) else "the default of"
+    given = "set by" if os.environ.get(_settings.WAIT_TIMEOUT_VARIABLE) else "the default of"
     limit = f"{seconds:g} s" if seconds else "none"
-    return Fact("wait limit", _OK, f"{limit} for another device, {given} {settings.WAIT_TIMEOUT_VARIABLE}")
+    return Fact("wait limit", _OK, f"{limit} for another device, {given} {_settings.WAIT_TIMEOUT_VARIABLE}")
 
 
 def _emulator(facts: list[Fact]) -> Fact:

@@ -165,11 +165,13 @@ class AllGather:
         return dataclasses.replace(operands, rhs_list=rhs_list, column_scales=scales)
 
     def _gather(self, x: Any, dimension: int) -> Any:
-        return None if x is None else lax.all_gather(x, self.ring.axis_name, axis=x.ndim + dimension, tiled=True)
+        if x is None or x.shape[dimension] == 0:  # XLA does not gather nothing.
+            return x
+        return lax.all_gather(x, self.ring.axis_name, axis=x.ndim + dimension, tiled=True)
 
     def _scatter(self, x: Any, dimension: int) -> Any:
-        if x is None:
-            return None
+        if x is None or x.shape[dimension] == 0:
+            return x
         return lax.psum_scatter(x, self.ring.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
 
     def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from overlap import settings
+from overlap import _settings
 from overlap.kernels.target import Target
 from overlap.primitives import Ring, windows
 from overlap.primitives.clique import Clique, several_hosts
@@ -78,7 +78,7 @@ def require_peers(ring: Ring, target: Target, mesh: Any) -> None:
     """
     if ring.size == 1:
         return
-    settings.wait_timeout_s()  # It is part of the kernel, and wrong before that is traced.
+    _settings.wait_timeout_s()  # It is part of the kernel, and wrong before that is traced.
     if target.platform != "gpu":
         return
     windows.require_room()

@@ -3,7 +3,7 @@
 A legal wait may be long: a peer compiles, loads data, or sits in a debugger. So the warp that waits looks on, and
 
     after `board.REPORT_AFTER_S`             writes to the board which device waits for which, and for what
-    after `settings.wait_timeout_s()`        writes that it has given up, lingers until the host has read it, and traps
+    after `_settings.wait_timeout_s()`        writes that it has given up, lingers until the host has read it, and traps
 
 Time is looked at only when a look was in vain. Waits for CTAs of the same device are not bounded: those wait for a peer
 in turn, and a trap ends the whole kernel.
@@ -17,7 +17,7 @@ from typing import Any
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import settings
+from overlap import _settings
 from overlap.primitives import board
 from overlap.primitives.atomics import inline, ptx
 from overlap.primitives.peers import Ring
@@ -57,7 +57,7 @@ def look_until(
       role: why it waits.
       fences: what makes it an acquire once it is there.
     """
-    where, limit_s = board.address(), settings.wait_timeout_s()
+    where, limit_s = board.address(), _settings.wait_timeout_s()
     limit = _ticks(limit_s) if limit_s else _NEVER
     first = min(_ticks(board.REPORT_AFTER_S), limit)
     own, me, peer, expected = (f"${len(operands) - 4 + i}" for i in range(4))

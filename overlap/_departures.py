@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from overlap import _compat, settings
+from overlap import _compat, _settings
 
 _LOOK_EVERY_S = 2.0
 # Processes that do the same end within moments of each other.
@@ -56,7 +56,7 @@ def _look(store: Any, rank: int, ending: threading.Event) -> None:
 
 def _message(rank: int, others: list[int]) -> str:
     who = f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-    limit = settings.wait_timeout_s()
+    limit = _settings.wait_timeout_s()
     until = f"for {limit:.0f} s at most (OVERLAP_WAIT_TIMEOUT_S)" if limit else "for ever (OVERLAP_WAIT_TIMEOUT_S=0)"
     return (
         f"{who} of the job ended {_SAID_AFTER_S:.0f} s ago or more, with status 0, and process {rank} goes on. If it "

@@ -20,8 +20,8 @@ def breaking(flags: str | None = None) -> list[str]:
       flags: as in the environment variable XLA_FLAGS, which is read if they are None.
 
     Example:
-      >>> from overlap import xla_flags
-      >>> xla_flags.breaking("--xla_gpu_enable_latency_hiding_scheduler=true")
+      >>> from overlap import _xla_flags
+      >>> _xla_flags.breaking("--xla_gpu_enable_latency_hiding_scheduler=true")
       []
     """
     given = dict(

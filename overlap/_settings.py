@@ -27,8 +27,8 @@ def wait_timeout_s() -> float:
       RuntimeError: the variable is something else.
 
     Example:
-      >>> import overlap.settings
-      >>> overlap.settings.wait_timeout_s() >= 0
+      >>> import overlap._settings
+      >>> overlap._settings.wait_timeout_s() >= 0
       True
     """
     text = os.environ.get(WAIT_TIMEOUT_VARIABLE, "").strip()

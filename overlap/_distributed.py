@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from overlap import _compat, _cuda, departures
+from overlap import _compat, _cuda, _departures
 from overlap.primitives import windows
 
 __all__ = ["initialize", "nccl_version"]
@@ -139,7 +139,7 @@ def initialize(
         coordinator_bind_address=f"{host}:{port}" if host == "127.0.0.1" else None,
     )
     # Exit handlers run in reverse order: these have to come before jax's, which waits for the other processes.
-    departures.watch(job.rank)
+    _departures.watch(job.rank)
     atexit.register(_abort_at_exit, job)
 
 

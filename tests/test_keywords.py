@@ -1,0 +1,214 @@
+"""The same keywords on all operations: right by XLA, and where a fused kernel lacks them, refused in the same words."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.emulation import emulate
+from tests import oracle
+
+M, K, N, D = 24, 32, 16, 2
+OPERATIONS = ("matmul", "all_gather_lhs_matmul", "all_gather_rhs_matmul n", "all_gather_rhs_matmul k")
+CONFIG = overlap.Config(tile_m=64, tile_n=128, stages=2)
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32) / 4
+
+
+@functools.cache
+def mesh():
+    return oracle.make_mesh(x=D)
+
+
+class Case:
+    """A call with global operands; dimensions by letter, "b" and "c" leading ones."""
+
+    def __init__(self, op, lhs="mk", rhs="kn", **extras):
+        self.op, _, along = op.partition(" ")
+        self.sharded = {"matmul": None, "all_gather_lhs_matmul": "m"}.get(self.op, along)
+        self.letters = {
+            "lhs": lhs,
+            "rhs": rhs,
+            **{name: given for name, given in extras.items() if isinstance(given, str)},
+        }
+        self.rest = {name: given for name, given in extras.items() if not isinstance(given, str)}
+        sizes = {"b": 2, "c": 3, "m": M, "k": K, "n": N, "1": 1}
+        self.arrays = {
+            name: draw(seed, *(sizes[letter] for letter in letters))
+            for seed, (name, letters) in enumerate(self.letters.items())
+        }
+
+    def keywords(self):
+        swapped = {name: self.letters[name][-2:] in ("km", "nk") for name in ("lhs", "rhs")}
+        along = {
+            "m": {},
+            None: {},
+            "n": {"gather_dimension": 1 - swapped["rhs"]},
+            "k": {"gather_dimension": int(swapped["rhs"])},
+        }
+        transposed = {f"transpose_{name}": True for name, is_swapped in swapped.items() if is_swapped}
+        return along[self.sharded] | transposed | self.rest
+
+    def specs(self):
+        """Of each array: what a device has. The operand that is not gathered is sharded in its other dimension."""
+        cut = {None: {}, "m": {"lhs": "m", "lhs_scale": "m"}, "n": {"rhs": "n", "rhs_scale": "n"}, "k": {"rhs": "k"}}
+        of = cut[self.sharded]
+        return {
+            name: P(*("x" if x == of.get(name) else None for x in letters)) for name, letters in self.letters.items()
+        }
+
+    def __call__(self, implementation=None, **more):
+        operation = getattr(overlap, self.op)
+
+        def call(arrays):
+            arrays = {
+                name: x.astype(jnp.bfloat16) if name in ("lhs", "rhs", "addend") else x for name, x in arrays.items()
+            }
+            axis = () if self.sharded is None else ("x",)
+            lhs, rhs = arrays.pop("lhs"), arrays.pop("rhs")
+            return operation(lhs, rhs, *axis, **arrays, **self.keywords(), implementation=implementation, **more)
+
+        mapped = jax.shard_map(call, mesh=mesh(), in_specs=(self.specs(),), out_specs=P(), check_vma=False)
+        return np.asarray(jax.jit(mapped)(self.arrays), np.float32)
+
+    def expected(self):
+        a = self.arrays
+        batch = max((self.letters["lhs"][:-2], self.letters["rhs"][:-2]), key=len)
+        out = np.einsum(f"{self.letters['lhs']},{self.letters['rhs']}->{batch}mn", a["lhs"], a["rhs"])
+        out = out * a.get("lhs_scale", 1) * a.get("rhs_scale", 1) + a.get("bias", 0) + a.get("addend", 0)
+        activation = self.rest.get("activation")
+        return out if activation is None else np.asarray(activation(out))
+
+
+EXTRAS = [
+    {"bias": "n"},
+    {"addend": "mn"},
+    {"activation": jax.nn.relu},
+    {"lhs_scale": "m1"},
+    {"rhs_scale": "n"},
+    {"bias": "n", "addend": "mn", "lhs_scale": "m1", "rhs_scale": "n", "activation": jnp.tanh},
+    {"lhs": "km"},
+    {"rhs": "nk"},
+    {"lhs": "km", "rhs": "nk", "bias": "n"},
+    {"lhs": "bmk", "lhs_scale": "bm1", "addend": "bmn"},
+    {"lhs": "bcmk", "lhs_scale": "m1", "addend": "mn", "bias": "n"},
+    {"rhs": "bkn"},
+    {"lhs": "bcmk", "rhs": "bcnk", "rhs_scale": "n", "lhs_scale": "bcm1"},
+]
+# What a fused kernel takes of them; of the rest it says what it lacks.
+TAKES = {
+    "matmul": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk", "rhs batch"},
+    "all_gather_lhs_matmul": {"lhs_scale", "rhs_scale", "rhs nk"},
+    "all_gather_rhs_matmul": set(),
+}
+
+
+def needs(extras):
+    """What a case needs beside a plain product with or without leading dimensions of `lhs`."""
+    found = {name for name in extras if name not in ("lhs", "rhs")}
+    found |= {
+        f"{name} {extras[name][-2:]}"
+        for name, plain in (("lhs", "mk"), ("rhs", "kn"))
+        if extras.get(name, plain)[-2:] != plain
+    }
+    return found | ({"rhs batch"} if len(extras.get("rhs", "")) > 2 else set())
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: " ".join(map(str, extras)))
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_by_default_every_operation_takes_every_keyword(op, extras):
+    case = Case(op, **extras)
+    np.testing.assert_allclose(case(preferred_element_type=jnp.float32), case.expected(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: " ".join(map(str, extras)))
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_fused_kernel_takes_a_keyword_or_names_it(op, extras):
+    case = Case(op, **extras)
+    missing = needs(extras) - TAKES[case.op]
+    if not missing:
+        with emulate(cores=2):
+            np.testing.assert_allclose(case("fused", config=CONFIG), case.expected(), rtol=2e-2, atol=2e-2)
+        return
+    with pytest.raises(NotImplementedError) as caught:
+        case("fused", config=CONFIG)
+    names = {"lhs km": "transpose_lhs", "rhs nk": "transpose_rhs", "rhs batch": "rhs"}
+    assert any(f"`{names.get(name, name)}`" in str(caught.value) for name in missing), caught.value
+    assert 'implementation="xla"' in str(caught.value)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize(("name", "shape"), [("bias", (N + 1,)), ("addend", (M, N + 1)), ("lhs_scale", (M + 1, 1))])
+def test_a_wrong_shape_is_the_same_error_everywhere(op, name, shape):
+    case = Case(op)
+    case.letters[name], case.arrays[name] = "n" * len(shape), np.ones(shape, np.float32)
+    for implementation in (None, "fused", "xla"):
+        with pytest.raises(ValueError, match=f"`{name}` must"):
+            case(implementation)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_no_rows(op):
+    case = Case(op)
+    case.arrays["lhs"] = case.arrays["lhs"][:0]
+    assert case().shape == (0, N)
+    with pytest.raises(NotImplementedError, match="at least 1"):
+        case("fused", config=CONFIG)
+
+
+def test_several_right_operands_have_a_bias_and_an_addend_each():
+    lhs, sides = draw(0, M, K), [draw(1 + i, K, n) for i, n in enumerate((16, 24))]
+    biases, addends = (
+        [draw(3 + i, n) for i, n in enumerate((16, 24))],
+        [draw(5 + i, M, n) for i, n in enumerate((16, 24))],
+    )
+
+    def call(lhs, sides, biases, addends):
+        lhs, sides = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree) for tree in (lhs, sides))
+        return overlap.all_gather_lhs_matmul(
+            lhs, sides, "x", bias=biases, addend=addends, activation=jax.nn.relu, preferred_element_type=jnp.float32
+        )
+
+    outs = jax.shard_map(call, mesh=mesh(), in_specs=(P("x"), P(), P(), P()), out_specs=P(), check_vma=False)(
+        lhs, sides, biases, addends
+    )
+    for out, rhs, bias, addend in zip(outs, sides, biases, addends, strict=True):
+        np.testing.assert_allclose(np.asarray(out), np.maximum(lhs @ rhs + bias + addend, 0), rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match="`bias` must be a list with one entry per matrix"):
+        jax.shard_map(
+            lambda lhs, sides: overlap.all_gather_lhs_matmul(lhs, sides, "x", bias=biases[0]), mesh=mesh(),
+            in_specs=(P("x"), P()), out_specs=P(), check_vma=False,
+        )(lhs, sides)  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", ["lhs", "rhs"])
+def test_scales_of_rows_with_a_batch_in_the_kernel_under_vmap_and_grad(shared):
+    """Each leading index has scales of its own, whether `lhs` or `rhs` or both have one."""
+    lhs = draw(0, *(() if shared == "lhs" else (3,)), M, K)
+    rhs, scale = draw(1, 3, K, N), draw(2, 3, M, 1)
+    exact = lambda lhs, rhs, scale: ((lhs @ rhs) * scale).sum()  # noqa: E731
+
+    def fused(lhs, rhs, scale):
+        lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+        return overlap.matmul(
+            lhs, rhs, lhs_scale=scale, config=CONFIG, implementation="fused", preferred_element_type=jnp.float32
+        ).sum()
+
+    with emulate(cores=2):
+        mapped = jax.vmap(lambda rhs, scale: fused(lhs, rhs, scale))(rhs[None], scale[None])
+        np.testing.assert_allclose(mapped[0], exact(lhs, rhs, scale), rtol=1e-3)
+        found = jax.grad(fused, (0, 1, 2))(lhs, rhs, scale)
+    wanted = jax.grad(exact, (0, 1, 2))(lhs, rhs, scale)
+    for d, e in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(d), np.asarray(e), rtol=2e-2, atol=5e-2)
+
+
+def test_what_is_public_is_what_shows():
+    assert dir(overlap) == sorted(overlap.__all__)
+    assert all(hasattr(overlap, name) for name in overlap.__all__)
