@@ -227,7 +227,7 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     (GOOD_N, ALONG_K, ValueError, ["`lhs`", "k=64", "k=128", "2 shards", "gather_dimension=1"]),
     (GOOD_K, ALONG_N, ValueError, ["`lhs`", "k=128", "k=64"]),
     ((struct(128), struct(64, 256)), ALONG_K, ValueError, ["`lhs`", "2 dimensions", "got 1"]),
-    ((struct(128, 64), struct(1, 64, 256)), ALONG_N, ValueError, ["`rhs`", "2 dimensions", "got 3"]),
+    ((struct(128, 64), struct(1, 64, 256)), ALONG_N | FUSED, NotImplementedError, ["`rhs`", "leading", "(1,)"]),
     (([1], struct(64, 256)), ALONG_K, ValueError, ["`lhs`", "array", "list"]),
     ((struct(128, 64), [1]), ALONG_K, ValueError, ["`rhs`", "array", "list"]),
     ((struct(8, 64, dtype=jnp.float16), struct(64, 8)), ALONG_N, ValueError, ["float16", "bfloat16", "cast"]),

@@ -45,7 +45,7 @@ X_OF_XY = {"on": mesh(x=2, y=2), "axis_names": {"x"}}
 WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     ((struct((128, 64)), struct((128, 256))), {}, ValueError, ["`lhs`", "`rhs`", "k=64", "k=128"]),
     ((struct((128,)), struct((64, 256))), {}, ValueError, ["`lhs`", "2 dimensions", "got 1"]),
-    ((struct((128, 64)), struct((1, 64, 256))), {}, ValueError, ["`rhs`", "2 dimensions", "got 3"]),
+    ((struct((128, 64)), struct((1, 64, 256))), FUSED, NotImplementedError, ["`rhs`", "leading dimensions", "(1,)"]),
     ((struct((128, 64), F16), struct((64, 256), BF16)), {}, ValueError, ["float16", "bfloat16", "cast"]),
     ((struct((128, 64), jnp.int8), struct((64, 256), jnp.int8)), {}, ValueError, ["floating-point", "int8"]),
     (([1, 2], struct((64, 256))), {}, ValueError, ["`lhs`", "array", "list"]),
@@ -55,7 +55,7 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     (GOOD, FUSED | X_OF_XY, NotImplementedError, ["'y'", "manual"]),
     ((struct((128, 64)), struct((64, 201))), FUSED, NotImplementedError, ["n=201", "16 bytes", "multiple of 8", "xla"]),
     ((struct((128, 97)), struct((97, 256))), FUSED, NotImplementedError, ["k=97", "16 bytes", "xla"]),
-    ((struct((0, 64)), struct((64, 256))), FUSED, ValueError, ["`lhs`", "at least one row", "(0, 64)"]),
+    ((struct((0, 64)), struct((64, 256))), FUSED, NotImplementedError, ["m_shard=0", "at least 1", "xla"]),
     ((struct((128, 64), F32), struct((64, 256), F32)), FUSED, NotImplementedError, ["float32", "xla"]),
     (GOOD, FUSED | {"preferred_element_type": F32}, NotImplementedError, ["float32", "preferred_element_type"]),
 ]

@@ -209,6 +209,17 @@ def test_scales_of_rows_with_a_batch_in_the_kernel_under_vmap_and_grad(shared):
         np.testing.assert_allclose(np.asarray(d), np.asarray(e), rtol=2e-2, atol=5e-2)
 
 
+def test_right_operands_with_and_without_leading_dimensions():
+    lhs, sides = draw(0, M, K), [draw(1, K, N), draw(2, 2, 3, K, N)]
+    gathers = lambda lhs, sides: overlap.all_gather_lhs_matmul(lhs, sides, "x", return_gathered=True)  # noqa: E731
+    outs, gathered = jax.shard_map(gathers, mesh=mesh(), in_specs=(P("x"), P()), out_specs=P(), check_vma=False)(
+        lhs, sides
+    )
+    np.testing.assert_array_equal(gathered, lhs)
+    for out, rhs in zip(outs, sides, strict=True):
+        np.testing.assert_allclose(out, lhs @ rhs, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_public_is_what_shows():
     assert dir(overlap) == sorted(overlap.__all__)
     assert all(hasattr(overlap, name) for name in overlap.__all__)

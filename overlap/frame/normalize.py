@@ -59,14 +59,10 @@ class Call:
 
     def restore(self, results: tuple[tuple[jax.Array, ...], jax.Array | None]) -> Any:
         """The results as the caller expects them."""
-        outs, gathered = results
-        shaped = [out.reshape(*self.batch, *out.shape[-2:]) for out in outs]
-        result = shaped[0] if self.container is None else self.container(shaped)
-        if gathered is None:
-            return result
-        # The left operand may have no leading dimensions where a right one has.
-        leading = self.batch if gathered.ndim > 2 else ()
-        return result, gathered.reshape(*leading, *gathered.shape[-2:])
+        # One of several right operands may have leading dimensions, where the left one and others have none.
+        outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)
+        result = outs[0] if self.container is None else self.container(outs)
+        return result if gathered is None else (result, gathered)
 
 
 def normalize(
