@@ -49,7 +49,7 @@ _DEVIATION_COST = 0.015
 def candidates(problem: Problem, target: Target) -> list[Config]:
     """The configurations worth trying for a problem, the best guess first; empty if none can run it.
 
-    Each passes `Config.check`: what does not fit into shared memory or registers, or does not divide the problem, is
+    Each passes `limits.check`: what does not fit into shared memory or registers, or does not divide the problem, is
     found by arithmetic and never compiled.
     """
     return list(_candidates(problem, target))

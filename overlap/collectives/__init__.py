@@ -1,1 +1,1 @@
-"""Fused collective matmuls, their XLA references, and how one is chosen."""
+"""Fused collective matmuls: their public functions, schedules, kernels and transports."""
