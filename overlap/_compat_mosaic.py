@@ -16,9 +16,9 @@ def offer_square_wgmma_tiles() -> None:
     """Lets wgmma take operands in tiles of S × S, S being the elements of 128 bytes, besides 8 × S. Idempotent.
 
     Mosaic GPU's wgmma and its descriptors know these tiles, but its layout inference does not offer them. An operand
-    that arrives as several exactly clipped boxes lies in them (`overlap/kernels/hopper/staging.py`). They are appended to the
-    choices, so that only a buffer which states them has them. Same code in jax 0.11.2 and 0.12.0.1; the assembled tests
-    would tell of a change.
+    that arrives as several exactly clipped boxes lies in them (`overlap/kernels/hopper/staging.py`). They are appended
+    to the choices, so that only a buffer which states them has them. Same code in jax 0.11.2 and 0.12.0.1; the
+    assembled tests would tell of a change.
     """
     from jax.experimental.mosaic.gpu import (
         constraints,

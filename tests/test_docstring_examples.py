@@ -14,13 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import emulation, settings
+from overlap import _settings, emulation
 from tests.tuning_cases import one_configuration_is_enough
 
 PUBLIC = [
     *(getattr(overlap, name) for name in overlap.__all__ if name != "emulation"),
     *(getattr(emulation, name) for name in emulation.__all__),
-    settings.wait_timeout_s,
+    _settings.wait_timeout_s,
 ]
 FUNCTIONS = [function for function in PUBLIC if inspect.isroutine(function)]
 INSIDE = "# inside such a layer"
