@@ -9,6 +9,7 @@ VENV_NEWEST := .venv-jax-0.12
 PYTEST := -m pytest -n 2
 SLOW := -m "not slow"
 CASES := --cases 2
+CASES_ON_GPUS := --cases 1
 ARGS ?=
 
 help:  ## this list
@@ -21,7 +22,7 @@ demo:  ## run the fused all-gather matmul, on the visible GPUs or emulated, and 
 test: lint test-jax-0.11 test-gpu test-jax-0.12  ## lint, types, and the tests on both supported versions of jax
 
 test-all:  ## the same with those marked slow, and all cases on the newest jax: before a release
-	@$(MAKE) test SLOW= CASES=
+	@$(MAKE) test SLOW= CASES= CASES_ON_GPUS=
 
 lint:  ## ruff and pyright
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
@@ -36,9 +37,9 @@ test-jax-0.12:  ## tests/ on jax 0.12.0.1, of each test with parameters a few ca
 	@setup/venv.sh $(VENV_NEWEST) constraints/jax-0.12.txt dev mpi aot
 	$(VENV_NEWEST)/bin/python $(PYTEST) $(SLOW) $(CASES) $(ARGS)
 
-test-gpu:  ## tests/multi_gpu on the visible GPUs; nothing where there are none
+test-gpu:  ## tests/multi_gpu on the visible GPUs, of each test with parameters one case; nothing where there are none
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
-	@if [ -e /dev/nvidia0 ]; then $(VENV)/bin/python -m pytest tests/multi_gpu $(ARGS); fi
+	@if [ -e /dev/nvidia0 ]; then $(VENV)/bin/python -m pytest tests/multi_gpu $(CASES_ON_GPUS) $(ARGS); fi
 
 bench:  ## the benchmarks on the visible GPUs (ARGS are passed on)
 	@setup/venv.sh $(VENV) constraints.txt bench
