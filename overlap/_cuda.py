@@ -28,11 +28,6 @@ class Gpu:
     name: str
     compute_capability: tuple[int, int]
 
-    @property
-    def runs_fused(self) -> bool:
-        """Whether the fused kernels exist for this architecture (Hopper or Blackwell data center GPUs)."""
-        return self.compute_capability[0] in (9, 10)
-
 
 @dataclasses.dataclass(frozen=True)
 class NcclLibrary:

@@ -220,6 +220,59 @@ def test_right_operands_with_and_without_leading_dimensions():
         np.testing.assert_allclose(out, lhs @ rhs, rtol=1e-5, atol=1e-5)
 
 
+def test_right_operands_of_which_some_have_a_bias():
+    lhs, rhs, bias = draw(0, M, K), draw(1, K, N), draw(2, N)
+    gathers = lambda lhs, rhs, bias: overlap.all_gather_lhs_matmul(lhs, [rhs, rhs], "x", bias=[bias, None])  # noqa: E731
+    outs = jax.shard_map(gathers, mesh=mesh(), in_specs=(P("x"), P(), P()), out_specs=P(), check_vma=False)(
+        lhs, rhs, bias
+    )
+    np.testing.assert_allclose(outs[0] - outs[1], np.broadcast_to(bias, (M, N)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_settings_of_jax(op):
+    """Neither strict ranks nor running without `jax.jit` make a difference."""
+    extras = {"bias": "n", "addend": "mn", "lhs_scale": "m1", "rhs_scale": "n", "activation": jnp.tanh}
+    case = Case(op, lhs="bmk", **extras)
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_allclose(case(), case.expected(), rtol=3e-2, atol=3e-2)
+    if op == "matmul":
+        lhs, rhs = (case.arrays[name].astype(jnp.bfloat16) for name in ("lhs", "rhs"))
+        with emulate(cores=2), jax.disable_jit():
+            out = overlap.matmul(lhs, rhs, config=CONFIG, implementation="fused")
+        np.testing.assert_allclose(
+            np.asarray(out, np.float32), case.arrays["lhs"] @ case.arrays["rhs"], rtol=2e-2, atol=2e-2
+        )
+
+
+def test_products_in_f32_have_a_configuration_that_fits():
+    """An activation's derivative and a batch of vectors need f32 results, which take more shared memory."""
+    config = overlap.Config(tile_m=128, tile_n=256, stages=4, hopper=overlap.HopperSizes(epilogue_tile_n=128))
+    lhs, rhs, bias = draw(0, M, K).astype(jnp.bfloat16), draw(1, K, 512).astype(jnp.bfloat16), draw(2, 2, 512)
+    product = functools.partial(overlap.matmul, lhs, rhs, config=config, implementation="fused")
+    with emulate(cores=2):
+        out = jax.vmap(lambda bias: product(bias=bias))(bias)
+        d = jax.grad(lambda bias: product(bias=bias, activation=jnp.tanh).astype(jnp.float32).sum())(bias[0])
+    exact = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)
+    np.testing.assert_allclose(np.asarray(out, np.float32), exact + bias[:, None], rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(d, (1 - np.tanh(exact + bias[0]) ** 2).sum(0), rtol=2e-2, atol=2e-2)
+
+
+def test_a_wrong_configuration_is_an_error_where_xla_runs_too():
+    lhs, rhs = draw(0, M, K).astype(jnp.bfloat16), draw(1, K, N).astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match="`tile_n` must be a multiple of"):
+        overlap.matmul(lhs, rhs, config=overlap.Config(tile_n=24))
+
+
+def test_parts_of_a_configuration():
+    part = overlap.HopperSizes(epilogue_tile_n=32)
+    config = overlap.Config.of(hopper=part, epilogue_slots=2, tile_n=128)
+    assert config == overlap.Config(tile_n=128, hopper=overlap.HopperSizes(epilogue_tile_n=32, epilogue_slots=2))
+    assert overlap.Config.of(**config.fields) == config
+    with pytest.raises(TypeError, match="tile_x"):
+        config.replace(tile_x=1)
+
+
 def test_what_is_public_is_what_shows():
     assert dir(overlap) == sorted(overlap.__all__)
     assert all(hasattr(overlap, name) for name in overlap.__all__)

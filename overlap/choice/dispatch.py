@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -124,11 +125,15 @@ def decide(
         return Explanation(op, "fused", config, "asked for", device, source, *transport, at_once)
     missed = False
     if device.platform == "cpu":
+        if source == "given":
+            # What is wrong on a GPU is wrong here.
+            with contextlib.suppress(NotImplementedError):
+                check(config, device)
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
     else:
         try:
             check(config, device)
-            # A configuration that the caller gives is a wish for the kernel.
+            # An explicit `config=` means that the caller wants the fused kernel: nothing is compared.
             slower = None if source == "given" else untried or xla_is_faster(problem, device)
             missed = slower is not None and (slower == untried or slower.startswith(NOT_MEASURED))
             if slower:

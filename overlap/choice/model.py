@@ -68,7 +68,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     lengths = problem.devices if problem.gathered == "k" else 1
     tiles = products * ceil_div(m, rows) * ceil_div(problem.n, columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
-    return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
+    return StreamK.on(target, config, tiles, k_steps)
 
 
 def waves(config: Config, problem: Problem, target: Target) -> float:

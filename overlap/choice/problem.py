@@ -19,8 +19,8 @@ _SIGNIFICANT_BITS = 4
 _GATHERED = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 # What users call these.
 _PUBLIC = {
-    "all_gather_rhs_matmul_n": "all_gather_rhs_matmul(gather_dimension=1)",
-    "all_gather_rhs_matmul_k": "all_gather_rhs_matmul(gather_dimension=0)",
+    "all_gather_rhs_matmul_n": "all_gather_rhs_matmul (along n)",
+    "all_gather_rhs_matmul_k": "all_gather_rhs_matmul (along k)",
 }
 
 

@@ -12,7 +12,11 @@ DTYPES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument("--op", default="matmul", help="matmul (default) or all_gather_lhs_matmul")
+    parser.add_argument(
+        "--op",
+        default="matmul",
+        help="matmul (default), all_gather_lhs_matmul, all_gather_rhs_matmul_n or all_gather_rhs_matmul_k",
+    )
     parser.add_argument(
         "--shapes", required=True, metavar="MxNxK,…",
         help="problems, per shard for a collective; each may have a dtype of its own: 1024x4096x4096:f16",

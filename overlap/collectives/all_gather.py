@@ -1,20 +1,20 @@
-"""What operations that gather an operand along a mesh axis have in common, behind `overlap.frame.call.Operation`."""
+"""What operations that gather an operand along a mesh axis have in common, an `overlap.frame.operation.Operation`."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.collectives.axis import require_peers, untried
-from overlap.frame import by_xla, call, sharded
+from overlap.frame import sharded
 from overlap.frame.normalize import Call
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import Operands, sizes
+from overlap.frame.operation import NOTHING_GATHERED, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
@@ -26,26 +26,24 @@ _XLA = 'use implementation="xla"'
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather:
+class AllGather(Operation):
     """A product with one operand gathered: the left one along its rows (m), or the right one along n or k.
 
     Attributes:
       ring: the devices.
       along: in which dimension of the product the shards are put together.
+      transport: how the shards travel in the fused kernel.
+      transposes: the operands that the fused kernel takes transposed.
+      has_batch: whether it takes leading dimensions as such; else they are more rows.
     """
 
     ring: Ring
     along: Literal["m", "n", "k"]
-
-    name = ""
-    # What the fused kernel takes: scales; transposed operands; leading dimensions as such, or as more rows.
-    epilogue = frozenset()
-    transposes = frozenset()
-    has_batch = False
-    # How the shards travel in it.
     transport: Literal["pull", "ring"] = dataclasses.field(default="pull", kw_only=True)
 
-    batch_together = frozenset({"lhs"})
+    transposes = frozenset()
+    has_batch = False
+    batched_together = frozenset({"lhs"})
 
     @property
     def takes_lists(self) -> bool:
@@ -56,17 +54,17 @@ class AllGather:
         return self.along == "m"
 
     @property
-    def grows(self) -> dict[str, int]:
-        return {**call.NOT_GROWN, self.along: self.ring.size}
+    def gather_factors(self) -> dict[str, int]:
+        return {**NOTHING_GATHERED, self.along: self.ring.size}
 
     # --- The choice ---
 
-    def problem(self, call: Call) -> Problem:
-        batch, m, widths, _ = call.sizes
-        k, _ = call.layouts.k_n(call.operands.rhs_list[0].shape)
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+        batch, m, widths, _ = sizes(operands, layouts)
+        k, _ = layouts.k_n(operands.rhs_list[0].shape)
         if not self.has_batch and batch is not None:
             batch, m = 1, batch * m
-        dtypes, layout = (call.operands.lhs.dtype.name, call.out_dtype.name), call.layouts.name
+        dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
         op = self.name if self.along == "m" else f"{self.name}_{self.along}"
         # Several right operands count as one.
         return Problem(op, m, sum(widths), k, *dtypes, self.ring.size, layout, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
@@ -76,7 +74,8 @@ class AllGather:
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         self._check_operands(call)
-        problem, several = self.problem(call), self.ring.size > 1
+        problem = self.problem(call.operands, call.layouts, call.out_dtype)
+        several = self.ring.size > 1
         unit = limits.TMA_ROW_BYTES // problem.itemsize
         if self.along == "k" and problem.k % unit and several:
             raise NotImplementedError(
@@ -100,6 +99,12 @@ class AllGather:
 
     def _check_operands(self, call: Call) -> None:
         """Raises NotImplementedError for forms of operands that no configuration takes."""
+        if call.operands.lhs.dtype.itemsize == 1 and "rhs" not in self.transposes:
+            # (8-bit operands must have k along the rows of both.)
+            raise NotImplementedError(
+                f"the fused kernel of `{self.name}` takes no 8-bit operands yet, got {call.operands.lhs.dtype.name}: "
+                f"cast them, or {_XLA}"
+            )
         for operand in ("lhs", "rhs"):
             if getattr(call.layouts, f"transpose_{operand}") and operand not in self.transposes:
                 raise NotImplementedError(
@@ -130,10 +135,6 @@ class AllGather:
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         return self._along_the_ring(operands, layouts, self._gather)
-
-    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        del gathered_lhs, lhs
-        return None
 
     def scattered(
         self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
@@ -174,14 +175,12 @@ class AllGather:
             return x
         return lax.psum_scatter(x, self.ring.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
 
-    def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
-        del plan
-        return by_xla.times(lhs, rhs, layouts, dtype)
-
     def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
+            if not self.takes_lists:
+                return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped as well: {_XLA}"
             return (
                 "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
                 "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass several right operands as a list, "

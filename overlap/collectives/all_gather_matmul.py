@@ -25,7 +25,7 @@ from overlap.collectives.ring import RingTransport
 from overlap.collectives.transport import Transport
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import Operands, Plan, Results
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along
 from overlap.single_gpu.matmul import MATMUL
@@ -36,7 +36,7 @@ TRANSPORTS: dict[str, Transport] = {"pull": PullTransport(), "ring": RingTranspo
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherLhs(AllGather):
-    """See `overlap.frame.call.Operation`.
+    """See `AllGather`.
 
     Attributes:
       transport_reason: why the shards travel as they do.
@@ -58,7 +58,7 @@ class AllGatherLhs(AllGather):
         needs = TRANSPORTS[self.transport].needs_all_ctas
         return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.untried)
 
-    def launch(self, operands: Operands, plan: Plan) -> call.Results:
+    def launch(self, operands: Operands, plan: Plan) -> Results:
         config: Any = plan.config
         if self.ring.size == 1:
             outs, gathered = self._on_one_device(operands, plan)
@@ -71,14 +71,12 @@ class AllGatherLhs(AllGather):
             )  # fmt: skip
         return outs, None if gathered is None else self.kept(gathered, operands.lhs)
 
-    def _on_one_device(self, operands: Operands, plan: Plan) -> call.Results:
+    def _on_one_device(self, operands: Operands, plan: Plan) -> Results:
         """The same where there is nothing to gather: products, the batch folded into the rows."""
         of_rows, of_one = folded(operands, keep=False), dataclasses.replace(plan, operation=MATMUL)
         outs: list[Any] = []
-        for rhs, column_scale, *_ in operands.of_each:
-            scales = None if column_scale is None else (column_scale,)
-            one = dataclasses.replace(of_rows, rhs_list=(rhs,), column_scales=scales)
-            outs += MATMUL.launch(one, of_one)[0]
+        for index in range(len(of_rows.rhs_list)):
+            outs += MATMUL.launch(of_rows.of_one(index), of_one)[0]
         lhs = operands.lhs
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 
@@ -134,23 +132,24 @@ def all_gather_lhs_matmul(
         In the fused kernel float16, bfloat16, or (with `transpose_rhs`) float8, which then crosses the links as such.
         Where each leading index has few rows, those of all shards are computed as one product (`joined.py`).
       rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype (float8 kinds
-        may be mixed). Or a list or tuple of such matrices, each with its own n_shard; nothing is concatenated.
+        may be mixed). Or a list or tuple of such matrices, each with its own n_shard; nothing is concatenated. By XLA
+        also with leading dimensions: those of `lhs`, or `lhs` has none.
       axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
         the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
-      addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard], added before the activation; a list of such for
-        several right operands. Not in the fused kernel yet, like the next two: XLA runs where they are given.
-      bias: [n_shard], added to each row; a list of such for several right operands.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`; of each result.
+      addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard], added before the activation; for several right
+        operands a list of such, or None in the place of one. By XLA only.
+      bias: [n_shard], added to each row; for several right operands likewise a list. By XLA only.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`; of each result. By XLA only.
       lhs_scale: a factor of the product, in float32: one value per row of this shard, gathered with the rows:
         [m_shard, 1], the same for all leading indices, or [..., m_shard, 1]; or a scalar, which must be the same on all
         devices of the axis.
       rhs_scale: a factor of the product, in float32: [n_shard] or [1, n_shard], one value per column of this device; or
         a scalar. Several right operands have one scalar, or a list with one such entry for each.
-      transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. Not in the fused kernel yet.
+      transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. By XLA only.
       transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
       return_gathered: whether to return the gathered `lhs` as well.
-      preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. Accumulation is
-        in float32.
+      preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. The fused
+        kernel writes float16 and bfloat16. Accumulation is in float32.
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model (which sees
         several right operands as one of their total width).
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
@@ -163,9 +162,9 @@ def all_gather_lhs_matmul(
 
     Returns:
       [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. A list or tuple
-      of such if `rhs` is one. With `return_gathered` a pair of that and [..., D · m_shard, k], which is the same on all
-      devices of the axis and typed so: `out_specs` may leave the axis out. Deterministic: repeated calls give the same
-      bits.
+      of such if `rhs` is one. With `return_gathered` a pair of that and the gathered `lhs`, [..., D · m_shard, k] (it
+      lies as `lhs`), which is the same on all devices of the axis and typed so: `out_specs` may leave the axis out.
+      Deterministic: repeated calls give the same bits.
 
     Raises:
       ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.

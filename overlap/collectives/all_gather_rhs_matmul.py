@@ -23,7 +23,7 @@ from overlap.collectives.all_gather import AllGather, folded
 from overlap.collectives.axis import ring_of
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import Operands, Plan, Results
 from overlap.kernels.config import Config
 from overlap.single_gpu.matmul import MATMUL
 
@@ -32,11 +32,11 @@ NAME = "all_gather_rhs_matmul"
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherRhs(AllGather):
-    """See `overlap.frame.call.Operation`."""
+    """See `AllGather`."""
 
     name = NAME
 
-    def launch(self, operands: Operands, plan: Plan) -> call.Results:
+    def launch(self, operands: Operands, plan: Plan) -> Results:
         rows = folded(operands, keep=False)
         if self.ring.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
@@ -90,12 +90,13 @@ def all_gather_rhs_matmul(
         dimensions are more rows. float16 or bfloat16 in the fused kernel.
       rhs: one shard of the [k, n] weights, in the same dtype. With gather_dimension=1 it is [k, n_shard] per shard,
         globally [k, D · n_shard]; with gather_dimension=0 it is [k_shard, n] per shard, globally [D · k_shard, n].
+        By XLA it may have leading dimensions: those of `lhs`, or `lhs` has none.
       axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
         the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
       gather_dimension: the dimension of `rhs`, as it lies in memory, that is sharded: 0 (k) or 1 (n); if it has more
         than two, of its last two.
-      addend: [..., m, n] or [m, n], added before the activation. Not in the fused kernel yet, like the next six: XLA
-        runs where they are given.
+      addend: [..., m, n] or [m, n], added before the activation. By XLA only, as are all keywords down to
+        `transpose_rhs`.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, as for `overlap.matmul`.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].
@@ -103,7 +104,8 @@ def all_gather_rhs_matmul(
         with these: [n_shard] (gather_dimension=1) or [n].
       transpose_lhs: `lhs` lies transposed in memory, [..., k, m].
       transpose_rhs: `rhs` lies transposed in memory: [n_shard, k] with gather_dimension=0, [n, k_shard] with 1.
-      preferred_element_type: dtype of the result; that of the operands by default. Accumulation is in float32.
+      preferred_element_type: dtype of the result; that of the operands by default. The fused kernel writes float16 and
+        bfloat16. Accumulation is in float32.
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
         choose: fused where it can serve the call on a GPU and was measured to be no slower than XLA for such sizes. The

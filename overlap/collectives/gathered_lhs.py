@@ -45,8 +45,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, 
     )  # fmt: skip
     if schedule.batch == 1:
         batch = []
-    clusters = plan.target.num_cores // config.cluster
-    work = StreamK(schedule.tiles, ceil_div(k, config.tile_k), clusters, config.stream_k)
+    work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
     row_scale = _filled_rows(operands.row_scale, schedule, plan, ring)
     inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale)
     out_types = (
@@ -114,7 +113,7 @@ class _Body:
         step, row, column = schedule.tile(index)
         (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
         m, n = own_tile(config, row, column)
-        return Tile(step, m, n, out_row=m * config.tile_m, side=side, batch=batch)
+        return Tile(step, m, n, side=side, batch=batch)
 
     def hooks(self) -> Hooks:
         _, rhs_gmem, vectors = self.refs.inputs
@@ -149,7 +148,7 @@ class _Body:
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
             def spread(vector_gmem: Any) -> jax.Array:
-                return mainloop.spread(vector_gmem, pl.ds(first_row + rows.start, rows.size), shape, 0)
+                return mainloop.broadcast_vector(vector_gmem, pl.ds(first_row + rows.start, rows.size), shape, 0)
 
             if scales is None:
                 return spread(vectors.row_scale)

@@ -38,8 +38,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
     assert config is not None
     (m, _), (rows, columns) = lhs.shape, rhs.shape
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
-    clusters = plan.target.num_cores // config.cluster
-    work = StreamK(schedule.tiles, schedule.k_steps, clusters, config.stream_k)
+    work = StreamK.on(plan.target, config, schedule.tiles, schedule.k_steps)
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}", plan.target, config, plan.types(operands, m), work,
         pull.flag_shapes(schedule.flags, copies_own=False), pull.smem_types(config, schedule.plan, rhs.dtype),
@@ -80,7 +79,7 @@ class _Body:
         config = self.kernel.config
         step, row, column = self.schedule.tile(index)
         m, n = own_tile(config, row, column)
-        return Tile(step, m, n, out_row=m * config.tile_m)
+        return Tile(step, m, n)
 
     def hooks(self) -> Hooks:
         return Hooks(

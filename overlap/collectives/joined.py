@@ -55,8 +55,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, *, returns_gathered: bool
     lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None
     widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in rhs_list]
     schedule = JoinedSchedule.of(ring.size, lhs.shape, widths, lhs.dtype.itemsize, config, scaled=scaled)
-    clusters = plan.target.num_cores // config.cluster
-    work = StreamK(schedule.product.tiles, ceil_div(k, config.tile_k), clusters, config.stream_k)
+    work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, config.tile_k))
     out_types = (
         [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
@@ -94,7 +93,7 @@ class _Body:
         step, row, column = schedule.product.tile(index)
         side, column = schedule.product.side_of(column)
         m, n = own_tile(config, row, column)
-        return Tile(step, m, n, out_row=m * config.tile_m, side=side)
+        return Tile(step, m, n, side=side)
 
     def hooks(self) -> Hooks:
         (_, rhs_gmem, vectors), (outs_gmem, scratch_gmem, _) = self.refs.inputs, self.refs.outputs
@@ -150,7 +149,7 @@ class _Body:
             # They are here if the rows are. Where there are no rows, nothing is stored, and the scales of the last ones
             # serve.
             start = smaller(rows.start, schedule.read_rows - rows.size)
-            return mainloop.spread(scales_gmem[0], pl.ds(start, rows.size), shape, 0)
+            return mainloop.broadcast_vector(scales_gmem[0], pl.ds(start, rows.size), shape, 0)
 
         first_column = schedule.product.first_column(tile.side) * self.kernel.config.cluster_tile[1]
         return epilogue.epilogue(

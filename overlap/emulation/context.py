@@ -43,8 +43,8 @@ class Settings:
     keep: bool = False
 
     def __post_init__(self):
-        if self.cores < 1:
-            raise ValueError(f"`cores` must be at least 1, got {self.cores}")
+        if not isinstance(self.cores, int) or self.cores < 1:
+            raise ValueError(f"`cores` must be an integer of at least 1, got {self.cores!r}")
         if self.completion not in _COMPLETIONS:
             raise ValueError(f"`completion` must be one of {_COMPLETIONS}, got {self.completion!r}")
         if self.scheduler not in SCHEDULERS:

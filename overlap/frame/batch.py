@@ -10,36 +10,38 @@ import jax
 import jax.numpy as jnp
 
 from overlap.frame import by_xla
-from overlap.frame.operands import Operands, Plan, sizes
+from overlap.frame.operands import Operands, Plan, Results, in_f32, sizes
 from overlap.kernels import launch
 
-F32 = jnp.dtype(jnp.float32)
 # Dimensions of each field without a batch, of those that a kernel may have a batch of.
 _RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2}
 
 
-def batched(
-    operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, fused: Callable[..., Any]
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+def batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, fused: Callable[..., Any]) -> Results:
     """The operation on operands with a further leading dimension where `is_batched`; `fused`: the operation itself."""
     if cannot := plan.operation.why_not_folded(is_batched, axis_size):
         launch.leave_to_xla(plan.operation.name, cannot, insists=plan.insists)
-        return jax.vmap(
-            lambda operands: by_xla.whole(operands, plan, plan.applied(operands)), (_axes(is_batched),),
-            axis_size=axis_size,
-        )(operands)  # fmt: skip
+        return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)
     batch, m, widths, _ = sizes(one, plan.layouts)
     leading = (axis_size, *(() if batch is None else (batch,)))
     if axis_size == 0:
         return tuple(jnp.zeros((*leading, m, n), plan.out_dtype) for n in widths), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
-        return _epilogue_by_xla(operands, is_batched, axis_size, plan, fused)
-    together = plan.operation.batch_together
+        bare = in_f32(one, plan)
+        if bare.config is None:
+            return _by_xla(operands, is_batched, axis_size, plan)
+        return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
+    together = plan.operation.batched_together
     folded = {name: _folded(name, operands, is_batched, axis_size, batch, name in together) for name in _RANKS}
     outs, kept = fused(dataclasses.replace(operands, **folded), plan)
     unfold = lambda out: out.reshape(*leading, *out.shape[-2:])  # noqa: E731
     return tuple(map(unfold, outs)), None if kept is None else unfold(kept)
+
+
+def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan) -> Results:
+    of_one = lambda operands: by_xla.whole(operands, plan, plan.applied(operands))  # noqa: E731
+    return jax.vmap(of_one, (_axes(is_batched),), axis_size=axis_size)(operands)
 
 
 def _axes(is_batched: Any) -> Any:
@@ -65,16 +67,14 @@ def _folded(
 
 
 def _epilogue_by_xla(
-    operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, fused: Callable[..., Any]
+    operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, bare: Plan, fused: Callable[..., Any]
 ) -> Any:
-    """The vectors have no batch in the kernel: the products by the kernel, their epilogue by XLA."""
-    bare = dataclasses.replace(plan, out_dtype=F32, activation=None)
-    matrices = operands.matrices
+    """The vectors have no batch in the kernel: the products by the kernel (`bare`), their epilogue by XLA."""
+    matrices, axis = operands.matrices, None
     if is_batched.lhs or any(is_batched.rhs_list):
-        products, _ = batched(matrices, is_batched.matrices, axis_size, bare, fused)
-        axis = 0
+        (products, _), axis = batched(matrices, is_batched.matrices, axis_size, bare, fused), 0
     else:
-        (products, _), axis = fused(matrices, bare), None
+        products, _ = fused(matrices, bare)
     nothing = dict(lhs=None, rhs_list=(None,) * len(operands.rhs_list))
     rest, axes = (dataclasses.replace(x, **nothing) for x in (operands, _axes(is_batched)))
     finish = lambda products, rest: by_xla.finish(products, rest, plan.out_dtype, plan.applied(rest))  # noqa: E731

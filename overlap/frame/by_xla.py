@@ -28,13 +28,18 @@ def finish(
     """The epilogue on whole products; `activation` is a function of their values."""
     outs = []
     for z, (_, column_scale, bias, addend) in zip(products, operands.of_each, strict=True):
-        z = z if operands.row_scale is None else z * operands.row_scale[..., None]
-        z = z if column_scale is None else z * column_scale
-        z = z if bias is None else z + bias
-        z = z if addend is None else z + addend.astype(z.dtype)
+        z = z if operands.row_scale is None else z * to_rank(operands.row_scale[..., None], z.ndim)
+        z = z if column_scale is None else z * to_rank(column_scale, z.ndim)
+        z = z if bias is None else z + to_rank(bias, z.ndim)
+        z = z if addend is None else z + to_rank(addend.astype(z.dtype), z.ndim)
         z = z if activation is None else activation(z)
         outs.append(z.astype(out_dtype))
     return tuple(outs)
+
+
+def to_rank(x: jax.Array, rank: int) -> jax.Array:
+    """With dimensions of size 1 in front: `jax_numpy_rank_promotion` may forbid to leave them out."""
+    return lax.expand_dims(x, range(rank - x.ndim)) if x.ndim < rank else x
 
 
 def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -> jax.Array:

@@ -12,24 +12,22 @@ import jax.numpy as jnp
 
 from overlap.frame import by_xla
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import F32, Operands, Plan, in_f32
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.layouts import OperandLayouts
-
-F32 = jnp.dtype(jnp.float32)
 
 
 def derivative(
     operands: Operands, tangents: Operands, plan: Plan, evaluate: Callable[[], Any], fused: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    """The results, and the linear map of the tangents, for `Primitive.derivative`; `fused`: the operation itself."""
+    """The results, and the linear map of the tangents, for `Primitive`; `fused`: the operation itself."""
     products: Any = None
     if plan.activation is None:
         results = evaluate()
     else:
         # The activation's derivative needs what goes into it, so here it runs by XLA, behind the kernel.
-        bare = dataclasses.replace(plan, activation=None, out_dtype=F32)
-        products, kept = fused(dataclasses.replace(operands, scalars=()), bare)
+        bare, sums = in_f32(operands, plan), dataclasses.replace(operands, scalars=())
+        products, kept = by_xla.whole(sums, bare, None) if bare.config is None else fused(sums, bare)
         results = tuple(plan.activation(z, operands.scalars).astype(plan.out_dtype) for z in products), kept
     tangent = tangents_of(
         results, operands, tangents, saved=products,
@@ -55,8 +53,8 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
         if plan.activation is not None:
             d_z, d_scalars = _through_activation(plan, products[index], operands.scalars, d_out)
             sums.add_to_scalars(d_scalars)
-        row = 1.0 if whole.row_scale is None else whole.row_scale[..., None]
-        column = 1.0 if column_scale is None else column_scale
+        row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
+        column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
         d_column = None
         if wanted.row_scale is not None or wants[1] is not None:
             weighted = d_z * _times(plan, whole.lhs, rhs, plan.layouts, F32)

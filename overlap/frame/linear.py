@@ -140,7 +140,7 @@ def tangents_of(
     backward: Callable[..., Any],
     saved: Any = None,
 ) -> Any:
-    """The tangents of an operation's results, for `Operation.derivative`.
+    """The tangents of an operation's results, for `Primitive.derivative`.
 
     Args:
       outs: the results, a pytree.

@@ -18,7 +18,7 @@ from overlap.kernels.config import FLOAT8
 from overlap.kernels.layouts import OperandLayouts
 
 if TYPE_CHECKING:
-    from overlap.frame.call import Operation
+    from overlap.frame.operation import Operation
 
 ARRAYS = ("lhs", "rhs", "addend", "bias", "lhs_scale", "rhs_scale")
 
@@ -102,7 +102,8 @@ def normalize(
         )
     batch = next(iter(batches), ())
     (m, _), widths = layouts.m_k(lhs.shape), [layouts.k_n(x.shape)[1] for x in rhs_list]
-    result = [(m * operation.grows["m"], n * operation.grows["n"]) for n in widths]
+    factors = operation.gather_factors
+    result = [(m * factors["m"], n * factors["n"]) for n in widths]
     wide = accumulator(lhs.dtype)
     of = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
     row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, of, wide)
@@ -160,7 +161,7 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
             )
     if lhs.dtype != rhs.dtype and not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
         raise ValueError(f"`lhs` and `rhs` must have the same dtype, got {lhs.dtype} and {rhs.dtype}: cast one of them")
-    shards = operation.grows["k"]
+    shards = operation.gather_factors["k"]
     (_, lhs_k), (rhs_k, _) = layouts.m_k(lhs.shape), layouts.k_n(rhs.shape)
     if lhs_k == shards * rhs_k:
         return
@@ -168,11 +169,12 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
         raise ValueError(
             "`lhs` and `rhs` must agree in the contraction dimension once `rhs` is gathered, got "
             f"k={lhs_k} in lhs {tuple(lhs.shape)} and k={shards * rhs_k} from {shards} shards "
-            f"{tuple(rhs.shape)} of rhs: is it sharded along n (gather_dimension=1)?"
+            f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension?"
         )
     raise ValueError(
         f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
-        f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed?"
+        f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed"
+        f"{', or `rhs` sharded along its other dimension' if operation.gather_factors['n'] > 1 else ''}?"
     )
 
 
@@ -181,9 +183,10 @@ def _of_each(name: str, given: Any, count: int, container: type | None) -> list[
     if container is None:
         return [(name, given)]
     if not isinstance(given, (list, tuple)) or len(given) != count:
+        was = f"a {type(given).__name__} of {len(given)}" if isinstance(given, (list, tuple)) else arguments.said(given)
         raise ValueError(
-            f"`{name}` must be a list with one entry per matrix of `rhs`, got {arguments.said(given)}: give {count} "
-            "entries"
+            f"`{name}` must be a list with one entry per matrix of `rhs`, got {was}: give {count} entries, None where "
+            "there is nothing to add"
         )
     return [(f"{name}[{index}]", x) for index, x in enumerate(given)]
 
@@ -193,6 +196,9 @@ def _biases(bias: Any, result: list[tuple[int, int]], container: type | None, dt
         return None
     biases = []
     for (name, x), (_, n) in zip(_of_each("bias", bias, len(result), container), result, strict=True):
+        if x is None:  # One of several right operands has none.
+            biases.append(None)
+            continue
         x = arguments.array(name, x)
         if tuple(x.shape) != (n,):
             raise ValueError(f"`{name}` must have shape ({n},), one value per column, got {tuple(x.shape)}: reshape it")
@@ -207,6 +213,9 @@ def _addends(
         return None
     addends = []
     for (name, x), shape in zip(_of_each("addend", addend, len(result), container), result, strict=True):
+        if x is None:
+            addends.append(None)
+            continue
         x = arguments.array(name, x)
         if tuple(x.shape) not in {shape, (*batch, *shape)}:
             for_all = f", or {shape}" if batch else ""

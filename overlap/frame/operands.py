@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from overlap.choice.choose import choose_config
 from overlap.frame.activation import Activation
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
@@ -20,7 +21,11 @@ from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.target import Target
 
 if TYPE_CHECKING:
-    from overlap.frame.call import Operation
+    from overlap.frame.operation import Operation
+
+F32 = jnp.dtype(jnp.float32)
+# Of each right operand, and the gathered left one if it is asked for.
+Results = tuple[tuple[jax.Array, ...], jax.Array | None]
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +65,15 @@ class Operands:
     def is_scaled(self) -> bool:
         """Whether the product has scales."""
         return self.row_scale is not None or self.column_scales is not None
+
+    def of_one(self, index: int) -> Operands:
+        """Those of one right operand."""
+        nothing = (None,) * len(self.rhs_list)
+        of_each = (self.column_scales or nothing, self.biases or nothing, self.addends or nothing)
+        scales, biases, addends = (None if x[index] is None else (x[index],) for x in of_each)
+        return dataclasses.replace(
+            self, rhs_list=(self.rhs_list[index],), column_scales=scales, biases=biases, addends=addends
+        )
 
     @property
     def of_each(self) -> list[tuple[Any, Any, Any, Any]]:
@@ -136,3 +150,17 @@ def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int,
         ranks.append((operands.row_scale, 1))
     batches = {x.shape[0] for x, rank in ranks if x is not None and len(x.shape) > rank}
     return next(iter(batches), None), m, widths, k
+
+
+def in_f32(operands: Operands, plan: Plan) -> Plan:
+    """The plan of the same without the activation and in f32; its `config` is None if no kernel can do that.
+
+    f32 results take more shared memory and registers, so the configuration of the call may not do. Arrays may be types.
+    """
+    problem, config = plan.operation.problem(operands, plan.layouts, F32), plan.config
+    assert config is not None
+    if not problem.accepts(config, plan.target):
+        config, _ = choose_config(problem, plan.target)
+    if not problem.accepts(config, plan.target):
+        config = None
+    return dataclasses.replace(plan, activation=None, out_dtype=F32, config=config)

@@ -37,7 +37,8 @@ class HopperSizes:
 
     Attributes:
       epilogue_tile_n: columns that a warpgroup stores at a time.
-      epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored.
+      epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored. A
+        divisor of the stores of a tile.
     """
 
     epilogue_tile_n: int = 64
@@ -72,15 +73,15 @@ class Config:
 
     Attributes:
       tile_m: rows of the output tile of one CTA: 64, 128 or 256.
-      tile_n: columns of the output tile of one CTA.
+      tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64), 256 at most.
       tile_k: depth of one stage, in elements; its bytes must be 128, the widest swizzle.
-      stages: operand tiles in flight.
+      stages: operand tiles in flight, at least 2; shared memory limits them.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles (of a cluster) per band of the order (`TileOrder`).
       stream_k: into how many parts each tile of the last, partial wave may be cut along k, so that cores that would
         idle take a share (`StreamK`); 1: none is.
       split_k: into how many parts the contraction is cut, each a tile of its own, summed by XLA in f32 in a fixed order
-        afterwards: for results of few tiles (plain matmul only).
+        afterwards: for results of few tiles (plain matmul only, and not together with `stream_k`).
       cluster: how many CTAs (1 or 2) compute adjacent tiles and share the loads of the operand common to them.
       cluster_along: in which dimension they are adjacent: "m" (they share the right operand) or "n" (the left one).
       joined: whether the gathered rows of all shards are tiled as those of one matrix, so that few rows per shard fill
@@ -128,16 +129,21 @@ class Config:
         Raises:
           TypeError: there is no such field.
         """
-        own = {}
         for name, part in _PARTS.items():
             names = {field.name for field in dataclasses.fields(part)} & fields.keys()
-            own[name] = dataclasses.replace(getattr(self, name), **{field: fields.pop(field) for field in names})
-        return dataclasses.replace(self, **{**own, **fields})
+            if names:
+                given = fields.get(name, getattr(self, name))
+                fields[name] = dataclasses.replace(given, **{field: fields.pop(field) for field in names})
+        return dataclasses.replace(self, **fields)
 
     @staticmethod
     def of(**fields: Any) -> Config:
         """The inverse of `fields`; what is missing has its default."""
         return Config().replace(**fields)
+
+
+# `Config.fields` and `replace` know all sizes by one name each.
+assert len(Config().fields) == sum(len(dataclasses.fields(x)) for x in (Config, *_PARTS.values())) - len(_PARTS)
 
 
 def default_config(dtype: Any) -> Config:

@@ -80,14 +80,14 @@ def epilogue(
 
     def of_columns(vector_gmem: Any, columns: Any, shape: tuple[int, ...]) -> jax.Array:
         start = columns.start if _is_zero(first_column) else first_column + columns.start
-        return mainloop.spread(vector_gmem, pl.ds(start, columns.size), shape, 1)
+        return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, 1)
 
     def apply(values: jax.Array, rows: Any, columns: Any, addend: jax.Array | None) -> jax.Array:
         shape = values.shape
         if row_scales is not None:
             values = values * row_scales(rows, shape)
         elif vectors.row_scale is not None:
-            values = values * mainloop.spread(vectors.row_scale, rows, shape, 0)
+            values = values * mainloop.broadcast_vector(vectors.row_scale, rows, shape, 0)
         if vectors.column_scale is not None:
             values = values * of_columns(vectors.column_scale, columns, shape)
         if vectors.bias is not None:

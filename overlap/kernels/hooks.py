@@ -20,9 +20,8 @@ class Tile:
 
     Attributes:
       step: which operands the tile comes from, as the tile order numbers them (shard, batch element, or just 0).
-      m: tile row within the left operand.
-      n: tile column within the right operand.
-      out_row: first row of the tile in the output.
+      m: tile row within the left operand, and within the output.
+      n: tile column within the right operand, and within the output.
       k_first: the first k step of the tile, if the contraction is split into tiles of their own. In hooks, the first
         one that this CTA carries of it.
       side: which of several right operands it is a tile of.
@@ -32,7 +31,6 @@ class Tile:
     step: Any
     m: Any
     n: Any
-    out_row: Any
     k_first: Any = 0
     side: Any = 0
     batch: Any = 0

@@ -87,7 +87,9 @@ def _types(*operands: Any, kernel: Any, otherwise: Any, name: str) -> list[Any]:
 
 @_kernel_p.def_impl
 def _run(*operands: Any, **params: Any) -> Any:
-    return jax.jit(lambda *operands: _kernel_p.bind(*operands, **params))(*operands)
+    # Only as part of a compiled program can it run, also inside `jax.disable_jit()`.
+    with jax.disable_jit(False):
+        return jax.jit(lambda *operands: _kernel_p.bind(*operands, **params))(*operands)
 
 
 def _batch(operands: Any, dims: Any, *, name: str, **_: Any) -> Any:

@@ -78,5 +78,6 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
             )
     if (steps := ceil_div(k, config.tile_k)) % config.split_k:
         raise NotImplementedError(
-            f"`split_k` must divide the {steps} steps of k={k} (tile_k={config.tile_k}), got {config.split_k}"
+            f"`split_k` must divide the {steps} steps of k={k} (tile_k={config.tile_k}), got {config.split_k}: name a "
+            'divisor, or use implementation="xla"'
         )

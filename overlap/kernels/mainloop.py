@@ -98,9 +98,9 @@ class Mainloop(Protocol):
         """Runs all roles of this CTA. `buffers`: allocated from `buffer_types`."""
         ...
 
-    def spread(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
-        """Entries of a vector in global memory over the rows (`dimension` 0) or columns (1) of an epilogue's values.
+    def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
+        """`vector_gmem[where]`, broadcast over the rows (`dimension` 0) or columns (1) of an epilogue's values.
 
-        Threads read it without looking where it ends: it must have the length of whole tiles.
+        Nothing checks where the vector ends: it must be filled up to whole tiles.
         """
         ...

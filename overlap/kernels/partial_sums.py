@@ -91,7 +91,7 @@ def finish_together(
     load: Callable[[Any], jax.Array],
     finish: Callable[[Any, Callable[[int, int], jax.Array]], None],
 ) -> None:
-    """Exchanges a warpgroup's sums with those of its like in the other CTAs, and finishes its share of the columns.
+    """Exchanges a warpgroup's sums with its counterparts in the tile's other CTAs, and finishes its share of columns.
 
     Args:
       partial: where to meet.

@@ -14,6 +14,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.kernels import limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS
@@ -88,20 +89,23 @@ class ProductKernel:
 
     @in_32_bits
     def launch(self, inputs: Any, out_types: Any, body_of: Callable[[Refs], Body]) -> Any:
-        """Runs the kernel on a tree of arrays and returns a tree of results; all has been checked.
+        """Runs the kernel on a tree of arrays and returns a tree of results; all has been checked, by whoever plans.
 
         Args:
           inputs: the operands, a pytree.
           out_types: the results' types, a pytree of `jax.ShapeDtypeStruct`s.
           body_of: from the kernel's references to what it does.
         """
-        config, work = self.config, self.work
+        config, work, types = self.config, self.work, self.types
+        transport = "pull" if self.smem else ""
+        needs = limits.Sizes(types.m, 0, 0, types.dtype, types.out_dtype, types.layouts, transport)
+        self.mainloop.check_config(needs, config, self.target)
         leaves, structure = jax.tree.flatten(inputs)
-        types, out_structure = jax.tree.flatten(out_types)
+        results_types, out_structure = jax.tree.flatten(out_types)
         sums_flags = [partial_sums_flags(work, config, self.mainloop.compute_warpgroups)] if work.cuts else []
 
         def body(*refs: Any) -> None:
-            given, (outs, sums) = refs[: len(leaves)], _split(refs[len(leaves) :], len(types))
+            given, (outs, sums) = refs[: len(leaves)], _split(refs[len(leaves) :], len(results_types))
             shapes = (*self.flags, *sums_flags)
             flags = shared_flags(*shapes, told=bool(self.peers_read)) if shapes else ()
             own, of_sums = _split(flags, len(self.flags))
@@ -116,8 +120,8 @@ class ProductKernel:
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *self.smem, collective_axes=THREAD_AXIS)
 
         sums_types = [partial_sums_type(work, config)] if work.cuts else []
-        results = sealed(self._kernel(body, (*types, *sums_types)), self.name)(*leaves)
-        return jax.tree.unflatten(out_structure, results[: len(types)])
+        results = sealed(self._kernel(body, (*results_types, *sums_types)), self.name)(*leaves)
+        return jax.tree.unflatten(out_structure, results[: len(results_types)])
 
     def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:
         """`body` with the grid and the threads that mainloops run on."""

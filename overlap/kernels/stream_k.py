@@ -23,6 +23,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target
 from overlap.primitives.integers import choose, quotient, remainder, smaller
 
 
@@ -62,6 +64,11 @@ class StreamK:
     k_steps: int
     num_ctas: int
     most_parts: int = 1
+
+    @staticmethod
+    def on(target: Target, config: Config, tiles: int, k_steps: int) -> StreamK:
+        """The work of a device whose cores all run a CTA, or as many as fill whole clusters."""
+        return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
 
     @property
     def full_waves(self) -> int:

@@ -13,7 +13,7 @@ and of its own flags. So there are two kernels in that layout:
 The table holds for the second kernel because both are given the same values, and a value has one buffer. It is checked
 all the same: before it leaves, the second kernel compares the table with its own arguments, and traps if they differ.
 
-A kernel opts in by beginning its flags with the table (`shared_flags(..., awaits_peers=True)`) and by `Params`. It
+A kernel opts in by beginning its flags with the table (`shared_flags(..., told=True)`) and by `Params`. It
 must begin with `Handshake.begin`, since no barrier of the framework's goes with a call that is like any other.
 """
 

@@ -16,7 +16,8 @@ from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
 from overlap.frame import arguments, by_xla, call, sharded
 from overlap.frame.normalize import ARRAYS, Call, normalize
-from overlap.frame.operands import Operands, Plan, accumulator, sizes
+from overlap.frame.operands import Operands, Plan, Results, accumulator, sizes
+from overlap.frame.operation import Operation
 from overlap.kernels import launch
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
@@ -27,77 +28,45 @@ _SCALES = ("lhs_scale", "rhs_scale")
 
 
 @dataclasses.dataclass(frozen=True)
-class Matmul:
-    """The operation of one GPU: see `overlap.frame.call.Operation`. It gathers nothing, and has all keywords."""
+class Matmul(Operation):
+    """The operation of one GPU. It gathers nothing, and has all keywords."""
 
     name = "matmul"
-    takes_lists = False
-    gathers_rows = False
-    grows = call.NOT_GROWN
     epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
-    batch_together = frozenset()
 
-    def problem(self, call: Call) -> Problem:
-        return _problem(call.operands, call.layouts, call.out_dtype)
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+        batch, m, (n,), k = sizes(operands, layouts)
+        dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
+        return Problem(self.name, m, n, k, *dtypes, layout=layout, batch=batch or 1)  # pyright: ignore[reportArgumentType]
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         del mesh
         if call.sizes[0] == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
-        self.problem(call).check(config, target)
+        self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)
         sharded.require_rest_of_one()
-
-    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
-        del mesh
-        return dispatch.Circumstances()
-
-    def typed(self, operands: Operands) -> Operands:
-        return operands
-
-    def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        del layouts
-        return operands
-
-    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> None:
-        del gathered_lhs, lhs
-
-    def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
-    ) -> Operands:
-        del d_kept, operands, wanted, layouts
-        return cotangents
 
     def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
         """By the kernel where that can be, else by XLA."""
+        operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
-        problem = _problem(Operands(lhs, (rhs,)), layouts, dtype)
+        problem = self.problem(operands, layouts, dtype)
         config, _ = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(
-            Operands(lhs, (rhs,)), Plan(self, layouts, dtype, plan.target, config, insists=plan.insists)
-        )
+        (out,), _ = call.fused(operands, Plan(self, layouts, dtype, plan.target, config, insists=plan.insists))
         return out
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int) -> None:
-        del is_batched, axis_size
-
-    def launch(self, operands: Operands, plan: Plan) -> call.Results:
+    def launch(self, operands: Operands, plan: Plan) -> Results:
         # The cache of `jax.jit` keeps its static arguments.
         kept = plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.alone)
         return (_launch(operands, kept),), None
 
 
 MATMUL = Matmul()
-
-
-def _problem(operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
-    batch, m, (n,), k = sizes(operands, layouts)
-    dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
-    return Problem("matmul", m, n, k, *dtypes, layout=layouts.name, batch=batch or 1)  # pyright: ignore[reportArgumentType]
 
 
 def _sealed(operands: Operands, plan: Plan) -> jax.Array:
@@ -248,8 +217,8 @@ def matmul(
     On several devices: inside `jax.shard_map` each device computes the product of what it holds. Outside, operands that
     are sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n are multiplied part by
     part, and the result is sharded as they are; a sharded k goes to XLA, or is a ValueError where both operands have
-    it. Along Auto axes XLA's partitioner decides, and it cannot split a kernel: XLA runs, or `implementation="fused"`
-    raises NotImplementedError.
+    it. `jax.vmap` over a sharded dimension goes to XLA. Along Auto axes XLA's partitioner decides, and it cannot split
+    a kernel: XLA runs, or `implementation="fused"` raises NotImplementedError.
 
     Example:
       >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)

@@ -38,8 +38,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     batches = batch or 1
     order = TileOrder.of(m, n, config)
     k_steps = ceil_div(ceil_div(k, config.tile_k), split)
-    clusters = plan.target.num_cores // config.cluster
-    work = StreamK(batches * split * order.tiles, k_steps, clusters, config.stream_k)
+    work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     given = operands if split == 1 else operands.matrices
     kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
@@ -94,7 +93,7 @@ class _Body:
         step = quotient(index, self.order.tiles)
         row, column = own_tile(config, *self.order(index - step * self.order.tiles))
         part = remainder(step, config.split_k)
-        return Tile(step, row, column, out_row=row * config.tile_m, k_first=part * self.k_steps)
+        return Tile(step, row, column, k_first=part * self.k_steps)
 
     def hooks(self) -> Hooks:
         (matrices, _), out_gmem = self.refs.inputs, self.refs.outputs

@@ -139,11 +139,13 @@ def autotune(
         raise ValueError(f"`budget_s` must be seconds, 0 or more, got {arguments.said(budget_s)}: leave it out")
     if path is not None and not isinstance(path, (str, pathlib.Path)):
         raise ValueError(f"`path` must be None or the path of a file, got {arguments.said(path)}: leave it out")
+    if path is not None and pathlib.Path(path).is_dir():
+        raise ValueError(f"`path` must be the path of a file, got the folder {str(path)!r}: name a file in it")
     problems = problems_of(fn, *args, **kwargs)
     if not problems:
         raise ValueError(
-            "`fn` makes no call of an operation of this library that leaves `config` open and runs the fused kernel "
-            '(on a CPU: with implementation="fused"), so there is nothing to tune'
+            "`fn` makes no call of an operation of this library that leaves `config` open and that the fused kernel "
+            "can serve, so there is nothing to tune: overlap.explain says what is in the way of a call"
         )
     target = dispatch.target()
     file = result_file(target, path) if save else None

@@ -113,10 +113,12 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         raise ValueError(f"`stages` must be at least 2, since a slot is released one step late, got {config.stages}")
     needed = smem_bytes(config, dtype, out_dtype, sizes.transport) + RESERVED_BYTES
     if needed > target.smem_limit_bytes:
+        chunks = config.pull.chunk_bytes, config.pull.chunk_slots
+        also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if sizes.transport == "pull" else ""
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
-            f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}) or `epilogue_slots` "
-            f"({config.hopper.epilogue_slots})"
+            f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}), `epilogue_slots` "
+            f"({config.hopper.epilogue_slots}){also}"
         )
 
 

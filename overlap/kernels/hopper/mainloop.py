@@ -228,7 +228,7 @@ def _store(
     slots, wg_m = config.hopper.epilogue_slots, halves(config)[0]
     slot = remainder(index, slots)
     epilogue = None if hooks.epilogue_at is None else hooks.epilogue_at(tile)
-    first_row, first_column = tile.out_row + row, tile.n * config.tile_n + column + index * width
+    first_row, first_column = tile.m * config.tile_m + row, tile.n * config.tile_n + column + index * width
     box_views, register_views = (view.at[half.warpgroup, slot] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
@@ -283,7 +283,7 @@ class Hopper:
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
         return staging.buffer_types(config, types)
 
-    def spread(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
+    def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
         # In the accumulator's layout, less the dimension that a vector does not have.
         layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
         vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)

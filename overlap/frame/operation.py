@@ -1,0 +1,119 @@
+"""What is special about an operation: all that the frame asks for, with what is right where nothing is communicated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from overlap.choice import dispatch
+from overlap.choice.problem import Problem
+from overlap.frame import by_xla
+from overlap.frame.operands import Operands, Plan, Results
+from overlap.kernels.config import Config
+from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.target import Target
+
+if TYPE_CHECKING:
+    from overlap.frame.normalize import Call
+
+NOTHING_GATHERED = MappingProxyType({"m": 1, "n": 1, "k": 1})
+_WAYS_AROUND = {
+    "bias": "add it to the result", "addend": "add it to the result", "activation": "apply it to the result",
+    "lhs_scale": "multiply the result by it", "rhs_scale": "multiply the result by it",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation, and what is special about one call of it. Hashable; equal ones run the same kernel.
+
+    Attributes:
+      name: the public function's.
+      takes_lists: whether `rhs` may be a list.
+      gathers_rows: whether an `lhs_scale` of shape (1, 1) is the scale of a device's only row (True) or a scalar.
+      epilogue: the keywords of the epilogue that the fused kernel takes.
+      batched_together: the fields of `Operands` that have a batch in the kernel if any has.
+    """
+
+    name = ""
+    takes_lists = False
+    gathers_rows = False
+    epilogue = frozenset()
+    batched_together = frozenset()
+
+    @property
+    def gather_factors(self) -> Mapping[str, int]:
+        """m, n and k of the product of one device, over those that `lhs` (m) and `rhs` (n, k) have per shard."""
+        return NOTHING_GATHERED
+
+    # --- The choice ---
+
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+        """The call's sizes, as the choice of a configuration sees them."""
+        raise NotImplementedError
+
+    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+        """Whether the fused kernel can serve the call. Raises as `limits.check` does."""
+        raise NotImplementedError
+
+    def check_keywords(self, call: Call) -> None:
+        """Raises NotImplementedError if the fused kernel has no such epilogue."""
+        for name in call.given:
+            if name not in self.epilogue:
+                raise NotImplementedError(
+                    f"the fused kernel of `{self.name}` takes no `{name}` yet: {_WAYS_AROUND[name]}, or use "
+                    'implementation="xla"'
+                )
+        if call.activation is not None and (cannot := call.activation.program.why_not_in_kernel):
+            raise NotImplementedError(
+                f"the fused kernel cannot take this `activation`: {cannot}; apply it to the result, or use "
+                'implementation="xla"'
+            )
+
+    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
+        """What else the choice depends on."""
+        del mesh
+        return dispatch.Circumstances()
+
+    # --- The kernel ---
+
+    def launch(self, operands: Operands, plan: Plan) -> Results:
+        """Runs the kernel on checked operands."""
+        raise NotImplementedError
+
+    def typed(self, operands: Operands) -> Operands:
+        """The operands, typed as varying along the mesh axes along which the kernel communicates."""
+        return operands
+
+    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
+        """Why the kernel has no batch for what `jax.vmap` is over; None if it has."""
+        del is_batched, axis_size
+        return None
+
+    # --- The same by XLA, and the backward pass ---
+
+    def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
+        """By XLA: the operands of the product that one device computes."""
+        del layouts
+        return operands
+
+    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
+        """What of the gathered left operand is a result as well."""
+        del gathered_lhs, lhs
+        return None
+
+    def scattered(
+        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+    ) -> Operands:
+        """The transpose of `gathered`: from cotangents of its results (and of `kept`) to those of the operands."""
+        del d_kept, operands, wanted, layouts
+        return cotangents
+
+    def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
+        """A product of the backward pass."""
+        del plan
+        return by_xla.times(lhs, rhs, layouts, dtype)
