@@ -82,6 +82,19 @@ def test_only_what_the_peers_read_and_the_flags_talk_to_peers(lowered, peers_rea
     assert "uses_xla_collective_metadata = false" in second and "skip_device_barrier = true" in first
 
 
+@pytest.mark.parametrize("m", [1024, 16], ids=["rows", "few rows"])
+def test_peers_read_the_scales_of_rows_too(m, a_process_each):
+    """They come behind both right operands."""
+
+    def call(a, b):
+        scales = a[:, :1].astype(jnp.float32)
+        return overlap.all_gather_lhs_matmul(a, (b, b), "x", lhs_scale=scales, implementation="fused")[0]
+
+    shapes = (4 * m, 512), (512, 2048)
+    (_, tells, _), (_, operands, _) = calls(text_of(call, layout("x", x=4).mesh(), (ROWS, COLUMNS, COLUMNS), shapes))
+    assert tells == [operands[0], operands[3]]
+
+
 def test_the_ring_and_one_process_leave_it_to_xla(monkeypatch):
     ((_, operands, only),) = calls(gather_rows(1024))
     assert len(operands) == 3 and 'xla_replica_ids = "0,1,2,3"' in only and "symmetric_memory" not in only

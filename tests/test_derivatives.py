@@ -72,7 +72,7 @@ def test_what_does_not_fit_the_operands_is_not_rounded_to_them(name, dtype):
         assert error <= 2 * rounding + 1e-3 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("how", ["leading dimension", "vmap", "vmap of jvp"])
+@pytest.mark.parametrize("how", ["leading dimension", "transposed", "vmap", "vmap of jvp"])
 @pytest.mark.parametrize("shared", ["lhs", "rhs"])
 def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
     """Those of the elements nearly cancel: rounded to bfloat16 before the sum, nothing right would be left."""
@@ -85,8 +85,10 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
         lhs = lhs.at[1].set(lhs[0] + (jnp.abs(lhs[0]) / 64).astype(BF16))
 
     def product(lhs, rhs):
+        if how == "transposed":
+            lhs = lhs.mT
         if how != "vmap of jvp":
-            return overlap.matmul(lhs, rhs, implementation="fused", config=SMALL)
+            return overlap.matmul(lhs, rhs, transpose_lhs=how == "transposed", implementation="fused", config=SMALL)
         # The shared operand as a direction: the tangent is the same product.
         if shared == "lhs":
             return jax.jvp(lambda x: overlap.matmul(x, rhs, implementation="fused"), (0 * lhs,), (lhs,))[1]
@@ -94,7 +96,7 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
 
     def loss(lhs, rhs):
         axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
-        y = product(lhs, rhs) if how == "leading dimension" else jax.vmap(product, axes)(lhs, rhs)
+        y = product(lhs, rhs) if how in ("leading dimension", "transposed") else jax.vmap(product, axes)(lhs, rhs)
         return (y * g).astype(F32).sum()
 
     with emulate(cores=2):

@@ -240,6 +240,16 @@ def test_scales_count_as_transfers(monkeypatch):
     assert "may leave the kernel before" in str(report)
 
 
+def test_the_own_rows_are_copied_while_peers_begin(monkeypatch):
+    order, copy, awaits = [], pull.Communicator._copy, pull.Handshake.await_peers
+    names = {True: "own", False: "peers"}
+    copies = lambda self, chunks, *args: order.append(names[chunks is self.own]) or copy(self, chunks, *args)  # noqa: E731
+    monkeypatch.setattr(pull.Communicator, "_copy", copies)
+    monkeypatch.setattr(pull.Handshake, "await_peers", lambda self: order.append("wait") or awaits(self))
+    of_rows(FORM, WHOLE).run(cores=3)
+    assert order[:3] == ["own", "wait", "peers"]
+
+
 def test_a_wrong_order_of_the_shards_shows_in_the_numbers(monkeypatch):
     lay_the_shards_in_the_order_of_steps(monkeypatch)
     with pytest.raises(AssertionError):

@@ -73,6 +73,16 @@ def test_no_signal_but_the_flags_and_no_more_of_them_than_pieces_need():
     assert run.counts["signals"] == (2 * 2 + 1) * 3
 
 
+def test_who_waits_too_long_names_the_device_whose_rows_are_missing(monkeypatch):
+    peer, asked, waited = Ring.peer, [], []
+    monkeypatch.setattr(Ring, "peer", lambda self, distance: asked.append(distance) or peer(self, distance))
+    monkeypatch.setattr(Handshake, "wait_for", lambda *_: waited.append(asked[-1]))
+    cores, run_kernel, _ = kernel_of("plain")
+    with pytest.raises(EmulationError), emulate(cores=cores):
+        run_kernel()
+    assert waited and set(waited) == {1}
+
+
 # --- Seeded defects ---------------------------------------------------------------------------------------------------
 
 
