@@ -47,7 +47,7 @@ def _write_record(state: int, operation: int, role: int) -> list[str]:
 def look_until(
     look: Sequence[str], operands: Sequence[Any], *, operation: int, role: int, fences: Sequence[str] = _FENCES
 ) -> None:
-    """Emits a wait, by all lanes of the warp as one thread.
+    """Emits a wait, by all lanes of the warp as one thread: none of them goes on before all have seen it.
 
     Args:
       look: PTX that looks once: it sets the predicate `there`, and `got` to what it saw.
@@ -93,6 +93,9 @@ def look_until(
         f"setp.lt.u32 early, waited, {_ticks(board.LINGER_S)};", "@early bra LINGER;",
         "trap;",
         "THERE:", *fences,
+        # The lanes look one by one, and what one of them does next may end what the others are looking for: a peer
+        # lowers its beacon when it has been seen. The compiler brings them together only if it likes.
+        "bar.warp.sync 0xffffffff;",
         f"setp.eq.u32 early, until, {first};", "@early bra OVER;", *write(board.OVER), "OVER:",
     ]  # fmt: skip
     ptx(lines, *operands)
