@@ -66,7 +66,15 @@ def load(tree: pathlib.Path) -> Any:
         file.write_text(re.sub(r"\b(from|import) overlap\b", rf"\1 {_NAME}", file.read_text()))
     sys.path.insert(0, str(home))
     # Code that says "overlap.something" without importing that name as such finds the package under its own name.
-    return importlib.import_module(_NAME)
+    package = importlib.import_module(_NAME)
+    # What there is once in a process. Without the board a kernel is another one, and was seen to hang (2 H200s).
+    for module, function in (("primitives.board", "address"), ("_compat", "device_ids")):
+        setattr(importlib.import_module(f"{_NAME}.{module}"), function, getattr(_own(module), function))
+    return package
+
+
+def _own(module: str) -> Any:
+    return importlib.import_module(f"overlap.{module}")
 
 
 def call_of(package: Any, case: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
