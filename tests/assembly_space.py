@@ -316,6 +316,12 @@ def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
     )  # fmt: skip
 
 
+def _converges_at_the_end(ptx: str) -> bool:
+    """Whether the last thing before the last barrier of a warpgroup is that of each warp."""
+    before = [line.strip() for line in ptx[: ptx.rindex("bar.sync")].splitlines()]
+    return [line for line in before if line and not line.startswith(("//", ".loc"))][-1] == "bar.warp.sync 0xffffffff;"
+
+
 def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     """What is wrong with an assembled kernel, in words; nothing, it is hoped."""
     limits, threads = assembly_registers.stated(ptx), math.prod(report.threads)
@@ -330,6 +336,8 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
         f"{report.stack_frame_bytes} bytes of local memory": report.stack_frame_bytes <= report.spills,
         # Serialized wgmma, an ignored setmaxnreg: whatever ptxas remarks costs time.
         f"remarks: {report.remarks}": not report.remarks,
+        # See `overlap.primitives.converge_warp`.
+        "warps meet the others before all of their lanes are there": _converges_at_the_end(ptx),
         # What the roles take must be what the kernel was launched with, or setmaxnreg waits forever.
         f"{taken} registers taken of {report.registers * threads}":
             report.ignores_setmaxnreg or taken <= report.registers * threads <= 65536,

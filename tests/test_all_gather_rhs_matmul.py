@@ -224,7 +224,7 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     (GOOD_N, {"gather_dimension": 2}, ValueError, ["`gather_dimension`", "0", "1", "got 2"]),
     (GOOD_N, {"gather_dimension": True}, ValueError, ["`gather_dimension`", "True"]),
     (GOOD_N, {"gather_dimension": None}, ValueError, ["`gather_dimension`", "None"]),
-    (GOOD_N, ALONG_K, ValueError, ["`lhs`", "k=64", "k=128", "2 shards", "gather_dimension=1"]),
+    (GOOD_N, ALONG_K, ValueError, ["`lhs`", "k=64", "k=128", "2 shards", "`gather_dimension`"]),
     (GOOD_K, ALONG_N, ValueError, ["`lhs`", "k=128", "k=64"]),
     ((struct(128), struct(64, 256)), ALONG_K, ValueError, ["`lhs`", "2 dimensions", "got 1"]),
     ((struct(128, 64), struct(1, 64, 256)), ALONG_N | FUSED, NotImplementedError, ["`rhs`", "leading", "(1,)"]),

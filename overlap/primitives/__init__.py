@@ -35,7 +35,7 @@ another device gets on, so what a peer waits for is done by whichever CTAs are t
 
 from overlap.primitives.atomics import draw, each_drawn
 from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, wait_stores_landed, wait_stores_read
-from overlap.primitives.flags import fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
+from overlap.primitives.flags import converge_warp, fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
 from overlap.primitives.peers import Ring
 
@@ -44,6 +44,7 @@ __all__ = [
     "Handshake",
     "PullPlan",
     "Ring",
+    "converge_warp",
     "draw",
     "each_drawn",
     "fence_async_proxy",

@@ -56,6 +56,21 @@ def _fence_proxy_async(_: Any) -> None:
     mgpu_utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
 
+def _converge_warp(_: Any) -> None:
+    mgpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)
+
+
+def converge_warp() -> None:
+    """Waits until all lanes of the warp are here. To be called at the end of each warp's part of a `plgpu.warp_map`.
+
+    The warps of a warpgroup meet behind it at an aligned barrier, where each must arrive as one. But of a copy that one
+    elected lane starts, ptxas makes a branch around it for the others, and if the copy is the last thing that the warp
+    does, the branch ends at that barrier: the lanes arrive in two groups, the barrier counts one warp too many, and the
+    last warp waits there for ever. (Seen on H200, as a kernel that never ended.)
+    """
+    plgpu.inline_mgpu()(_converge_warp)()
+
+
 def fence_async_proxy() -> None:
     """Lets the copy engine's later loads see what a wait on a flag has made visible to this thread."""
     plgpu.inline_mgpu()(_fence_proxy_async)()

@@ -52,7 +52,7 @@ from overlap.kernels.hopper.staging import Buffers
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.partial_sums import Part, finish_together
 from overlap.kernels.stream_k import Piece
-from overlap.primitives import wait_stores_read
+from overlap.primitives import converge_warp, wait_stores_read
 from overlap.primitives.integers import remainder
 
 if TYPE_CHECKING:
@@ -323,6 +323,7 @@ class Hopper:
                     pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
                 if hooks.in_smem is not None:
                     pl.when(warp == FORWARDER_WARP)(forward)
+                converge_warp()
 
 
 HOPPER = Hopper()
