@@ -19,6 +19,7 @@ cp.async.bulk.tensor with .multicast::cluster; CUTLASS's cluster shapes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,23 @@ def wait_until_peers_are_done(filled: Any, slots: Slots) -> None:
         @pl.when(fill >= slots.stages)
         def _wait() -> None:
             plgpu.barrier_wait(slots.consumed.at[remainder(fill, slots.stages)])
+
+
+def for_each_own_tile(
+    t: Tiling, mine: tuple[Any, Any], counts: tuple[int, int], tile_at: Callable[[Any], tuple[Any, Any]],
+    visit: Callable[[Any, Any, Any], None],
+) -> None:  # fmt: skip
+    """Calls `visit(row, column, first)` for each tile of this CTA; `first`: k steps that it has done before.
+
+    `mine`: this CTA's cluster, and its rank there; `counts`: how many clusters and pairs of tiles there are.
+    """
+    (cluster, rank), (clusters, pairs) = mine, counts
+
+    def at(index: Any, ordinal: Any) -> None:
+        pair_row, column = tile_at(index)
+        visit(pair_row * CLUSTER + rank, column, ordinal * t.k_steps)
+
+    for_each_tile(cluster, clusters, pairs, at)
 
 
 def clustered(
@@ -76,12 +94,7 @@ def clustered(
     def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, chunks_smem: Any) -> None:
         cluster, rank = lax.axis_index(CLUSTER_AXIS), lax.axis_index(RANK_AXIS)
 
-        def mine(visit: Callable[[Any, Any, Any], None]) -> None:
-            def at(index: Any, ordinal: Any) -> None:
-                pair_row, column = tile_at(index)
-                visit(pair_row * CLUSTER + rank, column, ordinal * t.k_steps)
-
-            for_each_tile(cluster, clusters, pairs, at)
+        mine = functools.partial(for_each_own_tile, t, (cluster, rank), (clusters, pairs), tile_at)
 
         def memory() -> None:
             @mine

@@ -17,6 +17,7 @@ Source: CUTLASS's persistent cooperative kernels; the Blackwell matmul guide in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,18 +43,22 @@ def for_each_tile(worker: Any, workers: int, tiles: int, visit: Callable[[Any, A
         visit(worker + ordinal * workers, ordinal)
 
 
+def for_each_own_tile(t: Tiling, ctas: int, visit: Callable[[Any, Any, Any], None]) -> None:
+    """Calls `visit(row, column, first)` for each tile of this CTA; `first`: k steps that it has done before."""
+
+    def at(index: Any, ordinal: Any) -> None:
+        visit(quotient(index, t.n_tiles), remainder(index, t.n_tiles), ordinal * t.k_steps)
+
+    for_each_tile(lax.axis_index(CTA_AXIS), ctas, t.m_tiles * t.n_tiles, at)
+
+
 def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 4, chunk_n: int = 64) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
     t = Tiling.of(lhs, rhs, tile_n=tile_n)
-    tiles = t.m_tiles * t.n_tiles
-    ctas = min(num_ctas(), tiles)
+    ctas = min(num_ctas(), t.m_tiles * t.n_tiles)
 
     def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, chunks_smem: Any) -> None:
-        def mine(visit: Callable[[Any, Any, Any], None]) -> None:
-            def at(index: Any, ordinal: Any) -> None:
-                visit(quotient(index, t.n_tiles), remainder(index, t.n_tiles), ordinal * t.k_steps)
-
-            for_each_tile(lax.axis_index(CTA_AXIS), ctas, tiles, at)
+        mine = functools.partial(for_each_own_tile, t, ctas)
 
         def load(row: Any, column: Any, first: Any) -> None:
             load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t, first=first)
