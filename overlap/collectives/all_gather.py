@@ -1,4 +1,4 @@
-"""What operations that gather an operand along a mesh axis have in common, an `overlap.frame.operation.Operation`."""
+"""What all operations that gather an operand along a mesh axis have in common."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class AllGather(Operation):
             raise NotImplementedError(
                 f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {limits.TMA_ROW_BYTES} "
                 f"bytes, got k_shard={problem.k} elements of {problem.itemsize} bytes: pad k_shard to a multiple of "
-                f'{unit}, or use implementation="xla"'
+                f"{unit}, or {_XLA}"
             )
         dtypes, k = (call.operands.lhs.dtype, call.out_dtype), problem.whole[2]
         m_name = "m_shard" if self.along == "m" else "m"
@@ -144,13 +144,16 @@ class AllGather(Operation):
             axes = axes_of(operands.lhs, *operands.rhs_list, cotangents.lhs)
             d_lhs = cotangents.lhs + part_of(d_kept.astype(jnp.float32), axes)
             cotangents = dataclasses.replace(cotangents, lhs=d_lhs)
-        # What is summed over devices travels in the dtype that is wanted, but for 8 bits, which are too few.
-        travels = lambda x, dtype: None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)  # noqa: E731
-        cotangents = dataclasses.replace(
-            cotangents, lhs=travels(cotangents.lhs, wanted.lhs) if self.along == "m" else cotangents.lhs,
-            rhs_list=tuple(map(travels, cotangents.rhs_list, wanted.rhs_list)) if self.along != "m"
-            else cotangents.rhs_list,
-        )  # fmt: skip
+
+        def as_sent(x: Any, dtype: Any) -> Any:
+            # What is summed over devices travels in the dtype that is wanted, but for 8 bits, which are too few.
+            return None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
+
+        if self.along == "m":
+            cotangents = dataclasses.replace(cotangents, lhs=as_sent(cotangents.lhs, wanted.lhs))
+        else:
+            rhs_list = tuple(map(as_sent, cotangents.rhs_list, wanted.rhs_list))
+            cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._along_the_ring(cotangents, layouts, self._scatter)
 
     def _along_the_ring(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:

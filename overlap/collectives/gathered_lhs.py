@@ -103,6 +103,7 @@ class _Body:
     def of(
         kernel: ProductKernel, schedule: AllGatherSchedule, ring: Ring, transport: Transport, operation: str, refs: Refs
     ) -> _Body:
+        """The body of one device, from the references that the launch made."""
         (lhs_gmem, _, vectors), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
         scales = (vectors.row_scale, *scales_gmem) if scales_gmem else None
         shards = Shards(operation, ring, schedule, kernel.config, kernel.work.parts, lhs_gmem, scratch_gmem, scales)
@@ -147,18 +148,18 @@ class _Body:
         first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
-            def spread(vector_gmem: Any) -> jax.Array:
+            def broadcast(vector_gmem: Any) -> jax.Array:
                 return mainloop.broadcast_vector(vector_gmem, pl.ds(first_row + rows.start, rows.size), shape, 0)
 
             if scales is None:
-                return spread(vectors.row_scale)
+                return broadcast(vectors.row_scale)
             # Those of a peer's rows are here if the rows are, for which the producer has waited. (The second tile of a
             # cluster may lie wholly below the last row, where nothing comes, and takes whatever there is.)
             own, of_peers = scales
             return lax.cond(
                 jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks),
-                lambda: spread(own.at[0]),
-                lambda: spread(of_peers.at[tile.step - 1, 0]),
+                lambda: broadcast(own.at[0]),
+                lambda: broadcast(of_peers.at[tile.step - 1, 0]),
             )
 
         return epilogue.epilogue(

@@ -42,9 +42,7 @@ def decide(
     )
 
 
-def run(
-    prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any
-) -> Any:  # fmt: skip
+def run(prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any) -> Any:
     """Runs a public operation on its arguments, by name."""
     arguments.require_values(**{name: given[name] for name in ARRAYS if name in given})
     operation, call = prepare(**given)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from overlap.frame import activation as activations
 from overlap.frame import arguments, scales
-from overlap.frame.operands import Operands, accumulator, sizes
+from overlap.frame.operands import Operands, Results, accumulator, sizes
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.layouts import OperandLayouts
 
@@ -57,7 +57,7 @@ class Call:
         """Batch (None if there is none), m, n of each right operand, and k, all per shard."""
         return sizes(self.operands, self.layouts)
 
-    def restore(self, results: tuple[tuple[jax.Array, ...], jax.Array | None]) -> Any:
+    def restore(self, results: Results) -> Any:
         """The results as the caller expects them."""
         # One of several right operands may have leading dimensions, where the left one and others have none.
         outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)

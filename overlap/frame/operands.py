@@ -1,6 +1,8 @@
 """What goes into a product, in the one form that all operations bring a call into.
 
-out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
+A product computes this, without the parts that it is not given:
+
+    out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
 """
 
 from __future__ import annotations
@@ -68,12 +70,9 @@ class Operands:
 
     def of_one(self, index: int) -> Operands:
         """Those of one right operand."""
-        nothing = (None,) * len(self.rhs_list)
-        of_each = (self.column_scales or nothing, self.biases or nothing, self.addends or nothing)
-        scales, biases, addends = (None if x[index] is None else (x[index],) for x in of_each)
-        return dataclasses.replace(
-            self, rhs_list=(self.rhs_list[index],), column_scales=scales, biases=biases, addends=addends
-        )
+        rhs, *of_rhs = self.of_each[index]
+        scales, biases, addends = (None if x is None else (x,) for x in of_rhs)
+        return dataclasses.replace(self, rhs_list=(rhs,), column_scales=scales, biases=biases, addends=addends)
 
     @property
     def of_each(self) -> list[tuple[Any, Any, Any, Any]]:

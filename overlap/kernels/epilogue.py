@@ -39,7 +39,7 @@ class Vectors:
     """What an epilogue reads; arrays outside of a kernel, references inside. None where there is nothing.
 
     Attributes:
-      row_scale: in f32, whatever its order: `rows_of` says where a tile's are.
+      row_scale: in f32, in any order: `row_scales` of `epilogue` loads a tile's.
       column_scale: [columns] in f32, those of several right operands one behind the other.
       bias: likewise.
       scalars: what the activation captures, as `packed` has it.
