@@ -8,7 +8,7 @@ VENV_NEWEST := .venv-jax-0.12
 # Two workers: most tests compile, and XLA uses further threads by itself.
 PYTEST := -m pytest -n 2
 SLOW := -m "not slow"
-CASES := --cases 2
+CASES := --cases 1
 CASES_ON_GPUS := --cases 1
 ARGS ?=
 
