@@ -23,6 +23,8 @@ _MODULES = {
     "all_gather_lhs_matmul": "all_gather_matmul",
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul --along n",
     "all_gather_rhs_matmul_k": "all_gather_rhs_matmul --along k",
+    "matmul_reduce_scatter": "matmul_reduce_scatter",
+    "matmul_reduce_scatter_n": "matmul_reduce_scatter --along n",
 }
 _ONE_DEVICE = ("matmul", "ladder")
 

@@ -94,6 +94,35 @@ def all_gather_rhs_methods(
     return _select(names, variants, fused, makers)
 
 
+def reduce_scatter_methods(
+    problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
+) -> list[Method]:
+    """The methods for `matmul_reduce_scatter`; the roof and `own_matmul` are products that nobody sums up."""
+    del num_examples
+    form = {
+        "transpose_lhs": problem.transpose_lhs, "transpose_rhs": problem.transpose_rhs,
+        "preferred_element_type": problem.out_dtype,
+    }  # fmt: skip
+
+    def fused(variant: Variant) -> Method:
+        def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return overlap.matmul_reduce_scatter(
+                lhs, rhs, AXIS, scatter_dimension=0 if problem.scattered == "m" else 1, config=_config(variant.config),
+                implementation="fused", **form,
+            )  # fmt: skip
+
+        return Method(variant.name, call)
+
+    makers: dict[str, Callable[[], Method]] = {
+        "xla": lambda: Method("xla", functools.partial(unfused, problem)),
+        "roof": lambda: Method("roof", functools.partial(product, problem), gathered=True),
+        "own_matmul": lambda: Method(
+            "own_matmul", functools.partial(overlap.matmul, implementation="fused", **form), gathered=True
+        ),
+    }
+    return _select(names, variants, fused, makers)
+
+
 def matmul_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:

@@ -47,7 +47,7 @@ class TableProblem:
             "matmul" if self.op == "ladder" else self.op, self.m, self.n, self.k, dtype,
             library.default_out_dtype(dtype), self.devices, self.layout,
         )  # fmt: skip
-        if (gathered := result.gathered) == "m":
+        if (gathered := result.gathered) in ("m", ""):
             return result
         return dataclasses.replace(result, **{gathered: getattr(self, gathered) // self.devices})
 

@@ -9,7 +9,12 @@ from typing import Any
 
 from overlap import _compat
 
-__all__ = ["let_warps_arrive_at_cluster_barriers", "let_warps_loop", "offer_square_wgmma_tiles"]
+__all__ = [
+    "let_warps_arrive_at_cluster_barriers",
+    "let_warps_load_scalars",
+    "let_warps_loop",
+    "offer_square_wgmma_tiles",
+]
 
 
 def offer_square_wgmma_tiles() -> None:
@@ -100,6 +105,18 @@ def let_warps_arrive_at_cluster_barriers() -> None:
 
     arrive.reaches_clusters = True  # pyright: ignore[reportFunctionMemberAccess]
     rules[barrier_arrive] = arrive
+
+
+def let_warps_load_scalars() -> None:
+    """Lets a warp of its own (`plgpu.warp_map`) load a scalar from shared memory, as a warpgroup can. Idempotent.
+
+    A warp may store one, and Pallas loads what was there before; only the load is not among the operations that Mosaic
+    GPU lists for a warp. Its lowering is the same for any threads. Same in jax 0.11.2 and 0.12.0.1.
+    """
+    from jax.experimental.mosaic.gpu import dialect_lowering
+    from jaxlib.mlir.dialects import memref
+
+    dialect_lowering._supported_warp_lowerings.add(memref.LoadOp.OPERATION_NAME)
 
 
 def let_warps_loop() -> None:

@@ -102,3 +102,33 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
     out_specs = (out_spec, P()) if keeps else out_spec
     mapped = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped, tuple(assembly.struct(mesh, *operand) for operand in operands)
+
+
+def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """A product summed over the axis x and scattered; `case.shape` is that of one device's product."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+
+    options = dict(case.config)
+    op, out, epilogue = options.pop("op"), options.pop("out"), options.pop("epilogue", None)
+    layout, batch = options.pop("layout", "nn"), tuple(options.pop("batch", ()))
+    rhs_dtype = options.pop("rhs_dtype", case.dtype)
+    (m, n, k), size, (left, right) = case.shape, mesh.shape["x"], (letter == "t" for letter in layout)
+    columns = op.endswith("_n")
+    structs = [
+        assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),
+        assembly.struct(mesh, (n, k) if right else (k, n), rhs_dtype),
+    ]
+    shapes = {"bias": (n // size if columns else n,), "lhs_scale": (m, 1), "rhs_scale": (n,)} if epilogue else {}
+    structs += [assembly.struct(mesh, shape, "f32") for shape in shapes.values()]
+
+    def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
+        return overlap.matmul_reduce_scatter(
+            lhs, rhs, "x", scatter_dimension=int(columns), transpose_lhs=left, transpose_rhs=right,
+            preferred_element_type=out, config=overlap.Config.of(**options), implementation="fused",
+            activation=jax.nn.gelu if epilogue else None, **dict(zip(shapes, rest, strict=True)),
+        )  # fmt: skip
+
+    return jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P("x"), check_vma=False), tuple(structs)

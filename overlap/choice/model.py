@@ -50,14 +50,16 @@ ZERO_FLAGS_US = 2.0
 # From the start until the first rows of a peer may be multiplied; and NVLink.
 GATHER_US = 6.0
 PULLED_BYTES_PER_US = 0.35e6
+# From the last tile of a peer until its part of it has come.
+SCATTER_US = 6.0
 # Two CTAs begin and end together.
 CLUSTER_US = 0.5
 
 
 def _rows(config: Config, problem: Problem) -> tuple[int, int]:
     """Rows of a product that a tile may take from anywhere, and how many such products there are."""
-    products = problem.batch * (problem.devices if problem.gathered != "k" else 1)
-    return (products * problem.m, 1) if config.joined else (problem.m, products)
+    m, _ = problem.block
+    return (problem.blocks * m, 1) if config.joined else (m, problem.blocks)
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
@@ -66,7 +68,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     m, products = _rows(config, problem)
     # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
     lengths = problem.devices if problem.gathered == "k" else 1
-    tiles = products * ceil_div(m, rows) * ceil_div(problem.n, columns) * config.split_k
+    tiles = products * ceil_div(m, rows) * ceil_div(problem.block[1], columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
     return StreamK.on(target, config, tiles, k_steps)
 
@@ -113,6 +115,8 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
         us += (elements * F32_BYTES * (1 / STORE_BYTES_PER_CYCLE + added) + FLAG_CYCLES) / CYCLES_PER_US
     if problem.pulls and problem.gathered == "m":
         us = _with_gather(us, work, config, problem, hbm_rate)
+    if problem.pulls and problem.scattered:
+        us += SCATTER_US
     if work.cuts:
         us += ZERO_FLAGS_US
     if config.cluster > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -15,12 +16,14 @@ from overlap.kernels.target import Target
 Layout = Literal["nn", "nt", "tn", "tt"]
 LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 _SIGNIFICANT_BITS = 4
-# Which dimension of one shard's product is gathered, where it is not m.
-_GATHERED = {"all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
+# Which dimension of one shard's product is gathered, or that of the product scattered.
+_GATHERED = {"all_gather_lhs_matmul": "m", "all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
+_SCATTERED = {"matmul_reduce_scatter": "m", "matmul_reduce_scatter_n": "n"}
 # What users call these.
 _PUBLIC = {
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul (along n)",
     "all_gather_rhs_matmul_k": "all_gather_rhs_matmul (along k)",
+    "matmul_reduce_scatter_n": "matmul_reduce_scatter (along n)",
 }
 
 
@@ -32,7 +35,8 @@ class Problem:
       op: the operation's name.
       m: rows of the left operand (of one shard, in a collective).
       n: columns of the right operand, likewise.
-      k: the contraction dimension; if the right operand is gathered along it, that of one shard.
+      k: the contraction dimension, likewise: if the right operand is gathered along it, or the products are summed over
+        the devices, that of one shard.
       dtype: name of the operands' dtype.
       out_dtype: name of the result's dtype.
       devices: how many take part.
@@ -74,8 +78,24 @@ class Problem:
 
     @property
     def gathered(self) -> str:
-        """The dimension in which the devices' shards are put together: "m", "n" or "k"."""
-        return _GATHERED.get(self.op, "m")
+        """The dimension in which the devices' shards are put together: "m", "n" or "k"; "" if none is."""
+        return _GATHERED.get(self.op, "")
+
+    @property
+    def scattered(self) -> str:
+        """The dimension in which the sum of the devices' products is taken apart: "m" or "n"; "" if nothing is."""
+        return _SCATTERED.get(self.op, "")
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of each product whose tiles a device computes: of one shard's, or of one device's result."""
+        parts = {self.scattered: self.devices}
+        return self.m // parts.get("m", 1), self.n // parts.get("n", 1)
+
+    @property
+    def blocks(self) -> int:
+        """How many such products there are, batch elements included. Shards gathered along k lengthen them instead."""
+        return self.batch * (1 if self.gathered == "k" else self.devices)
 
     @property
     def whole(self) -> tuple[int, int, int]:
@@ -104,8 +124,11 @@ class Problem:
     @property
     def received_bytes_per_device(self) -> float:
         """Bytes that one device receives from the others."""
-        rows = self.m if self.gathered == "m" else self.n
-        return float((self.devices - 1) * self.batch * rows * self.k * self.itemsize)
+        if self.scattered:
+            block = math.prod(self.block) * jnp.dtype(self.out_dtype).itemsize
+        else:
+            block = (self.m if self.gathered == "m" else self.n) * self.k * self.itemsize
+        return float((self.devices - 1) * self.batch * block)
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -133,8 +156,9 @@ class Problem:
         """`limits.check` for this problem."""
         # The parts of a split contraction are stored in f32.
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
-        layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), "pull" if self.pulls else ""
-        limits.check(limits.Sizes(self.m, self.n, self.k, self.dtype, out_dtype, layouts, transport), config, target)
+        layouts, (m, n) = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.block
+        transport = "" if not self.pulls else "push" if self.scattered else "pull"
+        limits.check(limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, transport), config, target)
 
     def accepts(self, config: Config, target: Target) -> bool:
         """Whether the fused kernel can run this problem so configured, with the registers that there are."""

@@ -120,8 +120,9 @@ def _usual(problem: Problem) -> Config:
 
 def _adjacent(shape: Config, problem: Problem) -> int:
     """How many tiles lie side by side in the direction of the cluster."""
-    rows = problem.m * (problem.batch * problem.devices if shape.joined else 1)
-    size, tile = (rows, shape.tile_m) if shape.cluster_along == "m" else (problem.n, shape.tile_n)
+    m, n = problem.block
+    rows = m * (problem.batch * problem.devices if shape.joined else 1)
+    size, tile = (rows, shape.tile_m) if shape.cluster_along == "m" else (n, shape.tile_n)
     return -(-size // tile)
 
 
@@ -165,7 +166,8 @@ def _walk(config: Config, problem: Problem) -> Config:
     """The same configuration with its order of tiles as it comes out on the problem's grid: equal ones are one."""
     rows, columns = config.cluster_tile
     of_all = problem.batch * problem.devices if config.joined else 1
-    tiles = {"m": -(-problem.m * of_all // rows), "n": -(-problem.n // columns)}
+    m, n = problem.block
+    tiles = {"m": -(-m * of_all // rows), "n": -(-n // columns)}
     minor = config.order_minor if min(tiles.values()) > 1 else "m"
     width = min(config.order_width, tiles[minor]) if min(tiles.values()) > 1 else 1
     return dataclasses.replace(config, order_minor=minor, order_width=width)

@@ -51,6 +51,7 @@ class Chunks:
       source: from there to the reference.
       destination: likewise.
       landed: raises the flag.
+      ready: waits until a chunk may be loaded; None: all may be.
     """
 
     count: int
@@ -59,6 +60,7 @@ class Chunks:
     source: Callable[..., Any]
     destination: Callable[..., Any]
     landed: Callable[[Any, Any, Any], None] = lambda *_: None
+    ready: Callable[[Any, Any, Any], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Communicator:
         return pull_chunks(
             number, (first, first + chunks.count), counter, chunks.plan, at=chunks.at, source=chunks.source,
             destination=chunks.destination, landed=chunks.landed, slots_smem=slots_smem, loaded=loaded,
+            ready=chunks.ready,
         )  # fmt: skip
 
 

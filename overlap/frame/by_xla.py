@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,19 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -
 
 
 def whole(operands: Operands, plan: Any, activation: Applied) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """The whole operation: what it gathers, then the products. The form in which all results of operations are."""
-    gathered = plan.operation.gathered(operands, plan.layouts)
-    outs = products(gathered, plan.layouts, plan.out_dtype, activation)
-    return outs, plan.operation.kept(gathered.lhs, operands.lhs)
+    """The whole operation: what it gathers, the products, their sum over devices. The form of all operations' results.
+
+    What is summed over devices travels in the result's dtype.
+    """
+    operation, out_dtype = plan.operation, plan.out_dtype
+    gathered = operation.gathered(operands, plan.layouts)
+    if not operation.reduces:
+        outs = products(gathered, plan.layouts, out_dtype, activation)
+        return outs, operation.kept(gathered.lhs, operands.lhs)
+    bare = dataclasses.replace(gathered, biases=None, addends=None)
+    sums = tuple(map(operation.reduced, products(bare, plan.layouts, out_dtype, None)))
+    if gathered.biases is None and gathered.addends is None and activation is None:
+        return sums, None
+    rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
+    wide = accumulator(operands.lhs.dtype)
+    return finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), None

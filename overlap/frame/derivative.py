@@ -53,6 +53,11 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
         if plan.activation is not None:
             d_z, d_scalars = _through_activation(plan, products[index], operands.scalars, d_out)
             sums.add_to_scalars(d_scalars)
+        d_sum, d_part = d_z, d_out
+        if operation.reduces:
+            # What devices have summed up goes to all of them, in the dtype in which it came.
+            d_part = operation.spread(d_out if plan.activation is None else d_z.astype(d_out.dtype))
+            d_z = d_part.astype(F32)
         row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
         column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
         d_column = None
@@ -63,13 +68,14 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
                 sums.rows = _plus(sums.rows, _like((weighted * column).sum(axis=-1), operands.row_scale.ndim))
         # The cotangent as it came, where nothing has changed it: the kernel can multiply it if it has the operands'
         # dtype.
-        g = d_out if plan.activation is None and not whole.is_scaled else d_z * row * column
+        unchanged = plan.activation is None or operation.reduces
+        g = d_part if unchanged and not whole.is_scaled else d_z * row * column
         if wanted.lhs is not None:
             sums.lhs = _plus(sums.lhs, _of_lhs(plan, whole.lhs, rhs, g, F32 if several else wanted.lhs))
         rest["rhs_list"].append(None if wants[0] is None else _of_rhs(plan, whole.lhs, rhs, g, wants[0]))
         rest["column_scales"].append(d_column)
-        rest["biases"].append(None if wants[2] is None else d_z.sum(axis=tuple(range(d_z.ndim - 1))))
-        rest["addends"].append(None if wants[3] is None else _like(d_z, addend.ndim))
+        rest["biases"].append(None if wants[2] is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))))
+        rest["addends"].append(None if wants[3] is None else _like(d_sum, addend.ndim))
     given = {name: tuple(found) for name, found in rest.items() if getattr(operands, name) is not None}
     found = Operands(
         lhs=sums.lhs, row_scale=sums.rows, scalars=operands.scalars if sums.scalars is None else sums.scalars, **given

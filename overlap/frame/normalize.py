@@ -102,8 +102,7 @@ def normalize(
         )
     batch = next(iter(batches), ())
     (m, _), widths = layouts.m_k(lhs.shape), [layouts.k_n(x.shape)[1] for x in rhs_list]
-    factors = operation.gather_factors
-    result = [(m * factors["m"], n * factors["n"]) for n in widths]
+    result = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
     of = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
     row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, of, wide)

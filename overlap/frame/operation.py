@@ -35,6 +35,7 @@ class Operation:
       name: the public function's.
       takes_lists: whether `rhs` may be a list.
       gathers_rows: whether an `lhs_scale` of shape (1, 1) is the scale of a device's only row (True) or a scalar.
+      reduces: whether products are summed over devices (`reduced`), before bias, addend and activation.
       epilogue: the keywords of the epilogue that the fused kernel takes.
       batched_together: the fields of `Operands` that have a batch in the kernel if any has.
     """
@@ -42,6 +43,7 @@ class Operation:
     name = ""
     takes_lists = False
     gathers_rows = False
+    reduces = False
     epilogue = frozenset()
     batched_together = frozenset()
 
@@ -49,6 +51,10 @@ class Operation:
     def gather_factors(self) -> Mapping[str, int]:
         """m, n and k of the product of one device, over those that `lhs` (m) and `rhs` (n, k) have per shard."""
         return NOTHING_GATHERED
+
+    def result_shape(self, m: int, n: int) -> tuple[int, int]:
+        """Rows and columns of a result, from those that `lhs` and `rhs` have per shard. ValueError: none fits."""
+        return m * self.gather_factors["m"], n * self.gather_factors["n"]
 
     # --- The choice ---
 
@@ -100,6 +106,14 @@ class Operation:
         """By XLA: the operands of the product that one device computes."""
         del layouts
         return operands
+
+    def reduced(self, product: jax.Array) -> jax.Array:
+        """By XLA: this device's part of the result, from its product."""
+        return product
+
+    def spread(self, cotangent: jax.Array) -> jax.Array:
+        """The transpose of `reduced`."""
+        return cotangent
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
         """What of the gathered left operand is a result as well."""

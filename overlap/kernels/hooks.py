@@ -78,6 +78,43 @@ def with_reference(choice: Any, use: Callable[[Any], None]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Boxes:
+    """A tile that lies in memory as the mainloop stores and loads it, box after box.
+
+    Attributes:
+      ref: [boxes, rows, columns]. Boxes may have fewer rows than the mainloop's; what is missing counts as zero.
+      first: the index of the tile's first box.
+    """
+
+    ref: Any
+    first: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """For products that several devices compute a part of each: parts of peers' tiles go out, parts of own ones come.
+
+    Attributes:
+      terms: how many parts come of each own tile.
+      is_own: whether a tile is one of this device's results. To that the parts of the others are added, before it is
+        finished (`Hooks.epilogue_at`) and stored (`Hooks.out_at`). Any other one is a part of a peer's.
+      part_at: from a peer's tile to where it is stored.
+      term_at: from an own tile and the index of a part to where that lies.
+      await_terms: called by the producer before it loads the parts of an own tile: wait for them here.
+      part_stored: called by the forwarder warp when a peer's tile has landed where `part_at` says.
+      part_epilogue_at: from a peer's tile to what is done to it before it is stored; None: nothing.
+    """
+
+    terms: int
+    is_own: Callable[[Tile], Any]
+    part_at: Callable[[Tile], Boxes]
+    term_at: Callable[[Tile, Any], Boxes]
+    await_terms: Callable[[Tile], None]
+    part_stored: Callable[[Tile], None]
+    part_epilogue_at: Callable[[Tile], Epilogue] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Hooks:
     """Where a fused operation enters the mainloop (the pipeline callbacks).
 
@@ -99,7 +136,9 @@ class Hooks:
       addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
       epilogue_at: from a tile to its epilogue. That is called as `epilogue(values, rows, columns, addend)` with f32
         values of the product, at most `BLOCK_ROWS` rows of them, the (traced) slices of the output that they are for,
-        and the addend's values there (or None); it returns what is stored.
+        and the addend's values there (or None); it returns what is stored. The sum of the parts of an `Exchange` is an
+        addend.
+      exchange: for products of which peers compute a part. Needs tiles that are drawn (`Loop.counter`).
     """
 
     load_lhs: Callable[[Tile, Callable[[Any], None]], None]
@@ -113,3 +152,4 @@ class Hooks:
     piece_done: Callable[[Tile, Any], None] | None = None
     addend_at: Callable[[Tile], Any] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
+    exchange: Exchange | None = None

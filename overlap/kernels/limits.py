@@ -27,7 +27,7 @@ class Sizes:
       dtype: of both operands.
       out_dtype: of what the kernel writes.
       layouts: how the operands lie in memory.
-      transport: how a fused collective moves its operand: "pull" or "ring"; empty: nothing is moved.
+      transport: how a fused collective moves its operand ("pull" or "ring") or results ("push"); empty: nothing is moved.
       m_name: what the caller calls `m`.
     """
 
@@ -37,7 +37,7 @@ class Sizes:
     dtype: Any
     out_dtype: Any
     layouts: OperandLayouts = PLAIN
-    transport: Literal["", "pull", "ring"] = ""
+    transport: Literal["", "pull", "ring", "push"] = ""
     m_name: str = "m"
 
 
@@ -57,6 +57,11 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}")
     if config.cluster not in (1, 2) or config.cluster > target.num_cores:
         raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {config.cluster}")
+    if sizes.transport == "push" and (config.cluster > 1 or config.stream_k > 1):
+        raise ValueError(
+            "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
+            f"{config.cluster} and {config.stream_k}"
+        )
     mainloop.check_config(sizes, config, target)
     m, n, k, layouts = sizes.m, sizes.n, sizes.k, sizes.layouts
     for name, size in ((sizes.m_name, m), ("n", n), ("k", k)):

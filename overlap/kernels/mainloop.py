@@ -36,6 +36,7 @@ class OperandTypes:
       layouts: how the operands lie in memory.
       forwards: whether the forwarder warp passes operand tiles on (`Hooks.in_smem`).
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
+      exchanges: whether parts of tiles are exchanged with peers (`Hooks.exchange`).
     """
 
     m: int
@@ -45,6 +46,7 @@ class OperandTypes:
     layouts: OperandLayouts = PLAIN
     forwards: bool = False
     addend: bool = False
+    exchanges: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Loop:
       hooks: where operands come from and results go, and what else is to happen.
       layouts: how the operands lie in memory.
       partial: where the CTAs that share a tile meet; needed if `work.cuts`.
+      counter: deals the tiles to whichever CTAs run, one after the other; None: `work` deals them beforehand.
     """
 
     work: StreamK
@@ -66,6 +69,7 @@ class Loop:
     hooks: Hooks
     layouts: OperandLayouts = PLAIN
     partial: PartialSums | None = None
+    counter: Any = None
 
 
 class Mainloop(Protocol):
@@ -92,6 +96,10 @@ class Mainloop(Protocol):
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Any:
         """The types of the shared memory that it needs, for `pl.run_scoped`."""
+        ...
+
+    def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
+        """Of a tile that is stored as boxes (`Hooks.exchange`): how many, and the rows and columns of each."""
         ...
 
     def run(self, loop: Loop, buffers: Any) -> None:

@@ -69,6 +69,7 @@ class ProductKernel:
       work: which tiles there are, and how they are dealt to the CTAs.
       flags: shapes of flags that all CTAs of the device share, zero at launch.
       smem: types of shared memory beside the mainloop's.
+      draws: whether tiles are drawn from a counter by whichever CTAs run, so that peers may wait for them.
       peers_read: which of the inputs (counted as leaves of the tree) the peers read, in a kernel that is told their
         addresses (`overlap/primitives/addresses.py`); empty: it is not told.
     """
@@ -80,6 +81,7 @@ class ProductKernel:
     work: StreamK
     flags: tuple[tuple[int, ...], ...] = ()
     smem: tuple[Any, ...] = ()
+    draws: bool = False
     peers_read: tuple[int, ...] = ()
 
     @property
@@ -97,24 +99,27 @@ class ProductKernel:
           body_of: from the kernel's references to what it does.
         """
         config, work, types = self.config, self.work, self.types
-        transport = "pull" if self.smem else ""
+        transport = "push" if self.draws else "pull" if self.smem else ""
         needs = limits.Sizes(types.m, 0, 0, types.dtype, types.out_dtype, types.layouts, transport)
         self.mainloop.check_config(needs, config, self.target)
         leaves, structure = jax.tree.flatten(inputs)
         results_types, out_structure = jax.tree.flatten(out_types)
         sums_flags = [partial_sums_flags(work, config, self.mainloop.compute_warpgroups)] if work.cuts else []
+        counters = [(1,)] if self.draws else []
 
         def body(*refs: Any) -> None:
             given, (outs, sums) = refs[: len(leaves)], _split(refs[len(leaves) :], len(results_types))
-            shapes = (*self.flags, *sums_flags)
+            shapes = (*self.flags, *counters, *sums_flags)
             flags = shared_flags(*shapes, told=bool(self.peers_read)) if shapes else ()
-            own, of_sums = _split(flags, len(self.flags))
+            own, rest = _split(flags, len(self.flags))
+            counter, of_sums = _split(rest, len(counters))
             partial = PartialSums(*sums, *of_sums) if work.cuts else None
             trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
 
             def run(buffers: Any, *smem: Any) -> None:
                 of_call = body_of(Refs(*trees, own, smem))
-                loop = Loop(work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial)
+                next_tile = counter[0].at[0] if counter else None
+                loop = Loop(work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial, next_tile)
                 self.mainloop.run(loop, buffers)
 
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *self.smem, collective_axes=THREAD_AXIS)

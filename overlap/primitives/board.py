@@ -44,12 +44,13 @@ TICK_S = 2**20 / 1e9
 
 OVER, STILL_WAITING, GIVEN_UP = range(3)
 
-BEGUN, SEEN, DONE, ROWS = range(4)
+BEGUN, SEEN, DONE, ROWS, TERMS = range(5)
 _ROLES = {
     BEGUN: "to begin this operation; flag: its beacon",
     SEEN: "to notice that this device has begun; flag: seen, with a bit for each position",
     DONE: "to be done with this device's memory; flag: done, with a bit for each position",
     ROWS: "to pass rows on; flag: parts of rows",
+    TERMS: "to send its part of a tile; flag: that it is here",
 }
 
 _WHAT_NOW = (

@@ -132,8 +132,11 @@ def pull_chunks(
     landed: Callable[[Any, Any, Any], None],
     slots_smem: Any,
     loaded: Any,
+    ready: Callable[[Any, Any, Any], None] | None = None,
 ) -> Any:
-    """Copies chunks remote global memory → shared memory → local global memory, by one warp of each CTA.
+    """Copies chunks global memory → shared memory → global memory, by one warp of each CTA.
+
+    Either side may be a peer's.
 
     Which ones says a counter, from which each warp draws as it goes on: so whichever CTAs run carry all of them, and
     who is faster carries more. All slots but the one being stored are on their way across NVLink at any time.
@@ -149,6 +152,7 @@ def pull_chunks(
       landed: called with what `at` says of a chunk once that is complete at its destination: raise the flag here.
       slots_smem: shared memory of shape [slots, plan.rows, plan.cols].
       loaded: one barrier per slot, of one arrival.
+      ready: called with what `at` says of a chunk before that is loaded: wait for it here.
 
     Returns:
       How many chunks this warp has carried, an int32 scalar; all its accesses to the sources are over.
@@ -172,6 +176,9 @@ def pull_chunks(
         pl.when(lacking > 0)(of_size(*plan.short))
 
     def load(number: Any, slot: Any) -> None:
+        if ready is not None:
+            pl.when(number < end)(lambda: ready(*at(number - begin)))
+
         def start(shard: Any, place: Any, slot_smem: Any) -> None:
             plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], oob_mode=IN_BOUNDS)
 

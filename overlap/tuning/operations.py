@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from overlap.choice.problem import Problem
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
+from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
 from overlap.kernels.config import Config
 from overlap.single_gpu.matmul import matmul
 
@@ -59,11 +60,23 @@ def _all_gather_rhs_matmul(
     )  # fmt: skip
 
 
+def _matmul_reduce_scatter(
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
+) -> jax.Array:
+    return matmul_reduce_scatter(
+        lhs, rhs, AXIS, scatter_dimension=0 if problem.scattered == "m" else 1,
+        preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
+        transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
+    )  # fmt: skip
+
+
 OPERATIONS: dict[str, Operation] = {
     "matmul": Operation(_matmul),
     "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, ("m", "n", "n")),
     "all_gather_rhs_matmul_n": Operation(_all_gather_rhs_matmul, ("m", "n", "m"), gathers=1),
     "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, ("m", "k", "m"), gathers=1),
+    "matmul_reduce_scatter": Operation(_matmul_reduce_scatter, ("k", "k", "m")),
+    "matmul_reduce_scatter_n": Operation(_matmul_reduce_scatter, ("k", "k", "n")),
 }
 
 
@@ -105,7 +118,7 @@ def gathered_first[T](problem: Problem, first: T, second: T) -> tuple[T, T]:
 
 def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The operands with the gathered one complete."""
-    if not problem.pulls:
+    if not (problem.pulls and problem.gathered):
         return lhs, rhs
     shard, other = gathered_first(problem, lhs, rhs)
     along = _dimensions(problem)[OPERATIONS[problem.op].gathers].index(problem.gathered)
@@ -120,6 +133,14 @@ def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -
     return lax.dot_general(lhs, rhs, (contracting, batch), **{"preferred_element_type": problem.out_dtype} | keywords)
 
 
+def reduce(problem: Problem, out: jax.Array) -> jax.Array:
+    """Of a product that is summed over the devices, this one's part."""
+    if not (problem.pulls and problem.scattered):
+        return out
+    dimension = out.ndim - (2 if problem.scattered == "m" else 1)
+    return lax.psum_scatter(out, AXIS, scatter_dimension=dimension, tiled=True)
+
+
 def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """What the library is compared with: XLA's all-gather, then its product."""
-    return product(problem, *gather(problem, lhs, rhs))
+    """What the library is compared with: XLA's collective and its product, one after the other."""
+    return reduce(problem, product(problem, *gather(problem, lhs, rhs)))

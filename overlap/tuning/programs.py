@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice.problem import Problem
-from overlap.tuning.operations import AXIS, gather, gathered_first, product, shapes, specs
+from overlap.tuning.operations import AXIS, gather, gathered_first, product, reduce, shapes, specs
 
 Call = Callable[[jax.Array, jax.Array], jax.Array]  # (lhs, rhs) -> out, inside jax.shard_map
 
@@ -111,7 +111,8 @@ def loop_program(problem: Problem, call: Call, mesh: Mesh, iterations: int) -> A
 def error_program(problem: Problem, mesh: Mesh, complete: bool = False) -> Any:
     """A program (lhs, rhs, out) -> the relative error of `out` against the f32 product, in the Frobenius norm.
 
-    With `complete`, the gathered operand comes complete, as from `complete_program`.
+    With `complete`, the gathered operand comes complete, as from `complete_program`, and products are not summed over
+    devices.
     """
 
     def relative_error(lhs: jax.Array, rhs: jax.Array, out: jax.Array) -> jax.Array:
@@ -120,6 +121,8 @@ def error_program(problem: Problem, mesh: Mesh, complete: bool = False) -> Any:
         # XLA takes the product of two converted f8 operands for an f8 product, unless it cannot see the conversion.
         lhs, rhs = lax.optimization_barrier((lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
         expected = product(problem, lhs, rhs, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        if not complete:
+            expected = reduce(problem, expected)
         difference = out.astype(jnp.float32) - expected
         squares = lax.psum(jnp.stack([jnp.sum(difference**2), jnp.sum(expected**2)]), AXIS)
         return jnp.sqrt(squares[0] / squares[1])

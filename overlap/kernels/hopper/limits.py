@@ -42,8 +42,8 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
 
 
 def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") -> int:
-    """Shared memory of one CTA in bytes, barriers included; with the chunk buffers of the transport "pull"."""
-    pulls = transport == "pull"
+    """Shared memory of one CTA in bytes, barriers included; with the chunk buffers of a transport in chunks."""
+    pulls = transport in ("pull", "push")
     operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
     epilogue_rows, columns = COMPUTE_WARPGROUPS * halves(config)[0], config.hopper.epilogue_tile_n
     epilogue_bytes = config.hopper.epilogue_slots * epilogue_rows * columns * jnp.dtype(out_dtype).itemsize
@@ -56,7 +56,7 @@ def check_types(sizes: Sizes) -> None:
     """Whether the tensor cores and the epilogue take these dtypes and layouts. Raises NotImplementedError."""
     dtype, out_dtype, layouts = jnp.dtype(sizes.dtype), jnp.dtype(sizes.out_dtype), sizes.layouts
     in_dtypes = FLOAT16 + FLOAT8
-    out_dtypes = FLOAT16 if sizes.transport else (*FLOAT16, jnp.dtype(jnp.float32))
+    out_dtypes = FLOAT16 if sizes.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
     if dtype not in in_dtypes:
         raise NotImplementedError(
             f"the fused kernel multiplies {_names(in_dtypes)}, got {dtype.name} operands: cast them, or use "
@@ -114,7 +114,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     needed = smem_bytes(config, dtype, out_dtype, sizes.transport) + RESERVED_BYTES
     if needed > target.smem_limit_bytes:
         chunks = config.pull.chunk_bytes, config.pull.chunk_slots
-        also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if sizes.transport == "pull" else ""
+        also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if sizes.transport in ("pull", "push") else ""
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
             f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}), `epilogue_slots` "

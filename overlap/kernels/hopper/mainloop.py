@@ -45,8 +45,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
-from overlap.kernels.hooks import BLOCK_ROWS, Tile, at_step, with_reference
-from overlap.kernels.hopper import limits, staging
+from overlap.kernels.hooks import BLOCK_ROWS, Boxes, Epilogue, Tile, at_step, with_reference
+from overlap.kernels.hopper import drawn, exchange, limits, staging
 from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, halves
 from overlap.kernels.hopper.staging import Buffers
 from overlap.kernels.mainloop import Loop, OperandTypes
@@ -72,7 +72,7 @@ def _produce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     if hooks.before_load is not None:
         hooks.before_load(tile)
     tile = dataclasses.replace(tile, k_first=tile.k_first + piece.k_first)
-    lhs_box, (rhs_box, _) = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs
+    lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
     shared = RANK_AXIS if config.cluster > 1 else None
     lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
 
@@ -107,6 +107,8 @@ def _produce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
             load_rhs(k)
 
     hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
+    if hooks.exchange is not None:
+        exchange.load_terms(loop, buffers, tile, piece)
 
 
 def _wait_until_consumed(filled: Any, buffers: Buffers, config: Config) -> None:
@@ -126,7 +128,7 @@ def _forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The forwarder's part of one piece; it passes tiles on as they are."""
     hooks, stages = loop.hooks, loop.config.stages
     assert hooks.in_smem is not None
-    (lhs_box, _), (rhs_box, _) = buffers.lhs, buffers.rhs
+    lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]
 
     @pl.loop(0, piece.k_steps)
     def _step(k: Any) -> None:
@@ -143,7 +145,7 @@ def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> j
     """A compute warpgroup's products of one piece, summed in f32."""
     config, layouts, (wg_m, wg_n) = loop.config, loop.layouts, halves(loop.config)
     half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
-    (_, lhs_mma), (_, rhs_mma) = buffers.lhs, buffers.rhs
+    lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
     def multiply(k: Any, acc: Any) -> None:
         slot = remainder(piece.before + k, config.stages)
@@ -159,13 +161,19 @@ def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> j
     def accumulate(acc: Any) -> jax.Array:
         multiply(0, acc)
 
-        @pl.loop(1, piece.k_steps)
-        def _step(k: Any) -> None:
+        def step(k: Any) -> None:
             multiply(k, acc)
             # Invariant: one wgmma, the one just issued, may be in flight; all before it have read their slots.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + k - 1, config.stages)])
 
+        first: Any = 1
+        if loop.hooks.exchange is not None:
+            # The stores of the tile before have landed meanwhile.
+            first = min(exchange.STEPS_UNTIL_LANDED, loop.work.k_steps)
+            pl.loop(1, first)(step)
+            pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
+        pl.loop(first, piece.k_steps)(step)
         return acc[...]  # Waits for the last wgmma.
 
     values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((wg_m, wg_n), jnp.float32))
@@ -179,12 +187,15 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
     half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
     values = _accumulate(loop, buffers, piece, warpgroup)
     row, column, width = half_m * wg_m, half_n * wg_n, config.hopper.epilogue_tile_n
-    half = _Half(tile, (row, column), warpgroup)
+    half = _Half(tile, (row, column), warpgroup, loop.hooks.epilogue_at)
 
-    def store_whole() -> None:
+    def store_all(half: _Half) -> None:
         for index in range(wg_n // width):
             block = lambda row, rows, first=index * width: values[row : row + rows, first:]  # noqa: E731
             _store(loop, buffers, half, width, index, block)
+
+    def store_whole() -> None:
+        store_all(half)
 
     def store_share() -> None:
         assert partial is not None
@@ -196,6 +207,12 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
         finish = functools.partial(_store, loop, buffers, half, box_width)
         finish_together(partial, values, part, _load_as_accumulator, finish)
 
+    if (others := loop.hooks.exchange) is not None:
+        terms = functools.partial(exchange.sum_of_terms, loop, buffers, piece, warpgroup)
+        part = dataclasses.replace(half, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
+        own = dataclasses.replace(half, terms=terms)
+        lax.cond(others.is_own(tile), lambda: store_all(own), lambda: store_all(part))
+        return
     if partial is None:
         store_whole()
         return
@@ -209,11 +226,23 @@ def _load_as_accumulator(block_gmem: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Half:
-    """What one warpgroup stores of a tile: its half, which begins at `corner` of the tile."""
+    """What one warpgroup stores of a tile: its half, which begins at `corner` of the tile.
+
+    Attributes:
+      tile: the tile.
+      corner: first row and column of the half within the tile.
+      warpgroup: the warpgroup's index.
+      epilogue_at: as in `Hooks`.
+      terms: from the index of a box to the values that are added to it, for each `BLOCK_ROWS` rows; None for none.
+      boxes: where it is stored as boxes; None: to `Hooks.out_at`.
+    """
 
     tile: Tile
     corner: tuple[Any, Any]
     warpgroup: Any
+    epilogue_at: Callable[[Tile], Epilogue] | None
+    terms: Callable[[int], list[jax.Array]] | None = None
+    boxes: Boxes | None = None
 
 
 def _store(
@@ -227,7 +256,7 @@ def _store(
     hooks, config, tile, (row, column) = loop.hooks, loop.config, half.tile, half.corner
     slots, wg_m = config.hopper.epilogue_slots, halves(config)[0]
     slot = remainder(index, slots)
-    epilogue = None if hooks.epilogue_at is None else hooks.epilogue_at(tile)
+    epilogue = None if half.epilogue_at is None else half.epilogue_at(tile)
     first_row, first_column = tile.m * config.tile_m + row, tile.n * config.tile_n + column + index * width
     box_views, register_views = (view.at[half.warpgroup, slot] for view in buffers.out)
     box_width = box_views.shape[-1]
@@ -245,14 +274,22 @@ def _store(
     for box, (_, columns) in enumerate(places):
         if hooks.addend_at is not None:
             plgpu.barrier_wait(loaded[box])
+        terms = None if half.terms is None else half.terms(index * boxes + box)
         for above in range(0, wg_m, BLOCK_ROWS):
             values = block(above, BLOCK_ROWS)[:, box * box_width : (box + 1) * box_width]
             block_smem = register_views.at[box, pl.ds(above, BLOCK_ROWS)]
+            addend = None if terms is None else terms[above // BLOCK_ROWS]
+            if hooks.addend_at is not None:
+                addend = block_smem[...].astype(jnp.float32)
             if epilogue is not None:
-                addend = None if hooks.addend_at is None else block_smem[...].astype(jnp.float32)
                 values = epilogue(values, pl.ds(first_row + above, BLOCK_ROWS), columns, addend)
+            elif addend is not None:
+                values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
+    if half.boxes is not None:
+        exchange.store_boxes(half.boxes, box_views, buffers, config, half.warpgroup, index * boxes)
+        return
 
     def send(out_gmem: Any) -> None:
         for box, place in enumerate(places):
@@ -283,6 +320,9 @@ class Hopper:
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
         return staging.buffer_types(config, types)
 
+    def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
+        return staging.box_shape(config, types)
+
     def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
         # In the accumulator's layout, less the dimension that a vector does not have.
         layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
@@ -292,10 +332,12 @@ class Hopper:
     def run(self, loop: Loop, buffers: Buffers) -> None:
         work, hooks = loop.work, loop.hooks
         warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
-
         for_each_piece = functools.partial(_for_each_piece, loop, buffers, group)
 
         def produce() -> None:
+            if loop.counter is not None:
+                drawn.deal(loop, buffers, _produce)
+                return
             for_each_piece(_produce)
             if loop.config.cluster > 1:
                 _wait_until_consumed(work.total_steps(group), buffers, loop.config)
@@ -305,10 +347,17 @@ class Hopper:
                 hooks.before_forwarding()
             for_each_piece(_forward)
 
+        def announce() -> None:
+            drawn.for_each(loop, buffers, exchange.announce)
+
         @pl.when(warpgroup < buffers.warpgroups)
         def _compute_role() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            for_each_piece(_compute, warpgroup)
+            if loop.counter is None:
+                for_each_piece(_compute, warpgroup)
+            else:
+                filled = drawn.for_each(loop, buffers, _compute, warpgroup)
+                pl.when(filled > 0)(lambda: exchange.tell_stored(buffers))
             # Shared memory must outlive the stores that read it.
             wait_stores_read()
 
@@ -323,6 +372,8 @@ class Hopper:
                     pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
                 if hooks.in_smem is not None:
                     pl.when(warp == FORWARDER_WARP)(forward)
+                if hooks.exchange is not None:
+                    pl.when(warp == FORWARDER_WARP)(announce)
                 converge_warp()
 
 

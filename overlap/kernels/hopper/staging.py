@@ -41,6 +41,8 @@ class Buffers:
     """The mainloop's shared memory, each a pair of views (box, mma), and its barriers.
 
     Of the left operand's slots only the first `rows` rows are loaded, for so many `warpgroups` to compute with.
+    Parts of tiles that peers have computed (`Hooks.exchange`) are loaded into the slots of one operand, of which they
+    are two further views. `mail` and the barriers around it pass on which tile has been drawn (`drawn.py`).
     """
 
     lhs: Any
@@ -51,6 +53,26 @@ class Buffers:
     rows: int = dataclasses.field(metadata={"static": True})
     warpgroups: int = dataclasses.field(metadata={"static": True})
     addend_loaded: Any = None
+    mail: Mail | None = None
+    stored: Any = None
+
+    @property
+    def terms(self) -> tuple[Any, Any]:
+        """The views (box, mma) of parts in the slots: [slot, warpgroup, rows, columns of a box]."""
+        return (*self.lhs[2:], *self.rhs[2:])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mail:
+    """Which tiles this CTA has drawn, for two tiles at a time: numbers, whether they are there, whether all know."""
+
+    numbers: Any
+    posted: Any
+    taken: Any
+
+
+MAIL_SLOTS = 2
 
 
 def atom(dtype: Any) -> int:
@@ -66,11 +88,22 @@ def swizzled(dtype: Any, rows: int = 8) -> tuple[Any, ...]:
     )
 
 
-def _views(box: tuple[int, ...], mma: tuple[int, ...], dtype: Any, rows: int = 8) -> Any:
+def _views(box: tuple[int, ...], mma: tuple[int, ...], dtype: Any, rows: int = 8) -> tuple[Any, Any]:
     untiled = swizzled(dtype)[1:]
-    return plgpu.RefUnion(
-        plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
-    )
+    return plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
+
+
+def box_shape(config: Config, types: OperandTypes) -> tuple[int, int, int]:
+    """How many boxes a tile of results is stored as, and rows and columns of each: those that the operand has."""
+    (wg_m, wg_n), width = halves(config), atom(types.out_dtype)
+    loaded = rows_loaded(config, types.m, types.layouts.transpose_lhs)
+    return _warpgroups(config, loaded) * wg_n // width, min(wg_m, loaded), width
+
+
+def _warpgroups(config: Config, loaded: int) -> int:
+    """How many warpgroups have rows to compute with."""
+    wg_m, _ = halves(config)
+    return COMPUTE_WARPGROUPS if wg_m == config.tile_m else ceil_div(loaded, wg_m)
 
 
 def buffer_types(config: Config, types: OperandTypes) -> Buffers:
@@ -90,20 +123,34 @@ def buffer_types(config: Config, types: OperandTypes) -> Buffers:
     out_boxes = config.hopper.epilogue_tile_n // out_width
     # What is passed on is passed on as whole tiles.
     loaded = config.tile_m if forwards else rows_loaded(config, types.m, layouts.transpose_lhs)
-    warpgroups = COMPUTE_WARPGROUPS if wg_m == config.tile_m else ceil_div(loaded, wg_m)
+    warpgroups = _warpgroups(config, loaded)
     out = (COMPUTE_WARPGROUPS, config.hopper.epilogue_slots, out_boxes, wg_m, out_width)
     addend_barriers = COMPUTE_WARPGROUPS * out_boxes
+    term = (stages, COMPUTE_WARPGROUPS, wg_m, out_width)
+    terms = _views(term, term, types.out_dtype) if types.exchanges else ()
+    # Those of both warpgroups take as much room as 128 rows of operands, or tile_m rows if these are more.
+    in_lhs, in_rhs = (terms, ()) if wg_m < config.tile_m else ((), terms)
     return Buffers(
-        lhs=_views((stages, *lhs_box), (stages, *lhs_mma), dtype, rows),
-        rhs=_views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, rows),
-        out=_views(out, out, types.out_dtype),
+        lhs=plgpu.RefUnion(*_views((stages, *lhs_box), (stages, *lhs_mma), dtype, rows), *in_lhs),
+        rhs=plgpu.RefUnion(*_views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, rows), *in_rhs),
+        out=plgpu.RefUnion(*_views(out, out, types.out_dtype)),
         full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, layouts, loaded), num_barriers=stages),
         # The forwarder gives slots back as well.
         consumed=_consumed(config.cluster, warpgroups + forwards, stages),
         rows=loaded,
         warpgroups=warpgroups,
         addend_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
+        mail=_mail(warpgroups + 1) if types.exchanges else None,
+        stored=plgpu.Barrier(num_arrivals=warpgroups) if types.exchanges else None,
     )
+
+
+def _mail(readers: int) -> Mail:
+    _compat_mosaic.let_warps_load_scalars()
+    return Mail(
+        plgpu.SMEM((MAIL_SLOTS,), jnp.int32), plgpu.Barrier(num_arrivals=1, num_barriers=MAIL_SLOTS),
+        plgpu.Barrier(num_arrivals=readers, num_barriers=MAIL_SLOTS),
+    )  # fmt: skip
 
 
 def _consumed(cluster: int, arrivals: int, stages: int) -> Any:
@@ -127,7 +174,7 @@ def copies_per_step(config: Config, dtype: Any, layouts: OperandLayouts, rows: i
 
 def loaded_boxes(buffers: Buffers, across: bool) -> Any:
     """What is loaded of the left operand's slots, as boxes; `across`: its rows run across k."""
-    boxes, _ = buffers.lhs
+    boxes = buffers.lhs[0]
     _, whole, *_, width = boxes.shape
     part = buffers.rows // width if across else buffers.rows
     return boxes if part == whole else boxes.at[:, pl.ds(0, part)]

@@ -1,0 +1,128 @@
+"""Matmul and reduce-scatter as one kernel: the second half of a tensor-parallel layer.
+
+Device d of D holds lhs[m, k_shard] and rhs[k_shard, n], so that the products of all devices must be summed, and keeps a
+block of the sum: some rows, or some columns. The kernel is in `scattered.py`.
+
+Constraints: f16, bf16 or f8; rows of all matrices, and of a block, multiples of 16 bytes; devices that can address each
+other, as `overlap/primitives/clique.py` finds them. Source: the collective matmul of Wang et al., "Overlap Communication
+with Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from overlap.choice import dispatch
+from overlap.collectives.axis import ring_of
+from overlap.collectives.reduce_scatter import ReduceScatter
+from overlap.frame import arguments, call
+from overlap.frame.normalize import Call, normalize
+from overlap.kernels.config import Config
+
+NAME = "matmul_reduce_scatter"
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulReduceScatter(ReduceScatter):
+    """See `ReduceScatter`."""
+
+    name = NAME
+
+
+def _prepare(
+    lhs: Any, rhs: Any, axis_name: Any, *, scatter_dimension: Any = 0, mesh: Any = None, **keywords: Any
+) -> tuple[MatmulReduceScatter, Call]:
+    ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
+    dimension = arguments.index(
+        "scatter_dimension", scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
+    )
+    operation = MatmulReduceScatter(ring, "n" if dimension else "m")
+    return operation, normalize(operation, lhs, rhs, **keywords)
+
+
+def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
+    """Checks a call of `matmul_reduce_scatter` and says what would run. Same arguments and errors."""
+    return call.explain(_prepare, *args, **keywords)
+
+
+def matmul_reduce_scatter(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | tuple[str, ...],
+    *,
+    scatter_dimension: int = 0,
+    addend: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    lhs_scale: Any = None,
+    rhs_scale: Any = None,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+    config: Config | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies `lhs` by `rhs`, sums over a mesh axis and keeps a block of that, communication behind computation.
+
+    For layers whose contraction is sharded (the output projection of attention, the second matrix of an MLP). To be
+    called inside `jax.shard_map`; equals `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension,
+    tiled=True)`. Each device computes its parts of the others' blocks first; they travel while it computes the next.
+
+    Args:
+      lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
+        `axis_name`. float16, bfloat16, or (with `transpose_rhs`) float8 in the fused kernel.
+      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype (float8 kinds may
+        be mixed). By XLA also with leading dimensions: those of `lhs`, or `lhs` has none.
+      axis_name: the mesh axis to sum over, or a tuple of axes, whose devices then count row-major in the order of the
+        tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
+      scatter_dimension: what is sharded of the result: 0, its rows (m), or 1, its columns (n); if it has more than two
+        dimensions, of its last two. D must divide it.
+      addend: of the result's shape or without its leading dimensions, added to the sum before the activation; this
+        device's block. By XLA only.
+      bias: one value per column of the result, added to the sum: [n], or [n / D] with scatter_dimension=1.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`; of the sum.
+      lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
+        which may differ from device to device.
+      rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar.
+      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. It is read as it is.
+      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. It is read as it is.
+      preferred_element_type: dtype of the result, and of what travels; that of the operands by default, bfloat16 for
+        float8. Products are accumulated and parts added in float32, but each device's part is rounded to this dtype
+        before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32, to which the fused kernel has
+        no limit here, nothing is lost and twice as many bytes travel.
+      config: tile sizes of the fused kernel (`cluster` and `stream_k` must be 1); by default from a table of
+        measurements, else by a model.
+      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then reduce-scatter), or None
+        to choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
+        once, logger "overlap".
+
+    Returns:
+      [..., m / D, n] per shard, globally [..., m, n] with rows sharded; or, with scatter_dimension=1, [..., m, n / D].
+      Deterministic: parts are added in a fixed order (the own one first, then those of the devices before this one), so
+      repeated calls give the same bits.
+
+    Raises:
+      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config; D does not
+        divide the scattered dimension.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
+        to do).
+
+    Differentiable to any order, in both modes: all but the result itself runs by XLA. `vmap` over `lhs` and an
+    `lhs_scale` of rows becomes a leading dimension; over anything else XLA runs, or NotImplementedError is raised if
+    implementation="fused".
+
+    Example:
+      >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> layer = jax.shard_map(
+      ...     lambda x, w: overlap.matmul_reduce_scatter(x, w, "x"),
+      ...     mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P("x", None),
+      ... )
+      >>> y = jax.jit(layer)(x, w)
+
+    Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
+    """
+    return call.run(_prepare, **locals())

@@ -1,0 +1,142 @@
+"""Who computes what when if the result is summed over the devices and scattered: pure integer functions.
+
+The result of each device is a *block*: some rows, or some columns, of the sum. Every device computes its part of every
+block, in step s that of the device s + 1 places ahead, and its own block last, when those of the others are there: the
+part of the device s + 1 places behind is its *term* s. So at any time all devices send to different ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from overlap.kernels.config import Config
+from overlap.kernels.tile_order import TileOrder
+from overlap.primitives.copies import PullPlan
+from overlap.primitives.integers import ceil_div, quotient, remainder
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceScatterSchedule:
+    """Matmul, then reduce-scatter, as one flat list of output tiles: the peers' blocks first, the own one last.
+
+    Whichever CTAs run draw the tiles in this order. So those of a peer wait for nothing, and an own one only for what
+    peers compute before theirs. What has been computed for peers is sent in chunks, which are drawn in the same order.
+
+    Attributes:
+      devices: devices on the ring.
+      along: in which dimension of the product the result is scattered.
+      order: the tiles of one block, batch elements one below the other.
+      batch: how many batch elements.
+      boxes: how many boxes a tile is stored as, and rows and columns of each.
+      plan: how the boxes of one block, one below the other, are cut into chunks.
+    """
+
+    devices: int
+    along: Literal["m", "n"]
+    order: TileOrder
+    batch: int
+    boxes: tuple[int, int, int]
+    plan: PullPlan
+
+    @staticmethod
+    def of(
+        devices: int, along: Literal["m", "n"], block: tuple[int, int, int], boxes: tuple[int, int, int], itemsize: int,
+        config: Config,
+    ) -> ReduceScatterSchedule:  # fmt: skip
+        """The schedule of a problem.
+
+        Args:
+          devices: devices on the ring.
+          along: in which dimension the result is scattered.
+          block: batch elements, rows and columns of one device's result.
+          boxes: of a tile: how many, and rows and columns of each.
+          itemsize: bytes of an element of what is sent.
+          config: sizes.
+        """
+        (batch, m, n), (count, rows, columns) = block, boxes
+        order = TileOrder(
+            batch * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n), config.order_minor, config.order_width
+        )
+        plan = PullPlan.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
+        return ReduceScatterSchedule(devices, along, order, batch, boxes, plan)
+
+    # --- Tiles ---
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that one device computes."""
+        return self.devices * self.order.tiles
+
+    def tile(self, index: Any) -> tuple[Any, Any, Any, Any]:
+        """Step, batch element, tile row within that, and tile column within the block of that step, of tile `index`."""
+        step, row, n = self._row_of_all(index)
+        if self.batch == 1:
+            return step, 0, row, n
+        rows = self.order.m_tiles // self.batch
+        element = quotient(row, rows)
+        return step, element, row - element * rows, n
+
+    def _row_of_all(self, index: Any) -> tuple[Any, Any, Any]:
+        """Step, tile row within the block's batch elements one below the other, and tile column."""
+        step = quotient(index, self.order.tiles)
+        return step, *self.order(index - step * self.order.tiles)
+
+    def block(self, me: Any, step: Any) -> Any:
+        """Whose block device `me` computes its part of in `step`: in the last one its own."""
+        return remainder(me + 1 + step, self.devices)
+
+    def source(self, me: Any, term: Any) -> Any:
+        """Whose part of its own block is term `term` of device `me`: it computes that in step `term`."""
+        return remainder(me + (self.devices - 1) - term, self.devices)
+
+    @property
+    def last_step(self) -> int:
+        """The step of the own block; so many terms come, and so many blocks are sent."""
+        return self.devices - 1
+
+    def place(self, element: Any, m: Any, n: Any) -> Any:
+        """The place of a tile among those of its block, the same on all devices."""
+        rows = self.order.m_tiles // self.batch
+        return (element * rows + m) * self.order.n_tiles + n
+
+    # --- What is sent ---
+
+    @property
+    def sent(self) -> tuple[int, int, int, int]:
+        """Shape of what one device sends, and of what it receives: for each peer's block, all boxes of its tiles."""
+        count, rows, columns = self.boxes
+        return max(self.last_step, 1), self.order.tiles * count, rows, columns
+
+    @property
+    def tile_chunks(self) -> int:
+        """Chunks of one tile."""
+        return self.plan.chunks // self.order.tiles
+
+    @property
+    def sends(self) -> int:
+        """Chunks that one device sends."""
+        return self.last_step * self.order.tiles * self.tile_chunks
+
+    def chunk(self, index: Any) -> tuple[Any, Any, Any]:
+        """The step whose block chunk `index` is of, and its first row and column among the boxes of that block."""
+        step, m, n = self._row_of_all(quotient(index, self.tile_chunks))
+        row, column = self.plan.origin(remainder(index, self.tile_chunks))
+        count, rows, _ = self.boxes
+        return step, self.place(0, m, n) * (count * rows) + row, column
+
+    def box_of_row(self, row: Any) -> tuple[Any, Any]:
+        """The box that a row among the boxes of a block belongs to, and the row within it."""
+        _, rows, _ = self.boxes
+        box = quotient(row, rows)
+        return box, row - box * rows
+
+    def place_of_row(self, row: Any) -> Any:
+        """The place of the tile that a row among the boxes of a block belongs to."""
+        count, rows, _ = self.boxes
+        return quotient(row, count * rows)
+
+    @property
+    def flags(self) -> tuple[int, int]:
+        """Shape of the flags: [steps with a peer's block, tiles of a block]; at least one of each."""
+        return max(self.last_step, 1), self.order.tiles

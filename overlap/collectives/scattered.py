@@ -1,0 +1,224 @@
+"""The kernel of `matmul_reduce_scatter`: which tiles there are, and what becomes of each.
+
+    producer       for each tile that it draws, the peers' blocks first, the own one last: loads the operands; of an own
+                   tile also the terms, once the flags of all of them are raised
+    compute        a peer's tile: its part, scaled → boxes in local memory
+                   an own tile: its part, scaled, + term 0 + term 1 + … + bias, activation → the result
+    forwarder      when a peer's tile has landed: raises its flag
+    communicator   looks for the peers; for each chunk that it draws, in the order of the tiles: waits for the flag of its
+                   tile; own boxes → shared memory → the peer's boxes; who has sent the last chunk of a tile raises the
+                   peer's flag; takes leave of the peers
+
+The stores of a tile do not cross NVLink: all CTAs finish their tiles at about the same time, and would wait for each
+other there. Sums are in f32, in an order that does not depend on who was first; what travels has the result's dtype.
+
+Why it is right, beside what `overlap/primitives` says: a tile's boxes have landed before its flag is raised (GPU scope),
+which the communicator waits for before it loads them. Each chunk has landed at the peer before it is counted (an
+addition that releases and acquires at GPU scope); whoever counts the last one raises the peer's flag with a release at
+system scope, which passes on what all of them have seen. The peer's producer acquires that, and a proxy fence is between
+it and the loads. Nobody waits for a CTA that may not have started: tiles and chunks are drawn; a peer's tile waits for
+nothing, and a chunk only for a tile that a running CTA has drawn, since all peers' tiles are drawn before any own one.
+A device leaves when all peers have sent all that they send; so nothing lands in memory that XLA has given to others.
+
+Shape legend: D: devices; m, k, n: sizes of one device's product; block: [m / D, n] or [m, n / D].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from overlap.collectives import pull
+from overlap.collectives.pull import Chunks, Communicator
+from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.frame.operands import Operands, Plan, sizes
+from overlap.kernels import epilogue
+from overlap.kernels.grid import cta
+from overlap.kernels.hooks import Boxes, Epilogue, Exchange, Hooks, Tile
+from overlap.kernels.product_kernel import ProductKernel, Refs
+from overlap.kernels.stream_k import StreamK
+from overlap.primitives import Handshake, Ring, board, signal, signal_peer
+from overlap.primitives.atomics import add
+from overlap.primitives.integers import ceil_div
+
+
+def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
+    """Runs the kernel on checked operands: [batch, m / D, n] or [batch, m, n / D] for lhs [(batch,) m, k]."""
+    config, size, layouts = plan.config, ring.size, plan.layouts
+    assert config is not None
+    batch, m, (n,), k = sizes(operands, layouts)
+    batch = batch or 1
+    block_m, block_n = (m // size, n) if along == "m" else (m, n // size)
+    types = plan.types(operands, block_m, exchanges=True)
+    kernel = ProductKernel(
+        f"overlap_{plan.operation.name}_{along}", plan.target, config, types,
+        StreamK.on(plan.target, config, 0, ceil_div(k, config.tile_k)), draws=True,
+    )  # fmt: skip
+    boxes = kernel.mainloop.box_shape(config, types)
+    itemsize = jnp.dtype(plan.out_dtype).itemsize
+    schedule = ReduceScatterSchedule.of(size, along, (batch, block_m, block_n), boxes, itemsize, config)
+    kernel = dataclasses.replace(
+        kernel,
+        work=dataclasses.replace(kernel.work, tiles=schedule.tiles),
+        # Tiles stored here, chunks sent of each, and terms that have come.
+        flags=(schedule.flags, schedule.flags, schedule.flags, *pull.flag_shapes((1,), copies_own=False)[1:]),
+        smem=pull.smem_types(config, schedule.plan, plan.out_dtype),
+    )  # fmt: skip
+    parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
+    out_types = jax.ShapeDtypeStruct((batch, block_m, block_n), plan.out_dtype), parts, parts
+    inputs = _blocks(operands, plan, schedule)
+    out, _, _ = kernel.launch(inputs, out_types, lambda refs: _Body(kernel, schedule, ring, plan, refs, ring.me()))
+    return out
+
+
+def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> tuple[Any, Any, epilogue.Vectors]:
+    """lhs, rhs and what the epilogue reads, what is scattered with a dimension of its own for the blocks.
+
+    lhs is [batch, blocks, m, k] or [batch, k, blocks, m], rhs [k, blocks, n] or [blocks, n, k]; blocks is 1 in the
+    dimension that is not scattered. So the last tiles of a block are clipped there.
+    """
+    config, layouts = plan.config, plan.layouts
+    assert config is not None
+    lhs, (rhs,) = operands.lhs, operands.rhs_list
+    (m, k), (_, n) = layouts.m_k(lhs.shape), layouts.k_n(rhs.shape)
+    by_m, by_n = (schedule.devices, 1) if schedule.along == "m" else (1, schedule.devices)
+    lhs = lhs.reshape(-1, *((k, by_m, m // by_m) if layouts.transpose_lhs else (by_m, m // by_m, k)))
+    rhs = rhs.reshape((by_n, n // by_n, k) if layouts.transpose_rhs else (k, by_n, n // by_n))
+    rows, columns = operands.row_scale, operands.column_scales
+    vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None))
+    if rows is not None:
+        rows = _filled(rows.reshape(-1, by_m, m // by_m), config.tile_m)
+    if columns is not None:
+        columns = _filled(columns[0].reshape(by_n, n // by_n), config.tile_n)
+    return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
+
+
+def _filled(scales: jax.Array, unit: int) -> jax.Array:
+    return jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, -scales.shape[-1] % unit),))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """The kernel's body: its tiles, and what becomes of them.
+
+    Attributes:
+      kernel: what is static about it.
+      schedule: the tiles, chunks and flags.
+      ring: the devices.
+      plan: the call.
+      refs: the kernel's references.
+      me: this device's position on the ring.
+    """
+
+    kernel: ProductKernel
+    schedule: ReduceScatterSchedule
+    ring: Ring
+    plan: Plan
+    refs: Refs
+    me: Any
+
+    def tile_at(self, index: Any) -> Tile:
+        step, element, m, n = self.schedule.tile(index)
+        return Tile(step, m, n, batch=element)
+
+    def hooks(self) -> Hooks:
+        _, _, vectors = self.refs.inputs
+        has_scales = vectors.row_scale is not None or vectors.column_scale is not None
+        out_gmem, parts_gmem, terms_gmem = self.refs.outputs
+        return Hooks(
+            load_lhs=lambda tile, load: load(self._lhs_of(tile)),
+            rhs_at=self._rhs_of,
+            out_at=lambda tile: out_gmem.at[tile.batch],
+            communicate=self._communicate,
+            epilogue_at=lambda tile: self._epilogue_at(tile, whole=True),
+            exchange=Exchange(
+                terms=self.schedule.last_step,
+                is_own=lambda tile: tile.step == self.schedule.last_step,
+                part_at=lambda tile: self._boxes(parts_gmem, tile.step, tile),
+                term_at=lambda tile, term: self._boxes(terms_gmem, term, tile),
+                await_terms=self._await_terms,
+                part_stored=lambda tile: signal(self._flag(0, tile.step, tile)),
+                part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
+            ),
+        )
+
+    def _block(self, tile: Tile, along: str) -> Any:
+        return self.schedule.block(self.me, tile.step) if self.schedule.along == along else 0
+
+    def _lhs_of(self, tile: Tile) -> Any:
+        lhs_gmem, _, _ = self.refs.inputs
+        block = self._block(tile, "m")
+        element = tile.batch if lhs_gmem.shape[0] > 1 else 0
+        return lhs_gmem.at[element, :, block] if self.plan.layouts.transpose_lhs else lhs_gmem.at[element, block]
+
+    def _rhs_of(self, tile: Tile) -> Any:
+        _, rhs_gmem, _ = self.refs.inputs
+        block = self._block(tile, "n")
+        return rhs_gmem.at[block] if self.plan.layouts.transpose_rhs else rhs_gmem.at[:, block]
+
+    def _place(self, tile: Tile) -> Any:
+        return self.schedule.place(tile.batch, tile.m, tile.n)
+
+    def _boxes(self, ref: Any, step: Any, tile: Tile) -> Boxes:
+        # (Of an own tile there is no part to be stored, but the code for one is.)
+        step = jnp.minimum(step, self.schedule.last_step - 1)
+        return Boxes(ref.at[step], self._place(tile) * self.schedule.boxes[0])
+
+    def _flag(self, which: int, step: Any, tile: Tile) -> Any:
+        return self.refs.flags[which].at[step, self._place(tile)]
+
+    def _epilogue_at(self, tile: Tile, *, whole: bool) -> Epilogue:
+        """The scales of each part; of a whole tile what follows as well."""
+        _, _, vectors = self.refs.inputs
+        rows, columns = vectors.row_scale, vectors.column_scale
+        if rows is not None:
+            rows = rows.at[tile.batch if rows.shape[0] > 1 else 0, self._block(tile, "m")]
+        if columns is not None:
+            columns = columns.at[self._block(tile, "n")]
+        scaled = dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
+        if not whole:
+            return epilogue.epilogue(dataclasses.replace(scaled, bias=None), None, self.kernel.mainloop)
+        return epilogue.epilogue(scaled, self.plan.program, self.kernel.mainloop)
+
+    @property
+    def _handshake(self) -> Handshake:
+        return Handshake(
+            self.refs.flags[-1], self.ring, cta(self.kernel.config), self.plan.operation.name, self.schedule.sends
+        )
+
+    def _await_terms(self, tile: Tile) -> None:
+        handshake = self._handshake
+
+        @pl.loop(0, self.schedule.last_step)
+        def _term(term: Any) -> None:
+            handshake.wait_for(board.TERMS, self._flag(2, term, tile), 1, self.schedule.source(self.me, term))
+
+    def _communicate(self) -> None:
+        schedule, ring, (stored, sent, come, handshake) = self.schedule, self.ring, self.refs.flags
+        _, parts_gmem, terms_gmem = self.refs.outputs
+
+        def owner(step: Any) -> Any:
+            return schedule.block(self.me, step)
+
+        def landed(step: Any, row: Any, column: Any) -> None:
+            del column
+            place = schedule.place_of_row(row)
+            before = add(sent.at[step, place], 1)
+            pl.when(before + 1 == schedule.tile_chunks)(lambda: signal_peer(come.at[step, place], ring, owner(step)))
+
+        def within(ref: Any, step: Any, rows: Any, columns: Any) -> Any:
+            box, first = schedule.box_of_row(rows.start)
+            return ref.at[step, box, pl.ds(first, rows.size), columns]
+
+        chunks = Chunks(
+            schedule.sends, schedule.plan, schedule.chunk,
+            source=lambda step, *where: within(parts_gmem, step, *where),
+            destination=lambda step, *where: within(ring.remote(terms_gmem, owner(step)), step, *where),
+            ready=lambda step, row, _: pull.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
+            landed=landed,
+        )  # fmt: skip
+        Communicator(self.plan.operation.name, ring, self.kernel.config, (handshake,), self.refs.smem, chunks).run()
