@@ -3,9 +3,9 @@
 Device d of D holds lhs[m, k_shard] and rhs[k_shard, n], so that the products of all devices must be summed, and keeps a
 block of the sum: some rows, or some columns. The kernel is in `scattered.py`.
 
-Constraints: f16, bf16 or f8; rows of all matrices, and of a block, multiples of 16 bytes; devices that can address each
-other, as `overlap/primitives/clique.py` finds them. Source: the collective matmul of Wang et al., "Overlap Communication
-with Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
+Constraints: f16, bf16 or f8; rows of all matrices, and of a block, multiples of 16 bytes; devices that can address
+each other, as `overlap/primitives/clique.py` finds them. Source: the collective matmul of Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def matmul_reduce_scatter(
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
         `axis_name`. float16, bfloat16, or (with `transpose_rhs`) float8 in the fused kernel.
-      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype (float8 kinds may
-        be mixed). By XLA also with leading dimensions: those of `lhs`, or `lhs` has none.
+      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype (float8 kinds
+        may be mixed). By XLA also with leading dimensions: those of `lhs`, or `lhs` has none.
       axis_name: the mesh axis to sum over, or a tuple of axes, whose devices then count row-major in the order of the
         tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
       scatter_dimension: what is sharded of the result: 0, its rows (m), or 1, its columns (n); if it has more than two
@@ -92,13 +92,13 @@ def matmul_reduce_scatter(
       transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. It is read as it is.
       preferred_element_type: dtype of the result, and of what travels; that of the operands by default, bfloat16 for
         float8. Products are accumulated and parts added in float32, but each device's part is rounded to this dtype
-        before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32, to which the fused kernel has
-        no limit here, nothing is lost and twice as many bytes travel.
+        before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice as
+        many bytes travel.
       config: tile sizes of the fused kernel (`cluster` and `stream_k` must be 1); by default from a table of
         measurements, else by a model.
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then reduce-scatter), or None
-        to choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
-        once, logger "overlap".
+      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then reduce-scatter), or
+        None to choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is
+        logged once, logger "overlap".
 
     Returns:
       [..., m / D, n] per shard, globally [..., m, n] with rows sharded; or, with scatter_dimension=1, [..., m, n / D].

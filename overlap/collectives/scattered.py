@@ -5,20 +5,21 @@
     compute        a peer's tile: its part, scaled → boxes in local memory
                    an own tile: its part, scaled, + term 0 + term 1 + … + bias, activation → the result
     forwarder      when a peer's tile has landed: raises its flag
-    communicator   looks for the peers; for each chunk that it draws, in the order of the tiles: waits for the flag of its
-                   tile; own boxes → shared memory → the peer's boxes; who has sent the last chunk of a tile raises the
-                   peer's flag; takes leave of the peers
+    communicator   looks for the peers; for each chunk that it draws, in the order of the tiles: waits for the flag of
+                   its tile; own boxes → shared memory → the peer's boxes; who has sent the last chunk of a tile raises
+                   the peer's flag; takes leave of the peers
 
 The stores of a tile do not cross NVLink: all CTAs finish their tiles at about the same time, and would wait for each
 other there. Sums are in f32, in an order that does not depend on who was first; what travels has the result's dtype.
 
-Why it is right, beside what `overlap/primitives` says: a tile's boxes have landed before its flag is raised (GPU scope),
-which the communicator waits for before it loads them. Each chunk has landed at the peer before it is counted (an
-addition that releases and acquires at GPU scope); whoever counts the last one raises the peer's flag with a release at
-system scope, which passes on what all of them have seen. The peer's producer acquires that, and a proxy fence is between
-it and the loads. Nobody waits for a CTA that may not have started: tiles and chunks are drawn; a peer's tile waits for
-nothing, and a chunk only for a tile that a running CTA has drawn, since all peers' tiles are drawn before any own one.
-A device leaves when all peers have sent all that they send; so nothing lands in memory that XLA has given to others.
+Why it is right, beside what `overlap/primitives` says: a tile's boxes have landed before its flag is raised (GPU
+scope), which the communicator waits for before it loads them. Each chunk has landed at the peer before it is counted
+(an addition that releases and acquires at GPU scope); whoever counts the last one raises the peer's flag with a release
+at system scope, which passes on what all of them have seen. The peer's producer acquires that, and a proxy fence is
+between it and the loads. Nobody waits for a CTA that may not have started: tiles and chunks are drawn; a peer's tile
+waits for nothing, a chunk for a tile that a running CTA draws before any own tile, and an own tile for what running
+CTAs of the peers do before theirs. A device leaves when all peers have sent all that they send; so nothing lands in
+memory that XLA has given to others.
 
 Shape legend: D: devices; m, k, n: sizes of one device's product; block: [m / D, n] or [m, n / D].
 """

@@ -27,7 +27,7 @@ class Sizes:
       dtype: of both operands.
       out_dtype: of what the kernel writes.
       layouts: how the operands lie in memory.
-      transport: how a fused collective moves its operand ("pull" or "ring") or results ("push"); empty: nothing is moved.
+      transport: how a fused collective moves its operand ("pull" or "ring") or results ("push"); empty: nothing moves.
       m_name: what the caller calls `m`.
     """
 

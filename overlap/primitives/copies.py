@@ -177,7 +177,8 @@ def pull_chunks(
 
     def load(number: Any, slot: Any) -> None:
         if ready is not None:
-            pl.when(number < end)(lambda: ready(*at(number - begin)))
+            wait = ready
+            pl.when(number < end)(lambda: wait(*at(number - begin)))
 
         def start(shard: Any, place: Any, slot_smem: Any) -> None:
             plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], oob_mode=IN_BOUNDS)

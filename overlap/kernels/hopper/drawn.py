@@ -1,8 +1,8 @@
 """Tiles that are drawn from a counter: whichever CTAs run carry all of them, in the order of the list.
 
 For products of which a peer waits for a tile: that must not wait for a CTA that may not have started. The producer
-draws a number, passes it on by *mail* in shared memory, and loads the tile's operands; the others read their mail. There
-is mail for two tiles, so that the producer may be one tile ahead. The number after the last tile ends all loops.
+draws a number, passes it on by *mail* in shared memory, and loads the tile's operands; the others read their mail.
+There is mail for two tiles, so that the producer may be one tile ahead. The number after the last tile ends all loops.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parts of tiles, to peers and from them (`Hooks.exchange`): how they pass through shared memory.
 
-A part is stored box by box, each box one piece of memory: so it can be copied to a peer in large pieces. What peers have
-computed of an own tile comes through the slots of the operands as further steps behind the k steps, a box of each
+A part is stored box by box, each box one piece of memory: so it can be copied to a peer in large pieces. What peers
+have computed of an own tile comes through the slots of the operands as further steps behind the k steps, a box of each
 warpgroup in one step, box after box and within these part after part. So the loads are on their way while the last
 products are computed, and they are added in an order that does not depend on who was first.
 
@@ -103,10 +103,8 @@ def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any, ind
     return sums
 
 
-def store_boxes(
-    boxes: Boxes, box_views: Any, buffers: Buffers, config: Config, warpgroup: Any, first: int
-) -> None:
-    """Starts the stores of boxes of a compute warpgroup's half of a peer's tile; `first`: the index of the first one."""
+def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, config: Config, warpgroup: Any, first: int) -> None:
+    """Starts the stores of boxes of a compute warpgroup's half of a peer's tile, from its box number `first` on."""
     count, rows, _ = box_views.shape
     begin = boxes.first + warpgroup * _boxes(buffers, config) + first
     for box in range(count):

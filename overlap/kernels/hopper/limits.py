@@ -114,7 +114,8 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     needed = smem_bytes(config, dtype, out_dtype, sizes.transport) + RESERVED_BYTES
     if needed > target.smem_limit_bytes:
         chunks = config.pull.chunk_bytes, config.pull.chunk_slots
-        also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if sizes.transport in ("pull", "push") else ""
+        in_chunks = sizes.transport in ("pull", "push")
+        also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if in_chunks else ""
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
             f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}), `epilogue_slots` "
