@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.collectives.axis import require_peers, untried
+from overlap.collectives.backward import backward
 from overlap.frame import sharded
 from overlap.frame.normalize import Call
-from overlap.frame.operands import Operands, sizes
+from overlap.frame.operands import Operands, Plan, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
@@ -155,6 +157,14 @@ class AllGather(Operation):
             rhs_list = tuple(map(as_sent, cotangents.rhs_list, wanted.rhs_list))
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._along_the_ring(cotangents, layouts, self._scatter)
+
+    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+        # Each of the two operations is the other's backward pass.
+        from overlap.collectives.matmul_reduce_scatter import MatmulReduceScatter
+
+        if self.along != "m" or plan.layouts.transpose_lhs or g.dtype != rhs.dtype or rhs.ndim > 2:
+            return None
+        return backward(MatmulReduceScatter(self.ring, "m"), g, rhs, dtype, plan)
 
     def _along_the_ring(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
         """`move(array, dimension)` of whatever is cut along the ring; dimensions count from the last one."""

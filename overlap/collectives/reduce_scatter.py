@@ -13,6 +13,7 @@ from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.collectives import scattered
 from overlap.collectives.axis import require_peers, untried
+from overlap.collectives.backward import backward
 from overlap.frame import sharded
 from overlap.frame.normalize import Call
 from overlap.frame.operands import Operands, Plan, Results, sizes
@@ -115,6 +116,17 @@ class ReduceScatter(Operation):
         if product.shape[dimension] == 0:
             return product
         return lax.psum_scatter(product, self.ring.axis_name, scatter_dimension=dimension, tiled=True)
+
+    def spread_and_times(
+        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan
+    ) -> tuple[jax.Array, jax.Array] | None:
+        # Each of the two operations is the other's backward pass.
+        from overlap.collectives import all_gather_matmul
+
+        if self.along != "m" or plan.layouts.transpose_lhs or cotangent.dtype != rhs.dtype or rhs.ndim > 2:
+            return None
+        gather = all_gather_matmul.AllGatherLhs(self.ring, "m", returns_gathered=True)
+        return backward(gather, cotangent, rhs, dtype, plan)
 
     def spread(self, cotangent: jax.Array) -> jax.Array:
         if self.ring.size == 1:

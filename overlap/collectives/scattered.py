@@ -27,6 +27,7 @@ Shape legend: D: devices; m, k, n: sizes of one device's product; block: [m / D,
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -40,9 +41,10 @@ from overlap.frame.operands import Operands, Plan, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Boxes, Epilogue, Exchange, Hooks, Tile
+from overlap.kernels.launch import sealed
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Handshake, Ring, board, signal, signal_peer
+from overlap.primitives import Handshake, Ring, addresses, board, signal, signal_peer
 from overlap.primitives.atomics import add
 from overlap.primitives.integers import ceil_div
 
@@ -70,10 +72,21 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
         smem=pull.smem_types(config, schedule.plan, plan.out_dtype),
     )  # fmt: skip
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
-    out_types = jax.ShapeDtypeStruct((batch, block_m, block_n), plan.out_dtype), parts, parts
-    inputs = _blocks(operands, plan, schedule)
-    out, _, _ = kernel.launch(inputs, out_types, lambda refs: _Body(kernel, schedule, ring, plan, refs, ring.me()))
-    return out
+    out_types = jax.ShapeDtypeStruct((batch, block_m, block_n), plan.out_dtype), parts
+    inputs = *_blocks(operands, plan, schedule), []
+    if lands_in_an_operand():
+        place = sealed(functools.partial(addresses.landing_place, parts.shape, parts.dtype), "overlap_landing_place")()
+        inputs = *inputs[:-1], [place]
+        kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
+    else:
+        out_types = *out_types, parts
+    body_of = lambda refs: _Body(kernel, schedule, ring, plan, refs, ring.me())  # noqa: E731
+    return kernel.launch(inputs, out_types, body_of)[0]
+
+
+def lands_in_an_operand() -> bool:
+    """Whether peers write to an operand instead of a result: where each GPU has a process of its own."""
+    return jax.process_count() > 1
 
 
 def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> tuple[Any, Any, epilogue.Vectors]:
@@ -127,9 +140,9 @@ class _Body:
         return Tile(step, m, n, batch=element)
 
     def hooks(self) -> Hooks:
-        _, _, vectors = self.refs.inputs
+        _, _, vectors, _ = self.refs.inputs
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
-        out_gmem, parts_gmem, terms_gmem = self.refs.outputs
+        out_gmem, parts_gmem, *_ = self.refs.outputs
         return Hooks(
             load_lhs=lambda tile, load: load(self._lhs_of(tile)),
             rhs_at=self._rhs_of,
@@ -140,24 +153,30 @@ class _Body:
                 terms=self.schedule.last_step,
                 is_own=lambda tile: tile.step == self.schedule.last_step,
                 part_at=lambda tile: self._boxes(parts_gmem, tile.step, tile),
-                term_at=lambda tile, term: self._boxes(terms_gmem, term, tile),
+                term_at=lambda tile, term: self._boxes(self._terms_gmem, term, tile),
                 await_terms=self._await_terms,
                 part_stored=lambda tile: signal(self._flag(0, tile.step, tile)),
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
             ),
         )
 
+    @property
+    def _terms_gmem(self) -> Any:
+        """Where the peers' parts arrive."""
+        (*_, landing), (_, _, *result) = self.refs.inputs, self.refs.outputs
+        return (*landing, *result)[0]
+
     def _block(self, tile: Tile, along: str) -> Any:
         return self.schedule.block(self.me, tile.step) if self.schedule.along == along else 0
 
     def _lhs_of(self, tile: Tile) -> Any:
-        lhs_gmem, _, _ = self.refs.inputs
+        lhs_gmem, *_ = self.refs.inputs
         block = self._block(tile, "m")
         element = tile.batch if lhs_gmem.shape[0] > 1 else 0
         return lhs_gmem.at[element, :, block] if self.plan.layouts.transpose_lhs else lhs_gmem.at[element, block]
 
     def _rhs_of(self, tile: Tile) -> Any:
-        _, rhs_gmem, _ = self.refs.inputs
+        _, rhs_gmem, *_ = self.refs.inputs
         block = self._block(tile, "n")
         return rhs_gmem.at[block] if self.plan.layouts.transpose_rhs else rhs_gmem.at[:, block]
 
@@ -174,7 +193,7 @@ class _Body:
 
     def _epilogue_at(self, tile: Tile, *, whole: bool) -> Epilogue:
         """The scales of each part; of a whole tile what follows as well."""
-        _, _, vectors = self.refs.inputs
+        _, _, vectors, _ = self.refs.inputs
         rows, columns = vectors.row_scale, vectors.column_scale
         if rows is not None:
             rows = rows.at[tile.batch if rows.shape[0] > 1 else 0, self._block(tile, "m")]
@@ -200,7 +219,7 @@ class _Body:
 
     def _communicate(self) -> None:
         schedule, ring, (stored, sent, come, handshake) = self.schedule, self.ring, self.refs.flags
-        _, parts_gmem, terms_gmem = self.refs.outputs
+        (_, parts_gmem, *_), terms_gmem = self.refs.outputs, self._terms_gmem
 
         def owner(step: Any) -> Any:
             return schedule.block(self.me, step)

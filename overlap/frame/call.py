@@ -45,7 +45,13 @@ def decide(
 def run(prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any) -> Any:
     """Runs a public operation on its arguments, by name."""
     arguments.require_values(**{name: given[name] for name in ARRAYS if name in given})
-    operation, call = prepare(**given)
+    return run_prepared(*prepare(**given), config=config, implementation=implementation)
+
+
+def run_prepared(
+    operation: Operation, call: Call, *, config: Config | None = None, implementation: str | None = None
+) -> Any:
+    """The same for a call that has been checked."""
     choice = decide(operation, call, config, implementation)
     plan = Plan(
         operation, call.layouts, call.out_dtype, choice.target, choice.config, call.activation,

@@ -45,7 +45,7 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
     operation, (d_outs, d_kept) = plan.operation, cotangents
     whole = operation.gathered(operands, plan.layouts)
     several = len(d_outs) > 1 or d_kept is not None
-    sums = _Sums()
+    sums, direct = _Sums(), None
     rest = {name: [] for name in ("rhs_list", "column_scales", "biases", "addends")}
     for index, ((rhs, column_scale, _, addend), d_out) in enumerate(zip(whole.of_each, d_outs, strict=True)):
         wants = wanted.of_each[index]
@@ -56,7 +56,11 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
         d_sum, d_part = d_z, d_out
         if operation.reduces:
             # What devices have summed up goes to all of them, in the dtype in which it came.
-            d_part = operation.spread(d_out if plan.activation is None else d_z.astype(d_out.dtype))
+            own = d_out if plan.activation is None else d_z.astype(d_out.dtype)
+            both = None
+            if wanted.lhs is not None and not whole.is_scaled:
+                both = operation.spread_and_times(own, rhs, wanted.lhs, plan)
+            direct, d_part = (None, operation.spread(own)) if both is None else both
             d_z = d_part.astype(F32)
         row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
         column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
@@ -70,7 +74,9 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
         # dtype.
         unchanged = plan.activation is None or operation.reduces
         g = d_part if unchanged and not whole.is_scaled else d_z * row * column
-        if wanted.lhs is not None:
+        if wanted.lhs is not None and direct is None and not several:
+            direct = operation.lhs_cotangent(g, rhs, wanted.lhs, plan)
+        if wanted.lhs is not None and direct is None:
             sums.lhs = _plus(sums.lhs, _of_lhs(plan, whole.lhs, rhs, g, F32 if several else wanted.lhs))
         rest["rhs_list"].append(None if wants[0] is None else _of_rhs(plan, whole.lhs, rhs, g, wants[0]))
         rest["column_scales"].append(d_column)
@@ -80,7 +86,8 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
     found = Operands(
         lhs=sums.lhs, row_scale=sums.rows, scalars=operands.scalars if sums.scalars is None else sums.scalars, **given
     )
-    return operation.scattered(found, d_kept, operands, wanted, plan.layouts)
+    found = operation.scattered(found, d_kept, operands, wanted, plan.layouts)
+    return found if direct is None else dataclasses.replace(found, lhs=direct)
 
 
 @dataclasses.dataclass

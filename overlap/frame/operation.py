@@ -127,6 +127,21 @@ class Operation:
         del d_kept, operands, wanted, layouts
         return cotangents
 
+    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+        """Of a single right operand: the cotangent g rhsᵀ of the left one as `scattered` gives it, by one kernel.
+
+        None if there is no such kernel: then `times` and `scattered` do it.
+        """
+        del g, rhs, dtype, plan
+        return None
+
+    def spread_and_times(
+        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """g rhsᵀ and g itself, which is what `spread` gives, by one kernel; None if there is no such kernel."""
+        del cotangent, rhs, dtype, plan
+        return None
+
     def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
         """A product of the backward pass."""
         del plan

@@ -69,8 +69,8 @@ class ProductKernel:
       work: which tiles there are, and how they are dealt to the CTAs.
       flags: shapes of flags that all CTAs of the device share, zero at launch.
       smem: types of shared memory beside the mainloop's.
-      peers_read: which of the inputs (counted as leaves of the tree) the peers read, in a kernel that is told their
-        addresses (`overlap/primitives/addresses.py`); empty: it is not told.
+      peers_read: which of the inputs (counted as leaves of the tree) the peers read or write, in a kernel that is told
+        their addresses (`overlap/primitives/addresses.py`); empty: it is not told.
       draws: whether tiles are drawn from a counter by whichever CTAs run, so that peers may wait for them.
     """
 

@@ -13,6 +13,9 @@ and of its own flags. So there are two kernels in that layout:
 The table holds for the second kernel because both are given the same values, and a value has one buffer. It is checked
 all the same: before it leaves, the second kernel compares the table with its own arguments, and traps if they differ.
 
+Results cannot be in that table, since the first kernel knows operands only. What peers are to write to is therefore an
+operand whose memory some kernel before has given, and which nobody else uses (`landing_place`).
+
 A kernel opts in by beginning its flags with the table (`shared_flags(..., told=True)`) and by `Params`. It
 must begin with `Handshake.begin`, since no barrier of the framework's goes with a call that is like any other.
 """
@@ -32,7 +35,7 @@ from overlap import _compat
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.windows import note_program
 
-__all__ = ["FLAG_BYTES", "TABLE_FLAGS", "Params", "note_program", "require_told", "tell"]
+__all__ = ["FLAG_BYTES", "TABLE_FLAGS", "Params", "landing_place", "note_program", "require_told", "tell"]
 
 FLAG_BYTES = 4
 # The table, in flags: entries of 8 bytes, laid out as Mosaic GPU's own.
@@ -45,7 +48,7 @@ class Params(plgpu.CompilerParams):
     """Of a kernel whose flags begin with the table of addresses.
 
     Attributes:
-      peers_read: which of its operands the peers read, at most two.
+      peers_read: which of its operands the peers read or write, at most two.
     """
 
     peers_read: tuple[int, ...]
@@ -78,6 +81,26 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True
         ),
     )  # fmt: skip
+
+
+def landing_place(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Memory for peers to write to, as an operand of the kernel to which they send: nothing is in it yet.
+
+    A kernel that does nothing gives it. To XLA that is a value; two calls may get the same one, which does not matter,
+    since no kernel reads what another one has been sent.
+    """
+
+    def overlap_landing_place(_: Any) -> None:
+        pass
+
+    kernel = plgpu.kernel(
+        overlap_landing_place, out_type=jax.ShapeDtypeStruct(shape, dtype), grid=(1,), grid_names=(kernel_axis("cta"),),
+        num_threads=1, thread_name=kernel_axis("warpgroup"),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True
+        ),
+    )  # fmt: skip
+    return kernel()
 
 
 def require_told(context: Any) -> None:

@@ -1,0 +1,32 @@
+"""Products of a backward pass that are fused with their communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from overlap.frame import call
+from overlap.frame.normalize import normalize
+from overlap.frame.operands import Plan
+from overlap.frame.operation import Operation
+from overlap.kernels.config import FLOAT16
+
+
+def backward(operation: Operation, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> Any:
+    """`operation` on the cotangent `g` and the transpose of a forward pass's right operand; None: not by a kernel.
+
+    It is chosen as any other call is; where the caller insisted on the fused kernel for the forward pass, it is used
+    here wherever it can serve.
+    """
+    if jnp.dtype(g.dtype) not in FLOAT16:
+        return None
+    transposed = normalize(
+        operation, g, rhs, transpose_rhs=not plan.layouts.transpose_rhs,
+        preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
+    )  # fmt: skip
+    try:
+        return call.run_prepared(operation, transposed, implementation="fused" if plan.insists else None)
+    except NotImplementedError:
+        return None
