@@ -95,6 +95,17 @@ SUITES = {
         ),
         ("nn",),
     ),
+    # The same for products that are summed and scattered, whose m is that of one device's whole product: few and many
+    # rows by the output projections of layers, and the corners.
+    "scatter": Suite(
+        (
+            "32x8192x4096", "64x8192x4096", "128x8192x4096", "256x8192x4096", "512x8192x4096", "1024x8192x4096",
+            "64x4096x1024", "256x4096x2048", "1024x4096x2048", "512x1024x16384", "16384x2048x512", "2048x4096x4096",
+            "2048x8192x14336", "4096x8192x3584", "8192x4096x4096", "4096x8192x7168", "8192x8192x3584",
+            "16384x8192x4096", "8192x12288x6144", "32768x8192x3584",
+        ),
+        ("nn",),
+    ),
     # What a fused call is made of: a whole one, the gather with hardly a product (n = 8), and what any call costs.
     "breakdown": Suite(
         (
