@@ -43,11 +43,14 @@ RESERVE = Registers(compute=16, transfer=8)
 SPILLS_OF_JAX_0_12 = 32
 MATMUL, GATHER_LHS = "matmul", "all_gather_lhs_matmul"
 GATHER_RHS = ("all_gather_rhs_matmul_n", "all_gather_rhs_matmul_k")
+SCATTER = ("matmul_reduce_scatter", "matmul_reduce_scatter_n")
 # Layouts, bytes of an operand, and whether the epilogue may do more than to convert; `Config.check` refuses some.
 OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     MATMUL: (LAYOUTS, (2, 1), True),
     GATHER_LHS: (("nn", "nt"), (2, 1), True),
     **{op: (("nn",), (2,), False) for op in GATHER_RHS},
+    SCATTER[0]: (LAYOUTS, (2, 1), True),
+    SCATTER[1]: (("nn",), (2,), True),
 }
 
 # The fields of a Config in which a class shows. tile_k is the operand's bytes; of split_k > 1 remains that the result
@@ -71,6 +74,8 @@ SHAPES = (
 )
 # Rows of which whole chunks can be made, so that these are as large as announced.
 PULL_SHAPES = ((1024, 4096, 4096), (1000, 2048, 8192), (512, 8192, 4096), (264, 1024, 4096), (40, 2048, 4096))
+# That all numbers of devices divide, and whose blocks have as many rows as a tile, so that boxes are as announced.
+SCATTER_SHAPES = ((6144, 3072, 4096), (2112, 2112, 1032), (8448, 1536, 64), (2304, 3264, 2064))
 BATCHES, DEVICES = (1, 1, 3), (2, 3, 4, 8)
 
 
@@ -123,7 +128,10 @@ class KernelClass:
         return self.op != MATMUL
 
     def __str__(self) -> str:
-        op = {MATMUL: "", GATHER_LHS: "gather-lhs-", GATHER_RHS[0]: "gather-rhs-n-", GATHER_RHS[1]: "gather-rhs-k-"}
+        op = {
+            MATMUL: "", GATHER_LHS: "gather-lhs-", GATHER_RHS[0]: "gather-rhs-n-", GATHER_RHS[1]: "gather-rhs-k-",
+            SCATTER[0]: "scatter-m-", SCATTER[1]: "scatter-n-",
+        }  # fmt: skip
         flags = [name for name in ("cuts", "epilogue") if getattr(self, name)]
         tile = f"{self.tile_m}x{self.tile_n}-{self.epilogue_tile_n}"
         bits = f"{8 * self.operand_bytes}to{8 * self.out_bytes}"
@@ -267,15 +275,18 @@ class Member:
         config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
         config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
-        config |= {"op": problem.op, "return_gathered": self.keeps} if problem.pulls else {}
-        function = f"tests.assembly_products:{'gathered' if problem.pulls else 'product'}"
+        function = "scattered" if problem.scattered else "gathered" if problem.pulls else "product"
+        config |= {"op": problem.op} if problem.pulls else {}
+        config |= {"return_gathered": self.keeps} if function == "gathered" else {}
+        function = f"tests.assembly_products:{function}"
         return Case(function, problem.devices, (problem.m, problem.n, problem.k), problem.dtype, config=config)
 
     @property
     def smem_bytes(self) -> int:
         """What `limits.smem_bytes` says, and the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
-        announced = smem_bytes(self.config, self.problem.dtype, out_dtype, "pull" if self.problem.pulls else "")
+        transport = "push" if self.problem.scattered else "pull" if self.problem.pulls else ""
+        announced = smem_bytes(self.config, self.problem.dtype, out_dtype, transport)
         if not self.kernel.epilogue or self.kernel.pulls:
             return announced
         boxes = self.kernel.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES
@@ -297,7 +308,7 @@ def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
     fields = {name: chance.choice(values) for name, values in UNSEEN.items()}
     fields["stream_k"] = chance.choice([parts for parts in space.SHAPE["stream_k"] if (parts > 1) == kernel.cuts])
     dtype, out_dtype = (chance.choice(DTYPES[size]) for size in (kernel.operand_bytes, kernel.out_bytes))
-    m, n, k = chance.choice(PULL_SHAPES if kernel.pulls else SHAPES)
+    m, n, k = chance.choice(SCATTER_SHAPES if kernel.op in SCATTER else PULL_SHAPES if kernel.pulls else SHAPES)
     if not (kernel.pulls or kernel.cuts or kernel.epilogue) and kernel.out_bytes == 4:
         fields["split_k"] = chance.choice(space.SHAPE["split_k"])
         out_dtype = chance.choice(DTYPES[2] + DTYPES[4]) if fields["split_k"] > 1 else out_dtype

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from overlap.choice import space
-from overlap.kernels.hopper import COMPUTE_REGISTERS, TRANSFER_REGISTERS
+from overlap.kernels.hopper.mainloop import REGISTERS
 from tests import assembly, assembly_registers, assembly_space
 from tests.assembly_registers import Registers
 from tests.assembly_space import (
@@ -183,8 +183,8 @@ def sweep(draws: int, workers: int, every: int) -> str:
         "faults.** A fault is a spill, local memory, a remark of ptxas (serialized wgmma, ignored setmaxnreg), other "
         f"shared memory than announced, or less than {reserve.compute} registers per thread left over.",
         "",
-        f"The fewest registers with which a compute thread does not spill, of {COMPUTE_REGISTERS}: the least and the "
-        f"most of the classes. A transfer thread has {TRANSFER_REGISTERS} and needs {transfer} at most.",
+        f"The fewest registers with which a compute thread does not spill, of {REGISTERS[0]}: the least and the "
+        f"most of the classes. A transfer thread has {REGISTERS[1]} and needs {transfer} at most.",
         "",
         *_registers_table(needs),
         f"The same for {len(moved)} kernels of {len(_samples(cover))} classes, which differ from the first of their "

@@ -138,8 +138,9 @@ def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClas
     """It reads its peers' addresses elsewhere then, and another kernel before it writes them (addresses.py)."""
     member, code = next(assembly_space.members(kernel)), tmp_path / "kernels.ptx"
     case = dataclasses.replace(member.case, processes=member.case.devices)
-    told, report = assembly.assemble_case(case, ptx=str(code))
-    _, of_the_first, of_the_second = (".version" + part for part in code.read_text().split(".version"))
+    *landing, told, report = assembly.assemble_case(case, ptx=str(code))
+    *_, of_the_first, of_the_second = (".version" + part for part in code.read_text().split(".version"))
+    assert [kernel.name for kernel in landing] == ["overlap_landing_place"] * (kernel.op in assembly_space.SCATTER)
     assert told.name == "overlap_tell_addresses" and told.spills == 0 and "trap" not in of_the_first
     assert assembly_space.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
 

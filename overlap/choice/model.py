@@ -50,7 +50,7 @@ ZERO_FLAGS_US = 2.0
 # From the start until the first rows of a peer may be multiplied; and NVLink.
 GATHER_US = 6.0
 PULLED_BYTES_PER_US = 0.35e6
-# From the last tile of a peer until its part of it has come.
+# From the end of a peer's tile until its part of it may be added.
 SCATTER_US = 6.0
 # Two CTAs begin and end together.
 CLUSTER_US = 0.5
@@ -116,7 +116,7 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     if problem.pulls and problem.gathered == "m":
         us = _with_gather(us, work, config, problem, hbm_rate)
     if problem.pulls and problem.scattered:
-        us += SCATTER_US
+        us = _with_scatter(us, work, config, problem)
     if work.cuts:
         us += ZERO_FLAGS_US
     if config.cluster > 1:
@@ -140,6 +140,18 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, hbm
     early_steps = min(config.stages, work.total_steps(0))
     early_us = early_steps * config.tile_k * config.tile_n * problem.itemsize * active / hbm_rate
     return us + gather_us - min(gather_us, early_us, us)
+
+
+def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem) -> float:
+    """The time of the products and of what travels beside them."""
+    # Own tiles come last. What of them begins together with the last tiles of peers waits for these to come.
+    of_peers = work.tiles * (problem.devices - 1) // problem.devices
+    waves_in_all, waves_of_peers = ceil_div(work.tiles, work.num_ctas), ceil_div(of_peers, work.num_ctas)
+    tile_bytes = config.tile_m * config.tile_n * jnp.dtype(problem.out_dtype).itemsize
+    last_us = min(of_peers, work.num_ctas) * tile_bytes / PULLED_BYTES_PER_US
+    slack_us = us * (waves_in_all - waves_of_peers) / waves_in_all
+    us += SCATTER_US + max(last_us - slack_us, 0.0)
+    return max(us, SCATTER_US + problem.received_bytes_per_device / PULLED_BYTES_PER_US)
 
 
 def _lines(row_bytes: int) -> int:

@@ -1,7 +1,8 @@
 """What the soak runs: programs of many fused launches, each of whose results is compared with exact numbers.
 
-All operands are whole numbers, and so small that every sum is exact in every dtype used: a right result has no other
-bits than the expected one, however it was computed. What is expected is multiplied by XLA from operands that every
+All operands are whole numbers, and so small that every sum of one device's product is exact in every dtype used. Sums
+over devices are exact in f32, in which they are computed, and rounded once. So a right result has no other bits than
+the expected one, however it was computed. What is expected is multiplied by XLA from operands that every
 device holds as a whole, so nothing depends on another communication.
 """
 
@@ -90,6 +91,25 @@ def _gather_weights(dimension: int) -> Callable[..., Any]:
     return compute
 
 
+def _reduce_scatter(dimension: int, block: int, **options: Any) -> Callable[..., Any]:
+    """Each device keeps `block` rows of the result (`dimension` 0), or as many columns (1)."""
+
+    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+        # The rows of `whole` are contracted: the right operand's k, or that of the left one, transposed.
+        size, me, k = lax.axis_size(axis), lax.axis_index(axis), shard.shape[0]
+        shape = (size * block, size * k) if dimension == 0 else (size * k, size * block)
+        other = jnp.resize(weights, shape)
+        part = lax.dynamic_slice_in_dim(other, me * k, k, axis=1 - dimension)
+        lhs, rhs = (part, shard) if dimension == 0 else (shard, part)
+        out = overlap.matmul_reduce_scatter(
+            lhs, rhs, axis, scatter_dimension=dimension, transpose_lhs=dimension == 1, implementation="fused", **options
+        )
+        exact = _exact(other, whole, out.dtype) if dimension == 0 else _exact(whole.T, other, out.dtype)
+        return [(out, lax.dynamic_slice_in_dim(exact, me * block, block, axis=dimension))]
+
+    return compute
+
+
 CASES = (
     Case("rows", 128, 256, 256, jnp.float16, _gather_rows()),
     Case("ragged rows", 200, 264, 136, jnp.bfloat16, _gather_rows()),
@@ -100,6 +120,9 @@ CASES = (
     Case("few scaled float8", 8, 128, 256, _F8, _scaled_float8),
     Case("weights along k", 64, 256, 128, jnp.bfloat16, _gather_weights(0)),
     Case("weights along n", 64, 256, 128, jnp.bfloat16, _gather_weights(1)),
+    Case("sums by rows", 128, 128, 264, jnp.bfloat16, _reduce_scatter(0, 136)),
+    Case("sums by few rows", 64, 128, 256, jnp.bfloat16, _reduce_scatter(0, 8)),
+    Case("sums by columns", 72, 128, 136, jnp.float16, _reduce_scatter(1, 72, preferred_element_type=jnp.float32)),
 )
 
 

@@ -24,6 +24,8 @@ SWIZZLE_ROWS = 8
 WGMMA_M = 64
 # Where the compiler may round up: it aligns each buffer to at most this.
 RESERVED_BYTES = 1024
+# Which tiles have been drawn (two numbers, as large as a buffer can begin behind them), and the barriers around that.
+MAIL_BYTES, MAIL_BARRIERS = 1024, 5
 
 
 def halves(config: Config) -> tuple[int, int]:
@@ -43,13 +45,17 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
 
 def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") -> int:
     """Shared memory of one CTA in bytes, barriers included; with the chunk buffers of a transport in chunks."""
-    pulls = transport in ("pull", "push")
+    exchanges = transport == "push"
+    pulls = transport == "pull" or exchanges
     operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
     epilogue_rows, columns = COMPUTE_WARPGROUPS * halves(config)[0], config.hopper.epilogue_tile_n
     epilogue_bytes = config.hopper.epilogue_slots * epilogue_rows * columns * jnp.dtype(out_dtype).itemsize
-    chunk_bytes = config.pull.chunk_slots * config.pull.chunk_bytes if pulls else 0
-    barriers = 2 * config.stages + (config.pull.chunk_slots if pulls else 0)
-    return operand_bytes + epilogue_bytes + chunk_bytes + barriers * BARRIER_BYTES
+    # What is exchanged is sent box by box, or in parts of a box.
+    largest = halves(config)[0] * SWIZZLE_BYTES if exchanges else config.pull.chunk_bytes
+    chunk_bytes = config.pull.chunk_slots * min(config.pull.chunk_bytes, largest) if pulls else 0
+    mail_bytes = MAIL_BYTES if exchanges else 0
+    barriers = 2 * config.stages + (config.pull.chunk_slots if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
+    return operand_bytes + epilogue_bytes + chunk_bytes + mail_bytes + barriers * BARRIER_BYTES
 
 
 def check_types(sizes: Sizes) -> None:

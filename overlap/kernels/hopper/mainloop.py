@@ -59,8 +59,9 @@ if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
-COMPUTE_REGISTERS = 232
-TRANSFER_REGISTERS = 40
+# Per thread of the compute and of the transfer warpgroups: as many as the kernel is launched with. What the transfer
+# warps of an exchange keep track of needs more.
+REGISTERS, REGISTERS_OF_EXCHANGE = (232, 40), (224, 56)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
@@ -333,6 +334,7 @@ class Hopper:
         work, hooks = loop.work, loop.hooks
         warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
         for_each_piece = functools.partial(_for_each_piece, loop, buffers, group)
+        of_compute, of_transfer = REGISTERS if hooks.exchange is None else REGISTERS_OF_EXCHANGE
 
         def produce() -> None:
             if loop.counter is not None:
@@ -352,7 +354,7 @@ class Hopper:
 
         @pl.when(warpgroup < buffers.warpgroups)
         def _compute_role() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(of_compute, action="increase")
             if loop.counter is None:
                 for_each_piece(_compute, warpgroup)
             else:
@@ -363,7 +365,7 @@ class Hopper:
 
         @pl.when(warpgroup == TRANSFER_WARPGROUP)
         def _transfer_role() -> None:
-            plgpu.set_max_registers(TRANSFER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(of_transfer, action="decrease")
 
             @plgpu.warp_map
             def _roles(warp: Any) -> None:
