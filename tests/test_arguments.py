@@ -102,6 +102,14 @@ OPERATIONS = {
         },
         COMMON,
     ),
+    overlap.matmul_reduce_scatter: (
+        OPERANDS | {"axis_name": AXIS, "mesh": COMMON["mesh"]},
+        COMMON | {
+            "bias": ([None, *array(N)], wrong_array(N)[1:]), "activation": ACTIVATION,
+            "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE, "transpose_rhs": ([False], FLAG[1]),
+            "scatter_dimension": ([0, np.int64(0)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
+        },
+    ),
 }  # fmt: skip
 
 

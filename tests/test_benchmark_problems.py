@@ -194,10 +194,13 @@ def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() 
         command.problems(gathers.parse_args(["--shapes", "1x2x3:tn"]), "all_gather_lhs_matmul", 2)
 
 
+GATHER, SCATTER = "all_gather_lhs_matmul", "matmul_reduce_scatter"
+
+
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_the_sweep_covers_what_the_chooser_is_asked_about(devices: int) -> None:
     parser = command.parser("", "1x2x3", "fused,xla", devices=True)
-    problems = command.problems(parser.parse_args(["--suite", "sweep", "--dtype", "bf16"]), "all_gather", devices)
+    problems = command.problems(parser.parse_args(["--suite", "sweep", "--dtype", "bf16"]), GATHER, devices)
     assert 20 <= len(problems) == len(set(problems)) <= 26
     assert {problem.layout for problem in problems} == {"nn"}
     assert {problem.m for problem in problems} == {16, 32, 64, 128, 512, 2048, 8192}
@@ -209,6 +212,18 @@ def test_the_sweep_covers_what_the_chooser_is_asked_about(devices: int) -> None:
     assert max(times[:10]) < min(times[-5:])
     # Results are given in the shards' sizes, and fit on a GPU with their oracle in f32.
     assert all(10 * problem.library.bytes_per_device < 60e9 for problem in problems)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_sweep_of_what_is_scattered(devices: int) -> None:
+    parser = command.parser("", "1x2x3", "fused,xla", devices=True)
+    problems = command.problems(parser.parse_args(["--suite", "scatter", "--dtype", "bf16"]), SCATTER, devices)
+    assert (min(p.m for p in problems), max(p.m for p in problems)) == (32, 32768)
+    for problem in problems:
+        # The sizes of one device's product; of its result it keeps a part, and receives that of each other device.
+        assert problem.library.whole == (problem.m, problem.n, problem.k) and problem.m % devices == 0
+        assert problem.flops_per_device == 2.0 * problem.m * problem.n * problem.k
+        assert problem.received_bytes_per_device == 2 * (devices - 1) * problem.m // devices * problem.n
 
 
 def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:

@@ -12,8 +12,14 @@ import overlap
 from overlap.emulation import emulate
 from tests import oracle
 
-M, K, N, D = 24, 32, 16, 2
-OPERATIONS = ("matmul", "all_gather_lhs_matmul", "all_gather_rhs_matmul n", "all_gather_rhs_matmul k")
+M, K, N, D = 48, 32, 16, 2
+OPERATIONS = (
+    "matmul",
+    "all_gather_lhs_matmul",
+    "all_gather_rhs_matmul n",
+    "all_gather_rhs_matmul k",
+    "matmul_reduce_scatter sum",
+)
 CONFIG = overlap.Config(tile_m=64, tile_n=128, stages=2)
 
 
@@ -51,13 +57,18 @@ class Case:
             None: {},
             "n": {"gather_dimension": 1 - swapped["rhs"]},
             "k": {"gather_dimension": int(swapped["rhs"])},
+            "sum": {},
         }
         transposed = {f"transpose_{name}": True for name, is_swapped in swapped.items() if is_swapped}
         return along[self.sharded] | transposed | self.rest
 
     def specs(self):
-        """Of each array: what a device has. The operand that is not gathered is sharded in its other dimension."""
-        cut = {None: {}, "m": {"lhs": "m", "lhs_scale": "m"}, "n": {"rhs": "n", "rhs_scale": "n"}, "k": {"rhs": "k"}}
+        """Of each array: what a device has. The operand that is not gathered is sharded in its other dimension.
+
+        Of a sum over the devices both operands are sharded along k, and the addend as the result is.
+        """
+        cut = {None: {}, "m": {"lhs": "m", "lhs_scale": "m"}, "n": {"rhs": "n", "rhs_scale": "n"}, "k": {"rhs": "k"},
+               "sum": {"lhs": "k", "rhs": "k", "addend": "m"}}  # fmt: skip
         of = cut[self.sharded]
         return {
             name: P(*("x" if x == of.get(name) else None for x in letters)) for name, letters in self.letters.items()
@@ -74,7 +85,9 @@ class Case:
             lhs, rhs = arrays.pop("lhs"), arrays.pop("rhs")
             return operation(lhs, rhs, *axis, **arrays, **self.keywords(), implementation=implementation, **more)
 
-        mapped = jax.shard_map(call, mesh=mesh(), in_specs=(self.specs(),), out_specs=P(), check_vma=False)
+        batch = max((self.letters["lhs"][:-2], self.letters["rhs"][:-2]), key=len)
+        scattered = P(*(None for _ in batch), "x") if self.sharded == "sum" else P()
+        mapped = jax.shard_map(call, mesh=mesh(), in_specs=(self.specs(),), out_specs=scattered, check_vma=False)
         return np.asarray(jax.jit(mapped)(self.arrays), np.float32)
 
     def expected(self):
@@ -106,6 +119,7 @@ TAKES = {
     "matmul": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk", "rhs batch"},
     "all_gather_lhs_matmul": {"lhs_scale", "rhs_scale", "rhs nk"},
     "all_gather_rhs_matmul": set(),
+    "matmul_reduce_scatter": {"bias", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
 }
 
 
