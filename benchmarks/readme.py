@@ -24,6 +24,7 @@ _SHOWN = (
     ("1024x4096x4096", "f16"), ("1024x4096x8192", "bf16"), ("1024x3584x8192", "bf16"), ("1024x6144x12288", "bf16"),
     ("1024x4096x4096", "f8_e4m3fn"), ("1024x4096x8192", "f8_e4m3fn"), ("1024x6144x12288", "f8_e4m3fn"),
 )  # fmt: skip
+_SUMS = ("8192x4096x4096", "8192x8192x3584", "8192x12288x6144", "4096x8192x7168", "2048x4096x4096", "256x8192x4096")
 _WEIGHTS = ("8192x4096x4096", "8192x14336x4096", "2048x4096x4096")
 
 
@@ -75,6 +76,24 @@ def _gathered_weights(tables: Sequence[current.Table]) -> list[str]:
     return current.lines(("GPUs, gathered along", *(shape.replace("x", "×") for shape in _WEIGHTS)), rows)
 
 
+def _sums(tables: Sequence[current.Table]) -> list[str]:
+    rows = []
+    ours = [table for table in tables if table.operation == "matmul_reduce_scatter"]
+    for table in sorted(ours, key=lambda table: (table.devices, table.layout)):
+        problems = {current.problem_of(problem[0])[0]: problem for problem in table.problems()}
+        for shape in (shape for shape in _SUMS if shape in problems):
+            problem = problems[shape]
+            fused = current.method(problem, "fused")
+            rows.append((
+                str(table.devices) + (", a process each" if table.layout == "process_each" else ""),
+                shape.replace("x", "×"),
+                *(current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")),
+                *(current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")),
+            ))  # fmt: skip
+    headings = ("GPUs", "m × n × k", "fused, µs", "XLA, µs", "roof, µs", "XLA / fused", "roof / fused")
+    return current.lines(headings, rows)
+
+
 def _products(_tables: Sequence[current.Table]) -> list[str]:
     rows = []
     for dtype, path in SUITES.items():
@@ -98,4 +117,5 @@ _TABLES: Mapping[str, Callable[[Sequence[current.Table]], list[str]]] = {
     "all_gather_lhs_matmul": _gathered_rows,
     "all_gather_rhs_matmul": _gathered_weights,
     "matmul": _products,
+    "matmul_reduce_scatter": _sums,
 }

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.emulation import EmulationError, emulate
 from tests import several_sides_cases
-from tests.oracle import make_mesh
-from tests.product_cases import oracle_of
+from tests.oracle import make_mesh, on_mesh
+from tests.product_cases import integers, oracle_of
 from tests.rhs_cases import fused, mapped, product
 from tests.several_sides_cases import Form
 
@@ -23,6 +24,8 @@ from tests.several_sides_cases import Form
 PULL = overlap.Config.of(tile_n=64, stages=2, chunk_bytes=4096)
 JOINED = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
 WEIGHTS = overlap.Config.of(tile_n=128, stages=2, chunk_bytes=1024)
+# Two boxes of a tile, each of several chunks.
+SUMS = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,40 @@ def of_weights(
     return Kernel(lambda: function(lhs, rhs), check)
 
 
+def of_sums(
+    along: str,
+    config: overlap.Config = SUMS,
+    devices: int = 3,
+    *,
+    block: tuple[int, int] = (16, 136),
+    k: int = 72,
+    batch: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    mesh: Any = None,
+    axis: str = "x",
+) -> Kernel:
+    """`matmul_reduce_scatter`: each device keeps `block` rows and columns of the sum, and has `k` columns of `lhs`."""
+    mesh, (rows, columns) = mesh or make_mesh(x=devices), block
+    m, n = (devices * rows, columns) if along == "m" else (rows, devices * columns)
+    lhs, rhs = integers(0, *([batch] if batch else []), m, devices * k), integers(1, devices * k, n)
+    dimension, leading = (0 if along == "m" else 1), [None] if batch else []
+
+    def summed(a: jax.Array, b: jax.Array) -> jax.Array:
+        return overlap.matmul_reduce_scatter(
+            a, b, axis, scatter_dimension=dimension, preferred_element_type=dtype, config=config, implementation="fused"
+        )
+
+    in_specs = P(*leading, None, axis), P(axis, None)
+    function = on_mesh(mesh, summed, in_specs, P(*leading, *((axis, None) if along == "m" else (None, axis))))
+
+    def check(result: Any) -> None:
+        # (With little k, parts are small enough to be exact in bfloat16.)
+        expected = oracle_of(lhs, rhs).astype(dtype)
+        np.testing.assert_array_equal(np.asarray(result, np.float32), expected.astype(np.float32))
+
+    return Kernel(lambda: function(lhs, rhs), check)
+
+
 ONE = Form(72, (64,), 136, container=None)
 FEW = Form(16, (136,), 136, container=None)
 KERNELS: dict[str, Callable[[int], Kernel]] = {
@@ -91,6 +128,8 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
     "joined, scales": lambda devices: of_rows(dataclasses.replace(FEW, scales=("rows",)), JOINED, devices),
     "rhs n": lambda devices: of_weights("n", devices=devices),
     "rhs k": lambda devices: of_weights("k", devices=devices),
+    "scatter m": lambda devices: of_sums("m", devices=devices),
+    "scatter n": lambda devices: of_sums("n", devices=devices),
     "ring": lambda devices: of_rows(ONE, PULL, devices, "ring"),
 }
 

@@ -73,8 +73,9 @@ LAYOUTS = [
 
 TILES = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 JOINED = dataclasses.replace(TILES, joined=True)
-Kind = Literal["pull", "ring", "several", "joined", "rhs n", "rhs k", "matmul"]
-# Of each kind, two shapes per device: rows, columns, contraction (of a shard, where that is what is gathered).
+Kind = Literal["pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "matmul"]
+# Of each kind, two shapes per device: rows, columns, contraction (of a shard, where that is what is gathered; of a
+# block, where sums are scattered).
 SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
     "pull": [(16, 64, 64), (72, 64, 72)],
     "ring": [(16, 64, 64), (72, 64, 72)],
@@ -82,6 +83,8 @@ SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
     "joined": [(8, 64, 64), (24, 72, 72)],
     "rhs n": [(16, 64, 64), (72, 24, 72)],
     "rhs k": [(16, 64, 64), (72, 64, 40)],
+    "scatter m": [(16, 64, 64), (24, 136, 72)],
+    "scatter n": [(16, 64, 64), (72, 40, 72)],
     "matmul": [(16, 64, 64), (72, 64, 72)],
 }
 
@@ -109,6 +112,9 @@ class Call:
             case "rhs n" | "rhs k":
                 fused["gather_dimension"] = 1 if self.kind == "rhs n" else 0
                 return lambda a, b: overlap.all_gather_rhs_matmul(a, b, self.axes, **fused)
+            case "scatter m" | "scatter n":
+                fused["scatter_dimension"] = 0 if self.kind == "scatter m" else 1
+                return lambda a, b: overlap.matmul_reduce_scatter(a, b, self.axes, **fused)
             case "several":
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, [b, b], self.axes, return_gathered=True, **fused)
             case _:
@@ -121,10 +127,12 @@ class Call:
         devices, sizes = len(self.layout.order), dict(self.layout.sizes)
         ring = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
         whole_k = k * ring if self.kind == "rhs k" else k
+        whole_rows = rows * ring if self.kind == "scatter m" else rows
+        whole_columns = columns * ring if self.kind == "scatter n" else columns
         draw = np.random.default_rng(random.Random(str(self)).getrandbits(32)).integers
         return (
-            draw(-4, 5, (devices * rows, whole_k)).astype(jnp.bfloat16),
-            draw(-4, 5, (devices * k, columns)).astype(jnp.bfloat16),
+            draw(-4, 5, (devices * whole_rows, whole_k)).astype(jnp.bfloat16),
+            draw(-4, 5, (devices * k, whole_columns)).astype(jnp.bfloat16),
         )
 
 

@@ -112,18 +112,22 @@ EVERYWHERE = [
     defects.leave_without_a_word,
 ]
 # Where there are several peers to look for, and transfers.
-OF_PULLS = [
+OF_TRANSFERS = [
     defects.look_for_the_same_peer,
     defects.stop_drawing_too_early,
-    defects.speak_when_the_first_has_completed_something,
     defects.speak_whoever_has_completed_something,
-    defects.speak_before_the_transfers,
     defects.count_a_transfer_too_few,
     defects.count_a_transfer_too_many,
     defects.count_without_acquiring_what_others_did,
-    defects.count_transfers_when_they_begin,
     defects.leave_the_last_number,
     defects.take_a_number_too_many,
+]
+# Where peers read this device's memory, of which it sees nothing. What they write it awaits itself, for its own tiles.
+OF_PULLS = [
+    *OF_TRANSFERS,
+    defects.speak_when_the_first_has_completed_something,
+    defects.speak_before_the_transfers,
+    defects.count_transfers_when_they_begin,
 ]
 OF_THE_RING = [
     defects.look_at_the_other_neighbour,
@@ -136,6 +140,16 @@ OF_THE_RING = [
 def test_each_defect_is_reported(defect, kernel, monkeypatch):
     defect(monkeypatch)
     assert KERNELS[kernel](3).report(cores=2, laps=3, step_limit=STEPS)
+
+
+# What is sent waits for a tile, with a proxy fence of its own. ("scatter n" has the same handshakes.)
+OF_SUMS = [defect for defect in EVERYWHERE + OF_TRANSFERS if defect is not defects.begin_without_a_proxy_fence]
+
+
+@pytest.mark.parametrize("defect", OF_SUMS, ids=lambda f: f.__name__)
+def test_each_defect_of_scattered_sums_is_reported(defect, monkeypatch):
+    defect(monkeypatch)
+    assert KERNELS["scatter m"](3).report(cores=2, laps=3, step_limit=STEPS)
 
 
 @pytest.mark.parametrize("defect", EVERYWHERE + OF_THE_RING, ids=lambda f: f.__name__)

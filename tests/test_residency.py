@@ -29,7 +29,7 @@ def test_any_number_of_ctas_suffices(kernel):
         clean(kernel).run(cores=CORES, resident=resident, completion=completion, seed=resident, laps=2)
 
 
-@pytest.mark.parametrize("kernel", ["pull", "joined", "rhs k"])
+@pytest.mark.parametrize("kernel", ["pull", "joined", "rhs k", "scatter m"])
 def test_work_that_is_dealt_beforehand_is_reported(kernel, monkeypatch):
     """To all CTAs of the grid, whether they run or not, instead of by a counter."""
 

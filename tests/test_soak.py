@@ -53,7 +53,26 @@ def test_every_case_is_exact_in_its_dtype():
         whole = np.random.default_rng(0).integers(-1, 2, (64, case.depth))
         sums = np.abs(whole @ np.random.default_rng(1).integers(-1, 2, (case.depth, 64))).max()
         # All whole numbers up to this are exact in bfloat16, and in float16.
-        assert sums <= 2 ** (jnp.finfo(jnp.bfloat16).nmant + 1), case.name
+        most = 2 ** (jnp.finfo(jnp.bfloat16).nmant + 1)
+        assert sums <= most, case.name
+        # Where sums travel, each is of as many products as a device has rows of the operand that is sharded.
+        assert not case.name.startswith("sums") or case.rows <= most, case.name
+
+
+@pytest.mark.parametrize("name", [case.name for case in soak_programs.CASES if case.name.startswith("sums")])
+def test_sums_over_devices_are_expected_to_the_bit(name, monkeypatch):
+    (case,) = (case for case in soak_programs.CASES if case.name == name)
+    mesh = next(soak_programs.meshes(jax.devices()[:3]))
+    late_us, period = np.zeros(3, np.float32), np.int32(7)
+    given = soak_programs.operands(mesh, seed=0)
+    with emulate(cores=2):
+        assert int(soak_programs.program(case, mesh, "x", 2)(late_us, period, *given)) == 0
+        exact = soak_programs._exact
+        monkeypatch.setattr(soak_programs, "_exact", lambda *args: exact(*args).at[-1, -1].add(1))
+        # The corner belongs to one device: it finds one wrong result.
+        soak_programs.program.cache_clear()
+        assert int(soak_programs.program(case, mesh, "x", 1)(late_us, period, *given)) == 1
+    soak_programs.program.cache_clear()
 
 
 def test_meshes_and_axes_of_four_devices():

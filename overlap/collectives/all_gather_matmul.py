@@ -171,9 +171,11 @@ def all_gather_lhs_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable to any order, in both modes: all but the result itself runs by XLA. `vmap` over `lhs` and an
-    `lhs_scale` of rows becomes a leading dimension, with the configuration of a single element (one of your own is
-    tuned as a whole); over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in both modes. The cotangent of `lhs` is a `matmul_reduce_scatter` (of one right
+    operand, without scales and `return_gathered`), chosen as such a call is; all else runs by XLA, which gathers `lhs`
+    again for the cotangent of `rhs`. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the
+    configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
+    NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

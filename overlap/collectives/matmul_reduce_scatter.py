@@ -102,8 +102,8 @@ def matmul_reduce_scatter(
 
     Returns:
       [..., m / D, n] per shard, globally [..., m, n] with rows sharded; or, with scatter_dimension=1, [..., m, n / D].
-      Deterministic: parts are added in a fixed order (the own one first, then those of the devices before this one), so
-      repeated calls give the same bits.
+      Deterministic: parts are added in a fixed order (those of the others first, from the device before this one on
+      backwards, then their sum to the own one), so repeated calls give the same bits.
 
     Raises:
       ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config; D does not
@@ -111,9 +111,11 @@ def matmul_reduce_scatter(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable to any order, in both modes: all but the result itself runs by XLA. `vmap` over `lhs` and an
-    `lhs_scale` of rows becomes a leading dimension; over anything else XLA runs, or NotImplementedError is raised if
-    implementation="fused".
+    Differentiable to any order, in both modes. With rows scattered and no scales, the cotangent of `lhs` is an
+    `all_gather_lhs_matmul`, chosen as such a call is, whose gathered cotangent serves for that of `rhs` too; all else
+    runs by XLA. `vmap` over `lhs` and an
+    `lhs_scale` of rows becomes a leading dimension; over what follows the sum the kernel runs without that, which XLA
+    does; over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

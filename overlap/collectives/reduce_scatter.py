@@ -78,8 +78,9 @@ class ReduceScatter(Operation):
                 f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {_XLA}"
             )
         (block_m, block_n), transport = self.result_shape(m, n), "push" if self.ring.size > 1 else ""
+        names = {"m": "m", "n": "n", self.along: f"{self.along} / {self.ring.size}"}
         checked = limits.Sizes(
-            block_m, block_n, k, operands.lhs.dtype, call.out_dtype, call.layouts, transport, f"m / {self.ring.size}"
+            block_m, block_n, k, operands.lhs.dtype, call.out_dtype, call.layouts, transport, names["m"], names["n"]
         )
         limits.check(checked, config, target)
         require_peers(self.ring, target, mesh)
@@ -103,7 +104,10 @@ class ReduceScatter(Operation):
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
-            return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped as well: {_XLA}"
+            return (
+                "the fused kernel takes `jax.vmap` over `lhs`, an `lhs_scale` with one value per row and what follows "
+                f"the sum, and here `rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped: {_XLA}"
+            )
         return None
 
     # --- The same by XLA, and the backward pass ---

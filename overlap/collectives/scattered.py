@@ -3,7 +3,7 @@
     producer       for each tile that it draws, the peers' blocks first, the own one last: loads the operands; of an own
                    tile also the terms, once the flags of all of them are raised
     compute        a peer's tile: its part, scaled → boxes in local memory
-                   an own tile: its part, scaled, + term 0 + term 1 + … + bias, activation → the result
+                   an own tile: its part, scaled, + (term 0 + term 1 + …) + bias, activation → the result
     forwarder      when a peer's tile has landed: raises its flag
     communicator   looks for the peers; for each chunk that it draws, in the order of the tiles: waits for the flag of
                    its tile; own boxes → shared memory → the peer's boxes; who has sent the last chunk of a tile raises
@@ -18,8 +18,8 @@ scope), which the communicator waits for before it loads them. Each chunk has la
 at system scope, which passes on what all of them have seen. The peer's producer acquires that, and a proxy fence is
 between it and the loads. Nobody waits for a CTA that may not have started: tiles and chunks are drawn; a peer's tile
 waits for nothing, a chunk for a tile that a running CTA draws before any own tile, and an own tile for what running
-CTAs of the peers do before theirs. A device leaves when all peers have sent all that they send; so nothing lands in
-memory that XLA has given to others.
+CTAs of the peers do before theirs. All that peers write here is what own tiles wait for, so nothing lands in memory
+that XLA has given to others; the handshake at the end guards the beacon.
 
 Shape legend: D: devices; m, k, n: sizes of one device's product; block: [m / D, n] or [m, n / D].
 """

@@ -70,12 +70,20 @@ def _epilogue_by_xla(
     operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, bare: Plan, fused: Callable[..., Any]
 ) -> Any:
     """The vectors have no batch in the kernel: the products by the kernel (`bare`), their epilogue by XLA."""
-    matrices, axis = operands.matrices, None
-    if is_batched.lhs or any(is_batched.rhs_list):
-        (products, _), axis = batched(matrices, is_batched.matrices, axis_size, bare, fused), 0
+    axis, nothing = None, dict[str, Any](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
+    matrices, is_batched_matrices = operands.matrices, is_batched.matrices
+    if plan.operation.reduces:
+        # Each device's product has scales of its own, before the sum.
+        scales = ("row_scale", "column_scales")
+        matrices, is_batched_matrices = (
+            dataclasses.replace(x.matrices, **{name: getattr(x, name) for name in scales})
+            for x in (operands, is_batched)
+        )
+        nothing |= dict.fromkeys(scales)
+    if any(jax.tree.leaves(is_batched_matrices)):
+        (products, _), axis = batched(matrices, is_batched_matrices, axis_size, bare, fused), 0
     else:
         products, _ = fused(matrices, bare)
-    nothing = dict(lhs=None, rhs_list=(None,) * len(operands.rhs_list))
     rest, axes = (dataclasses.replace(x, **nothing) for x in (operands, _axes(is_batched)))
     finish = lambda products, rest: by_xla.finish(products, rest, plan.out_dtype, plan.applied(rest))  # noqa: E731
     return jax.vmap(finish, in_axes=(axis, axes), axis_size=axis_size)(products, rest), None

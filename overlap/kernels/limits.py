@@ -29,6 +29,7 @@ class Sizes:
       layouts: how the operands lie in memory.
       transport: how a fused collective moves its operand ("pull" or "ring") or results ("push"); empty: nothing moves.
       m_name: what the caller calls `m`.
+      n_name: likewise `n`.
     """
 
     m: int
@@ -39,6 +40,7 @@ class Sizes:
     layouts: OperandLayouts = PLAIN
     transport: Literal["", "pull", "ring", "push"] = ""
     m_name: str = "m"
+    n_name: str = "n"
 
 
 def check(sizes: Sizes, config: Config, target: Target) -> None:
@@ -64,15 +66,15 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
         )
     mainloop.check_config(sizes, config, target)
     m, n, k, layouts = sizes.m, sizes.n, sizes.k, sizes.layouts
-    for name, size in ((sizes.m_name, m), ("n", n), ("k", k)):
+    for name, size in ((sizes.m_name, m), (sizes.n_name, n), ("k", k)):
         if size < 1:
             raise NotImplementedError(
                 f'the fused kernel needs {name} to be at least 1, got {name}={size}: use implementation="xla"'
             )
     for what, name, row, kind in (
         ("lhs", sizes.m_name if layouts.transpose_lhs else "k", m if layouts.transpose_lhs else k, sizes.dtype),
-        ("rhs", "k" if layouts.transpose_rhs else "n", k if layouts.transpose_rhs else n, sizes.dtype),
-        ("the result", "n", n, sizes.out_dtype),
+        ("rhs", "k" if layouts.transpose_rhs else sizes.n_name, k if layouts.transpose_rhs else n, sizes.dtype),
+        ("the result", sizes.n_name, n, sizes.out_dtype),
     ):
         itemsize = jnp.dtype(kind).itemsize
         if row * itemsize % TMA_ROW_BYTES:

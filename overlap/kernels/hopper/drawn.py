@@ -72,7 +72,7 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
         number, ordinal, before = state
         tile, piece, filled = _turn(loop, buffers, number, before)
         role(loop, buffers, tile, piece, *more)
-        # Only now: no warp is ever two tiles behind.
+        # Only now: so the forwarder warp, which comes last, is never two tiles behind.
         plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAIL_SLOTS)])
         return read(ordinal + 1), ordinal + 1, filled
 

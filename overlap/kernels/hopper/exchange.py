@@ -44,6 +44,14 @@ def _boxes(buffers: Buffers, config: Config) -> int:
     return halves(config)[1] // buffers.out[0].shape[-1]
 
 
+def _rows(index: Any, rows: int) -> Any:
+    """As many rows as a box in shared memory has, from the first on; of those that are not there TMA makes zeros.
+
+    The start is a number that jax does not know (`index`: any): of one that it knows jax 0.12 refuses to go beyond.
+    """
+    return pl.ds(index - index, rows)
+
+
 def term_steps(loop: Loop, buffers: Buffers, tile: Tile) -> Any:
     """How many steps the parts of a tile take."""
     return jnp.where(_exchange(loop).is_own(tile), _boxes(buffers, loop.config) * _exchange(loop).terms, 0)
@@ -64,9 +72,8 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         part = exchange.term_at(tile, step - index * exchange.terms)
         for warpgroup in range(buffers.warpgroups):
             box_gmem = part.ref.at[part.first + warpgroup * count + index]
-            # As many rows as a box in shared memory has: where there are fewer, the rest is filled with zeros.
-            whole = pl.ds(0, boxes_smem.shape[2])
-            plgpu.copy_gmem_to_smem(box_gmem.at[whole], boxes_smem.at[slot, warpgroup], buffers.full.at[slot])
+            rows = _rows(fill, boxes_smem.shape[2])
+            plgpu.copy_gmem_to_smem(box_gmem.at[rows], boxes_smem.at[slot, warpgroup], buffers.full.at[slot])
         # The slot is full when as many copies have arrived as of operands.
         for _ in range(copies - buffers.warpgroups):
             plgpu.barrier_arrive(buffers.full.at[slot])
@@ -108,7 +115,7 @@ def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, config: Config, 
     count, rows, _ = box_views.shape
     begin = boxes.first + warpgroup * _boxes(buffers, config) + first
     for box in range(count):
-        to_gmem = boxes.ref.at[begin + box, pl.ds(0, rows)]
+        to_gmem = boxes.ref.at[begin + box, _rows(begin, rows)]
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 

@@ -42,7 +42,8 @@ class Buffers:
 
     Of the left operand's slots only the first `rows` rows are loaded, for so many `warpgroups` to compute with.
     Parts of tiles that peers have computed (`Hooks.exchange`) are loaded into the slots of one operand, of which they
-    are two further views. `mail` and the barriers around it pass on which tile has been drawn (`drawn.py`).
+    are two further views: of each slot the first boxes, one for each warpgroup. `mail` and the barriers around it pass
+    on which tile has been drawn (`drawn.py`).
     """
 
     lhs: Any
@@ -58,7 +59,7 @@ class Buffers:
 
     @property
     def terms(self) -> tuple[Any, Any]:
-        """The views (box, mma) of parts in the slots: [slot, warpgroup, rows, columns of a box]."""
+        """The views (box, mma) of parts in the slots: [slot, box, rows, columns]."""
         return (*self.lhs[2:], *self.rhs[2:])
 
 
@@ -126,9 +127,10 @@ def buffer_types(config: Config, types: OperandTypes) -> Buffers:
     warpgroups = _warpgroups(config, loaded)
     out = (COMPUTE_WARPGROUPS, config.hopper.epilogue_slots, out_boxes, wg_m, out_width)
     addend_barriers = COMPUTE_WARPGROUPS * out_boxes
-    term = (stages, COMPUTE_WARPGROUPS, wg_m, out_width)
+    # In the slots of the operand that has room for a box of each warpgroup; a slot of terms is as large as one of that.
+    in_one = config.tile_m if wg_m < config.tile_m else config.tile_n
+    term = (stages, in_one // wg_m, wg_m, out_width)
     terms = _views(term, term, types.out_dtype) if types.exchanges else ()
-    # Those of both warpgroups take as much room as 128 rows of operands, or tile_m rows if these are more.
     in_lhs, in_rhs = (terms, ()) if wg_m < config.tile_m else ((), terms)
     return Buffers(
         lhs=plgpu.RefUnion(*_views((stages, *lhs_box), (stages, *lhs_mma), dtype, rows), *in_lhs),

@@ -1,0 +1,151 @@
+"""What the tests of `matmul_reduce_scatter` share: its calls under `shard_map`, operands, and how to judge a result."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from tests.product_cases import in_f32
+
+ALONG = ["m", "n"]
+F32 = jnp.dtype(jnp.float32)
+SMALL = overlap.Config(tile_m=64, tile_n=128, stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A call inside `shard_map`, on arrays by name: those of `overlap.matmul_reduce_scatter`.
+
+    Globally lhs is [..., m, D · k], rhs [D · k, n], lhs_scale [D, m, 1] and rhs_scale [D, n]: each device has scales of
+    its own. Bias and addend are those of the whole sum.
+
+    Attributes:
+      along: in which dimension the sum is scattered.
+      axis: the axes that it is summed over.
+      transpose_lhs: whether lhs is [..., D · k, m].
+      transpose_rhs: whether rhs is [n, D · k].
+      activation: of the sum.
+      dtype: of the result.
+    """
+
+    along: Literal["m", "n"] = "m"
+    axis: Any = "x"
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+    activation: Any = None
+    dtype: Any = F32
+
+    def __call__(self, arrays: dict[str, Any], implementation: str | None = "fused", config: Any = SMALL) -> jax.Array:
+        """The operation on one device's part of the arrays."""
+        given = self.of_one_device(arrays)
+        lhs, rhs = given.pop("lhs"), given.pop("rhs")
+        return overlap.matmul_reduce_scatter(
+            lhs, rhs, self.axis, scatter_dimension=ALONG.index(self.along), transpose_lhs=self.transpose_lhs,
+            transpose_rhs=self.transpose_rhs, activation=self.activation, preferred_element_type=self.dtype,
+            implementation=implementation, config=None if implementation == "xla" else config, **given,
+        )  # fmt: skip
+
+    def plain(self, arrays: dict[str, Any]) -> jax.Array:
+        """The same in plain JAX. Nothing but the result is rounded below f32."""
+        given = self.of_one_device(arrays)
+        lhs, rhs = (given[name].astype(F32) for name in ("lhs", "rhs"))
+        lhs, rhs = lhs.mT if self.transpose_lhs else lhs, rhs.mT if self.transpose_rhs else rhs
+        part = jnp.matmul(lhs, rhs, precision="highest") * given.get("lhs_scale", 1.0) * given.get("rhs_scale", 1.0)
+        dimension = part.ndim - 2 + ALONG.index(self.along)
+        out = lax.psum_scatter(part, self.axis, scatter_dimension=dimension, tiled=True)
+        out = out + given.get("bias", 0.0) + given.get("addend", jnp.zeros(())).astype(F32)
+        return (out if self.activation is None else self.activation(out)).astype(self.dtype)
+
+    @staticmethod
+    def of_one_device(arrays: dict[str, Any]) -> dict[str, Any]:
+        """Without the dimension of the devices, which scales have."""
+        return {name: x[0] if name in ("lhs_scale", "rhs_scale") else x for name, x in arrays.items()}
+
+    # --- How arrays are sharded ---
+
+    @property
+    def out_spec(self) -> P:
+        """Of a result without leading dimensions, and of an addend."""
+        return P(self.axis, None) if self.along == "m" else P(None, self.axis)
+
+    def specs(self, arrays: dict[str, Any]) -> dict[str, P]:
+        """Of each array."""
+        rows, columns = (self.axis, None), (None, self.axis)
+        of = {
+            "lhs": rows if self.transpose_lhs else columns,
+            "rhs": columns if self.transpose_rhs else rows,
+            "addend": self.out_spec,
+        }
+        specs = {name: P(*(None,) * (arrays[name].ndim - 2), *of[name]) for name in of if name in arrays}
+        of_vectors = {"lhs_scale": P(self.axis), "rhs_scale": P(self.axis)}
+        of_vectors["bias"] = P() if self.along == "m" else P(self.axis)
+        return specs | {name: of_vectors[name] for name in arrays if name in of_vectors}
+
+    def mapped(self, mesh: Any, arrays: dict[str, Any], function: Any = None, out_specs: Any = None,
+               check_vma: bool = False) -> Any:  # fmt: skip
+        """A jitted function of the global arrays: `function` (by default the operation) on each device's parts."""
+        if out_specs is None:
+            lead = max(arrays["lhs"].ndim, arrays["rhs"].ndim) - 2
+            out_specs = P(*(None,) * lead, *self.out_spec)
+        return jax.jit(
+            jax.shard_map(
+                function or self, mesh=mesh, in_specs=(self.specs(arrays),), out_specs=out_specs, check_vma=check_vma
+            )
+        )
+
+    # --- Operands and results ---
+
+    def integers(self, devices: int, m: int, n: int, k: int, *, extras: tuple[str, ...] = (),
+                 lead: tuple[int, ...] = (), rhs_lead: tuple[int, ...] = (), dtype: Any = jnp.bfloat16,
+                 seed: int = 0) -> dict[str, Any]:  # fmt: skip
+        """Small integers; scales are powers of two, so that all sums are exact in f32. k: of one device.
+
+        Leading dimensions: those of lhs (which its scales have as well), and of rhs.
+        """
+        chance = np.random.default_rng(seed)
+        draw = lambda *shape: chance.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
+        lhs, rhs = draw(*lead, m, devices * k), draw(*rhs_lead, devices * k, n)
+        given = {
+            "lhs": jnp.asarray((lhs.swapaxes(-1, -2) if self.transpose_lhs else lhs).astype(dtype)),
+            "rhs": jnp.asarray((rhs.swapaxes(-1, -2) if self.transpose_rhs else rhs).astype(dtype)),
+            "lhs_scale": jnp.asarray(2 ** draw(devices, *lead, m, 1)),
+            "rhs_scale": jnp.asarray(2 ** draw(devices, n)),
+            "bias": jnp.asarray(draw(n)),
+            "addend": jnp.asarray(draw(m, n)),
+        }
+        return {name: given[name] for name in ("lhs", "rhs", *extras)}
+
+    def expected(self, arrays: dict[str, Any], devices: int) -> np.ndarray:
+        """What the kernel computes, in NumPy: parts of other devices are rounded to the result's dtype, once."""
+        lhs, rhs = in_f32(arrays["lhs"], self.transpose_lhs), in_f32(arrays["rhs"], self.transpose_rhs)
+        parts = [a @ b for a, b in zip(np.split(lhs, devices, -1), np.split(rhs, devices, -2), strict=True)]
+        for name in ("lhs_scale", "rhs_scale"):
+            if name in arrays:
+                parts = [part * scale for part, scale in zip(parts, np.asarray(arrays[name]), strict=True)]
+        blocks = [np.split(part, devices, -2 + ALONG.index(self.along)) for part in parts]
+        sums = [
+            sum((blocks[device][own].astype(self.dtype).astype(F32) for device in range(devices) if device != own),
+                blocks[own][own])
+            for own in range(devices)
+        ]  # fmt: skip
+        out = np.concatenate(sums, -2 + ALONG.index(self.along))
+        out = out + in_f32(arrays.get("bias", 0.0)) + in_f32(arrays.get("addend", 0.0))
+        return np.asarray(out if self.activation is None else self.activation(out)).astype(self.dtype)
+
+
+def assert_exact(actual: Any, expected: Any) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    np.testing.assert_array_equal(in_f32(actual), in_f32(expected))
+
+
+def assert_close(actual: Any, expected: Any, limit: float = 1e-2) -> None:
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+        assert a.shape == b.shape and np.linalg.norm(a - b) <= limit * np.linalg.norm(b)

@@ -1,0 +1,115 @@
+"""The schedule of `matmul_reduce_scatter`, walked exhaustively: pure integers, no kernel."""
+
+import jax.numpy as jnp
+import pytest
+
+import overlap
+from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from tests.test_schedule import size_of
+
+WALKS = [  # along, (batch, rows, columns) of a block, (count, rows, columns) of a tile's boxes, config
+    ("m", (1, 256, 256), (4, 64, 64), {"tile_n": 128}),
+    ("n", (1, 300, 200), (4, 64, 64), {"tile_n": 128, "order_minor": "n", "order_width": 1}),
+    ("m", (2, 200, 264), (4, 64, 64), {"tile_n": 128, "order_width": 2}),  # The last tiles are ragged.
+    ("m", (3, 16, 136), (2, 16, 64), {"tile_m": 64, "tile_n": 128, "chunk_bytes": 1024}),  # Boxes of fewer rows.
+    ("n", (1, 24, 600), (2, 24, 64), {"tile_m": 64, "tile_n": 128, "chunk_bytes": 640}),
+    ("m", (1, 520, 512), (16, 64, 32), {"order_minor": "n", "order_width": 2}),  # A tile of float32.
+    ("m", (2, 8, 64), (2, 8, 64), {"tile_m": 64, "tile_n": 128, "chunk_bytes": 64}),  # Parts of a row of a box.
+]
+
+
+def schedules(devices):
+    for along, block, boxes, fields in WALKS:
+        config = overlap.Config.of(**fields)
+        itemsize = 128 // boxes[2]
+        yield ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config), block, config
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_each_tile_once_and_the_own_ones_last(devices):
+    for schedule, (batch, rows, columns), config in schedules(devices):
+        m_tiles, n_tiles = -(-rows // config.tile_m), -(-columns // config.tile_n)
+        tiles = [schedule.tile(index) for index in range(schedule.tiles)]
+        assert len(tiles) == devices * batch * m_tiles * n_tiles
+        assert set(tiles) == {
+            (step, element, m, n)
+            for step in range(devices)
+            for element in range(batch)
+            for m in range(m_tiles)
+            for n in range(n_tiles)
+        }
+        # A tile of the own block comes after the same tile of all peers' blocks, and after all of these.
+        assert [step for step, *_ in tiles] == sorted(step for step, *_ in tiles)
+        assert schedule.last_step == devices - 1
+        # On all devices alike.
+        per_block = len(tiles) // devices
+        for step in range(devices):
+            of_step = tiles[step * per_block : (step + 1) * per_block]
+            assert [tile[1:] for tile in of_step] == [tile[1:] for tile in tiles[:per_block]]
+        places = [schedule.place(*tile[1:]) for tile in tiles[:per_block]]
+        assert sorted(places) == list(range(per_block)) == list(range(schedule.order.tiles))
+        # Flags and memory hold all that a peer's block has.
+        steps, of_block = schedule.flags
+        assert schedule.sent == (steps, per_block * schedule.boxes[0], *schedule.boxes[1:])
+        assert steps == max(devices - 1, 1) and of_block == per_block
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_devices_send_to_different_ones_and_terms_find_their_source(devices):
+    for schedule, _, _ in schedules(devices):
+        for step in range(devices):
+            assert sorted(schedule.block(me, step) for me in range(devices)) == list(range(devices))
+        for me in range(devices):
+            assert schedule.block(me, schedule.last_step) == me
+            sources = [schedule.source(me, term) for term in range(schedule.last_step)]
+            assert sorted([*sources, me]) == list(range(devices))
+            for term, source in enumerate(sources):
+                # In step `term` that device computes its part of this device's block, and in no other step.
+                assert [step for step in range(devices) if schedule.block(source, step) == me] == [term]
+            for step in range(schedule.last_step):
+                assert schedule.source(schedule.block(me, step), step) == me
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_chunks_cover_all_boxes_of_all_peers_tiles_once_in_the_order_of_the_tiles(devices):
+    for schedule, _, _ in schedules(devices):
+        plan, (count, box_rows, box_columns) = schedule.plan, schedule.boxes
+        tiles = [schedule.tile(index) for index in range(schedule.last_step * schedule.order.tiles)]
+        expected = [(step, schedule.place(*where)) for step, *where in tiles for _ in range(schedule.tile_chunks)]
+        covered, order = set(), []
+        for index in range(schedule.sends):
+            step, row, column = schedule.chunk(index)
+            rows, columns = size_of(plan, row, column)
+            assert 0 <= step < schedule.last_step and 0 <= column <= box_columns - columns
+            # A chunk is a piece of one box, which is one of the tile whose flag it waits for.
+            box, first = schedule.box_of_row(row)
+            assert 0 <= box < schedule.sent[1] and first <= box_rows - rows and row == box * box_rows + first
+            place = schedule.place_of_row(row)
+            assert 0 <= place < schedule.flags[1] and place == box // count
+            order.append((step, place))
+            assert (step, row, column) not in covered
+            covered.add((step, row, column))
+        assert order == expected
+        # All of it, and nothing twice: chunks begin at multiples of their sizes.
+        assert plan.shard_rows % plan.rows == 0 and box_rows % plan.rows == 0
+        assert all(row % plan.rows == 0 and column % plan.cols == 0 for _, row, column in covered)
+        assert schedule.tile_chunks * schedule.order.tiles == plan.chunks
+        assert len(covered) == schedule.sends == schedule.last_step * plan.chunks
+
+
+def test_traced_indices_agree_with_python_ones():
+    def traced(function, *indices):
+        values = function(*map(jnp.int32, indices))
+        return tuple(map(int, values)) if isinstance(values, tuple) else int(values)
+
+    schedules_of_3 = list(schedules(3))
+    for schedule, _, _ in (schedules_of_3[0], schedules_of_3[3]):
+        for index in range(0, schedule.tiles, 5):
+            assert traced(schedule.tile, index) == schedule.tile(index)
+        for index in range(0, schedule.sends, 1 + schedule.sends // 4):
+            step, row, _ = chunk = schedule.chunk(index)
+            assert traced(schedule.chunk, index) == chunk
+            assert traced(schedule.box_of_row, row) == schedule.box_of_row(row)
+            assert traced(schedule.place_of_row, row) == schedule.place_of_row(row)
+            assert traced(schedule.block, 2, step) == schedule.block(2, step)
+            assert traced(schedule.source, 0, step) == schedule.source(0, step)
