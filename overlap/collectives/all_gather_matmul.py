@@ -58,6 +58,12 @@ class AllGatherLhs(AllGather):
         needs = TRANSPORTS[self.transport].needs_all_ctas
         return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.untried)
 
+    @property
+    def keeping(self) -> AllGatherLhs | None:
+        if self.returns_gathered or self.ring.size == 1:
+            return None
+        return dataclasses.replace(self, returns_gathered=True)
+
     def launch(self, operands: Operands, plan: Plan) -> Results:
         config: Any = plan.config
         if self.ring.size == 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad
 
 from overlap.frame import by_xla
 from overlap.frame.linear import tangents_of
@@ -22,7 +23,12 @@ def derivative(
 ) -> tuple[Any, Any]:
     """The results, and the linear map of the tangents, for `Primitive`; `fused`: the operation itself."""
     products: Any = None
-    if plan.activation is None:
+    gathered: Any = None
+    keeping = plan.operation.keeping
+    if plan.activation is None and keeping is not None and _are_moved(tangents.rhs_list):
+        outs, gathered = fused(operands, dataclasses.replace(plan, operation=keeping))
+        results = outs, None
+    elif plan.activation is None:
         results = evaluate()
     else:
         # The activation's derivative needs what goes into it, so here it runs by XLA, behind the kernel.
@@ -30,22 +36,30 @@ def derivative(
         products, kept = by_xla.whole(sums, bare, None) if bare.config is None else fused(sums, bare)
         results = tuple(plan.activation(z, operands.scalars).astype(plan.out_dtype) for z in products), kept
     tangent = tangents_of(
-        results, operands, tangents, saved=products,
+        results, operands, tangents, saved=(products, gathered),
         by_xla=lambda given: by_xla.whole(given, plan, plan.applied(given)),
         backward=functools.partial(_cotangents, plan),
     )  # fmt: skip
     return results, tangent
 
 
-def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, wanted: Operands) -> Operands:
+def _are_moved(tangents: Any) -> bool:
+    return any(not isinstance(x, ad.Zero) for x in jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, ad.Zero)))
+
+
+def _cotangents(plan: Plan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
     """Cotangents of the operands, in the dtypes that are wanted or wider: nothing else is rounded below f32.
 
-    What was gathered is gathered anew.
+    What was gathered is gathered anew, but for a left operand that the kernel has handed out.
     """
-    operation, (d_outs, d_kept) = plan.operation, cotangents
-    whole = operation.gathered(operands, plan.layouts)
+    operation, (d_outs, d_kept), (products, gathered) = plan.operation, cotangents, saved
+    if gathered is None:
+        whole = operation.gathered(operands, plan.layouts)
+    else:
+        whole = operation.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
+        whole = dataclasses.replace(whole, lhs=gathered)
     several = len(d_outs) > 1 or d_kept is not None
-    sums, direct = _Sums(), None
+    sums = _Sums()
     rest = {name: [] for name in ("rhs_list", "column_scales", "biases", "addends")}
     for index, ((rhs, column_scale, _, addend), d_out) in enumerate(zip(whole.of_each, d_outs, strict=True)):
         wants = wanted.of_each[index]
@@ -53,7 +67,7 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
         if plan.activation is not None:
             d_z, d_scalars = _through_activation(plan, products[index], operands.scalars, d_out)
             sums.add_to_scalars(d_scalars)
-        d_sum, d_part = d_z, d_out
+        d_sum, d_part, direct = d_z, d_out, None
         if operation.reduces:
             # What devices have summed up goes to all of them, in the dtype in which it came.
             own = d_out if plan.activation is None else d_z.astype(d_out.dtype)
@@ -74,10 +88,13 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
         # dtype.
         unchanged = plan.activation is None or operation.reduces
         g = d_part if unchanged and not whole.is_scaled else d_z * row * column
-        if wanted.lhs is not None and direct is None and not several:
-            direct = operation.lhs_cotangent(g, rhs, wanted.lhs, plan)
-        if wanted.lhs is not None and direct is None:
-            sums.lhs = _plus(sums.lhs, _of_lhs(plan, whole.lhs, rhs, g, F32 if several else wanted.lhs))
+        if wanted.lhs is not None:
+            dtype = F32 if several else wanted.lhs
+            if direct is None and d_kept is None:
+                direct = operation.lhs_cotangent(g, rhs, dtype, plan)
+            if direct is None:
+                sums.lhs = _plus(sums.lhs, _of_lhs(plan, whole.lhs, rhs, g, dtype))
+            sums.direct = _plus(sums.direct, direct)
         rest["rhs_list"].append(None if wants[0] is None else _of_rhs(plan, whole.lhs, rhs, g, wants[0]))
         rest["column_scales"].append(d_column)
         rest["biases"].append(None if wants[2] is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))))
@@ -87,14 +104,15 @@ def _cotangents(plan: Plan, operands: Operands, products: Any, cotangents: Any, 
         lhs=sums.lhs, row_scale=sums.rows, scalars=operands.scalars if sums.scalars is None else sums.scalars, **given
     )
     found = operation.scattered(found, d_kept, operands, wanted, plan.layouts)
-    return found if direct is None else dataclasses.replace(found, lhs=direct)
+    return dataclasses.replace(found, lhs=_plus(found.lhs, sums.direct))
 
 
 @dataclasses.dataclass
 class _Sums:
-    """What all right operands add to."""
+    """What all right operands add to; `direct`: what is scattered already."""
 
     lhs: Any = None
+    direct: Any = None
     rows: Any = None
     scalars: tuple[Any, ...] | None = None
 

@@ -100,6 +100,11 @@ class Operation:
         del is_batched, axis_size
         return None
 
+    @property
+    def keeping(self) -> Operation | None:
+        """The same that hands out the gathered left operand too, so that a backward pass need not gather it again."""
+        return None
+
     # --- The same by XLA, and the backward pass ---
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
