@@ -1,0 +1,96 @@
+"""Blocks of a transformer as users write them: a gather before the first products, a reduce-scatter behind the last."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from benchmarks import block
+from overlap.emulation import emulate
+from overlap.tuning.programs import mesh_of
+from tests.product_cases import normal
+
+ROWS, COLUMNS = P("x", None), P(None, "x")
+HEADS, WIDTH = 2, 16  # Of each device.
+# Times the error of plain JAX in bf16; each is that against f32.
+ALLOWED = 2.0
+
+
+def attention(implementation, x, q, k, v, out):
+    """Self-attention over all rows, each device with heads of its own."""
+    if implementation == "plain":
+        rows = lax.all_gather(x, "x", tiled=True)
+        heads = [rows @ w for w in (q, k, v)]
+    else:
+        heads = overlap.all_gather_lhs_matmul(x, (q, k, v), "x", implementation=implementation)
+    mixed = jax.nn.dot_product_attention(*(h.reshape(h.shape[0], HEADS, WIDTH) for h in heads), is_causal=True)
+    mixed = mixed.reshape(mixed.shape[0], -1)
+    if implementation == "plain":
+        return lax.psum_scatter(mixed @ out, "x", tiled=True)
+    return overlap.matmul_reduce_scatter(mixed, out, "x", implementation=implementation)
+
+
+def operands(devices, sizes):
+    """Rows of 16 tokens a device, and weights; `sizes` of the weights, those along the devices for one of them."""
+    hidden, inner, sides = sizes
+    shapes = [(devices * 16, hidden), *[(hidden, devices * inner)] * sides, (devices * inner, hidden)]
+    arrays = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
+    return [arrays[0], *(x * np.float32(x.shape[0]) ** -0.5 for x in arrays[1:])]
+
+
+BLOCKS = {
+    "mlp": (block.mlp, (64, 72, 2)),
+    "attention": (attention, (64, HEADS * WIDTH, 3)),
+}
+
+
+def results(name, implementation, devices, arrays, check_vma):
+    """The block's result and the gradients of all operands, in f32."""
+    call, (_, _, sides) = BLOCKS[name]
+    specs = (ROWS, *[COLUMNS] * sides, ROWS)
+    mapped = jax.shard_map(
+        functools.partial(call, implementation), mesh=mesh_of(jax.devices()[:devices]), in_specs=specs, out_specs=ROWS,
+        check_vma=check_vma,
+    )  # fmt: skip
+    weights = normal(9, *arrays[0].shape).astype(jnp.float32)
+
+    def loss(*operands):
+        out = mapped(*operands)
+        return (out.astype(jnp.float32) * weights).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, tuple(range(len(arrays))), has_aux=True))(*arrays)
+    return [np.asarray(x, np.float32) for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "check_vma"), [("mlp", 2, True), ("mlp", 4, False), ("attention", 2, True)]
+)
+def test_a_block_and_its_gradients(name, devices, check_vma):
+    arrays = [x.astype(jnp.bfloat16) for x in operands(devices, BLOCKS[name][1])]
+    exact = results(name, "plain", devices, [x.astype(jnp.float32) for x in arrays], check_vma)
+    plain = results(name, "plain", devices, arrays, check_vma)
+    with emulate(cores=3) as run:
+        fused = results(name, "fused", devices, arrays, check_vma)
+        run.check()
+    for ours, theirs, expected in zip(fused, plain, exact, strict=True):
+        error, allowed = (np.linalg.norm(x - expected) / np.linalg.norm(expected) for x in (ours, theirs))
+        assert error <= ALLOWED * allowed
+
+
+def test_the_benchmark_of_a_block(monkeypatch):
+    mesh, sizes = mesh_of(jax.devices()[:2]), (32, 64, 128)
+    monkeypatch.setattr(block, "METHODS", {"chosen": None, "XLA": "plain"})
+    for pass_of in (block.forward, block.with_backward):
+        assert all(us > 0 for us in block.measure(mesh, *sizes, pass_of, rounds=1).values())
+    right = block.mlp
+    monkeypatch.setattr(block, "mlp", lambda how, *a: right(how, *a) * (1.0 if how == "plain" else 1.1) + a[0])
+    monkeypatch.setattr(block, "METHODS", {"chosen": None, "XLA": "plain"})
+    with pytest.raises(AssertionError, match="chosen differs from XLA"):
+        block.measure(mesh, *sizes, block.forward, rounds=1)
