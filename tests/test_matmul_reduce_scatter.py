@@ -617,6 +617,9 @@ def test_explain(monkeypatch):
         chosen = explain(struct(8192, 8192), struct(8192, 8192), **keywords, **FUSED)
         assert chosen.implementation == "fused" and chosen.source == "heuristic"
         assert (chosen.config.cluster, chosen.config.stream_k, chosen.config.split_k) == (1, 1, 1)
+        # Of the two devices' products, in the result's dtype: the half that is sent, and the half that comes.
+        assert chosen.scratch_bytes == 8192 * 8192 * (4 if "preferred_element_type" in keywords else 2)
+        assert f"scratch: {chosen.scratch_bytes:,} bytes" in str(chosen)
     assert explain(*GOOD, config=SMALL).config == SMALL
     for keywords, reason in (({"addend": struct(64, 256)}, "`addend`"), ({"transpose_rhs": False}, "n=201")):
         rhs = struct(64, 201) if "n=" in reason else GOOD[1]

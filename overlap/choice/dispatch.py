@@ -39,6 +39,8 @@ class Explanation:
       ctas_at_once: how many CTAs of a device must run at the same time for the fused kernel to end, whatever else runs;
         0 for "xla". All of them (those of the ring): another kernel that holds a core of the GPU until another device
         gets on, as XLA's collectives do, can make both wait for ever.
+      scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
+        "xla", and for the shards that an all-gather copies.
     """
 
     op: str
@@ -50,12 +52,14 @@ class Explanation:
     transport: str = ""
     transport_reason: str = ""
     ctas_at_once: int = 0
+    scratch_bytes: int = 0
 
     def __str__(self) -> str:
         config = f" with {self.config} ({self.source})" if self.config else ""
         transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
         needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
-        return f"{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}"
+        scratch = f"; scratch: {self.scratch_bytes:,} bytes" if self.scratch_bytes else ""
+        return f"{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}{scratch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +73,14 @@ class Circumstances:
         share a tile must.
       untried: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing speaks against
         it.
+      scratch_bytes: from the configuration to the memory that the fused kernel needs beside operands and results.
     """
 
     transport: str = ""
     transport_reason: str = ""
     needs_all_ctas: bool = False
     untried: str | None = None
+    scratch_bytes: Callable[[Config, Target], int] = lambda config, target: 0
 
 
 def target(mesh: Any = None) -> Target:
@@ -122,7 +128,8 @@ def decide(
                     'process, or use implementation="xla"'
                 )
             emulation.enable()
-        return Explanation(op, "fused", config, "asked for", device, source, *transport, at_once)
+        scratch = circumstances.scratch_bytes(config, device)
+        return Explanation(op, "fused", config, "asked for", device, source, *transport, at_once, scratch)
     missed = False
     if device.platform == "cpu":
         if source == "given":
@@ -140,7 +147,8 @@ def decide(
                 choice = Explanation(op, "xla", None, slower, device)
             else:
                 reason = "the fused kernel serves this problem"
-                choice = Explanation(op, "fused", config, reason, device, source, *transport, at_once)
+                scratch = circumstances.scratch_bytes(config, device)
+                choice = Explanation(op, "fused", config, reason, device, source, *transport, at_once, scratch)
         except NotImplementedError as cannot:
             missed = True
             choice = Explanation(op, "xla", None, str(cannot), device)

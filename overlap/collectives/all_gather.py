@@ -71,7 +71,8 @@ class AllGather(Operation):
         # Several right operands count as one.
         return Problem(op, m, sum(widths), k, *dtypes, self.ring.size, layout, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
 
-    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
+    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+        del call
         return dispatch.Circumstances(untried=untried(self.ring, mesh))
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:

@@ -51,8 +51,8 @@ class AllGatherLhs(AllGather):
     transposes = frozenset({"rhs"})
     has_batch = True
 
-    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
-        others = super().circumstances(mesh)
+    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+        others = super().circumstances(call, mesh)
         if self.ring.size == 1:
             return others
         needs = TRANSPORTS[self.transport].needs_all_ctas

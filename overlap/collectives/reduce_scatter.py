@@ -64,8 +64,14 @@ class ReduceScatter(Operation):
         op = self.name if self.along == "m" else f"{self.name}_{self.along}"
         return Problem(op, m, n, k, *dtypes, self.ring.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
 
-    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
-        return dispatch.Circumstances(untried=untried(self.ring, mesh))
+    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+        def scratch_bytes(config: Config, target: Target) -> int:
+            if self.ring.size == 1:
+                return 0
+            plan = Plan(self, call.layouts, call.out_dtype, target, config)
+            return scattered.scratch_bytes(call.operands, plan, self.ring.size, self.along)
+
+        return dispatch.Circumstances(untried=untried(self.ring, mesh), scratch_bytes=scratch_bytes)
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         operands, (batch, m, (n,), k) = call.operands, call.sizes

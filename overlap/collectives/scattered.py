@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -39,9 +40,11 @@ from overlap.collectives.pull import Chunks, Communicator
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.frame.operands import Operands, Plan, sizes
 from overlap.kernels import epilogue
+from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Boxes, Epilogue, Exchange, Hooks, Tile
 from overlap.kernels.launch import sealed
+from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import Handshake, Ring, addresses, board, signal, signal_peer
@@ -51,25 +54,15 @@ from overlap.primitives.integers import ceil_div
 
 def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
     """Runs the kernel on checked operands: [batch, m / D, n] or [batch, m, n / D] for lhs [(batch,) m, k]."""
-    config, size, layouts = plan.config, ring.size, plan.layouts
+    config, (_, _, _, k) = plan.config, sizes(operands, plan.layouts)
     assert config is not None
-    batch, m, (n,), k = sizes(operands, layouts)
-    batch = batch or 1
-    block_m, block_n = (m // size, n) if along == "m" else (m, n // size)
-    types = plan.types(operands, block_m, exchanges=True)
+    schedule, types, (batch, block_m, block_n) = _schedule(operands, plan, ring.size, along)
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}", plan.target, config, types,
-        StreamK.on(plan.target, config, 0, ceil_div(k, config.tile_k)), draws=True,
-    )  # fmt: skip
-    boxes = kernel.mainloop.box_shape(config, types)
-    itemsize = jnp.dtype(plan.out_dtype).itemsize
-    schedule = ReduceScatterSchedule.of(size, along, (batch, block_m, block_n), boxes, itemsize, config)
-    kernel = dataclasses.replace(
-        kernel,
-        work=dataclasses.replace(kernel.work, tiles=schedule.tiles),
+        StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Tiles stored here, chunks sent of each, and terms that have come.
-        flags=(schedule.flags, schedule.flags, schedule.flags, *pull.flag_shapes((1,), copies_own=False)[1:]),
-        smem=pull.smem_types(config, schedule.plan, plan.out_dtype),
+        (schedule.flags, schedule.flags, *pull.flag_shapes(schedule.flags, copies_own=False)),
+        pull.smem_types(config, schedule.plan, plan.out_dtype), draws=True,
     )  # fmt: skip
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
     out_types = jax.ShapeDtypeStruct((batch, block_m, block_n), plan.out_dtype), parts
@@ -82,6 +75,25 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
         out_types = *out_types, parts
     body_of = lambda refs: _Body(kernel, schedule, ring, plan, refs, ring.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of)[0]
+
+
+def scratch_bytes(operands: Operands, plan: Plan, devices: int, along: Any) -> int:
+    """Memory of one device for the parts that it sends, and for those that it receives."""
+    schedule, _, _ = _schedule(operands, plan, devices, along)
+    return 2 * math.prod(schedule.sent) * jnp.dtype(plan.out_dtype).itemsize
+
+
+def _schedule(
+    operands: Operands, plan: Plan, devices: int, along: Any
+) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int, int]]:
+    """The schedule, what the mainloop must know, and batch, rows and columns of a block; arrays may be types."""
+    config: Any = plan.config
+    batch, m, (n,), _ = sizes(operands, plan.layouts)
+    block = (batch or 1, m // devices, n) if along == "m" else (batch or 1, m, n // devices)
+    types = plan.types(operands, block[1], exchanges=True)
+    boxes = mainloop_of(plan.target).box_shape(config, types)
+    itemsize = jnp.dtype(plan.out_dtype).itemsize
+    return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config), types, block
 
 
 def lands_in_an_operand() -> bool:

@@ -38,7 +38,13 @@ def decide(
     arguments.config(config)
     problem = operation.problem(call.operands, call.layouts, call.out_dtype)
     return dispatch.decide(
-        operation.name, implementation, dispatch.target(mesh), config, check, problem, operation.circumstances(mesh)
+        operation.name,
+        implementation,
+        dispatch.target(mesh),
+        config,
+        check,
+        problem,
+        operation.circumstances(call, mesh),
     )
 
 

@@ -80,9 +80,9 @@ class Operation:
                 'implementation="xla"'
             )
 
-    def circumstances(self, mesh: Any) -> dispatch.Circumstances:
-        """What else the choice depends on."""
-        del mesh
+    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+        """What else the choice depends on, and what it entails."""
+        del call, mesh
         return dispatch.Circumstances()
 
     # --- The kernel ---
