@@ -124,8 +124,12 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
         assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),
         assembly.struct(mesh, (n, k) if right else (k, n), rhs_dtype),
     ]
-    shapes = {"bias": (n // size if columns else n,), "lhs_scale": (m, 1), "rhs_scale": (n,)} if epilogue else {}
-    structs += [assembly.struct(mesh, shape, "f32") for shape in shapes.values()]
+    block = (m, n // size) if columns else (m // size, n)
+    shapes = {"bias": block[1:], "addend": (*batch, *block), "lhs_scale": (m, 1), "rhs_scale": (n,)} if epilogue else {}
+    structs += [
+        assembly.struct(mesh, shape, (out or case.dtype) if name == "addend" else "f32")
+        for name, shape in shapes.items()
+    ]
 
     def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
         return overlap.matmul_reduce_scatter(

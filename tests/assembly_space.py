@@ -287,7 +287,7 @@ class Member:
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
         transport = "push" if self.problem.scattered else "pull" if self.problem.pulls else ""
         announced = smem_bytes(self.config, self.problem.dtype, out_dtype, transport)
-        if not self.kernel.epilogue or self.kernel.pulls:
+        if not self.kernel.epilogue or (self.kernel.pulls and not self.problem.scattered):
             return announced
         boxes = self.kernel.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES
         return announced + COMPUTE_WARPGROUPS * boxes * BARRIER_BYTES

@@ -119,7 +119,7 @@ TAKES = {
     "matmul": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk", "rhs batch"},
     "all_gather_lhs_matmul": {"lhs_scale", "rhs_scale", "rhs nk"},
     "all_gather_rhs_matmul": set(),
-    "matmul_reduce_scatter": {"bias", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
+    "matmul_reduce_scatter": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
 }
 
 

@@ -82,7 +82,7 @@ def matmul_reduce_scatter(
       scatter_dimension: what is sharded of the result: 0, its rows (m), or 1, its columns (n); if it has more than two
         dimensions, of its last two. D must divide it.
       addend: of the result's shape or without its leading dimensions, added to the sum before the activation; this
-        device's block. By XLA only.
+        device's block (a residual, say).
       bias: one value per column of the result, added to the sum: [n], or [n / D] with scatter_dimension=1.
       activation: an elementwise function of float32 values, as for `overlap.matmul`; of the sum.
       lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,

@@ -42,7 +42,7 @@ class ReduceScatter(Operation):
     along: Literal["m", "n"]
 
     reduces = True
-    epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation"})
+    epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
     batched_together = frozenset({"lhs"})
 
     def result_shape(self, m: int, n: int) -> tuple[int, int]:

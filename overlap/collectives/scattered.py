@@ -66,7 +66,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
     )  # fmt: skip
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
     out_types = jax.ShapeDtypeStruct((batch, block_m, block_n), plan.out_dtype), parts
-    inputs = *_blocks(operands, plan, schedule), []
+    inputs = *_blocks(operands, plan, schedule), _addends(operands, plan), []
     if lands_in_an_operand():
         place = sealed(functools.partial(addresses.landing_place, parts.shape, parts.dtype), "overlap_landing_place")()
         inputs = *inputs[:-1], [place]
@@ -123,6 +123,11 @@ def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> 
     return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
 
 
+def _addends(operands: Operands, plan: Plan) -> list[jax.Array]:
+    """The addend, if there is one: [batch or 1, m, n] of a block. It passes through the buffer of the result."""
+    return [x.reshape(-1, *x.shape[-2:]).astype(plan.out_dtype) for x in operands.addends or ()]
+
+
 def _filled(scales: jax.Array, unit: int) -> jax.Array:
     return jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, -scales.shape[-1] % unit),))
 
@@ -152,7 +157,7 @@ class _Body:
         return Tile(step, m, n, batch=element)
 
     def hooks(self) -> Hooks:
-        _, _, vectors, _ = self.refs.inputs
+        _, _, vectors, addends, _ = self.refs.inputs
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         out_gmem, parts_gmem, *_ = self.refs.outputs
         return Hooks(
@@ -160,6 +165,7 @@ class _Body:
             rhs_at=self._rhs_of,
             out_at=lambda tile: out_gmem.at[tile.batch],
             communicate=self._communicate,
+            addend_at=(lambda tile: addends[0].at[tile.batch if addends[0].shape[0] > 1 else 0]) if addends else None,
             epilogue_at=lambda tile: self._epilogue_at(tile, whole=True),
             exchange=Exchange(
                 terms=self.schedule.last_step,
@@ -205,7 +211,7 @@ class _Body:
 
     def _epilogue_at(self, tile: Tile, *, whole: bool) -> Epilogue:
         """The scales of each part; of a whole tile what follows as well."""
-        _, _, vectors, _ = self.refs.inputs
+        _, _, vectors, *_ = self.refs.inputs
         rows, columns = vectors.row_scale, vectors.column_scale
         if rows is not None:
             rows = rows.at[tile.batch if rows.shape[0] > 1 else 0, self._block(tile, "m")]

@@ -267,21 +267,24 @@ def _store(
     # The slot's last store was `epilogue_slots` stores ago, maybe in the tile before.
     wait_stores_read(slots - 1)
     loaded: list[Any] = []
-    if hooks.addend_at is not None:
+    # (A peer's tile has none: that is added to the whole sum.)
+    addend_at = hooks.addend_at if half.boxes is None else None
+    if addend_at is not None:
         # It passes through the slot in which the result then takes its place.
         loaded = [buffers.addend_loaded.at[half.warpgroup * box_views.shape[0] + box] for box in range(boxes)]
         for box, place in enumerate(places):
-            plgpu.copy_gmem_to_smem(hooks.addend_at(tile).at[place], box_views.at[box], loaded[box])
+            plgpu.copy_gmem_to_smem(addend_at(tile).at[place], box_views.at[box], loaded[box])
     for box, (_, columns) in enumerate(places):
-        if hooks.addend_at is not None:
+        if addend_at is not None:
             plgpu.barrier_wait(loaded[box])
         terms = None if half.terms is None else half.terms(index * boxes + box)
         for above in range(0, wg_m, BLOCK_ROWS):
             values = block(above, BLOCK_ROWS)[:, box * box_width : (box + 1) * box_width]
             block_smem = register_views.at[box, pl.ds(above, BLOCK_ROWS)]
             addend = None if terms is None else terms[above // BLOCK_ROWS]
-            if hooks.addend_at is not None:
-                addend = block_smem[...].astype(jnp.float32)
+            if addend_at is not None:
+                given = block_smem[...].astype(jnp.float32)
+                addend = given if addend is None else addend + given
             if epilogue is not None:
                 values = epilogue(values, pl.ds(first_row + above, BLOCK_ROWS), columns, addend)
             elif addend is not None:
