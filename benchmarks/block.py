@@ -41,7 +41,10 @@ def mlp(implementation: str | None, x: Any, gate: Any, up: Any, down: Any) -> ja
     if implementation == "plain":
         rows = lax.all_gather(x, AXIS, tiled=True)
         return lax.psum_scatter((jax.nn.silu(rows @ gate) * (rows @ up)) @ down, AXIS, tiled=True)
-    gated, upped = overlap.all_gather_lhs_matmul(x, [gate, up], AXIS, implementation=implementation)
+    # The gathered rows are kept for the backward pass, as plain JAX keeps them.
+    (gated, upped), _ = overlap.all_gather_lhs_matmul(
+        x, [gate, up], AXIS, return_gathered=True, implementation=implementation
+    )
     return overlap.matmul_reduce_scatter(jax.nn.silu(gated) * upped, down, AXIS, implementation=implementation)
 
 

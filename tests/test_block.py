@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import jax
@@ -76,9 +77,12 @@ def test_a_block_and_its_gradients(name, devices, check_vma):
     arrays = [x.astype(jnp.bfloat16) for x in operands(devices, BLOCKS[name][1])]
     exact = results(name, "plain", devices, [x.astype(jnp.float32) for x in arrays], check_vma)
     plain = results(name, "plain", devices, arrays, check_vma)
-    with emulate(cores=3) as run:
+    with emulate(cores=3, keep=True) as run:
         fused = results(name, "fused", devices, arrays, check_vma)
         run.check()
+    # Forward one of each; backward a gather for the last product, and a scatter for each that shares the first gather.
+    counts = collections.Counter(launch.name.split("_")[1] for launch in run.launches)
+    assert counts == {"all": 2, "matmul": 1 + BLOCKS[name][1][2]}
     for ours, theirs, expected in zip(fused, plain, exact, strict=True):
         error, allowed = (np.linalg.norm(x - expected) / np.linalg.norm(expected) for x in (ours, theirs))
         assert error <= ALLOWED * allowed

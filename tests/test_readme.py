@@ -69,7 +69,7 @@ def results_of(code: str, names: dict[str, Any]) -> list[Any]:
 def operands() -> dict[str, np.ndarray]:
     """Whole matrices by the names that the README gives them."""
     rng = np.random.default_rng(0)
-    names = {"x": (32, 64), "w": (64, 128), "w_gate": (64, 128), "w_up": (64, 256)}
+    names = {"x": (32, 64), "w": (64, 128), "w_gate": (64, 128), "w_up": (64, 256), "h": (32, 128), "w_down": (128, 64)}
     return {name: rng.standard_normal(shape).astype(np.float16) for name, shape in names.items()}
 
 
@@ -80,6 +80,8 @@ def weights_spec(name: str, call: ast.Call) -> tuple[P, P]:
     if name == "all_gather_rhs_matmul":
         dimension = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}.get("gather_dimension")
         return (P("x", None) if dimension == 0 else P(None, "x")), P("x", None)
+    if name == "matmul_reduce_scatter":
+        return P("x", None), P("x", None)
     raise NotImplementedError(f"say here how the operands of `{name}` are sharded, so that the README's call can run")
 
 
@@ -99,16 +101,18 @@ def test_inline_calls(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)} & operands().keys()
     arrays = {operand: operands()[operand] for operand in sorted(used)}
     spec, out_spec = weights_spec(name, call)
-    specs = {operand: P("x", None) if operand == "x" else spec for operand in arrays}
+    left = {"x": P("x", None), "h": P(None, "x")}  # Rows, or (of a sum) columns.
+    specs = {operand: left.get(operand, spec) for operand in arrays}
     run = jax.shard_map(
         lambda arrays: results_of(code, names | arrays), mesh=mesh, in_specs=(specs,), out_specs=out_spec,
         check_vma=False,
     )  # fmt: skip
     results = jax.jit(run)(arrays)
-    weights = [array for operand, array in arrays.items() if operand != "x"]
+    weights = [array for operand, array in arrays.items() if operand not in left]
+    (rows,) = (array for operand, array in arrays.items() if operand in left)
     assert len(results) == len(weights) > 0
     for result, matrix in zip(results, weights, strict=True):
-        expected = arrays["x"].astype(np.float32) @ matrix.astype(np.float32)
+        expected = rows.astype(np.float32) @ matrix.astype(np.float32)
         np.testing.assert_allclose(np.asarray(result, np.float32), expected, atol=0.05)
 
 

@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op",
         default="matmul",
-        help="matmul (default), all_gather_lhs_matmul, all_gather_rhs_matmul_n or all_gather_rhs_matmul_k",
+        help="matmul (default), all_gather_lhs_matmul, all_gather_rhs_matmul_n or _k, matmul_reduce_scatter or "
+        "matmul_reduce_scatter_n",
     )
     parser.add_argument(
         "--shapes", required=True, metavar="MxNxK,…",

@@ -58,12 +58,6 @@ class AllGatherLhs(AllGather):
         needs = TRANSPORTS[self.transport].needs_all_ctas
         return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.untried)
 
-    @property
-    def keeping(self) -> AllGatherLhs | None:
-        if self.returns_gathered or self.ring.size == 1:
-            return None
-        return dataclasses.replace(self, returns_gathered=True)
-
     def launch(self, operands: Operands, plan: Plan) -> Results:
         config: Any = plan.config
         if self.ring.size == 1:
@@ -153,7 +147,8 @@ def all_gather_lhs_matmul(
         a scalar. Several right operands have one scalar, or a list with one such entry for each.
       transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. By XLA only.
       transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
-      return_gathered: whether to return the gathered `lhs` as well.
+      return_gathered: whether to return the gathered `lhs` as well. The backward pass then keeps that, D times the
+        memory of `lhs`, where it would otherwise gather `lhs` again.
       preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. The fused
         kernel writes float16 and bfloat16. Accumulation is in float32.
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model (which sees
@@ -177,9 +172,10 @@ def all_gather_lhs_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable to any order, in both modes. The cotangent of `lhs` is a `matmul_reduce_scatter` (of one right
-    operand, without scales and `return_gathered`), chosen as such a call is; all else runs by XLA, which gathers `lhs`
-    again for the cotangent of `rhs`. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the
+    Differentiable to any order, in both modes. The cotangent of `lhs` is a `matmul_reduce_scatter` for each right
+    operand, chosen as such a call is, if the result has the operands' dtype, there are no scales, and nothing depends
+    on a gathered `lhs` that was returned. All else runs by XLA, which gathers `lhs` again for the cotangent of `rhs` if
+    it was not returned. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the
     configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
     NotImplementedError is raised if implementation="fused".
 

@@ -25,9 +25,7 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
     """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     if not axes:
-        raise ValueError(
-            f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis to gather along"
-        )
+        raise ValueError(f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis")
     is_enclosing = mesh is None
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     names = tuple(mesh.axis_names)

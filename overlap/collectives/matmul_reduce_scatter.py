@@ -94,7 +94,7 @@ def matmul_reduce_scatter(
         float8. Products are accumulated and parts added in float32, but each device's part is rounded to this dtype
         before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice as
         many bytes travel.
-      config: tile sizes of the fused kernel (`cluster` and `stream_k` must be 1); by default from a table of
+      config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1); by default from a table of
         measurements, else by a model.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then reduce-scatter), or
         None to choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is
@@ -111,11 +111,11 @@ def matmul_reduce_scatter(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do).
 
-    Differentiable to any order, in both modes. With rows scattered and no scales, the cotangent of `lhs` is an
-    `all_gather_lhs_matmul`, chosen as such a call is, whose gathered cotangent serves for that of `rhs` too; all else
-    runs by XLA. `vmap` over `lhs` and an
-    `lhs_scale` of rows becomes a leading dimension; over what follows the sum the kernel runs without that, which XLA
-    does; over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in both modes. With rows scattered, no scales, and a result of the operands' dtype, the
+    cotangent of `lhs` is an `all_gather_lhs_matmul`, chosen as such a call is, whose gathered cotangent serves for that
+    of `rhs` too; all else runs by XLA. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension. Over a
+    bias or what an activation captures, the kernel computes the sum and XLA the rest. Over anything else XLA runs, or
+    NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

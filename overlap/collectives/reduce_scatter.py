@@ -45,6 +45,10 @@ class ReduceScatter(Operation):
     epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
     batched_together = frozenset({"lhs"})
 
+    @property
+    def summed_over(self) -> int:
+        return self.ring.size
+
     def result_shape(self, m: int, n: int) -> tuple[int, int]:
         size = self.ring.size
         scattered_size = {"m": m, "n": n}[self.along]

@@ -23,12 +23,7 @@ def derivative(
 ) -> tuple[Any, Any]:
     """The results, and the linear map of the tangents, for `Primitive`; `fused`: the operation itself."""
     products: Any = None
-    gathered: Any = None
-    keeping = plan.operation.keeping
-    if plan.activation is None and keeping is not None and _are_moved(tangents.rhs_list):
-        outs, gathered = fused(operands, dataclasses.replace(plan, operation=keeping))
-        results = outs, None
-    elif plan.activation is None:
+    if plan.activation is None:
         results = evaluate()
     else:
         # The activation's derivative needs what goes into it, so here it runs by XLA, behind the kernel.
@@ -36,23 +31,21 @@ def derivative(
         products, kept = by_xla.whole(sums, bare, None) if bare.config is None else fused(sums, bare)
         results = tuple(plan.activation(z, operands.scalars).astype(plan.out_dtype) for z in products), kept
     tangent = tangents_of(
-        results, operands, tangents, saved=(products, gathered),
+        results, operands, tangents, saved=(products, results[1]),
         by_xla=lambda given: by_xla.whole(given, plan, plan.applied(given)),
         backward=functools.partial(_cotangents, plan),
     )  # fmt: skip
     return results, tangent
 
 
-def _are_moved(tangents: Any) -> bool:
-    return any(not isinstance(x, ad.Zero) for x in jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, ad.Zero)))
-
-
 def _cotangents(plan: Plan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
     """Cotangents of the operands, in the dtypes that are wanted or wider: nothing else is rounded below f32.
 
-    What was gathered is gathered anew, but for a left operand that the kernel has handed out.
+    What was gathered is gathered anew, but for a left operand that is a result as well. Cotangents of results may be
+    symbolic zeros.
     """
     operation, (d_outs, d_kept), (products, gathered) = plan.operation, cotangents, saved
+    d_outs, d_kept = tuple(map(ad.instantiate_zeros, d_outs)), None if isinstance(d_kept, ad.Zero) else d_kept
     if gathered is None:
         whole = operation.gathered(operands, plan.layouts)
     else:

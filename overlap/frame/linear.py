@@ -36,7 +36,8 @@ def linear_map(
 
     Args:
       forward: in terms of JAX's own operations; it captures no arrays.
-      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand. `wanted`
+      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand. Those given
+        may be symbolic zeros (`ad.Zero`). `wanted`
         holds the dtype in which each is wanted, or None where it is not: that of the operand, or f32 if it will be
         added to others first. A cotangent may have more bits than that; it is rounded once, at the end.
       residuals: arrays.
@@ -86,7 +87,7 @@ def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpos
     del forward
     types = [operand.aval if ad.is_undefined_primal(operand) else None for operand in values[count:]]
     wanted = [None if aval is None else aval.dtype for aval in types]
-    results = transpose(values[:count], wanted, [ad.instantiate_zeros(cotangent) for cotangent in cotangents])
+    results = transpose(values[:count], wanted, cotangents)
     found = [None if aval is None else _as_operand(result, aval) for aval, result in zip(types, results, strict=True)]
     return [None] * count + found
 
@@ -116,7 +117,8 @@ def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, coun
         def of_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             return list(transpose(residuals, dtypes, cotangents))
 
-        results = jax.vmap(of_one, in_axes=(axes[:count], 0), axis_size=size)(list(residuals), list(cotangents))
+        given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+        results = jax.vmap(of_one, in_axes=(axes[:count], 0), axis_size=size)(list(residuals), given)
         return [
             result if axis == 0 or result is None else result.sum(axis=0)
             for result, axis in zip(results, axes[count:], strict=True)

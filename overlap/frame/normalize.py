@@ -125,6 +125,11 @@ def normalize(
 def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
     """The list or tuple that the right operands came in (None: a single one), and the operands."""
     container = type(rhs) if operation.takes_lists and type(rhs) in (list, tuple) else None
+    if type(rhs) in (list, tuple) and container is None:
+        raise ValueError(
+            f"`rhs` of `{operation.name}` must be one matrix, got a {type(rhs).__name__} of {len(rhs)}: make a call "
+            "for each (several right operands share the gather of `all_gather_lhs_matmul` alone)"
+        )
     if container is not None and not rhs:
         raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
     given = [rhs] if container is None else list(rhs)
@@ -170,6 +175,12 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
             f"k={lhs_k} in lhs {tuple(lhs.shape)} and k={shards * rhs_k} from {shards} shards "
             f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`gather_dimension`)?"
         )
+    if operation.reduces and max(lhs_k, rhs_k) == operation.summed_over * min(lhs_k, rhs_k):
+        raise ValueError(
+            f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
+            f"k={rhs_k} in rhs {tuple(rhs.shape)}: one of them is not sharded along it over the "
+            f"{operation.summed_over} devices (`in_specs` of `jax.shard_map`)"
+        )
     raise ValueError(
         f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
         f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed"
@@ -200,7 +211,10 @@ def _biases(bias: Any, result: list[tuple[int, int]], container: type | None, dt
             continue
         x = arguments.array(name, x)
         if tuple(x.shape) != (n,):
-            raise ValueError(f"`{name}` must have shape ({n},), one value per column, got {tuple(x.shape)}: reshape it")
+            raise ValueError(
+                f"`{name}` must have shape ({n},), one value per column of this device's result, got {tuple(x.shape)}: "
+                "reshape it, or pass this device's part"
+            )
         biases.append(arguments.each(lambda x: x.astype(dtype), x))
     return tuple(biases)
 
@@ -220,7 +234,7 @@ def _addends(
             for_all = f", or {shape}" if batch else ""
             raise ValueError(
                 f"`{name}` must have the shape of the result, {(*batch, *shape)}{for_all}, got {tuple(x.shape)}: "
-                "reshape or broadcast it"
+                "reshape or broadcast it, or pass this device's part"
             )
         addends.append(_flat(arguments.each(lambda x: x.astype(dtype), x), 2))
     return tuple(addends)

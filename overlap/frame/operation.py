@@ -48,6 +48,11 @@ class Operation:
     batched_together = frozenset()
 
     @property
+    def summed_over(self) -> int:
+        """How many devices' products are summed, if `reduces`."""
+        return 1
+
+    @property
     def gather_factors(self) -> Mapping[str, int]:
         """m, n and k of the product of one device, over those that `lhs` (m) and `rhs` (n, k) have per shard."""
         return NOTHING_GATHERED
@@ -98,11 +103,6 @@ class Operation:
     def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
         """Why the kernel has no batch for what `jax.vmap` is over; None if it has."""
         del is_batched, axis_size
-        return None
-
-    @property
-    def keeping(self) -> Operation | None:
-        """The same that hands out the gathered left operand too, so that a backward pass need not gather it again."""
         return None
 
     # --- The same by XLA, and the backward pass ---

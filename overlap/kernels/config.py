@@ -87,7 +87,7 @@ class Config:
       joined: whether the gathered rows of all shards are tiled as those of one matrix, so that few rows per shard fill
         a tile together (`all_gather_lhs_matmul` by the transport "pull" only; elsewhere it means nothing).
       hopper: sizes of the Hopper mainloop.
-      pull: sizes of the transport "pull" (fused operations only).
+      pull: sizes of what communicates in chunks (fused operations only; not the transport "ring").
     """
 
     tile_m: int = 128
