@@ -640,3 +640,18 @@ def test_lowers_for_cuda(axes, along, monkeypatch):
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     peers = ",".join(str(device) for device in range(mesh.size))
     assert "mosaic_gpu" in text and f'xla_replica_ids = "{peers}"' in text
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_linear_transpose(check_vma):
+    layer = Layer("m")
+    arrays = layer.integers(2, 48, 48, 24)
+
+    def transposed(call):
+        mapped = layer.mapped(make_mesh(x=2), arrays, call, check_vma=check_vma)
+        by_lhs = lambda lhs: mapped(arrays | {"lhs": lhs})  # noqa: E731
+        return jax.linear_transpose(by_lhs, arrays["lhs"])(jnp.ones((48, 48), F32))[0]
+
+    with emulate():
+        ours = np.asarray(transposed(layer), np.float32)
+    np.testing.assert_array_equal(ours, np.asarray(transposed(layer.plain), np.float32))

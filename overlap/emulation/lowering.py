@@ -7,6 +7,7 @@ arrive runs the emulation of all of them, and each takes its own outputs home.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from typing import Any
 
@@ -24,7 +25,9 @@ from .memory import poison
 from .program import Program, decode
 from .sequence import Launch, World
 
-_MEETING_TIMEOUT_S = 600
+# A launch that some devices do not reach: said after the first, given up after the second.
+_REPORT_AFTER_S, _MEETING_TIMEOUT_S = 30.0, 600.0
+_logger = logging.getLogger(__name__)
 _enable_lock = threading.Lock()
 _enabled = False
 _one_at_a_time = threading.Lock()  # kernels without a dependency between them may be reached at the same time
@@ -66,6 +69,7 @@ class _Meeting:
     def __init__(self, count: int):
         self.inputs: dict[int, list[np.ndarray]] = {}
         self.missing = count
+        self.is_reported = False
         self.interrupts = interrupt.count()
         self.done = threading.Event()
         self.outputs: list[list[np.ndarray]] = []
@@ -100,14 +104,28 @@ class _Launcher:
                 self._run(meeting)
             finally:
                 meeting.done.set()
-        elif not meeting.done.wait(_MEETING_TIMEOUT_S):
-            meeting.error = EmulationError(
-                f"kernel {self._name!r}: after {_MEETING_TIMEOUT_S} s only {self._devices - meeting.missing} of "
-                f"{self._devices} devices have reached it"
-            )
+        elif not self._is_done(meeting):
+            meeting.error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}: given up")
         if meeting.error is not None:
             raise meeting.error
         return meeting.outputs[device]
+
+    def _is_done(self, meeting: _Meeting) -> bool:
+        """Waits until the launch has ended; says who is missing if that takes long."""
+        if meeting.done.wait(_REPORT_AFTER_S):
+            return True
+        with self._lock:
+            reports, meeting.is_reported = meeting.missing > 0 and not meeting.is_reported, True
+        if reports:
+            _logger.warning("%s", self._who_is_missing(meeting, _REPORT_AFTER_S))
+        return meeting.done.wait(_MEETING_TIMEOUT_S - _REPORT_AFTER_S)
+
+    def _who_is_missing(self, meeting: _Meeting, seconds: float) -> str:
+        missing = sorted(set(range(self._devices)) - meeting.inputs.keys())
+        return (
+            f"kernel {self._name!r}: after {seconds:g} s devices {missing} of {self._devices} have not reached it, and "
+            "the others wait for them: all devices of its mesh must run it"
+        )
 
     def _run(self, meeting: _Meeting) -> None:
         with _one_at_a_time:

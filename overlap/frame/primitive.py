@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from overlap.kernels.varying import varying
+
 _operation_p = core.Primitive("overlap_operation")
 _operation_p.multiple_results = True
 
@@ -79,6 +81,21 @@ def _jvp(leaves: Any, tangents: Any, *, static: _Static) -> Any:
     return jax.tree.leaves(outs), jax.tree.leaves(of_outs)
 
 
+def _transposed(cotangents: Any, *leaves: Any, static: _Static) -> list[Any]:
+    """For `jax.linear_transpose` of what is linear in some operands: their gradient, which does not depend on them."""
+    unknown = [index for index, x in enumerate(leaves) if ad.is_undefined_primal(x)]
+
+    def of_unknown(*given: Any) -> list[Any]:
+        changed = dict(zip(unknown, given, strict=True))
+        return _operation_p.bind(*(changed.get(index, x) for index, x in enumerate(leaves)), static=static)
+
+    avals = [leaves[index].aval for index in unknown]
+    zeros = [varying(jnp.zeros(aval.shape, aval.dtype), aval.manual_axis_type.varying) for aval in avals]
+    _, backward = jax.vjp(of_unknown, *zeros)
+    found = dict(zip(unknown, backward([ad.instantiate_zeros(x) for x in cotangents]), strict=True))
+    return [found.get(index) for index in range(len(leaves))]
+
+
 def _batched(leaves: Any, dims: Any, *, static: _Static) -> Any:
     # A dimension of None: the same for all elements.
     (size,) = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
@@ -90,4 +107,5 @@ def _batched(leaves: Any, dims: Any, *, static: _Static) -> Any:
 
 
 ad.primitive_jvps[_operation_p] = _jvp
+ad.primitive_transposes[_operation_p] = _transposed
 batching.primitive_batchers[_operation_p] = _batched
