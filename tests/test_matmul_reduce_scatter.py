@@ -546,7 +546,7 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     ((struct(128, 64, dtype=F16), struct(64, 256)), {}, ValueError, ["float16", "bfloat16", "cast"]),
     ((struct(8, 8, dtype=jnp.int8), struct(8, 8, dtype=jnp.int8)), {}, ValueError, ["floating-point", "int8"]),
     ((struct(3, 8, 8), struct(2, 8, 8)), {}, ValueError, ["leading dimensions", "(3,)", "(2,)"]),
-    ((GOOD[0], [np.zeros((64, 256))] * 2), {}, ValueError, ["`rhs`", "one matrix", "list of 2", "a call for each"]),
+    ((GOOD[0], [np.zeros((64, 256))] * 2), {}, ValueError, ["`rhs`", "one array", "list of 2", "a call for each"]),
     ((struct(128, 128), GOOD[1]), {}, ValueError, ["k=128", "k=64", "not sharded", "2 devices", "in_specs"]),
     (GOOD, {"axis_name": "y"}, ValueError, ["`axis_name`", "'y'", "('x',)"]),
     (GOOD, {"axis_name": ("x", "x")}, ValueError, ["`axis_name`", "once", "('x', 'x')"]),

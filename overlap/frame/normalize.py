@@ -127,7 +127,7 @@ def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
     container = type(rhs) if operation.takes_lists and type(rhs) in (list, tuple) else None
     if type(rhs) in (list, tuple) and container is None:
         raise ValueError(
-            f"`rhs` of `{operation.name}` must be one matrix, got a {type(rhs).__name__} of {len(rhs)}: make a call "
+            f"`rhs` of `{operation.name}` must be one array, got a {type(rhs).__name__} of {len(rhs)}: make a call "
             "for each (several right operands share the gather of `all_gather_lhs_matmul` alone)"
         )
     if container is not None and not rhs:
