@@ -12,10 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from tests.oracle import make_mesh
 from tests.product_cases import in_f32
 
 ALONG = ["m", "n"]
 F32 = jnp.dtype(jnp.float32)
+BF16, F16 = jnp.bfloat16, jnp.float16
+EVERY = ("lhs_scale", "rhs_scale", "bias")
 SMALL = overlap.Config(tile_m=64, tile_n=128, stages=2)
 
 
@@ -149,3 +152,23 @@ def assert_close(actual: Any, expected: Any, limit: float = 1e-2) -> None:
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
         assert a.shape == b.shape and np.linalg.norm(a - b) <= limit * np.linalg.norm(b)
+
+
+def alternating(names):
+    """Each name with one of the two dimensions, in turn."""
+    return [(name, ALONG[index % 2]) for index, name in enumerate(names)]
+
+
+def struct(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def trace(lhs, rhs, axis_name="x", *, size=2, **keywords):
+    """Traces the call inside `shard_map` on per-shard operands; runs nothing."""
+
+    def inner():
+        as_array = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731
+        given = {name: as_array(x) for name, x in keywords.items()}
+        return overlap.matmul_reduce_scatter(as_array(lhs), as_array(rhs), axis_name, **given)
+
+    return jax.eval_shape(jax.shard_map(inner, mesh=make_mesh(x=size), in_specs=(), out_specs=P(), check_vma=False))

@@ -1,35 +1,27 @@
 """The protocol of `matmul_reduce_scatter`: clean under many schedules, and each seeded defect is reported."""
 
-import dataclasses
 import functools
-import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import primitives
-from overlap.collectives import pull, scattered
+from overlap.collectives import scattered
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.grid import GRID_AXIS
-from overlap.kernels.hopper import drawn, exchange
-from overlap.primitives import Ring, atomics, board, waits
-from overlap.primitives.handshake import Handshake
-from overlap.primitives.integers import remainder
+from overlap.kernels.hopper import drawn
 from tests import handshake_cases
+from tests import scatter_defects as defects
 from tests.oracle import make_mesh, on_mesh
 from tests.protocol_cases import SUMS, clean, of_sums
 from tests.test_protocol import signal_when_only_read, signal_without_waiting
 from tests.test_rhs_protocol import pull_last
 
-NOTHING = lambda *_, **__: None  # noqa: E731
 STEPS = 200_000
-CHUNKS_OF_A_TILE = 4  # Of `of_sums`, if nothing else is said.
 COMPLETIONS = ("late", "eager", "random")
 # Two boxes of each warpgroup; with 136 rows the last tile has few, of one warpgroup alone.
 TALL = overlap.Config.of(tile_n=128, stages=3, chunk_bytes=4096)
@@ -75,409 +67,58 @@ def test_clean_if_a_device_is_late(victim, monkeypatch):
     run_some(of_sums("m"), seeds=2)
 
 
-# --- What a device computes for its peers -----------------------------------------------------------------------------
-
-
-def within(patch, module, name, **words):
-    """Replaces words of `plgpu`, as `module` calls them, while its function `name` is traced."""
-    function = getattr(module, name)
-
-    def changed(*args, **kwargs):
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(module, "plgpu", types.SimpleNamespace(**{**vars(plgpu), **words}))
-            return function(*args, **kwargs)
-
-    patch.setattr(module, name, changed)
-
-
-def change_chunks(patch, **changes):
-    """`change(field)` in the place of each of these fields of `Chunks`."""
-
-    def chunks(*args, **kwargs):
-        made = pull.Chunks(*args, **kwargs)
-        return dataclasses.replace(made, **{name: change(getattr(made, name)) for name, change in changes.items()})
-
-    patch.setattr(scattered, "Chunks", chunks)
-
-
-def change_flag(patch, which, change):
-    """`change(step, tile)` says of which step and tile the flag is that is meant."""
-    flag = scattered._Body._flag
-
-    def changed(self, number, step, tile):
-        return flag(self, number, *(change(step, tile) if number == which else (step, tile)))
-
-    patch.setattr(scattered._Body, "_flag", changed)
-
-
-def tell_stored_at_once(patch):
-    patch.setattr(exchange, "wait_stores_landed", NOTHING)
-
-
-def tell_stored_when_only_read(patch):
-    patch.setattr(exchange, "wait_stores_landed", primitives.wait_stores_read)
-
-
-def never_tell_stored(patch):
-    within(patch, exchange, "tell_stored", barrier_arrive=NOTHING)
-
-
-def announce_without_waiting(patch):
-    within(patch, exchange, "announce", barrier_wait=NOTHING)
-
-
-def announce_own_tiles_as_well(patch):
-    announce, of_loop = exchange.announce, exchange._exchange
-
-    def announce_all(*args):
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(
-                exchange,
-                "_exchange",
-                lambda loop: dataclasses.replace(of_loop(loop), is_own=lambda tile: tile.step < 0),
-            )
-            announce(*args)
-
-    patch.setattr(exchange, "announce", announce_all)
-
-
-def announce_another_tile(patch):
-    change_flag(patch, 0, lambda step, tile: (step, dataclasses.replace(tile, n=1 - tile.n)))
-
-
-def store_both_halves_in_one_place(patch):
-    store = exchange.store_boxes
-    patch.setattr(
-        exchange, "store_boxes", lambda boxes, views, buffers, config, warpgroup, first: store(
-            boxes, views, buffers, config, 0 * warpgroup, first)
-    )  # fmt: skip
-
-
-def drop_the_communicators_proxy_fence(patch):
-    patch.setattr(pull, "fence_async_proxy", NOTHING)
-
-
-def send_without_waiting_for_the_tile(patch):
-    change_chunks(patch, ready=lambda ready: None)
-
-
-def wait_for_the_first_tile_only(patch):
-    change_chunks(patch, ready=lambda ready: lambda step, row, column: ready(step, 0 * row, column))
-
-
-def wait_for_the_first_step_only(patch):
-    change_chunks(patch, ready=lambda ready: lambda step, row, column: ready(0 * step, row, column))
-
-
-# --- What is sent -----------------------------------------------------------------------------------------------------
-
-
-def count_other_than(patch, more):
-    """Who has sent a chunk of a tile takes the number of those sent before for another one."""
-    patch.setattr(scattered, "add", lambda word, amount: atomics.add(word, amount) + more)
-
-
-def raise_the_peers_flag_at_the_first_chunk(patch):
-    count_other_than(patch, CHUNKS_OF_A_TILE - 1)
-
-
-def raise_the_peers_flag_a_chunk_too_early(patch):
-    count_other_than(patch, 1)
-
-
-def raise_the_peers_flag_a_chunk_too_late(patch):
-    count_other_than(patch, -1)
-
-
-def raise_the_peers_flag_by_every_chunk(patch):
-    patch.setattr(scattered, "add", lambda word, amount: 0 * atomics.add(word, amount) + CHUNKS_OF_A_TILE - 1)
-
-
-def count_chunks_without_acquiring(patch):
-    def relaxed(context, *operands):
-        emit = atomics.ptx
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(
-                atomics, "ptx", lambda lines, *rest, **kwargs: emit(
-                    [line.replace("atom.acq_rel", "atom.relaxed") for line in lines], *rest, **kwargs)
-            )  # fmt: skip
-            return atomics._add(context, *operands)
-
-    patch.setattr(scattered, "add", lambda word, amount: atomics.inline(relaxed, [word], amount, returns=True))
-
-
-def signal_peers_at_the_scope_of_one_gpu(patch):
-    def signal(flag, ring, position):
-        plgpu.semaphore_signal(flag, 1, device_id=ring.device_id(position), memory_scope="gpu")
-
-    patch.setattr(scattered, "signal_peer", signal)
-
-
-def signal_another_peer(patch):
-    patch.setattr(scattered, "signal_peer", lambda flag, ring, position: primitives.signal_peer(
-        flag, ring, remainder(position + 1, ring.size)))  # fmt: skip
-
-
-def signal_nobody(patch):
-    patch.setattr(scattered, "signal_peer", NOTHING)
-
-
-def send_to_another_peer(patch):
-    """The flags go to the right ones."""
-    remote = Ring.remote
-
-    def to_another(self, ref, position):
-        is_memory = len(ref.shape) > 1
-        return remote(self, ref, remainder(position + 1, self.size) if is_memory else position)
-
-    patch.setattr(Ring, "remote", to_another)
-
-
-def send_to_another_slot(patch):
-    change_chunks(patch, destination=lambda destination: lambda step, *where: destination(1 - step, *where))
-
-
-def send_the_part_of_another_step(patch):
-    """Of another peer's block: a race, or what nobody has written yet."""
-    change_chunks(patch, source=lambda source: lambda step, *where: source(1 - step, *where))
-
-
-def send_a_chunk_twice(patch):
-    chunk = ReduceScatterSchedule.chunk
-    patch.setattr(ReduceScatterSchedule, "chunk", lambda self, index: chunk(self, index - remainder(index, 2)))
-
-
-def leave_the_last_chunk(patch):
-    sends = vars(ReduceScatterSchedule)["sends"].fget
-    patch.setattr(ReduceScatterSchedule, "sends", property(lambda self: sends(self) - 1))
-
-
-def send_before_peers_have_begun(patch):
-    patch.setattr(Handshake, "await_peers", NOTHING)
-
-
-# --- What comes -------------------------------------------------------------------------------------------------------
-
-
-def do_not_wait_for_terms(patch):
-    patch.setattr(scattered._Body, "_await_terms", NOTHING)
-
-
-def wait_for_the_first_term_only(patch):
-    change_flag(patch, 2, lambda step, tile: (0 * step, tile))
-
-
-def wait_for_another_tiles_terms(patch):
-    change_flag(patch, 2, lambda step, tile: (step, dataclasses.replace(tile, n=1 - tile.n)))
-
-
-def wait_for_terms_as_for_this_device(patch):
-    patch.setattr(
-        Handshake, "wait_for", lambda self, role, word, expected, position: pull.wait_for_block(word, expected)
-    )
-
-
-def wait_for_terms_with_fences(patch, *fences):
-    look_until = waits.look_until
-
-    def look(*args, role, **kwargs):
-        look_until(*args, role=role, **kwargs | ({"fences": fences} if role == board.TERMS else {}))
-
-    patch.setattr(waits, "look_until", look)
-
-
-def drop_the_producers_proxy_fence(patch):
-    wait_for_terms_with_fences(patch, "fence.acquire.sys;")
-
-
-def acquire_terms_at_the_scope_of_one_gpu(patch):
-    wait_for_terms_with_fences(patch, "fence.acquire.gpu;", "fence.proxy.async.global;")
-
-
-def do_not_acquire_terms(patch):
-    wait_for_terms_with_fences(patch, "fence.proxy.async.global;")
-
-
-def load_terms_into_slots_in_use(patch):
-    within(patch, exchange, "load_terms", barrier_wait=NOTHING)
-
-
-def count_an_arrival_too_few(patch):
-    copies = exchange.copies_per_step
-    patch.setattr(exchange, "copies_per_step", lambda *args: copies(*args) - 1)
-
-
-def count_an_arrival_too_many(patch):
-    copies = exchange.copies_per_step
-    patch.setattr(exchange, "copies_per_step", lambda *args: copies(*args) + 1)
-
-
-def read_terms_without_waiting(patch):
-    within(patch, exchange, "sum_of_terms", barrier_wait=NOTHING)
-
-
-def give_slots_of_terms_back_twice(patch):
-    def arrive(barrier):
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_arrive(barrier)
-
-    within(patch, exchange, "sum_of_terms", barrier_arrive=arrive)
-
-
-def never_give_slots_of_terms_back(patch):
-    within(patch, exchange, "sum_of_terms", barrier_arrive=NOTHING)
-
-
-def count_a_step_of_terms_too_few_in_the_producer(patch):
-    deal, steps = drawn.deal, exchange.term_steps
-
-    def deal_fewer(*args):
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(exchange, "term_steps", lambda *args: jnp.maximum(steps(*args) - 1, 0))
-            deal(*args)
-
-    patch.setattr(drawn, "deal", deal_fewer)
-
-
-def load_terms_of_another_tile(patch):
-    boxes = scattered._Body._boxes
-
-    def of_another(self, ref, step, tile):
-        is_term = ref is self._terms_gmem
-        return boxes(self, ref, step, dataclasses.replace(tile, n=1 - tile.n) if is_term else tile)
-
-    patch.setattr(scattered._Body, "_boxes", of_another)
-
-
-# --- Tiles that are drawn ---------------------------------------------------------------------------------------------
-
-
-def change_numbers(patch, change):
-    """`change(number)` in the place of each tile's number that is drawn."""
-    draw = drawn.draw
-    patch.setattr(drawn, "draw", lambda *args: change(draw(*args)))
-
-
-def draw_a_tile_twice(patch):
-    """The first one, instead of the second."""
-    change_numbers(patch, lambda number: jnp.where(number == 1, 0, number))
-
-
-def draw_each_tile_twice(patch):
-    change_numbers(patch, lambda number: number // 2)
-
-
-def leave_the_first_tile(patch):
-    change_numbers(patch, lambda number: number + 1)
-
-
-def compute_own_tiles_first(patch):
-    tile = ReduceScatterSchedule.tile
-
-    def backwards(self, index):
-        step, *place = tile(self, index)
-        return self.last_step - step, *place
-
-    patch.setattr(ReduceScatterSchedule, "tile", backwards)
-
-
-def read_mail_without_waiting(patch):
-    within(patch, drawn, "for_each", barrier_wait=NOTHING)
-
-
-def overwrite_mail(patch):
-    within(patch, drawn, "deal", barrier_wait=NOTHING)
-
-
-def post_mail_without_a_word(patch):
-    within(patch, drawn, "deal", barrier_arrive=NOTHING)
-
-
-def never_give_mail_back(patch):
-    within(patch, drawn, "for_each", barrier_arrive=NOTHING)
-
-
-def give_back_first(patch, *, announcer):
-    """Before the tile is announced, or computed; the other roles as ever."""
-    for_each = drawn.for_each
-
-    def too_early(loop, buffers, role, *more):
-        if (role is exchange.announce) != announcer:
-            return for_each(loop, buffers, role, *more)
-        postponed = []
-
-        def arrive_and_act(barrier):
-            plgpu.barrier_arrive(barrier)
-            role(*postponed.pop())
-
-        with pytest.MonkeyPatch.context() as inside:
-            words = {**vars(plgpu), "barrier_arrive": arrive_and_act}
-            inside.setattr(drawn, "plgpu", types.SimpleNamespace(**words))
-            return for_each(loop, buffers, lambda *args: postponed.append(args), *more)
-
-    patch.setattr(drawn, "for_each", too_early)
-
-
-def give_mail_back_before_the_tile_is_announced(patch):
-    give_back_first(patch, announcer=True)
-
-
-def give_mail_back_before_the_tile_is_computed(patch):
-    give_back_first(patch, announcer=False)
-
-
 DEFECTS = [
-    tell_stored_at_once,
-    tell_stored_when_only_read,
-    never_tell_stored,
-    announce_without_waiting,
-    announce_own_tiles_as_well,
-    announce_another_tile,
-    store_both_halves_in_one_place,
-    drop_the_communicators_proxy_fence,
-    send_without_waiting_for_the_tile,
-    wait_for_the_first_tile_only,
-    wait_for_the_first_step_only,
+    defects.tell_stored_at_once,
+    defects.tell_stored_when_only_read,
+    defects.never_tell_stored,
+    defects.announce_without_waiting,
+    defects.announce_own_tiles_as_well,
+    defects.announce_another_tile,
+    defects.store_both_halves_in_one_place,
+    defects.drop_the_communicators_proxy_fence,
+    defects.send_without_waiting_for_the_tile,
+    defects.wait_for_the_first_tile_only,
+    defects.wait_for_the_first_step_only,
     signal_when_only_read,
     signal_without_waiting,
-    raise_the_peers_flag_at_the_first_chunk,
-    raise_the_peers_flag_a_chunk_too_early,
-    raise_the_peers_flag_a_chunk_too_late,
-    raise_the_peers_flag_by_every_chunk,
-    count_chunks_without_acquiring,
-    signal_peers_at_the_scope_of_one_gpu,
-    signal_another_peer,
-    signal_nobody,
-    send_to_another_peer,
-    send_to_another_slot,
-    send_the_part_of_another_step,
-    send_a_chunk_twice,
-    leave_the_last_chunk,
-    send_before_peers_have_begun,
-    do_not_wait_for_terms,
-    wait_for_the_first_term_only,
-    wait_for_another_tiles_terms,
-    wait_for_terms_as_for_this_device,
-    drop_the_producers_proxy_fence,
-    acquire_terms_at_the_scope_of_one_gpu,
-    do_not_acquire_terms,
-    load_terms_into_slots_in_use,
-    count_an_arrival_too_few,
-    count_an_arrival_too_many,
-    read_terms_without_waiting,
-    give_slots_of_terms_back_twice,
-    never_give_slots_of_terms_back,
-    count_a_step_of_terms_too_few_in_the_producer,
-    load_terms_of_another_tile,
-    draw_a_tile_twice,
-    draw_each_tile_twice,
-    leave_the_first_tile,
-    compute_own_tiles_first,
-    read_mail_without_waiting,
-    overwrite_mail,
-    post_mail_without_a_word,
-    never_give_mail_back,
-    give_mail_back_before_the_tile_is_announced,
+    defects.raise_the_peers_flag_at_the_first_chunk,
+    defects.raise_the_peers_flag_a_chunk_too_early,
+    defects.raise_the_peers_flag_a_chunk_too_late,
+    defects.raise_the_peers_flag_by_every_chunk,
+    defects.count_chunks_without_acquiring,
+    defects.signal_peers_at_the_scope_of_one_gpu,
+    defects.signal_another_peer,
+    defects.signal_nobody,
+    defects.send_to_another_peer,
+    defects.send_to_another_slot,
+    defects.send_the_part_of_another_step,
+    defects.send_a_chunk_twice,
+    defects.leave_the_last_chunk,
+    defects.send_before_peers_have_begun,
+    defects.do_not_wait_for_terms,
+    defects.wait_for_the_first_term_only,
+    defects.wait_for_another_tiles_terms,
+    defects.wait_for_terms_as_for_this_device,
+    defects.drop_the_producers_proxy_fence,
+    defects.acquire_terms_at_the_scope_of_one_gpu,
+    defects.do_not_acquire_terms,
+    defects.load_terms_into_slots_in_use,
+    defects.count_an_arrival_too_few,
+    defects.count_an_arrival_too_many,
+    defects.read_terms_without_waiting,
+    defects.give_slots_of_terms_back_twice,
+    defects.never_give_slots_of_terms_back,
+    defects.count_a_step_of_terms_too_few_in_the_producer,
+    defects.load_terms_of_another_tile,
+    defects.draw_a_tile_twice,
+    defects.draw_each_tile_twice,
+    defects.leave_the_first_tile,
+    defects.compute_own_tiles_first,
+    defects.read_mail_without_waiting,
+    defects.overwrite_mail,
+    defects.post_mail_without_a_word,
+    defects.never_give_mail_back,
+    defects.give_mail_back_before_the_tile_is_announced,
 ]
 
 
@@ -606,7 +247,7 @@ HARMLESS = [
     handshake_cases.speak_before_the_transfers,
     handshake_cases.count_transfers_when_they_begin,
     # The announcer keeps all others from being two tiles ahead.
-    give_mail_back_before_the_tile_is_computed,
+    defects.give_mail_back_before_the_tile_is_computed,
 ]
 
 

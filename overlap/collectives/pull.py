@@ -1,5 +1,7 @@
 """The transport *pull*: every device reads each peer's shard itself.
 
+The communicator serves what is pushed to peers as well (`scattered.py`).
+
     communicator   at the start: looks for the peers; the own shard's chunks, where all shards are joined
                    for each piece of the rows' scales that it draws, if rows have such
                    for each chunk that it draws, in the order in which tiles need them:

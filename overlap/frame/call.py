@@ -37,15 +37,8 @@ def decide(
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     arguments.config(config)
     problem = operation.problem(call.operands, call.layouts, call.out_dtype)
-    return dispatch.decide(
-        operation.name,
-        implementation,
-        dispatch.target(mesh),
-        config,
-        check,
-        problem,
-        operation.circumstances(call, mesh),
-    )
+    circumstances, target = operation.circumstances(call, mesh), dispatch.target(mesh)
+    return dispatch.decide(operation.name, implementation, target, config, check, problem, circumstances)
 
 
 def run(prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any) -> Any:

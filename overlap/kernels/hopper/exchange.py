@@ -28,7 +28,7 @@ from overlap.kernels.stream_k import Piece
 from overlap.primitives import wait_stores_landed
 from overlap.primitives.integers import quotient, remainder
 
-# Some 3 µs.
+# K steps of the next tile after which the stores of one have landed: some 6 µs of the largest tile.
 STEPS_UNTIL_LANDED = 8
 # Loads of so many parts are written out; more are a loop.
 UNROLLED_TERMS = 3
