@@ -5,7 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 
-TABLES = ("all_gather_matmul", "all_gather_rhs_matmul", "matmul_reduce_scatter", "matmul", "ladder", "block")
+TABLES = (
+    "all_gather_matmul",
+    "all_gather_rhs_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "matmul",
+    "ladder",
+    "block",
+)
 
 
 def main(argv: list[str]) -> int:

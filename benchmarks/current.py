@@ -25,6 +25,7 @@ _MODULES = {
     "all_gather_rhs_matmul_k": "all_gather_rhs_matmul --along k",
     "matmul_reduce_scatter": "matmul_reduce_scatter",
     "matmul_reduce_scatter_n": "matmul_reduce_scatter --along n",
+    "matmul_all_reduce": "matmul_all_reduce",
 }
 _ONE_DEVICE = ("matmul", "ladder")
 

@@ -27,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def methods_of(*args):
         # Imported once the devices are set up.
-        from benchmarks.methods import reduce_scatter_methods
+        from benchmarks.methods import summed_methods
 
-        return reduce_scatter_methods(*args)
+        return summed_methods(*args)
 
     name = "matmul_reduce_scatter" if arguments.along == "m" else "matmul_reduce_scatter_n"
     return command.run(arguments, name, methods_of, arguments.devices)

@@ -94,10 +94,10 @@ def all_gather_rhs_methods(
     return _select(names, variants, fused, makers)
 
 
-def reduce_scatter_methods(
+def summed_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `matmul_reduce_scatter`; the roof and `own_matmul` are products that nobody sums up."""
+    """The methods for products summed over the devices; the roof and `own_matmul` are products that nobody sums up."""
     del num_examples
     form = {
         "transpose_lhs": problem.transpose_lhs, "transpose_rhs": problem.transpose_rhs,
@@ -106,10 +106,11 @@ def reduce_scatter_methods(
 
     def fused(variant: Variant) -> Method:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            return overlap.matmul_reduce_scatter(
-                lhs, rhs, AXIS, scatter_dimension=0 if problem.scattered == "m" else 1, config=_config(variant.config),
-                implementation="fused", **form,
-            )  # fmt: skip
+            more = {**form, "config": _config(variant.config), "implementation": "fused"}
+            if problem.spreads:
+                return overlap.matmul_all_reduce(lhs, rhs, AXIS, **more)
+            dimension = 0 if problem.scattered == "m" else 1
+            return overlap.matmul_reduce_scatter(lhs, rhs, AXIS, scatter_dimension=dimension, **more)
 
         return Method(variant.name, call)
 

@@ -9,6 +9,7 @@ from overlap.choice.dispatch import Explanation
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.collectives.explain import explain
+from overlap.collectives.matmul_all_reduce import matmul_all_reduce
 from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
 from overlap.kernels.config import Config, HopperSizes, PullSizes
 from overlap.single_gpu.matmul import matmul
@@ -28,6 +29,7 @@ __all__ = [
     "explain",
     "initialize",
     "matmul",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
 ]
 

@@ -90,6 +90,9 @@ class Addresses(Protocol):
     @property
     def Params(self) -> type: ...
 
+    @property
+    def OwnMemory(self) -> type: ...
+
     def tell(self, num_flags: int) -> Callable[..., Any]: ...
 
     def note_program(self, program: Any, device_ids: tuple[int, ...]) -> None: ...
@@ -122,7 +125,10 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addre
         mesh = getattr(axis_context, "mesh", None)
         clique = None if mesh is None else clique_of(mesh, frozenset().union(*map(_axes_of, jaxprs)))
         if clique is None:
-            return lower(ctx, *args, jaxprs=jaxprs, **params)
+            outs = lower(ctx, *args, jaxprs=jaxprs, **params)
+            if isinstance(params["compiler_params"], addresses.OwnMemory):
+                outs[0].owner.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+            return outs
         context = axis_context.__class__(clique.mesh, frozenset(clique.mesh.axis_names))
         compiler_params: Any = params["compiler_params"]
         # An exported program runs on whatever devices it is loaded for.
@@ -130,6 +136,8 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addre
         a_process_each = core._is_known_multihost_mesh(clique.mesh) and not core.is_nvshmem_available()
         is_told = a_process_each and isinstance(compiler_params, addresses.Params)
         told = _Told(compiler_params.peers_read) if is_told else None
+        if is_told:
+            params["input_output_aliases"] = dict(compiler_params.results_in)
         if not knows_devices and compiler_params.skip_device_barrier:
             if is_told:
                 raise NotImplementedError(

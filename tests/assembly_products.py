@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from tests import assembly
@@ -105,7 +106,7 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
 
 
 def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product summed over the axis x and scattered; `case.shape` is that of one device's product."""
+    """A product summed over the axis x, and scattered or not; `case.shape` is that of one device's product."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -117,14 +118,14 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     layout, batch = options.pop("layout", "nn"), tuple(options.pop("batch", ()))
     rhs_dtype = options.pop("rhs_dtype", case.dtype)
     (m, n, k), size, (left, right) = case.shape, mesh.shape["x"], (letter == "t" for letter in layout)
-    columns = op.endswith("_n")
+    columns, whole = op.endswith("_n"), op == "matmul_all_reduce"
     if case.processes > 1:  # As in a job of so many; this is one process.
         kernel.lands_in_an_operand = lambda: True
     structs = [
         assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),
         assembly.struct(mesh, (n, k) if right else (k, n), rhs_dtype),
     ]
-    block = (m, n // size) if columns else (m // size, n)
+    block = (m, n) if whole else (m, n // size) if columns else (m // size, n)
     shapes = {"bias": block[1:], "addend": (*batch, *block), "lhs_scale": (m, 1), "rhs_scale": (n,)} if epilogue else {}
     structs += [
         assembly.struct(mesh, shape, (out or case.dtype) if name == "addend" else "f32")
@@ -132,10 +133,14 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     ]
 
     def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
-        return overlap.matmul_reduce_scatter(
-            lhs, rhs, "x", scatter_dimension=int(columns), transpose_lhs=left, transpose_rhs=right,
+        function: Any = overlap.matmul_all_reduce
+        if not whole:
+            function = functools.partial(overlap.matmul_reduce_scatter, scatter_dimension=int(columns))
+        return function(
+            lhs, rhs, "x", transpose_lhs=left, transpose_rhs=right,
             preferred_element_type=out, config=overlap.Config.of(**options), implementation="fused",
             activation=jax.nn.gelu if epilogue else None, **dict(zip(shapes, rest, strict=True)),
         )  # fmt: skip
 
-    return jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P("x"), check_vma=False), tuple(structs)
+    out_specs = P() if whole else P("x")
+    return jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False), tuple(structs)

@@ -1,8 +1,9 @@
-"""What the tests of `matmul_reduce_scatter` share: its calls under `shard_map`, operands, and how to judge a result."""
+"""What the tests of products summed over devices share: calls under `shard_map`, operands, and how to judge results."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -12,10 +13,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice.problem import Problem
 from tests.oracle import make_mesh
 from tests.product_cases import in_f32
 
 ALONG = ["m", "n"]
+# And where all devices have the whole sum.
+EVERYWHERE = "everywhere"
+WAYS = [*ALONG, EVERYWHERE]
 F32 = jnp.dtype(jnp.float32)
 BF16, F16 = jnp.bfloat16, jnp.float16
 EVERY = ("lhs_scale", "rhs_scale", "bias")
@@ -24,13 +29,13 @@ SMALL = overlap.Config(tile_m=64, tile_n=128, stages=2)
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A call inside `shard_map`, on arrays by name: those of `overlap.matmul_reduce_scatter`.
+    """A call inside `shard_map`, on arrays by name: of `overlap.matmul_reduce_scatter` or `matmul_all_reduce`.
 
     Globally lhs is [..., m, D · k], rhs [D · k, n], lhs_scale [D, m, 1] and rhs_scale [D, n]: each device has scales of
     its own. Bias and addend are those of the whole sum.
 
     Attributes:
-      along: in which dimension the sum is scattered.
+      along: in which dimension the sum is scattered; or it is not.
       axis: the axes that it is summed over.
       transpose_lhs: whether lhs is [..., D · k, m].
       transpose_rhs: whether rhs is [n, D · k].
@@ -38,7 +43,7 @@ class Layer:
       dtype: of the result.
     """
 
-    along: Literal["m", "n"] = "m"
+    along: Literal["m", "n", "everywhere"] = "m"
     axis: Any = "x"
     transpose_lhs: bool = False
     transpose_rhs: bool = False
@@ -49,8 +54,11 @@ class Layer:
         """The operation on one device's part of the arrays."""
         given = self.of_one_device(arrays)
         lhs, rhs = given.pop("lhs"), given.pop("rhs")
-        return overlap.matmul_reduce_scatter(
-            lhs, rhs, self.axis, scatter_dimension=ALONG.index(self.along), transpose_lhs=self.transpose_lhs,
+        function: Any = overlap.matmul_all_reduce
+        if self.along != EVERYWHERE:
+            function = functools.partial(overlap.matmul_reduce_scatter, scatter_dimension=ALONG.index(self.along))
+        return function(
+            lhs, rhs, self.axis, transpose_lhs=self.transpose_lhs,
             transpose_rhs=self.transpose_rhs, activation=self.activation, preferred_element_type=self.dtype,
             implementation=implementation, config=None if implementation == "xla" else config, **given,
         )  # fmt: skip
@@ -61,10 +69,16 @@ class Layer:
         lhs, rhs = (given[name].astype(F32) for name in ("lhs", "rhs"))
         lhs, rhs = lhs.mT if self.transpose_lhs else lhs, rhs.mT if self.transpose_rhs else rhs
         part = jnp.matmul(lhs, rhs, precision="highest") * given.get("lhs_scale", 1.0) * given.get("rhs_scale", 1.0)
-        dimension = part.ndim - 2 + ALONG.index(self.along)
-        out = lax.psum_scatter(part, self.axis, scatter_dimension=dimension, tiled=True)
+        out = self.summed(part)
         out = out + given.get("bias", 0.0) + given.get("addend", jnp.zeros(())).astype(F32)
         return (out if self.activation is None else self.activation(out)).astype(self.dtype)
+
+    def summed(self, part: jax.Array) -> jax.Array:
+        """The sum of all devices' parts, by XLA."""
+        if self.along == EVERYWHERE:
+            return lax.psum(part, self.axis)
+        dimension = part.ndim - 2 + ALONG.index(self.along)
+        return lax.psum_scatter(part, self.axis, scatter_dimension=dimension, tiled=True)
 
     @staticmethod
     def of_one_device(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +90,7 @@ class Layer:
     @property
     def out_spec(self) -> P:
         """Of a result without leading dimensions, and of an addend."""
-        return P(self.axis, None) if self.along == "m" else P(None, self.axis)
+        return {"m": P(self.axis, None), "n": P(None, self.axis), EVERYWHERE: P(None, None)}[self.along]
 
     def specs(self, arrays: dict[str, Any]) -> dict[str, P]:
         """Of each array."""
@@ -88,7 +102,7 @@ class Layer:
         }
         specs = {name: P(*(None,) * (arrays[name].ndim - 2), *of[name]) for name in of if name in arrays}
         of_vectors = {"lhs_scale": P(self.axis), "rhs_scale": P(self.axis)}
-        of_vectors["bias"] = P() if self.along == "m" else P(self.axis)
+        of_vectors["bias"] = P(self.axis) if self.along == "n" else P()
         return specs | {name: of_vectors[name] for name in arrays if name in of_vectors}
 
     def mapped(self, mesh: Any, arrays: dict[str, Any], function: Any = None, out_specs: Any = None,
@@ -132,13 +146,19 @@ class Layer:
         for name in ("lhs_scale", "rhs_scale"):
             if name in arrays:
                 parts = [part * scale for part, scale in zip(parts, np.asarray(arrays[name]), strict=True)]
-        blocks = [np.split(part, devices, -2 + ALONG.index(self.along)) for part in parts]
+        along = self.along
+        if along == EVERYWHERE:  # Which devices add up what.
+            m, n = parts[0].shape[-2:]
+            dtypes = jnp.dtype(arrays["lhs"].dtype).name, jnp.dtype(self.dtype).name
+            along = Problem("matmul_all_reduce", m, n, lhs.shape[-1] // devices, *dtypes, devices).scattered
+        dimension = -2 + ALONG.index(along)
+        blocks = [np.split(part, devices, dimension) for part in parts]
         sums = [
             sum((blocks[device][own].astype(self.dtype).astype(F32) for device in range(devices) if device != own),
                 blocks[own][own])
             for own in range(devices)
         ]  # fmt: skip
-        out = np.concatenate(sums, -2 + ALONG.index(self.along))
+        out = np.concatenate(sums, dimension)
         out = out + in_f32(arrays.get("bias", 0.0)) + in_f32(arrays.get("addend", 0.0))
         return np.asarray(out if self.activation is None else self.activation(out)).astype(self.dtype)
 

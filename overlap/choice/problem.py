@@ -19,6 +19,9 @@ _SIGNIFICANT_BITS = 4
 # Which dimension of one shard's product is gathered, or that of the product scattered.
 _GATHERED = {"all_gather_lhs_matmul": "m", "all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 _SCATTERED = {"matmul_reduce_scatter": "m", "matmul_reduce_scatter_n": "n"}
+_ALL_REDUCE = "matmul_all_reduce"
+# With as many rows for each device, a sum that all devices are to have is cut into rows; else into columns.
+_ROWS_OF_A_BLOCK = 128
 # What users call these.
 _PUBLIC = {
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul (along n)",
@@ -84,7 +87,28 @@ class Problem:
     @property
     def scattered(self) -> str:
         """The dimension in which the sum of the devices' products is taken apart: "m" or "n"; "" if nothing is."""
-        return _SCATTERED.get(self.op, "")
+        if self.op != _ALL_REDUCE:
+            return _SCATTERED.get(self.op, "")
+        # Rows of a block begin where the copy engine can write.
+        by_rows, by_columns = (self.m % self.devices == 0, self.n % (self.devices * self.unit) == 0)
+        return "m" if by_rows and (self.m >= self.devices * _ROWS_OF_A_BLOCK or not by_columns) else "n"
+
+    @property
+    def spreads(self) -> bool:
+        """Whether all devices are to have the whole sum."""
+        return self.op == _ALL_REDUCE
+
+    @property
+    def unit(self) -> int:
+        """Elements of the result that the copy engine takes at least."""
+        return limits.TMA_ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
+
+    @property
+    def transport(self) -> Literal["", "pull", "push", "spread"]:
+        """How data travels between devices, as `limits.Sizes` has it."""
+        if not self.pulls:
+            return ""
+        return "spread" if self.spreads else "push" if self.scattered else "pull"
 
     @property
     def block(self) -> tuple[int, int]:
@@ -125,7 +149,7 @@ class Problem:
     def received_bytes_per_device(self) -> float:
         """Bytes that one device receives from the others."""
         if self.scattered:
-            block = math.prod(self.block) * jnp.dtype(self.out_dtype).itemsize
+            block = math.prod(self.block) * jnp.dtype(self.out_dtype).itemsize * (2 if self.spreads else 1)
         else:
             block = (self.m if self.gathered == "m" else self.n) * self.k * self.itemsize
         return float((self.devices - 1) * self.batch * block)
@@ -157,8 +181,7 @@ class Problem:
         # The parts of a split contraction are stored in f32.
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
         layouts, (m, n) = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.block
-        transport = "" if not self.pulls else "push" if self.scattered else "pull"
-        limits.check(limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, transport), config, target)
+        limits.check(limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, self.transport), config, target)
 
     def accepts(self, config: Config, target: Target) -> bool:
         """Whether the fused kernel can run this problem so configured, with the registers that there are."""

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op",
         default="matmul",
         help="matmul (default), all_gather_lhs_matmul, all_gather_rhs_matmul_n or _k, matmul_reduce_scatter or "
-        "matmul_reduce_scatter_n",
+        "matmul_reduce_scatter_n, matmul_all_reduce",
     )
     parser.add_argument(
         "--shapes", required=True, metavar="MxNxK,…",

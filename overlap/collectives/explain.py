@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from overlap.choice.dispatch import Explanation
-from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_reduce_scatter
+from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
 from overlap.frame import arguments
 from overlap.single_gpu import matmul
 
@@ -13,6 +13,7 @@ _DECIDE = {
     matmul.matmul: matmul.decide,
     all_gather_matmul.all_gather_lhs_matmul: all_gather_matmul.decide,
     all_gather_rhs_matmul.all_gather_rhs_matmul: all_gather_rhs_matmul.decide,
+    matmul_all_reduce.matmul_all_reduce: matmul_all_reduce.decide,
     matmul_reduce_scatter.matmul_reduce_scatter: matmul_reduce_scatter.decide,
 }
 

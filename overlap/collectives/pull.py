@@ -54,15 +54,17 @@ class Chunks:
       destination: likewise.
       landed: raises the flag.
       ready: waits until a chunk may be loaded; None: all may be.
+      send: starts the copies of a chunk that has been loaded, in place of one to `destination`.
     """
 
     count: int
-    plan: PullPlan
+    plan: Any
     at: Callable[[Any], tuple[Any, Any, Any]]
     source: Callable[..., Any]
     destination: Callable[..., Any]
     landed: Callable[[Any, Any, Any], None] = lambda *_: None
     ready: Callable[[Any, Any, Any], None] | None = None
+    send: Callable[..., None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Communicator:
       peers: the peers' chunks.
       own: the own shard's; None if these are not copied.
       own_first: whether tiles wait for these, so that they come before the peers'.
+      results: chunks that come behind the peers', and their slots in the same shared memory: (chunks, slots).
       scale_pieces: pieces of scales that come before the chunks.
       pull_scales: copies one of these, by its index.
     """
@@ -90,12 +93,14 @@ class Communicator:
     peers: Chunks
     own: Chunks | None = None
     own_first: bool = False
+    results: tuple[Chunks, Any] | None = None
     scale_pieces: int = 0
     pull_scales: Callable[[Any], None] | None = None
 
     def run(self) -> None:
         """To be called by that warp, once (`Hooks.communicate`)."""
-        transfers = self.scale_pieces + self.peers.count
+        behind = 0 if self.results is None else self.results[0].count
+        transfers = self.scale_pieces + self.peers.count + behind
         handshake = Handshake(self.flags[0], self.ring, cta(self.config), self.name, transfers)
         number, carried, first = handshake.begin(), 0, handshake.looks
         if self.own_first:
@@ -108,6 +113,11 @@ class Communicator:
                 handshake.counter, number, first, handshake.items, lambda number: pull_scales(number - looks)
             )
         carried += self._copy(self.peers, number, first, handshake.counter)
+        if self.results is not None:
+            # From a counter of their own: each warp comes to these when it finds no chunk before them any more.
+            chunks, slots_smem = self.results
+            counter = self.flags[1].at[0]
+            carried += self._copy(chunks, draw(counter, chunks.count), 0, counter, slots_smem)
         handshake.leave(carried)
         if not self.own_first:
             self._copy_own()
@@ -117,12 +127,13 @@ class Communicator:
             counter = self.flags[1].at[0]
             self._copy(self.own, draw(counter, self.own.count), 0, counter)
 
-    def _copy(self, chunks: Chunks, number: Any, first: int, counter: Any) -> Any:
-        slots_smem, loaded = self.smem
+    def _copy(self, chunks: Chunks, number: Any, first: int, counter: Any, slots_smem: Any = None) -> Any:
+        of_chunks, loaded = self.smem
+        slots_smem = of_chunks if slots_smem is None else slots_smem
         return pull_chunks(
             number, (first, first + chunks.count), counter, chunks.plan, at=chunks.at, source=chunks.source,
             destination=chunks.destination, landed=chunks.landed, slots_smem=slots_smem, loaded=loaded,
-            ready=chunks.ready,
+            ready=chunks.ready, send=chunks.send,
         )  # fmt: skip
 
 
@@ -131,11 +142,13 @@ def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int,
     return flags, HANDSHAKE_FLAGS, *([(1,)] if copies_own else [])
 
 
-def smem_types(config: Config, plan: PullPlan, dtype: Any, scale_rows: int = 0) -> tuple[Any, Any]:
-    """Chunk buffers with their barriers; scales of so many rows come first, through the same memory."""
+def smem_types(config: Config, plan: PullPlan, dtype: Any, scale_rows: int = 0, results: Any = None) -> tuple[Any, Any]:
+    """Chunk buffers with their barriers; scales of so many rows come first, through the same memory, `results` last."""
     slots = plgpu.SMEM((config.pull.chunk_slots, plan.rows, plan.cols), dtype)
     if scale_rows:
         slots = plgpu.RefUnion(slots, plgpu.SMEM((1, scale_rows), jnp.float32))
+    if results is not None:
+        slots = plgpu.RefUnion(slots, plgpu.SMEM((config.pull.chunk_slots, results.rows, results.cols), dtype))
     return slots, plgpu.Barrier(num_arrivals=1, num_barriers=config.pull.chunk_slots)
 
 

@@ -13,7 +13,68 @@ from typing import Any, Literal
 from overlap.kernels.config import Config
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import PullPlan
-from overlap.primitives.integers import ceil_div, quotient, remainder
+from overlap.primitives.integers import ceil_div, larger, quotient, remainder, smaller
+
+
+@dataclasses.dataclass(frozen=True)
+class Strips:
+    """How the tiles of a device's own block are cut for the peers, where these want it too: some rows of a tile each.
+
+    Strips come in the order of the tiles. Of the last tile row some may have fewer rows, or none; those of the last tile
+    column may have fewer columns.
+
+    Attributes:
+      order: the tiles of the block, batch elements one below the other.
+      batch: how many batch elements.
+      block: rows and columns of the block (of one batch element).
+      tile: rows and columns of a tile.
+      rows: rows of a strip.
+    """
+
+    order: TileOrder
+    batch: int
+    block: tuple[int, int]
+    tile: tuple[int, int]
+    rows: int
+
+    @property
+    def cols(self) -> int:
+        """Columns of a strip."""
+        return self.tile[1]
+
+    @property
+    def short(self) -> tuple[int, int] | None:
+        """Rows and columns of the strips of the last tile column, if these are narrower."""
+        columns = self.block[1] % self.cols
+        return (self.rows, columns) if columns else None
+
+    def lacks(self, row: Any, column: Any) -> Any:
+        """How many columns the strip that begins there is short of, if positive."""
+        del row
+        return column + self.cols - self.block[1]
+
+    @property
+    def of_tile(self) -> int:
+        """Strips of one tile."""
+        return ceil_div(min(self.tile[0], self.block[0]), self.rows)
+
+    @property
+    def count(self) -> int:
+        """Strips of the block."""
+        return self.order.tiles * self.of_tile
+
+    def strip(self, index: Any) -> tuple[tuple[Any, Any], Any, Any]:
+        """Of strip `index` the batch element and the tile's place, and its first row and column in the block."""
+        tile = quotient(index, self.of_tile)
+        row, column = self.order(tile)
+        of_element = self.order.m_tiles // self.batch
+        element = 0 if self.batch == 1 else quotient(row, of_element)
+        first = (row - element * of_element) * self.tile[0] + (index - tile * self.of_tile) * self.rows
+        return (element, row * self.order.n_tiles + column), first, column * self.cols
+
+    def rows_at(self, row: Any) -> Any:
+        """Rows of the strip that begins at `row`: there may be none."""
+        return smaller(larger(self.block[0] - row, 0), self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +121,11 @@ class ReduceScatterSchedule:
         )
         plan = PullPlan.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
         return ReduceScatterSchedule(devices, along, order, batch, boxes, plan)
+
+    def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:
+        """How the own block is cut for the peers, in strips of so many rows at most; `block` as in `of`."""
+        _, m, n = block
+        return Strips(self.order, self.batch, (m, n), (config.tile_m, config.tile_n), min(rows, m))
 
     # --- Tiles ---
 

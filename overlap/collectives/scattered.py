@@ -1,13 +1,17 @@
-"""The kernel of `matmul_reduce_scatter`: which tiles there are, and what becomes of each.
+"""The kernel of products that are summed over devices: which tiles there are, and what becomes of each.
+
+Each device has a block of the sum. `matmul_reduce_scatter` leaves it there; `matmul_all_reduce` sends it to all (it is
+*spread*), so that each device has all blocks.
 
     producer       for each tile that it draws, the peers' blocks first, the own one last: loads the operands; of an own
                    tile also the terms, once the flags of all of them are raised
     compute        a peer's tile: its part, scaled → boxes in local memory
                    an own tile: its part, scaled, + (term 0 + term 1 + …) + bias, activation → the result
-    forwarder      when a peer's tile has landed: raises its flag
+    forwarder      when a peer's tile, or an own one that is spread, has landed: raises its flag
     communicator   looks for the peers; for each chunk that it draws, in the order of the tiles: waits for the flag of
                    its tile; own boxes → shared memory → the peer's boxes; who has sent the last chunk of a tile raises
-                   the peer's flag; takes leave of the peers
+                   the peer's flag; then likewise, from a counter of its own, for each strip of own tiles that are
+                   spread: result → shared memory → the result on each peer; takes leave of the peers
 
 The stores of a tile do not cross NVLink: all CTAs finish their tiles at about the same time, and would wait for each
 other there. Sums are in f32, in an order that does not depend on who was first; what travels has the result's dtype.
@@ -18,8 +22,11 @@ scope), which the communicator waits for before it loads them. Each chunk has la
 at system scope, which passes on what all of them have seen. The peer's producer acquires that, and a proxy fence is
 between it and the loads. Nobody waits for a CTA that may not have started: tiles and chunks are drawn; a peer's tile
 waits for nothing, a chunk for a tile that a running CTA draws before any own tile, and an own tile for what running
-CTAs of the peers do before theirs. All that peers write here is what own tiles wait for, so nothing lands in memory
-that XLA has given to others; the handshake at the end guards the beacon.
+CTAs of the peers do before theirs. All parts that peers write here are what own tiles wait for, so none of them lands
+in memory that XLA has given to others; the handshake at the end guards the beacon. It also guards the results that
+peers write here: a device says that it is done when all that it has sent has landed. A communicator comes to the
+strips when no chunk of a part is left to be drawn and its own have landed. So strips, which wait for own tiles, never
+hold up parts, for which the peers' own tiles wait.
 
 Shape legend: D: devices; m, k, n: sizes of one device's product; block: [m / D, n] or [m, n / D].
 """
@@ -37,7 +44,7 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives import pull
 from overlap.collectives.pull import Chunks, Communicator
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
 from overlap.frame.operands import Operands, Plan, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
@@ -47,34 +54,58 @@ from overlap.kernels.launch import sealed
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Handshake, Ring, addresses, board, signal, signal_peer
+from overlap.primitives import Handshake, Ring, addresses, board, send_tile, signal, signal_peer
 from overlap.primitives.atomics import add
 from overlap.primitives.integers import ceil_div
 
 
 def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
-    """Runs the kernel on checked operands: [batch, m / D, n] or [batch, m, n / D] for lhs [(batch,) m, k]."""
-    config, (_, _, _, k) = plan.config, sizes(operands, plan.layouts)
+    """Runs the kernel on checked operands: [batch, m / D, n] or [batch, m, n / D] for lhs [(batch,) m, k].
+
+    Of an operation that spreads its results, [batch, m, n].
+    """
+    config, (_, m, (n,), k) = plan.config, sizes(operands, plan.layouts)
     assert config is not None
-    schedule, types, (batch, block_m, block_n) = _schedule(operands, plan, ring.size, along)
+    schedule, types, block = _schedule(operands, plan, ring.size, along)
+    strips, batch = None, block[0]
+    if plan.operation.spreads:
+        strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
+    steps, places = schedule.flags
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}", plan.target, config, types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Tiles stored here, chunks sent of each, and terms that have come.
-        (schedule.flags, schedule.flags, *pull.flag_shapes(schedule.flags, copies_own=False)),
-        pull.smem_types(config, schedule.plan, plan.out_dtype), draws=True,
+        ((steps + 1, places), schedule.flags, *pull.flag_shapes(schedule.flags, copies_own=strips is not None)),
+        pull.smem_types(config, schedule.plan, plan.out_dtype, results=strips), draws=True,
+        transport="push" if strips is None else "spread",
     )  # fmt: skip
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
-    out_types = jax.ShapeDtypeStruct((batch, block_m, block_n), plan.out_dtype), parts
-    inputs = *_blocks(operands, plan, schedule), _addends(operands, plan), []
+    result = jax.ShapeDtypeStruct(block if strips is None else _in_blocks((batch, m, n), schedule), plan.out_dtype)
+    inputs: Any = (*_blocks(operands, plan, schedule), _addends(operands, plan, schedule), [])
+    out_types = result, parts, parts
     if lands_in_an_operand():
-        place = sealed(functools.partial(addresses.landing_place, parts.shape, parts.dtype), "overlap_landing_place")()
-        inputs = *inputs[:-1], [place]
-        kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
-    else:
-        out_types = *out_types, parts
-    body_of = lambda refs: _Body(kernel, schedule, ring, plan, refs, ring.me())  # noqa: E731
-    return kernel.launch(inputs, out_types, body_of)[0]
+        out_types, count = out_types[:2], len(jax.tree.leaves(inputs))
+        places = [_landing_place(parts)]
+        if strips is not None:
+            places.append(_landing_place(result, becomes_result=True))
+        results_in = () if strips is None else ((count + 1, 0),)
+        inputs = *inputs[:-1], places
+        peers_read = tuple(range(count, count + len(places)))
+        kernel = dataclasses.replace(kernel, peers_read=peers_read, results_in=results_in)
+    body_of = lambda refs: _Body(kernel, schedule, strips, ring, plan, refs, ring.me())  # noqa: E731
+    return kernel.launch(inputs, out_types, body_of)[0].reshape(batch, *((m, n) if strips else block[1:]))
+
+
+def _landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
+    make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
+    return sealed(make, "overlap_landing_place")()
+
+
+def _in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:
+    """Of all blocks, [batch, m, n] with a dimension for them in front of the one that is cut."""
+    batch, m, n = shape
+    devices = schedule.devices
+    return (batch, devices, m // devices, n) if schedule.along == "m" else (batch, m, devices, n // devices)
 
 
 def scratch_bytes(operands: Operands, plan: Plan, devices: int, along: Any) -> int:
@@ -115,7 +146,11 @@ def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> 
     lhs = lhs.reshape(-1, *((k, by_m, m // by_m) if layouts.transpose_lhs else (by_m, m // by_m, k)))
     rhs = rhs.reshape((by_n, n // by_n, k) if layouts.transpose_rhs else (k, by_n, n // by_n))
     rows, columns = operands.row_scale, operands.column_scales
-    vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None))
+    cut = plan.operation.spreads and schedule.along == "n"
+    biases = None if cut else operands.biases
+    vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None, biases=biases))
+    if cut and operands.biases is not None:
+        vectors = dataclasses.replace(vectors, bias=_filled(operands.biases[0].reshape(by_n, n // by_n), config.tile_n))
     if rows is not None:
         rows = _filled(rows.reshape(-1, by_m, m // by_m), config.tile_m)
     if columns is not None:
@@ -123,9 +158,10 @@ def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> 
     return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
 
 
-def _addends(operands: Operands, plan: Plan) -> list[jax.Array]:
-    """The addend, if there is one: [batch or 1, m, n] of a block. It passes through the buffer of the result."""
-    return [x.reshape(-1, *x.shape[-2:]).astype(plan.out_dtype) for x in operands.addends or ()]
+def _addends(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> list[jax.Array]:
+    """The addend, if there is one: [batch or 1, m, n] of a block, or of all. It passes through the result's buffer."""
+    given = [x.reshape(-1, *x.shape[-2:]).astype(plan.out_dtype) for x in operands.addends or ()]
+    return [x.reshape(_in_blocks(x.shape, schedule)) for x in given] if plan.operation.spreads else given
 
 
 def _filled(scales: jax.Array, unit: int) -> jax.Array:
@@ -139,6 +175,7 @@ class _Body:
     Attributes:
       kernel: what is static about it.
       schedule: the tiles, chunks and flags.
+      strips: how own tiles are cut for the peers; None: they stay here.
       ring: the devices.
       plan: the call.
       refs: the kernel's references.
@@ -147,6 +184,7 @@ class _Body:
 
     kernel: ProductKernel
     schedule: ReduceScatterSchedule
+    strips: Strips | None
     ring: Ring
     plan: Plan
     refs: Refs
@@ -163,26 +201,34 @@ class _Body:
         return Hooks(
             load_lhs=lambda tile, load: load(self._lhs_of(tile)),
             rhs_at=self._rhs_of,
-            out_at=lambda tile: out_gmem.at[tile.batch],
+            out_at=lambda tile: self._own_block(out_gmem, tile.batch),
             communicate=self._communicate,
-            addend_at=(lambda tile: addends[0].at[tile.batch if addends[0].shape[0] > 1 else 0]) if addends else None,
+            addend_at=(lambda tile: self._own_block(addends[0], tile.batch)) if addends else None,
             epilogue_at=lambda tile: self._epilogue_at(tile, whole=True),
             exchange=Exchange(
                 terms=self.schedule.last_step,
                 is_own=lambda tile: tile.step == self.schedule.last_step,
                 part_at=lambda tile: self._boxes(parts_gmem, tile.step, tile),
-                term_at=lambda tile, term: self._boxes(self._terms_gmem, term, tile),
+                term_at=lambda tile, term: self._boxes(self._landing[0], term, tile),
                 await_terms=self._await_terms,
                 part_stored=lambda tile: signal(self._flag(0, tile.step, tile)),
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
+                own_stored=None if self.strips is None else lambda tile: signal(self._flag(0, tile.step, tile)),
             ),
         )
 
     @property
-    def _terms_gmem(self) -> Any:
-        """Where the peers' parts arrive."""
-        (*_, landing), (_, _, *result) = self.refs.inputs, self.refs.outputs
-        return (*landing, *result)[0]
+    def _landing(self) -> tuple[Any, Any]:
+        """Where the peers' parts arrive, and their results (if they are spread)."""
+        (*_, landing), (out_gmem, _, *parts) = self.refs.inputs, self.refs.outputs
+        return (landing[0], landing[-1]) if landing else (*parts, out_gmem)
+
+    def _own_block(self, ref: Any, element: Any) -> Any:
+        """Of a result or addend, this device's block of a batch element."""
+        element = element if ref.shape[0] > 1 else 0
+        if self.strips is None:
+            return ref.at[element]
+        return ref.at[element, self.me] if self.schedule.along == "m" else ref.at[element, :, self.me]
 
     def _block(self, tile: Tile, along: str) -> Any:
         return self.schedule.block(self.me, tile.step) if self.schedule.along == along else 0
@@ -217,7 +263,10 @@ class _Body:
             rows = rows.at[tile.batch if rows.shape[0] > 1 else 0, self._block(tile, "m")]
         if columns is not None:
             columns = columns.at[self._block(tile, "n")]
-        scaled = dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
+        bias = vectors.bias
+        if bias is not None and len(bias.shape) > 1:
+            bias = bias.at[self.me]
+        scaled = dataclasses.replace(vectors, row_scale=rows, column_scale=columns, bias=bias)
         if not whole:
             return epilogue.epilogue(dataclasses.replace(scaled, bias=None), None, self.kernel.mainloop)
         return epilogue.epilogue(scaled, self.plan.program, self.kernel.mainloop)
@@ -225,7 +274,7 @@ class _Body:
     @property
     def _handshake(self) -> Handshake:
         return Handshake(
-            self.refs.flags[-1], self.ring, cta(self.kernel.config), self.plan.operation.name, self.schedule.sends
+            self.refs.flags[3], self.ring, cta(self.kernel.config), self.plan.operation.name, self.schedule.sends
         )
 
     def _await_terms(self, tile: Tile) -> None:
@@ -236,8 +285,8 @@ class _Body:
             handshake.wait_for(board.TERMS, self._flag(2, term, tile), 1, self.schedule.source(self.me, term))
 
     def _communicate(self) -> None:
-        schedule, ring, (stored, sent, come, handshake) = self.schedule, self.ring, self.refs.flags
-        (_, parts_gmem, *_), terms_gmem = self.refs.outputs, self._terms_gmem
+        schedule, ring, (stored, sent, come, *handshake) = self.schedule, self.ring, self.refs.flags
+        (_, parts_gmem, *_), (terms_gmem, _) = self.refs.outputs, self._landing
 
         def owner(step: Any) -> Any:
             return schedule.block(self.me, step)
@@ -259,4 +308,38 @@ class _Body:
             ready=lambda step, row, _: pull.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
             landed=landed,
         )  # fmt: skip
-        Communicator(self.plan.operation.name, ring, self.kernel.config, (handshake,), self.refs.smem, chunks).run()
+        slots_smem, loaded = self.refs.smem
+        results = None
+        if self.strips is not None:
+            slots_smem, strip_slots_smem = slots_smem
+            results = self._results(self.strips), strip_slots_smem
+        communicator = Communicator(
+            self.plan.operation.name, ring, self.kernel.config, tuple(handshake), (slots_smem, loaded), chunks,
+            results=results,
+        )  # fmt: skip
+        communicator.run()
+
+    def _results(self, strips: Strips) -> Chunks:
+        """The strips of own tiles, each to all peers."""
+        stored, (out_gmem, *_), (_, results_gmem) = self.refs.flags[0], self.refs.outputs, self._landing
+        ring, last = self.ring, self.schedule.last_step
+
+        def send(of: Any, rows: Any, columns: Any, strip_smem: Any) -> None:
+            # A row of a tile is one piece of memory, so that it can be sent to a peer chosen here.
+            count = strips.rows_at(rows.start)
+
+            @pl.loop(1, ring.size)
+            def _to_peer(distance: Any) -> None:
+                there = ring.remote(results_gmem, ring.peer(distance))
+
+                @pl.loop(0, count)
+                def _row(row: Any) -> None:
+                    send_tile(strip_smem.at[row], self._own_block(there, of[0]).at[rows.start + row, columns])
+
+        return Chunks(
+            strips.count, strips, strips.strip,
+            source=lambda of, *where: self._own_block(out_gmem, of[0]).at[where],
+            destination=lambda *_: None,
+            ready=lambda of, *_: pull.wait_for_block(stored.at[last, of[1]], 1),
+            send=send,
+        )  # fmt: skip

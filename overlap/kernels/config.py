@@ -114,6 +114,10 @@ class Config:
             return self.cluster * self.tile_m, self.tile_n
         return self.tile_m, self.cluster * self.tile_n
 
+    def strip_rows(self, itemsize: int) -> int:
+        """How many whole rows of an output tile one chunk of a transport holds: at least one."""
+        return max(min(self.pull.chunk_bytes // (self.tile_n * itemsize), self.tile_m), 1)
+
     @property
     def fields(self) -> dict[str, Any]:
         """All sizes by name, those of the parts beside the others: as tables and command lines have them."""

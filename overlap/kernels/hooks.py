@@ -103,6 +103,7 @@ class Exchange:
       await_terms: called by the producer before it loads the parts of an own tile: wait for them here.
       part_stored: called by the forwarder warp when a peer's tile has landed where `part_at` says.
       part_epilogue_at: from a peer's tile to what is done to it before it is stored; None: nothing.
+      own_stored: called by the forwarder warp when an own tile has landed where `Hooks.out_at` says; None: not called.
     """
 
     terms: int
@@ -112,6 +113,7 @@ class Exchange:
     await_terms: Callable[[Tile], None]
     part_stored: Callable[[Tile], None]
     part_epilogue_at: Callable[[Tile], Epilogue] | None = None
+    own_stored: Callable[[Tile], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,8 @@ from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
 TMA_ROW_BYTES = 16
+# The transports of products that are summed over devices.
+SUMMING = ("push", "spread")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Sizes:
       dtype: of both operands.
       out_dtype: of what the kernel writes.
       layouts: how the operands lie in memory.
-      transport: how a fused collective moves its operand ("pull" or "ring") or results ("push"); empty: nothing moves.
+      transport: how a fused collective moves its operand ("pull" or "ring") or parts of sums ("push"; "spread": the
+        sums as well, to all devices); empty: nothing moves.
       m_name: what the caller calls `m`.
       n_name: likewise `n`.
     """
@@ -38,7 +41,7 @@ class Sizes:
     dtype: Any
     out_dtype: Any
     layouts: OperandLayouts = PLAIN
-    transport: Literal["", "pull", "ring", "push"] = ""
+    transport: Literal["", "pull", "ring", "push", "spread"] = ""
     m_name: str = "m"
     n_name: str = "n"
 
@@ -59,7 +62,7 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}")
     if config.cluster not in (1, 2) or config.cluster > target.num_cores:
         raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {config.cluster}")
-    if sizes.transport == "push" and (config.cluster > 1 or config.stream_k > 1):
+    if sizes.transport in SUMMING and (config.cluster > 1 or config.stream_k > 1):
         raise ValueError(
             "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
             f"{config.cluster} and {config.stream_k}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 from jax.experimental import pallas as pl
@@ -72,6 +72,8 @@ class ProductKernel:
       peers_read: which of the inputs (counted as leaves of the tree) the peers read or write, in a kernel that is told
         their addresses (`overlap/primitives/addresses.py`); empty: it is not told.
       draws: whether tiles are drawn from a counter by whichever CTAs run, so that peers may wait for them.
+      transport: how it communicates, as `limits.Sizes` has it.
+      results_in: which of `peers_read` is the memory of which result: pairs of an operand and a result.
     """
 
     name: str
@@ -83,6 +85,8 @@ class ProductKernel:
     smem: tuple[Any, ...] = ()
     peers_read: tuple[int, ...] = ()
     draws: bool = False
+    transport: Literal["", "pull", "ring", "push", "spread"] = ""
+    results_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def mainloop(self) -> Mainloop:
@@ -99,7 +103,7 @@ class ProductKernel:
           body_of: from the kernel's references to what it does.
         """
         config, work, types = self.config, self.work, self.types
-        transport = "push" if self.draws else "pull" if self.smem else ""
+        transport = self.transport or ("pull" if self.smem else "")
         needs = limits.Sizes(types.m, 0, 0, types.dtype, types.out_dtype, types.layouts, transport)
         self.mainloop.check_config(needs, config, self.target)
         leaves, structure = jax.tree.flatten(inputs)
@@ -142,7 +146,9 @@ class ProductKernel:
             num_threads=self.mainloop.num_threads,
             thread_name=THREAD_AXIS,
             # The kernel sees for itself that its peers have begun, if it has any.
-            compiler_params=addresses.Params(lowering_semantics=semantics, peers_read=self.peers_read)
+            compiler_params=addresses.Params(
+                lowering_semantics=semantics, peers_read=self.peers_read, results_in=self.results_in
+            )
             if self.peers_read
             else plgpu.CompilerParams(lowering_semantics=semantics, skip_device_barrier=True),
         )

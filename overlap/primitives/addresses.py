@@ -14,7 +14,8 @@ The table holds for the second kernel because both are given the same values, an
 all the same: before it leaves, the second kernel compares the table with its own arguments, and traps if they differ.
 
 Results cannot be in that table, since the first kernel knows operands only. What peers are to write to is therefore an
-operand whose memory some kernel before has given, and which nobody else uses (`landing_place`).
+operand whose memory some kernel before has given, and which nobody else uses (`landing_place`). If that is to be a
+result as well, the two are one to XLA (`Params.results_in`).
 
 A kernel opts in by beginning its flags with the table (`shared_flags(..., told=True)`) and by `Params`. It
 must begin with `Handshake.begin`, since no barrier of the framework's goes with a call that is like any other.
@@ -35,7 +36,7 @@ from overlap import _compat
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.windows import note_program
 
-__all__ = ["FLAG_BYTES", "TABLE_FLAGS", "Params", "landing_place", "note_program", "require_told", "tell"]
+__all__ = ["FLAG_BYTES", "TABLE_FLAGS", "OwnMemory", "Params", "landing_place", "note_program", "require_told", "tell"]
 
 FLAG_BYTES = 4
 # The table, in flags: entries of 8 bytes, laid out as Mosaic GPU's own.
@@ -49,9 +50,18 @@ class Params(plgpu.CompilerParams):
 
     Attributes:
       peers_read: which of its operands the peers read or write, at most two.
+      results_in: which of these is the memory of which result: pairs of an operand and a result.
     """
 
     peers_read: tuple[int, ...]
+    results_in: tuple[tuple[int, int], ...] = ()
+    skip_device_barrier: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnMemory(plgpu.CompilerParams):
+    """Of a kernel whose results are memory that is written afterwards: XLA takes no two of them for one."""
+
     skip_device_barrier: bool = True
 
 
@@ -83,12 +93,14 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
     )  # fmt: skip
 
 
-def landing_place(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = False) -> jax.Array:
     """Memory for peers to write to, as an operand of the kernel to which they send: nothing is in it yet.
 
     A kernel that does nothing gives it. To XLA that is a value; two calls may get the same one, which does not matter,
-    since no kernel reads what another one has been sent.
+    since no kernel reads what another one has been sent. But of memory that is to be a result (`Params.results_in`)
+    XLA would make a copy for the second call, of which the peers have not been told.
     """
+    params = OwnMemory if becomes_result else plgpu.CompilerParams
 
     def overlap_landing_place(_: Any) -> None:
         pass
@@ -96,9 +108,7 @@ def landing_place(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     kernel = plgpu.kernel(
         overlap_landing_place, out_type=jax.ShapeDtypeStruct(shape, dtype), grid=(1,), grid_names=(kernel_axis("cta"),),
         num_threads=1, thread_name=kernel_axis("warpgroup"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True
-        ),
+        compiler_params=params(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True),
     )  # fmt: skip
     return kernel()
 

@@ -133,6 +133,7 @@ def pull_chunks(
     slots_smem: Any,
     loaded: Any,
     ready: Callable[[Any, Any, Any], None] | None = None,
+    send: Callable[..., None] | None = None,
 ) -> Any:
     """Copies chunks global memory → shared memory → global memory, by one warp of each CTA.
 
@@ -145,7 +146,7 @@ def pull_chunks(
       number: this CTA's first number of the counter, an int32 scalar.
       numbers: the numbers from the first to before the second are chunks, in this order.
       counter: the counter.
-      plan: the chunks' sizes.
+      plan: the chunks' sizes; with `send`, anything that has the same `rows`, `cols`, `short` and `lacks`.
       at: from a chunk's index (0 first) to the shard that it is of, in whatever terms, and its first row and column.
       source: from a shard, rows and columns (slices) to the (remote) reference in global memory.
       destination: likewise to the local reference.
@@ -153,9 +154,13 @@ def pull_chunks(
       slots_smem: shared memory of shape [slots, plan.rows, plan.cols].
       loaded: one barrier per slot, of one arrival.
       ready: called with what `at` says of a chunk before that is loaded: wait for it here.
+      send: called as `send(shard, rows, columns, slot_smem)` in place of a copy to `destination`: starts the copies of
+        a chunk, which may go to several places, and whose rows may lie apart. At the edges of its source a chunk is
+        then filled up with zeros, and nobody is told that it has landed: a slot is free once it has been read.
 
     Returns:
-      How many chunks this warp has carried, an int32 scalar; all its accesses to the sources are over.
+      How many chunks this warp has carried, an int32 scalar; all its accesses to the sources are over, and all chunks
+      have landed.
     """
     (begin, end), slots = numbers, slots_smem.shape[0]
 
@@ -181,9 +186,16 @@ def pull_chunks(
             pl.when(number < end)(lambda: wait(*at(number - begin)))
 
         def start(shard: Any, place: Any, slot_smem: Any) -> None:
-            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], oob_mode=IN_BOUNDS)
+            bounds = {"oob_mode": IN_BOUNDS} if send is None else {}
+            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], **bounds)
 
         pl.when(number < end)(lambda: in_its_size(number, slot, start))
+
+    def forward(shard: Any, place: Any, slot_smem: Any) -> None:
+        if send is not None:
+            send(shard, *place, slot_smem)
+        else:
+            send_tile(slot_smem, destination(shard, *place))
 
     # The numbers of the chunks that are on their way, in the order of the slots from the oldest on, and the next one.
     drawn = [number]
@@ -194,14 +206,20 @@ def pull_chunks(
     def carry(state: Any) -> Any:
         slot, count, (oldest, *others, following) = state
         plgpu.barrier_wait(loaded.at[slot])
-        in_its_size(oldest, slot, lambda shard, place, slot_smem: send_tile(slot_smem, destination(shard, *place)))
+        in_its_size(oldest, slot, forward)
         # While the store is under way.
         after = draw(counter, end, following)
-        # Landed, not only read: the flag speaks of the destination. It also frees the slot.
-        wait_stores_landed()
-        landed(*at(oldest - begin))
+        if send is None:
+            # Landed, not only read: the flag speaks of the destination. It also frees the slot.
+            wait_stores_landed()
+            landed(*at(oldest - begin))
+        else:
+            wait_stores_read()
         load(following, slot)
         return remainder(slot + 1, slots), count + 1, (*others, following, after)
 
     start = (jnp.int32(0), jnp.int32(0), tuple(drawn))
-    return loop_while(lambda state: state[2][0] < end, carry, start)[1]
+    carried = loop_while(lambda state: state[2][0] < end, carry, start)[1]
+    if send is not None:
+        wait_stores_landed()
+    return carried

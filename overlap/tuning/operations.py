@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from overlap.choice.problem import Problem
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
+from overlap.collectives.matmul_all_reduce import matmul_all_reduce
 from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
 from overlap.kernels.config import Config
 from overlap.single_gpu.matmul import matmul
@@ -70,6 +71,15 @@ def _matmul_reduce_scatter(
     )  # fmt: skip
 
 
+def _matmul_all_reduce(
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
+) -> jax.Array:
+    return matmul_all_reduce(
+        lhs, rhs, AXIS, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
+        transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
+    )  # fmt: skip
+
+
 OPERATIONS: dict[str, Operation] = {
     "matmul": Operation(_matmul),
     "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, ("m", "n", "n")),
@@ -77,6 +87,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, ("m", "k", "m"), gathers=1),
     "matmul_reduce_scatter": Operation(_matmul_reduce_scatter, ("k", "k", "m")),
     "matmul_reduce_scatter_n": Operation(_matmul_reduce_scatter, ("k", "k", "n")),
+    "matmul_all_reduce": Operation(_matmul_all_reduce, ("k", "k", "")),
 }
 
 
@@ -137,6 +148,8 @@ def reduce(problem: Problem, out: jax.Array) -> jax.Array:
     """Of a product that is summed over the devices, this one's part."""
     if not (problem.pulls and problem.scattered):
         return out
+    if problem.spreads:
+        return lax.psum(out, AXIS)
     dimension = out.ndim - (2 if problem.scattered == "m" else 1)
     return lax.psum_scatter(out, AXIS, scatter_dimension=dimension, tiled=True)
 

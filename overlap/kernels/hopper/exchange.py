@@ -129,6 +129,8 @@ def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The forwarder's part of a tile."""
     del piece
     plgpu.barrier_wait(buffers.stored)
+    hooks, is_own = _exchange(loop), _exchange(loop).is_own(tile)
     # (Mosaic GPU has no `not` for a warp.)
-    is_part = jnp.where(_exchange(loop).is_own(tile), 0, 1) == 1
-    pl.when(is_part)(lambda: _exchange(loop).part_stored(tile))
+    pl.when(jnp.where(is_own, 0, 1) == 1)(lambda: hooks.part_stored(tile))
+    if (own_stored := hooks.own_stored) is not None:
+        pl.when(is_own)(lambda: own_stored(tile))

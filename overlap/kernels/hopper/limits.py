@@ -45,14 +45,18 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
 
 def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") -> int:
     """Shared memory of one CTA in bytes, barriers included; with the chunk buffers of a transport in chunks."""
-    exchanges = transport == "push"
+    exchanges = transport in ("push", "spread")
     pulls = transport == "pull" or exchanges
     operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
     epilogue_rows, columns = COMPUTE_WARPGROUPS * halves(config)[0], config.hopper.epilogue_tile_n
     epilogue_bytes = config.hopper.epilogue_slots * epilogue_rows * columns * jnp.dtype(out_dtype).itemsize
     # What is exchanged is sent box by box, or in parts of a box.
     largest = halves(config)[0] * SWIZZLE_BYTES if exchanges else config.pull.chunk_bytes
-    chunk_bytes = config.pull.chunk_slots * min(config.pull.chunk_bytes, largest) if pulls else 0
+    chunk_bytes = min(config.pull.chunk_bytes, largest) if pulls else 0
+    if transport == "spread":
+        itemsize = jnp.dtype(out_dtype).itemsize
+        chunk_bytes = max(chunk_bytes, config.strip_rows(itemsize) * config.tile_n * itemsize)
+    chunk_bytes *= config.pull.chunk_slots
     mail_bytes = MAIL_BYTES if exchanges else 0
     barriers = 2 * config.stages + (config.pull.chunk_slots if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
     return operand_bytes + epilogue_bytes + chunk_bytes + mail_bytes + barriers * BARRIER_BYTES
@@ -120,7 +124,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     needed = smem_bytes(config, dtype, out_dtype, sizes.transport) + RESERVED_BYTES
     if needed > target.smem_limit_bytes:
         chunks = config.pull.chunk_bytes, config.pull.chunk_slots
-        in_chunks = sizes.transport in ("pull", "push")
+        in_chunks = sizes.transport in ("pull", "push", "spread")
         also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if in_chunks else ""
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "

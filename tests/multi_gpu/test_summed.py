@@ -1,4 +1,4 @@
-"""`matmul_reduce_scatter` on 2, 4 and 8 GPUs: exact to rounding, repeatable, and so whoever is late."""
+"""`matmul_reduce_scatter` and `matmul_all_reduce` on GPUs: exact to rounding, repeatable, and so whoever is late."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import overlap
 from overlap.collectives import pull, scattered
 from tests import oracle, skew_cases
 from tests.oracle import make_mesh
-from tests.scatter_cases import ALONG, F32, Layer
+from tests.scatter_cases import EVERYWHERE, F32, WAYS, Layer
 from tests.skew_cases import stall
 
 BF16, F16, E4M3 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float8_e4m3fn)
@@ -28,6 +28,8 @@ CONFIGS = [
     ("m", overlap.Config.of(tile_m=64, tile_n=256, stages=4, chunk_bytes=1024, chunk_slots=4)),
     ("n", overlap.Config.of(tile_m=256, tile_n=128, order_minor="n", order_width=3)),
     ("n", overlap.Config.of(tile_n=192, stages=3, chunk_bytes=4096)),
+    (EVERYWHERE, overlap.Config.of(tile_n=192, stages=3, chunk_bytes=4096, order_minor="n")),
+    (EVERYWHERE, overlap.Config.of(tile_m=64, tile_n=128, stages=4, chunk_bytes=1024, chunk_slots=4)),
 ]
 EVERY = ("lhs_scale", "rhs_scale", "bias")
 
@@ -69,9 +71,7 @@ def unfused(layer):
         lhs, rhs = (given[name].astype(BF16) if given[name].dtype == E4M3 else given[name] for name in ("lhs", "rhs"))
         lhs, rhs = lhs.mT if layer.transpose_lhs else lhs, rhs.mT if layer.transpose_rhs else rhs
         part = lax.dot(lhs, rhs, preferred_element_type=F32) * given.get("lhs_scale", 1.0) * given.get("rhs_scale", 1.0)
-        dimension = ALONG.index(layer.along)
-        out = lax.psum_scatter(part.astype(layer.dtype), "x", scatter_dimension=dimension, tiled=True)
-        out = oracle.rounded(out)
+        out = oracle.rounded(layer.summed(part.astype(layer.dtype)))
         if "bias" not in given and layer.activation is None:
             return out
         out = out.astype(F32) + given.get("bias", 0.0)
@@ -119,7 +119,7 @@ def repeated(mesh, layer, sizes, iterations, seed):
 # --- Right to rounding ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_error_within_twice_the_unfused_product(devices, name, along):
     mesh, sizes = make_mesh(x=devices), SHAPES[name](devices)
@@ -128,7 +128,7 @@ def test_error_within_twice_the_unfused_product(devices, name, along):
         check(mesh, layer, operands(mesh, layer, sizes, seed, dtype=dtype))
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize(("left", "right"), [(False, True), (True, False), (True, True)])
 def test_layouts(devices, left, right, along):
     mesh, layer = make_mesh(x=devices), Layer(along, transpose_lhs=left, transpose_rhs=right, dtype=BF16)
@@ -136,7 +136,7 @@ def test_layouts(devices, left, right, along):
         check(mesh, layer, operands(mesh, layer, SHAPES[name](devices), seed))
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_results_in_f32(devices, dtype, along):
     mesh, layer = make_mesh(x=devices), Layer(along)
@@ -144,7 +144,7 @@ def test_results_in_f32(devices, dtype, along):
         check(mesh, layer, operands(mesh, layer, SHAPES[name](devices), seed, dtype=dtype))
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize("out_dtype", [BF16, F32], ids=str)
 def test_float8_with_scales_of_each_device(devices, out_dtype, along):
     mesh, layer = make_mesh(x=devices), Layer(along, transpose_rhs=True, dtype=out_dtype)
@@ -153,7 +153,7 @@ def test_float8_with_scales_of_each_device(devices, out_dtype, along):
         check(mesh, layer, arrays, dtype=E4M3)
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 def test_keywords(devices, along):
     mesh, layer = make_mesh(x=devices), Layer(along, activation=jax.nn.gelu, dtype=BF16)
     for seed, name in enumerate(("large", "ragged", "16 rows")):
@@ -186,7 +186,7 @@ def test_one_axis_of_a_larger_mesh(axes, along):
     assert float(layer.mapped(mesh, arrays, measure, P())(arrays)) < 1e-2
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 def test_gradients(devices, along):
     mesh, layer = make_mesh(x=devices), Layer(along, dtype=BF16, activation=jnp.tanh)
     arrays = operands(mesh, layer, (devices * 64, devices * 64, 128), 6, extras=EVERY)
@@ -238,7 +238,7 @@ LATE = {"arrivals": late_arrivals, "departures": late_departures}
 MEDIUM = 1024, 1024, 512
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 def test_launches_in_a_row_agree_bit_for_bit(devices, dtype, along):
     mesh, layer = make_mesh(x=devices), Layer(along, dtype=dtype)
@@ -248,7 +248,7 @@ def test_launches_in_a_row_agree_bit_for_bit(devices, dtype, along):
     assert all(bool(same(results[0], result)) for result in results[1:])
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 def test_launches_in_a_row_with_other_operands(devices, along):
     """All are on their way before the first is looked at: what one leaves in memory is wrong for the next."""
     mesh, layer = make_mesh(x=devices), Layer(along, dtype=BF16)
@@ -261,7 +261,7 @@ def test_launches_in_a_row_with_other_operands(devices, along):
         assert float(distance(result, expected(arrays).astype(F32))) < 1e-2
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize("victim", [None, 0, 1])
 @pytest.mark.parametrize("late", LATE)
 def test_skewed_devices_late_chunks_and_inputs_overwritten_right_after(devices, late, victim, along, monkeypatch):
@@ -273,7 +273,7 @@ def test_skewed_devices_late_chunks_and_inputs_overwritten_right_after(devices, 
     assert repeated(mesh, layer, MEDIUM, 30 if victim is None else 5, seed=3) < 1e-2
 
 
-@pytest.mark.parametrize("along", ALONG)
+@pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize("without", ["terms", "parts"])
 def test_negative_control_without_waiting_the_result_is_wrong(devices, without, along, monkeypatch):
     """In each iteration lhs is another one, so that what the one before has left is wrong as well."""

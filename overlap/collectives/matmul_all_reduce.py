@@ -1,0 +1,162 @@
+"""Matmul and all-reduce as one kernel: the second half of a tensor-parallel layer whose result all devices need.
+
+Device d of D holds lhs[m, k_shard] and rhs[k_shard, n], so that the products of all devices must be summed, and each
+device has the whole sum. The kernel is that of `matmul_reduce_scatter` (`scattered.py`): what a device has summed up it
+sends to all others.
+
+Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; a sum that can be cut into a block of rows or
+columns for each device; devices that can address each other, as `overlap/primitives/clique.py` finds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from overlap.choice import dispatch
+from overlap.collectives.axis import ring_of
+from overlap.collectives.summed import XLA, Summed
+from overlap.frame import arguments, call
+from overlap.frame.normalize import Call, normalize
+from overlap.frame.operands import Operands, Plan, Results
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target
+from overlap.kernels.varying import axes_of, same_along, varying
+
+NAME = "matmul_all_reduce"
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulAllReduce(Summed):
+    """See `Summed`."""
+
+    name = NAME
+    spreads = True
+
+    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+        problem, size = self.problem(call.operands, call.layouts, call.out_dtype), self.ring.size
+        cut = {"m": problem.m, "n": problem.n}[problem.scattered]
+        if cut % (size * (problem.unit if problem.scattered == "n" else 1)):
+            raise NotImplementedError(
+                f"the fused kernel of `{self.name}` sums up a block of rows, or of columns, on each of the {size} "
+                f"devices, got m={problem.m} and n={problem.n}: pad m to a multiple of {size} or n to a multiple of "
+                f"{size * problem.unit}, or {XLA}"
+            )
+        operands = call.operands
+        local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
+        for name, arrays in local.items():
+            if axes := axes_of(*jax.tree.leaves(arrays)) & set(self.ring.names):
+                what = "what `activation` captures" if name == "activation" else f"`{name}`"
+                raise NotImplementedError(
+                    f"the fused kernel applies {what} on one device for all, and by its type it varies along "
+                    f"{min(axes, key=str)!r}: apply it to the result, or {XLA}"
+                )
+        super().check(call, config, target, mesh)
+
+    def launch(self, operands: Operands, plan: Plan) -> Results:
+        (out,), _ = super().launch(operands, plan)
+        return (same_along(out, self.ring.names),), None
+
+    # --- The same by XLA, and the backward pass ---
+
+    def reduced(self, product: jax.Array) -> jax.Array:
+        return lax.psum(varying(product, self.ring.names), self.ring.axis_name)
+
+    def spread(self, cotangent: jax.Array) -> jax.Array:
+        # As jax transposes its own sum: with types that say where values vary (check_vma), a cotangent that is the same
+        # on all devices is that of each part; without, each device has a share of it.
+        if axes_of(lax.axis_index(self.ring.names[0])):
+            return varying(cotangent, self.ring.names)
+        return lax.psum(cotangent, self.ring.axis_name)
+
+
+def _prepare(lhs: Any, rhs: Any, axis_name: Any, *, mesh: Any = None, **keywords: Any) -> tuple[MatmulAllReduce, Call]:
+    operation = MatmulAllReduce(ring_of(NAME, arguments.axis_name(axis_name), mesh))
+    return operation, normalize(operation, lhs, rhs, **keywords)
+
+
+def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
+    """Checks a call of `matmul_all_reduce` and says what would run. Same arguments and errors."""
+    return call.explain(_prepare, *args, **keywords)
+
+
+def matmul_all_reduce(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | tuple[str, ...],
+    *,
+    addend: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    lhs_scale: Any = None,
+    rhs_scale: Any = None,
+    transpose_lhs: bool = False,
+    transpose_rhs: bool = False,
+    preferred_element_type: Any = None,
+    config: Config | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies `lhs` by `rhs` and sums over a mesh axis: all devices have the sum, communication behind computation.
+
+    For layers whose contraction is sharded and whose result every device needs (Megatron's row-parallel layer without
+    sequence parallelism, decoding). To be called inside `jax.shard_map`; equals `lax.psum(lhs @ rhs, axis_name)`. Each
+    device sums up a block of the result: rows, if there are at least 128 for each and D divides m, else columns, if D
+    divides n; and sends it to all others.
+
+    Args:
+      lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
+        `axis_name`. float16, bfloat16, or (with `transpose_rhs`) float8 in the fused kernel.
+      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype (float8 kinds
+        may be mixed). By XLA also with leading dimensions: those of `lhs`, or `lhs` has none.
+      axis_name: the mesh axis to sum over, or a tuple of axes, whose devices then count row-major in the order of the
+        tuple; the mesh may have more axes, and its devices may be in any order.
+      addend: of the result's shape or without its leading dimensions, added to the sum (once, not by each device)
+        before the activation: a residual, say. Like `bias` and what `activation` captures, it must be the same on all
+        devices along `axis_name`: the kernel reads it on one of them.
+      bias: [n], one value per column of the result, added to the sum.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`; of the sum.
+      lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
+        which may differ from device to device.
+      rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar.
+      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. It is read as it is.
+      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. It is read as it is.
+      preferred_element_type: dtype of the result, and of what travels; that of the operands by default, bfloat16 for
+        float8. Products are accumulated and parts added in float32, but the parts that are sent are rounded to this
+        dtype: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice as many bytes
+        travel.
+      config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1); by default from a table of
+        measurements, else by a model.
+      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then all-reduce), or None to
+        choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
+        once, logger "overlap".
+
+    Returns:
+      [..., m, n], the same bits on all devices along `axis_name` (with `check_vma=True` it is so typed). Deterministic:
+      the parts of each block are added in a fixed order, so repeated calls give the same bits.
+
+    Raises:
+      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
+        to do).
+
+    Differentiable to any order, in both modes, as `lax.psum(lhs @ rhs, axis_name)` is; the backward pass runs by XLA
+    (with `check_vma=True` it communicates nothing). `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading
+    dimension. Over a bias or what an activation captures, the kernel computes the sum and XLA the rest. Over anything
+    else XLA runs, or NotImplementedError is raised if implementation="fused".
+
+    Example:
+      >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> layer = jax.shard_map(
+      ...     lambda x, w: overlap.matmul_all_reduce(x, w, "x"),
+      ...     mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P(),
+      ... )
+      >>> y = jax.jit(layer)(x, w)
+
+    Source: the row-parallel layer of Shoeybi et al., "Megatron-LM" (2019); reduce-scatter and all-gather as one
+    all-reduce as in Thakur et al., "Optimization of Collective Communication Operations in MPICH" (2005).
+    """
+    return call.run(_prepare, **locals())

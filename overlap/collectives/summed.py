@@ -1,0 +1,114 @@
+"""What all operations that sum products over the devices of a mesh axis have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from overlap.choice import dispatch
+from overlap.choice.problem import Problem
+from overlap.collectives import scattered
+from overlap.collectives.axis import require_peers, untried
+from overlap.frame import sharded
+from overlap.frame.normalize import Call
+from overlap.frame.operands import Operands, Plan, Results, sizes
+from overlap.frame.operation import Operation
+from overlap.kernels import limits
+from overlap.kernels.config import Config
+from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.target import Target
+from overlap.kernels.varying import varying
+from overlap.primitives import Ring
+from overlap.single_gpu.matmul import MATMUL
+
+XLA = 'use implementation="xla"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Summed(Operation):
+    """Products summed over the devices, each of which computes a block of the sum: some rows (m) or columns (n).
+
+    Attributes:
+      ring: the devices.
+      op: the name of the `Problem`.
+    """
+
+    ring: Ring
+
+    reduces = True
+    epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
+    batched_together = frozenset({"lhs"})
+
+    @property
+    def op(self) -> str:
+        return self.name
+
+    @property
+    def summed_over(self) -> int:
+        return self.ring.size
+
+    # --- The choice ---
+
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+        batch, m, (n,), k = sizes(operands, layouts)
+        dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
+        return Problem(self.op, m, n, k, *dtypes, self.ring.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
+
+    def along(self, operands: Operands, plan: Plan) -> str:
+        """In which dimension the sum is cut into blocks."""
+        return self.problem(operands, plan.layouts, plan.out_dtype).scattered
+
+    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+        def scratch_bytes(config: Config, target: Target) -> int:
+            if self.ring.size == 1:
+                return 0
+            plan = Plan(self, call.layouts, call.out_dtype, target, config)
+            return scattered.scratch_bytes(call.operands, plan, self.ring.size, self.along(call.operands, plan))
+
+        return dispatch.Circumstances(untried=untried(self.ring, mesh), scratch_bytes=scratch_bytes)
+
+    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+        operands, (batch, _, _, k) = call.operands, call.sizes
+        if len(operands.rhs_list[0].shape) > 2:
+            raise NotImplementedError(
+                f"the fused kernel takes leading dimensions of `lhs` only, and `rhs` has {call.batch}: {XLA}"
+            )
+        if batch == 0:
+            raise NotImplementedError(
+                f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {XLA}"
+            )
+        problem = self.problem(operands, call.layouts, call.out_dtype)
+        (block_m, block_n), transport = problem.block, problem.transport
+        names = {"m": "m", "n": "n", problem.scattered: f"{problem.scattered} / {self.ring.size}"}
+        checked = limits.Sizes(
+            block_m, block_n, k, operands.lhs.dtype, call.out_dtype, call.layouts, transport, names["m"], names["n"]
+        )
+        limits.check(checked, config, target)
+        require_peers(self.ring, target, mesh)
+        if mesh is None:
+            sharded.require_rest_of_one()
+            sharded.require_whole({"lhs": operands.lhs, "rhs": operands.rhs_list[0]})
+
+    # --- The kernel ---
+
+    def launch(self, operands: Operands, plan: Plan) -> Results:
+        if self.ring.size == 1:
+            return MATMUL.launch(operands, dataclasses.replace(plan, operation=MATMUL))
+        out = scattered.launch(operands, plan, self.ring, self.along(operands, plan))
+        return (out if operands.lhs.ndim > 2 else out[0],), None
+
+    def typed(self, operands: Operands) -> Operands:
+        # What the kernel is given may be the same on all devices.
+        return dataclasses.replace(operands, lhs=varying(operands.lhs, self.ring.names))
+
+    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
+        if axis_size < 1:
+            return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"
+        if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
+            return (
+                "the fused kernel takes `jax.vmap` over `lhs`, an `lhs_scale` with one value per row and what follows "
+                f"the sum, and here `rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped: {XLA}"
+            )
+        return None
