@@ -89,8 +89,7 @@ class Problem:
         """The dimension in which the sum of the devices' products is taken apart: "m" or "n"; "" if nothing is."""
         if self.op != _ALL_REDUCE:
             return _SCATTERED.get(self.op, "")
-        # Rows of a block begin where the copy engine can write.
-        by_rows, by_columns = (self.m % self.devices == 0, self.n % (self.devices * self.unit) == 0)
+        by_rows, by_columns = self.m % self.units["m"] == 0, self.n % self.units["n"] == 0
         return "m" if by_rows and (self.m >= self.devices * _ROWS_OF_A_BLOCK or not by_columns) else "n"
 
     @property
@@ -99,9 +98,12 @@ class Problem:
         return self.op == _ALL_REDUCE
 
     @property
-    def unit(self) -> int:
-        """Elements of the result that the copy engine takes at least."""
-        return limits.TMA_ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
+    def units(self) -> dict[str, int]:
+        """Of what m and n must be multiples to be cut into equal blocks, whose rows in memory begin every 16 bytes."""
+        of_row = limits.TMA_ROW_BYTES // self.itemsize
+        of_result = limits.TMA_ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
+        m, n = of_row if self.transpose_lhs else 1, of_result if self.transpose_rhs else max(of_result, of_row)
+        return {"m": self.devices * m, "n": self.devices * n}
 
     @property
     def transport(self) -> Literal["", "pull", "push", "spread"]:

@@ -39,12 +39,12 @@ class MatmulAllReduce(Summed):
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         problem, size = self.problem(call.operands, call.layouts, call.out_dtype), self.ring.size
-        cut = {"m": problem.m, "n": problem.n}[problem.scattered]
-        if cut % (size * (problem.unit if problem.scattered == "n" else 1)):
+        cut, units = {"m": problem.m, "n": problem.n}[problem.scattered], problem.units
+        if cut % units[problem.scattered]:
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` sums up a block of rows, or of columns, on each of the {size} "
-                f"devices, got m={problem.m} and n={problem.n}: pad m to a multiple of {size} or n to a multiple of "
-                f"{size * problem.unit}, or {XLA}"
+                f"devices, got m={problem.m} and n={problem.n}: pad m to a multiple of {units['m']} or n to one of "
+                f"{units['n']}, or {XLA}"
             )
         operands = call.operands
         local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}

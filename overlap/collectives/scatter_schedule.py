@@ -20,8 +20,8 @@ from overlap.primitives.integers import ceil_div, larger, quotient, remainder, s
 class Strips:
     """How the tiles of a device's own block are cut for the peers, where these want it too: some rows of a tile each.
 
-    Strips come in the order of the tiles. Of the last tile row some may have fewer rows, or none; those of the last tile
-    column may have fewer columns.
+    Strips come in the order of the tiles. Of the last tile row some may have fewer rows, or none; those of the last
+    tile column may have fewer columns. They are loaded in full, filled up with zeros.
 
     Attributes:
       order: the tiles of the block, batch elements one below the other.
@@ -43,15 +43,14 @@ class Strips:
         return self.tile[1]
 
     @property
-    def short(self) -> tuple[int, int] | None:
-        """Rows and columns of the strips of the last tile column, if these are narrower."""
-        columns = self.block[1] % self.cols
-        return (self.rows, columns) if columns else None
+    def short(self) -> None:
+        """All are loaded in one size."""
+        return None
 
-    def lacks(self, row: Any, column: Any) -> Any:
-        """How many columns the strip that begins there is short of, if positive."""
-        del row
-        return column + self.cols - self.block[1]
+    @property
+    def last_cols(self) -> int:
+        """Columns of the strips of the last tile column."""
+        return self.block[1] % self.cols or self.cols
 
     @property
     def of_tile(self) -> int:

@@ -326,15 +326,24 @@ class _Body:
 
         def send(of: Any, rows: Any, columns: Any, strip_smem: Any) -> None:
             # A row of a tile is one piece of memory, so that it can be sent to a peer chosen here.
-            count = strips.rows_at(rows.start)
+            count, end = strips.rows_at(rows.start), columns.start + strips.cols
 
             @pl.loop(1, ring.size)
             def _to_peer(distance: Any) -> None:
                 there = ring.remote(results_gmem, ring.peer(distance))
 
-                @pl.loop(0, count)
-                def _row(row: Any) -> None:
-                    send_tile(strip_smem.at[row], self._own_block(there, of[0]).at[rows.start + row, columns])
+                def send_rows(width: int) -> None:
+                    @pl.loop(0, count)
+                    def _row(row: Any) -> None:
+                        place = rows.start + row, pl.ds(columns.start, width)
+                        send_tile(strip_smem.at[row, pl.ds(0, width)], self._own_block(there, of[0]).at[place])
+
+                if strips.last_cols == strips.cols:
+                    send_rows(strips.cols)
+                else:
+                    pl.when(end > strips.block[1])(lambda: send_rows(strips.last_cols))
+                    # (Mosaic GPU has no `not` for a warp.)
+                    pl.when(end <= strips.block[1])(lambda: send_rows(strips.cols))
 
         return Chunks(
             strips.count, strips, strips.strip,
