@@ -52,23 +52,26 @@ GATHER_US = 6.0
 PULLED_BYTES_PER_US = 0.35e6
 # From the end of a peer's tile until its part of it may be added.
 SCATTER_US = 6.0
+# From there until all devices have what has been added; or, of parts that go to all devices, the whole way.
+SPREAD_US = 6.0
+ONE_SHOT_US = 7.0
 # Two CTAs begin and end together.
 CLUSTER_US = 0.5
 
 
 def _rows(config: Config, problem: Problem) -> tuple[int, int]:
     """Rows of a product that a tile may take from anywhere, and how many such products there are."""
-    m, _ = problem.block
-    return (problem.blocks * m, 1) if config.joined else (m, problem.blocks)
+    m, _, products = problem.grid(config)
+    return m, products
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
     rows, columns = config.cluster_tile
-    m, products = _rows(config, problem)
+    m, n, products = problem.grid(config)
     # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
     lengths = problem.devices if problem.gathered == "k" else 1
-    tiles = products * ceil_div(m, rows) * ceil_div(problem.block[1], columns) * config.split_k
+    tiles = products * ceil_div(m, rows) * ceil_div(n, columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
     return StreamK.on(target, config, tiles, k_steps)
 
@@ -115,7 +118,9 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
         us += (elements * F32_BYTES * (1 / STORE_BYTES_PER_CYCLE + added) + FLAG_CYCLES) / CYCLES_PER_US
     if problem.pulls and problem.gathered == "m":
         us = _with_gather(us, work, config, problem, hbm_rate)
-    if problem.pulls and problem.scattered:
+    if problem.transport(config) == "one_shot":
+        us = _with_one_shot(us, work, config, problem)
+    elif problem.pulls and problem.scattered:
         us = _with_scatter(us, work, config, problem)
     if work.cuts:
         us += ZERO_FLAGS_US
@@ -151,7 +156,19 @@ def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem) ->
     last_us = min(of_peers, work.num_ctas) * tile_bytes / PULLED_BYTES_PER_US
     slack_us = us * (waves_in_all - waves_of_peers) / waves_in_all
     us += SCATTER_US + max(last_us - slack_us, 0.0)
+    if problem.spreads:
+        # What the last tiles have summed up is sent when nothing is left to compute.
+        own = min(work.tiles - of_peers, work.num_ctas) * (problem.devices - 1)
+        us += SPREAD_US + own * tile_bytes / PULLED_BYTES_PER_US
     return max(us, SCATTER_US + problem.received_bytes_per_device / PULLED_BYTES_PER_US)
+
+
+def _with_one_shot(us: float, work: StreamK, config: Config, problem: Problem) -> float:
+    """The time of the products, each wave of which waits for the peers' parts."""
+    rows, columns, products = problem.grid(config)
+    of_wave = min(work.tiles, work.num_ctas) * min(rows, config.tile_m) * config.tile_n
+    sent = min(of_wave, products * rows * columns) * jnp.dtype(problem.out_dtype).itemsize * (problem.devices - 1)
+    return us + ceil_div(work.tiles, work.num_ctas) * (ONE_SHOT_US + sent / PULLED_BYTES_PER_US)
 
 
 def _lines(row_bytes: int) -> int:

@@ -105,12 +105,20 @@ class Problem:
         m, n = of_row if self.transpose_lhs else 1, of_result if self.transpose_rhs else max(of_result, of_row)
         return {"m": self.devices * m, "n": self.devices * n}
 
-    @property
-    def transport(self) -> Literal["", "pull", "push", "spread"]:
+    def transport(self, config: Config) -> Literal["", "pull", "push", "spread", "one_shot"]:
         """How data travels between devices, as `limits.Sizes` has it."""
         if not self.pulls:
             return ""
-        return "spread" if self.spreads else "push" if self.scattered else "pull"
+        if self.spreads:
+            return "one_shot" if config.one_shot else "spread"
+        return "push" if self.scattered else "pull"
+
+    def grid(self, config: Config) -> tuple[int, int, int]:
+        """Rows and columns of each product whose tiles a device computes, and how many such products there are."""
+        if self.spreads and config.one_shot:
+            return self.m, self.n, self.batch
+        m, n = self.block
+        return (self.blocks * m, n, 1) if config.joined else (m, n, self.blocks)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -180,10 +188,22 @@ class Problem:
 
     def check(self, config: Config, target: Target) -> None:
         """`limits.check` for this problem."""
+        self.check_blocks(config)
         # The parts of a split contraction are stored in f32.
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
-        layouts, (m, n) = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.block
-        limits.check(limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, self.transport), config, target)
+        layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.transport(config)
+        m, n = (self.m, self.n) if transport == "one_shot" else self.block
+        limits.check(limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, transport), config, target)
+
+    def check_blocks(self, config: Config) -> None:
+        """Raises NotImplementedError if the devices cannot have equal blocks of a sum that all are to have."""
+        cut = {"m": self.m, "n": self.n}.get(self.scattered, 0)
+        if self.transport(config) == "spread" and cut % self.units[self.scattered]:
+            raise NotImplementedError(
+                f"the fused kernel of `{self.op}` sums up a block of rows or columns on each of the {self.devices} "
+                f"devices, got m={self.m} and n={self.n}: pad m to a multiple of {self.units['m']} or n to one of "
+                f'{self.units["n"]}, name a config with one_shot=True, or use implementation="xla"'
+            )
 
     def accepts(self, config: Config, target: Target) -> bool:
         """Whether the fused kernel can run this problem so configured, with the registers that there are."""

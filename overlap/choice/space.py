@@ -27,6 +27,7 @@ SHAPE: dict[str, tuple[Any, ...]] = {
     "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
     "stream_k": (1, 2, 3, 4),
     "joined": (False, True),
+    "one_shot": (False, True),
 }
 # The first is what is taken if nothing speaks against it.
 FINE: dict[str, tuple[Any, ...]] = {
@@ -120,14 +121,15 @@ def _usual(problem: Problem) -> Config:
 
 def _adjacent(shape: Config, problem: Problem) -> int:
     """How many tiles lie side by side in the direction of the cluster."""
-    m, n = problem.block
-    rows = m * (problem.batch * problem.devices if shape.joined else 1)
+    rows, n, _ = problem.grid(shape)
     size, tile = (rows, shape.tile_m) if shape.cluster_along == "m" else (n, shape.tile_n)
     return -(-size // tile)
 
 
 def _needless(shape: Config, problem: Problem) -> bool:
     if shape.cluster == 1 and shape.cluster_along != Config().cluster_along:
+        return True
+    if shape.one_shot and not (problem.spreads and problem.pulls):
         return True
     if not shape.joined:
         return False
@@ -155,7 +157,8 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
 def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
     """`base`, and `base` with one fine field changed; with the number of changes."""
     yield base, 0
-    fields = dict(FINE, stages=(base.stages, base.stages - 1), **(PULLS if problem.pulls else {}))
+    in_chunks = PULLS if problem.transport(base) not in ("", "one_shot") else {}
+    fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
     for name, values in fields.items():
         for value in values:
             if value != base.fields[name] and not (name == "stages" and value < min(STAGES)):
@@ -165,9 +168,8 @@ def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
 def _walk(config: Config, problem: Problem) -> Config:
     """The same configuration with its order of tiles as it comes out on the problem's grid: equal ones are one."""
     rows, columns = config.cluster_tile
-    of_all = problem.batch * problem.devices if config.joined else 1
-    m, n = problem.block
-    tiles = {"m": -(-m * of_all // rows), "n": -(-n // columns)}
+    m, n, _ = problem.grid(config)
+    tiles = {"m": -(-m // rows), "n": -(-n // columns)}
     minor = config.order_minor if min(tiles.values()) > 1 else "m"
     width = min(config.order_width, tiles[minor]) if min(tiles.values()) > 1 else 1
     return dataclasses.replace(config, order_minor=minor, order_width=width)

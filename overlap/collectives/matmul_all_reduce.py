@@ -38,14 +38,7 @@ class MatmulAllReduce(Summed):
     spreads = True
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        problem, size = self.problem(call.operands, call.layouts, call.out_dtype), self.ring.size
-        cut, units = {"m": problem.m, "n": problem.n}[problem.scattered], problem.units
-        if cut % units[problem.scattered]:
-            raise NotImplementedError(
-                f"the fused kernel of `{self.name}` sums up a block of rows, or of columns, on each of the {size} "
-                f"devices, got m={problem.m} and n={problem.n}: pad m to a multiple of {units['m']} or n to one of "
-                f"{units['n']}, or {XLA}"
-            )
+        self.problem(call.operands, call.layouts, call.out_dtype).check_blocks(config)
         operands = call.operands
         local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
         for name, arrays in local.items():

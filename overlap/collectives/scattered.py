@@ -85,9 +85,9 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
     out_types = result, parts, parts
     if lands_in_an_operand():
         out_types, count = out_types[:2], len(jax.tree.leaves(inputs))
-        places = [_landing_place(parts)]
+        places = [landing_place(parts)]
         if strips is not None:
-            places.append(_landing_place(result, becomes_result=True))
+            places.append(landing_place(result, becomes_result=True))
         results_in = () if strips is None else ((count + 1, 0),)
         inputs = *inputs[:-1], places
         peers_read = tuple(range(count, count + len(places)))
@@ -96,7 +96,8 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
     return kernel.launch(inputs, out_types, body_of)[0].reshape(batch, *((m, n) if strips else block[1:]))
 
 
-def _landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
+def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
+    """`addresses.landing_place`, as one operation of jax."""
     make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
     return sealed(make, "overlap_landing_place")()
 
@@ -150,11 +151,11 @@ def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> 
     biases = None if cut else operands.biases
     vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None, biases=biases))
     if cut and operands.biases is not None:
-        vectors = dataclasses.replace(vectors, bias=_filled(operands.biases[0].reshape(by_n, n // by_n), config.tile_n))
+        vectors = dataclasses.replace(vectors, bias=filled(operands.biases[0].reshape(by_n, n // by_n), config.tile_n))
     if rows is not None:
-        rows = _filled(rows.reshape(-1, by_m, m // by_m), config.tile_m)
+        rows = filled(rows.reshape(-1, by_m, m // by_m), config.tile_m)
     if columns is not None:
-        columns = _filled(columns[0].reshape(by_n, n // by_n), config.tile_n)
+        columns = filled(columns[0].reshape(by_n, n // by_n), config.tile_n)
     return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
 
 
@@ -164,7 +165,8 @@ def _addends(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) ->
     return [x.reshape(_in_blocks(x.shape, schedule)) for x in given] if plan.operation.spreads else given
 
 
-def _filled(scales: jax.Array, unit: int) -> jax.Array:
+def filled(scales: jax.Array, unit: int) -> jax.Array:
+    """Vectors filled up to a multiple of `unit` entries."""
     return jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, -scales.shape[-1] % unit),))
 
 

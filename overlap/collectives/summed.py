@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives import scattered
+from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
 from overlap.frame import sharded
 from overlap.frame.normalize import Call
@@ -65,6 +65,8 @@ class Summed(Operation):
             if self.ring.size == 1:
                 return 0
             plan = Plan(self, call.layouts, call.out_dtype, target, config)
+            if self.spreads and config.one_shot:
+                return one_shot.scratch_bytes(call.operands, plan, self.ring.size)
             return scattered.scratch_bytes(call.operands, plan, self.ring.size, self.along(call.operands, plan))
 
         return dispatch.Circumstances(untried=untried(self.ring, mesh), scratch_bytes=scratch_bytes)
@@ -80,10 +82,11 @@ class Summed(Operation):
                 f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {XLA}"
             )
         problem = self.problem(operands, call.layouts, call.out_dtype)
-        (block_m, block_n), transport = problem.block, problem.transport
-        names = {"m": "m", "n": "n", problem.scattered: f"{problem.scattered} / {self.ring.size}"}
+        (rows, columns, _), transport = problem.grid(config), problem.transport(config)
+        cut = {} if transport == "one_shot" else {problem.scattered: f"{problem.scattered} / {self.ring.size}"}
+        names = {"m": "m", "n": "n"} | cut
         checked = limits.Sizes(
-            block_m, block_n, k, operands.lhs.dtype, call.out_dtype, call.layouts, transport, names["m"], names["n"]
+            rows, columns, k, operands.lhs.dtype, call.out_dtype, call.layouts, transport, names["m"], names["n"]
         )
         limits.check(checked, config, target)
         require_peers(self.ring, target, mesh)
@@ -96,7 +99,10 @@ class Summed(Operation):
     def launch(self, operands: Operands, plan: Plan) -> Results:
         if self.ring.size == 1:
             return MATMUL.launch(operands, dataclasses.replace(plan, operation=MATMUL))
-        out = scattered.launch(operands, plan, self.ring, self.along(operands, plan))
+        if self.spreads and plan.config is not None and plan.config.one_shot:
+            out = one_shot.launch(operands, plan, self.ring)
+        else:
+            out = scattered.launch(operands, plan, self.ring, self.along(operands, plan))
         return (out if operands.lhs.ndim > 2 else out[0],), None
 
     def typed(self, operands: Operands) -> Operands:

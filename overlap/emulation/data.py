@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from . import arithmetic
@@ -24,10 +25,12 @@ def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
     out, aval = d.new(), eqn.outvars[0].aval
     plain = arithmetic.is_plain(aval)
+    # Rows that nobody has written are NaN, and show wherever they get.
+    by_rows = len(aval.shape) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
     def run(thread: Any) -> None:
         view = path.resolve(thread, thread.env[ref])
-        thread.access(view, _GENERIC_LOAD, write=False)
+        thread.access(view, _GENERIC_LOAD, write=False, by_rows=by_rows and view.buffer.space == "smem")
         thread.env[out] = _finish(view.read().reshape(aval.shape), plain)
 
     d.emit(run, eqn, "load", visible=True)

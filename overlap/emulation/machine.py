@@ -74,13 +74,16 @@ class Thread:
         on.waiters.append(self)
         return True
 
-    def access(self, view: Any, what: str, *, write: bool, atomic: bool = False) -> None:
+    def access(self, view: Any, what: str, *, write: bool, atomic: bool = False, by_rows: bool = False) -> None:
         """Checks and records an access of this thread itself (generic proxy)."""
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
         detector = self.machine.detector
         if detector is not None and view.buffer.space != "regs":
-            access = Access(self, view, what, self.instruction, self.component, self.time, write=write, atomic=atomic)
+            access = Access(
+                self, view, what, self.instruction, self.component, self.time, write=write, atomic=atomic,
+                by_rows=by_rows,
+            )  # fmt: skip
             detector.access(access, self.knowledge)
             self.machine.note_remote(self, access)
 

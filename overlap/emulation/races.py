@@ -44,7 +44,7 @@ class Access:
     """One access to memory, as the shadow remembers it.
 
     Attributes:
-        by_rows: of a read: each row goes into the same row of a result and nowhere else.
+        by_rows: of a read: each row is meant to go into the same row of a result and nowhere else.
     """
 
     __slots__ = (
@@ -179,8 +179,8 @@ class RaceDetector:
     def _is_row_by_row(access: Access, old_writes: list[int]) -> bool:
         """Whether a read finds whole rows that somebody has written and others that nobody has, which stay apart.
 
-        A tile at the end of an operand is loaded without the rows that it does not have. They get into the same rows of
-        the product, as NaN, and are dropped when that is stored.
+        A tile at the end of an operand, or a part of one, is loaded without the rows that it does not have. They get
+        into the same rows of the result, as NaN, and are dropped when that is stored.
         """
         if not access.by_rows or old_writes == [0]:
             return False

@@ -11,7 +11,8 @@ FLOAT16 = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 # The widest swizzle: every architecture's tensor cores read rows of so many bytes, and lines of the cache are as wide.
 SWIZZLE_BYTES = 128
-_CHOICES: dict[str, tuple[Any, ...]] = {"order_minor": ("m", "n"), "cluster_along": ("m", "n"), "joined": (True, False)}
+_CHOICES: dict[str, tuple[Any, ...]] = {"order_minor": ("m", "n"), "cluster_along": ("m", "n")}
+_SWITCHES = ("joined", "one_shot")
 
 
 def _require_valid(sizes: Any) -> None:
@@ -21,9 +22,9 @@ def _require_valid(sizes: Any) -> None:
         if part is not None:
             if not isinstance(value, part):
                 raise ValueError(f"`{field.name}` must be an overlap.{part.__name__}, got {value!r}: pass one")
-        elif field.name == "joined":
+        elif field.name in _SWITCHES:
             if not isinstance(value, bool):
-                raise ValueError(f"`joined` must be True or False, got {value!r}")
+                raise ValueError(f"`{field.name}` must be True or False, got {value!r}")
         elif field.name in _CHOICES:
             if not (isinstance(value, str) and value in _CHOICES[field.name]):
                 raise ValueError(f"`{field.name}` must be 'm' or 'n', got {value!r}")
@@ -86,6 +87,8 @@ class Config:
       cluster_along: in which dimension they are adjacent: "m" (they share the right operand) or "n" (the left one).
       joined: whether the gathered rows of all shards are tiled as those of one matrix, so that few rows per shard fill
         a tile together (`all_gather_lhs_matmul` by the transport "pull" only; elsewhere it means nothing).
+      one_shot: whether each device sends its part of all of the result to all others, and adds up all of it itself: for
+        few rows (`matmul_all_reduce` only; elsewhere it means nothing).
       hopper: sizes of the Hopper mainloop.
       pull: sizes of what communicates in chunks (fused operations only; not the transport "ring").
     """
@@ -101,6 +104,7 @@ class Config:
     cluster: int = 1
     cluster_along: Literal["m", "n"] = "m"
     joined: bool = False
+    one_shot: bool = False
     hopper: HopperSizes = HopperSizes()
     pull: PullSizes = PullSizes()
 

@@ -91,6 +91,23 @@ class Boxes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sends:
+    """How the compute warpgroups send the part that they have computed of a tile to all peers, from shared memory.
+
+    There a box is one piece of memory, so it travels as it lies there: references are [boxes, elements].
+
+    Attributes:
+      peers: how many there are.
+      before: called by a compute warpgroup before it sends the first part: wait here until the peers may be sent to.
+      to_peer: from a tile and a number from 1 to `peers` to where the part goes on a peer.
+    """
+
+    peers: int
+    before: Callable[[], None]
+    to_peer: Callable[[Tile, Any], Boxes]
+
+
+@dataclasses.dataclass(frozen=True)
 class Exchange:
     """For products that several devices compute a part of each: parts of peers' tiles go out, parts of own ones come.
 
@@ -103,6 +120,8 @@ class Exchange:
       await_terms: called by the producer before it loads the parts of an own tile: wait for them here.
       part_stored: called by the forwarder warp when a peer's tile has landed where `part_at` says.
       part_epilogue_at: from a peer's tile to what is done to it before it is stored; None: nothing.
+      sends: for results that all devices compute: every tile is an own one as well as a part of the same tile of all
+        peers, and its sum has nothing but terms (its own part is one of them). None: own tiles and parts differ.
       own_stored: called by the forwarder warp when an own tile has landed where `Hooks.out_at` says; None: not called.
     """
 
@@ -114,6 +133,7 @@ class Exchange:
     part_stored: Callable[[Tile], None]
     part_epilogue_at: Callable[[Tile], Epilogue] | None = None
     own_stored: Callable[[Tile], None] | None = None
+    sends: Sends | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from overlap.primitives.integers import ceil_div
 
 TMA_ROW_BYTES = 16
 # The transports of products that are summed over devices.
-SUMMING = ("push", "spread")
+SUMMING = ("push", "spread", "one_shot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Sizes:
       out_dtype: of what the kernel writes.
       layouts: how the operands lie in memory.
       transport: how a fused collective moves its operand ("pull" or "ring") or parts of sums ("push"; "spread": the
-        sums as well, to all devices); empty: nothing moves.
+        sums as well, to all devices; "one_shot": all parts to all devices); empty: nothing moves.
       m_name: what the caller calls `m`.
       n_name: likewise `n`.
     """
@@ -41,7 +41,7 @@ class Sizes:
     dtype: Any
     out_dtype: Any
     layouts: OperandLayouts = PLAIN
-    transport: Literal["", "pull", "ring", "push", "spread"] = ""
+    transport: Literal["", "pull", "ring", "push", "spread", "one_shot"] = ""
     m_name: str = "m"
     n_name: str = "n"
 

@@ -37,6 +37,7 @@ class OperandTypes:
       forwards: whether the forwarder warp passes operand tiles on (`Hooks.in_smem`).
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
       exchanges: whether parts of tiles are exchanged with peers (`Hooks.exchange`).
+      sends: whether they are sent to them from shared memory (`Exchange.sends`).
     """
 
     m: int
@@ -47,6 +48,7 @@ class OperandTypes:
     forwards: bool = False
     addend: bool = False
     exchanges: bool = False
+    sends: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

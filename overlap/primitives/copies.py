@@ -186,8 +186,8 @@ def pull_chunks(
             pl.when(number < end)(lambda: wait(*at(number - begin)))
 
         def start(shard: Any, place: Any, slot_smem: Any) -> None:
-            bounds = {"oob_mode": IN_BOUNDS} if send is None else {}
-            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], **bounds)
+            bounds = IN_BOUNDS if send is None else None
+            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], oob_mode=bounds)
 
         pl.when(number < end)(lambda: in_its_size(number, slot, start))
 

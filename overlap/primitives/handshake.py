@@ -53,7 +53,7 @@ from jax.experimental import pallas as pl
 
 from overlap.primitives import atomics, board, clique
 from overlap.primitives.addresses import require_told
-from overlap.primitives.flags import signal
+from overlap.primitives.flags import fence_async_proxy, signal, wait_at_least
 from overlap.primitives.peers import Ring
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
@@ -144,6 +144,11 @@ class Handshake:
     def await_peers(self) -> None:
         """Waits until all peers have begun whose memory this device needs: it may then be read and written."""
         wait_within_device(self.flags.at[_BEGUN], self.looks)
+
+    def await_peers_by_warpgroup(self) -> None:
+        """The same by a compute warpgroup."""
+        wait_at_least(self.flags.at[_BEGUN], self.looks)
+        fence_async_proxy()
 
     def leave(self, completed: Any) -> None:
         """Every communicator calls it once, last: whoever completes the device's last transfer speaks for the device.

@@ -20,12 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
-from overlap.kernels.hooks import BLOCK_ROWS, Boxes, Exchange, Tile
+from overlap.kernels.hooks import BLOCK_ROWS, Boxes, Exchange, Sends, Tile, with_reference
 from overlap.kernels.hopper.limits import halves
 from overlap.kernels.hopper.staging import Buffers, copies_per_step
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.primitives import wait_stores_landed
+from overlap.primitives.copies import IN_BOUNDS
 from overlap.primitives.integers import quotient, remainder
 
 # K steps of the next tile after which the stores of one have landed: some 6 µs of the largest tile.
@@ -63,7 +64,7 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     count = _boxes(buffers, config)
     first = piece.before + piece.k_steps
     copies = copies_per_step(config, buffers.lhs[0].dtype, loop.layouts, buffers.rows)
-    boxes_smem, _ = buffers.terms
+    boxes_smem = buffers.terms[0]
 
     def load(step: Any) -> None:
         fill, index = first + step, quotient(step, exchange.terms)
@@ -71,9 +72,14 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         pl.when(fill >= config.stages)(lambda: plgpu.barrier_wait(buffers.consumed.at[slot]))
         part = exchange.term_at(tile, step - index * exchange.terms)
         for warpgroup in range(buffers.warpgroups):
-            box_gmem = part.ref.at[part.first + warpgroup * count + index]
+            place = part.first + warpgroup * count + index
+            if exchange.sends is not None:
+                to = buffers.terms[2].at[slot, warpgroup], buffers.full.at[slot]
+                with_reference(part.ref, lambda ref, place=place, to=to: _load_piece(ref, place, *to))
+                continue
             rows = _rows(fill, boxes_smem.shape[2])
-            plgpu.copy_gmem_to_smem(box_gmem.at[rows], boxes_smem.at[slot, warpgroup], buffers.full.at[slot])
+            box_gmem = part.ref.at[place].at[rows]
+            plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[slot, warpgroup], buffers.full.at[slot])
         # The slot is full when as many copies have arrived as of operands.
         for _ in range(copies - buffers.warpgroups):
             plgpu.barrier_arrive(buffers.full.at[slot])
@@ -84,12 +90,17 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         pl.loop(0, count * exchange.terms)(load)
 
 
+def _load_piece(ref: Any, place: Any, piece_smem: Any, barrier: Any) -> None:
+    elements = ref.shape[-1]
+    plgpu.copy_gmem_to_smem(ref.at[place], piece_smem.at[pl.ds(0, elements)], barrier, oob_mode=IN_BOUNDS)
+
+
 def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any, index: int) -> list[jax.Array]:
     """What is added to box `index` of a compute warpgroup's half of an own tile: values for each `BLOCK_ROWS` rows."""
     exchange, config = _exchange(loop), loop.config
     first = piece.before + piece.k_steps + index * exchange.terms
     blocks = range(0, halves(config)[0], BLOCK_ROWS)
-    _, values_smem = buffers.terms
+    values_smem = buffers.terms[1]
 
     def term(step: Any) -> list[jax.Array]:
         slot = remainder(first + step, config.stages)
@@ -119,6 +130,21 @@ def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, config: Config, 
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 
+def send_boxes(boxes: Boxes, sends: Sends, tile: Tile, pieces: Any, buffers: Buffers, config: Config, warpgroup: Any,
+               first: int) -> None:  # fmt: skip
+    """Starts the copies of boxes of a compute warpgroup's half of a tile to memory here (`boxes`) and on all peers."""
+    begin = warpgroup * _boxes(buffers, config) + first
+
+    def send(to: Boxes, *, last: bool) -> None:
+        elements, count = to.ref.shape[-1], pieces.shape[0]
+        for box in range(count):
+            piece_smem, to_gmem = pieces.at[box, pl.ds(0, elements)], to.ref.at[to.first + begin + box]
+            plgpu.copy_smem_to_gmem(piece_smem, to_gmem, commit_group=last and box == count - 1)
+
+    pl.loop(1, sends.peers + 1)(lambda number: send(sends.to_peer(tile, number), last=False))
+    send(boxes, last=True)
+
+
 def tell_stored(buffers: Buffers) -> None:
     """A compute warpgroup's part of telling the forwarder warp that its stores of a tile have landed."""
     wait_stores_landed()
@@ -130,6 +156,9 @@ def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     del piece
     plgpu.barrier_wait(buffers.stored)
     hooks, is_own = _exchange(loop), _exchange(loop).is_own(tile)
+    if hooks.sends is not None:
+        hooks.part_stored(tile)
+        return
     # (Mosaic GPU has no `not` for a warp.)
     pl.when(jnp.where(is_own, 0, 1) == 1)(lambda: hooks.part_stored(tile))
     if (own_stored := hooks.own_stored) is not None:

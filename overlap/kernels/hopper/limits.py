@@ -45,8 +45,8 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
 
 def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") -> int:
     """Shared memory of one CTA in bytes, barriers included; with the chunk buffers of a transport in chunks."""
-    exchanges = transport in ("push", "spread")
-    pulls = transport == "pull" or exchanges
+    exchanges = transport in ("push", "spread", "one_shot")
+    pulls = transport in ("pull", "push", "spread")
     operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
     epilogue_rows, columns = COMPUTE_WARPGROUPS * halves(config)[0], config.hopper.epilogue_tile_n
     epilogue_bytes = config.hopper.epilogue_slots * epilogue_rows * columns * jnp.dtype(out_dtype).itemsize

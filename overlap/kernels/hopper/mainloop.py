@@ -169,7 +169,7 @@ def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> j
             plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + k - 1, config.stages)])
 
         first: Any = 1
-        if loop.hooks.exchange is not None:
+        if loop.hooks.exchange is not None and loop.hooks.exchange.sends is None:
             # The stores of the tile before have landed meanwhile.
             first = min(exchange.STEPS_UNTIL_LANDED, loop.work.k_steps)
             pl.loop(1, first)(step)
@@ -212,6 +212,13 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
         terms = functools.partial(exchange.sum_of_terms, loop, buffers, piece, warpgroup)
         part = dataclasses.replace(half, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
         own = dataclasses.replace(half, terms=terms)
+        if (sends := others.sends) is not None:
+            pl.when(piece.before == 0)(sends.before)
+            store_all(part)
+            # The peers wait for it, and this one for them.
+            exchange.tell_stored(buffers)
+            store_all(dataclasses.replace(own, only_terms=True))
+            return
         lax.cond(others.is_own(tile), lambda: store_all(own), lambda: store_all(part))
         return
     if partial is None:
@@ -236,6 +243,7 @@ class _Half:
       epilogue_at: as in `Hooks`.
       terms: from the index of a box to the values that are added to it, for each `BLOCK_ROWS` rows; None for none.
       boxes: where it is stored as boxes; None: to `Hooks.out_at`.
+      only_terms: whether these take the place of the warpgroup's own values.
     """
 
     tile: Tile
@@ -244,6 +252,7 @@ class _Half:
     epilogue_at: Callable[[Tile], Epilogue] | None
     terms: Callable[[int], list[jax.Array]] | None = None
     boxes: Boxes | None = None
+    only_terms: bool = False
 
 
 def _store(
@@ -259,7 +268,7 @@ def _store(
     slot = remainder(index, slots)
     epilogue = None if half.epilogue_at is None else half.epilogue_at(tile)
     first_row, first_column = tile.m * config.tile_m + row, tile.n * config.tile_n + column + index * width
-    box_views, register_views = (view.at[half.warpgroup, slot] for view in buffers.out)
+    box_views, register_views, *pieces = (view.at[half.warpgroup, slot] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
     # A piece is several boxes side by side, each with its place in the output.
@@ -279,9 +288,12 @@ def _store(
             plgpu.barrier_wait(loaded[box])
         terms = None if half.terms is None else half.terms(index * boxes + box)
         for above in range(0, wg_m, BLOCK_ROWS):
-            values = block(above, BLOCK_ROWS)[:, box * box_width : (box + 1) * box_width]
-            block_smem = register_views.at[box, pl.ds(above, BLOCK_ROWS)]
             addend = None if terms is None else terms[above // BLOCK_ROWS]
+            if half.only_terms and addend is not None:
+                values, addend = addend, None
+            else:
+                values = block(above, BLOCK_ROWS)[:, box * box_width : (box + 1) * box_width]
+            block_smem = register_views.at[box, pl.ds(above, BLOCK_ROWS)]
             if addend_at is not None:
                 given = block_smem[...].astype(jnp.float32)
                 addend = given if addend is None else addend + given
@@ -291,6 +303,10 @@ def _store(
                 values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
+    if half.boxes is not None and pieces:
+        sends: Any = hooks.exchange and hooks.exchange.sends
+        exchange.send_boxes(half.boxes, sends, tile, pieces[0], buffers, config, half.warpgroup, index * boxes)
+        return
     if half.boxes is not None:
         exchange.store_boxes(half.boxes, box_views, buffers, config, half.warpgroup, index * boxes)
         return
@@ -362,7 +378,8 @@ class Hopper:
                 for_each_piece(_compute, warpgroup)
             else:
                 filled = drawn.for_each(loop, buffers, _compute, warpgroup)
-                pl.when(filled > 0)(lambda: exchange.tell_stored(buffers))
+                if hooks.exchange is not None and hooks.exchange.sends is None:
+                    pl.when(filled > 0)(lambda: exchange.tell_stored(buffers))
             # Shared memory must outlive the stores that read it.
             wait_stores_read()
 

@@ -43,7 +43,8 @@ class Buffers:
     Of the left operand's slots only the first `rows` rows are loaded, for so many `warpgroups` to compute with.
     Parts of tiles that peers have computed (`Hooks.exchange`) are loaded into the slots of one operand, of which they
     are two further views: of each slot the first boxes, one for each warpgroup. `mail` and the barriers around it pass
-    on which tile has been drawn (`drawn.py`).
+    on which tile has been drawn (`drawn.py`). What is sent to peers from shared memory, and comes so,
+    has a third view: boxes as pieces of memory, [..., elements].
     """
 
     lhs: Any
@@ -58,8 +59,8 @@ class Buffers:
     stored: Any = None
 
     @property
-    def terms(self) -> tuple[Any, Any]:
-        """The views (box, mma) of parts in the slots: [slot, box, rows, columns]."""
+    def terms(self) -> tuple[Any, ...]:
+        """The views (box, mma) of parts in the slots: [slot, box, rows, columns]; and as pieces, if they are sent."""
         return (*self.lhs[2:], *self.rhs[2:])
 
 
@@ -92,6 +93,12 @@ def swizzled(dtype: Any, rows: int = 8) -> tuple[Any, ...]:
 def _views(box: tuple[int, ...], mma: tuple[int, ...], dtype: Any, rows: int = 8) -> tuple[Any, Any]:
     untiled = swizzled(dtype)[1:]
     return plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
+
+
+def _pieces(box: tuple[int, ...], dtype: Any) -> Any:
+    """Boxes as pieces of memory, whatever lies in them where."""
+    *boxes, rows, columns = box
+    return plgpu.SMEM((*boxes, rows * columns), dtype)
 
 
 def box_shape(config: Config, types: OperandTypes) -> tuple[int, int, int]:
@@ -131,11 +138,14 @@ def buffer_types(config: Config, types: OperandTypes) -> Buffers:
     in_one = config.tile_m if wg_m < config.tile_m else config.tile_n
     term = (stages, in_one // wg_m, wg_m, out_width)
     terms = _views(term, term, types.out_dtype) if types.exchanges else ()
+    out_views = _views(out, out, types.out_dtype)
+    if types.sends:
+        out_views, terms = (*out_views, _pieces(out, types.out_dtype)), (*terms, _pieces(term, types.out_dtype))
     in_lhs, in_rhs = (terms, ()) if wg_m < config.tile_m else ((), terms)
     return Buffers(
         lhs=plgpu.RefUnion(*_views((stages, *lhs_box), (stages, *lhs_mma), dtype, rows), *in_lhs),
         rhs=plgpu.RefUnion(*_views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, rows), *in_rhs),
-        out=plgpu.RefUnion(*_views(out, out, types.out_dtype)),
+        out=plgpu.RefUnion(*out_views),
         full=plgpu.Barrier(num_arrivals=copies_per_step(config, dtype, layouts, loaded), num_barriers=stages),
         # The forwarder gives slots back as well.
         consumed=_consumed(config.cluster, warpgroups + forwards, stages),
