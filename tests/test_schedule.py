@@ -9,7 +9,7 @@ import pytest
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import PullPlan
-from overlap.primitives.copies import largest_divisor
+from overlap.primitives.integers import largest_divisor
 from overlap.primitives.integers import ceil_div
 
 BLOCK_ROWS = 128

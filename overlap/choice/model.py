@@ -52,9 +52,11 @@ GATHER_US = 6.0
 PULLED_BYTES_PER_US = 0.35e6
 # From the end of a peer's tile until its part of it may be added.
 SCATTER_US = 6.0
-# From there until all devices have what has been added; or, of parts that go to all devices, the whole way.
-SPREAD_US = 6.0
-ONE_SHOT_US = 7.0
+# From there until all devices have what has been added. Or, of parts that go to all devices from shared memory, the
+# whole way, and NVLink.
+SPREAD_US = 8.0
+ONE_SHOT_US = 6.0
+SENT_BYTES_PER_US = 0.45e6
 # Two CTAs begin and end together.
 CLUSTER_US = 0.5
 
@@ -168,7 +170,7 @@ def _with_one_shot(us: float, work: StreamK, config: Config, problem: Problem) -
     rows, columns, products = problem.grid(config)
     of_wave = min(work.tiles, work.num_ctas) * min(rows, config.tile_m) * config.tile_n
     sent = min(of_wave, products * rows * columns) * jnp.dtype(problem.out_dtype).itemsize * (problem.devices - 1)
-    return us + ceil_div(work.tiles, work.num_ctas) * (ONE_SHOT_US + sent / PULLED_BYTES_PER_US)
+    return us + ceil_div(work.tiles, work.num_ctas) * (ONE_SHOT_US + sent / SENT_BYTES_PER_US)
 
 
 def _lines(row_bytes: int) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import BLOCK_ROWS
-from overlap.primitives.copies import PullPlan, largest_divisor
-from overlap.primitives.integers import ceil_div, choose, quotient, remainder
+from overlap.primitives.copies import PullPlan
+from overlap.primitives.integers import ceil_div, choose, largest_divisor, quotient, remainder
 
 # Scales that a warp reads at once, each by a load of its own: on their way together, they take as long as one.
 _SCALES_AT_ONCE = 8

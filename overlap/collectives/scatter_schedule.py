@@ -20,7 +20,7 @@ from overlap.primitives.integers import ceil_div, larger, quotient, remainder, s
 class Strips:
     """How the tiles of a device's own block are cut for the peers, where these want it too: some rows of a tile each.
 
-    Strips come in the order of the tiles. Of the last tile row some may have fewer rows, or none; those of the last
+    Strips come in the order of the tiles, and none has rows of two. Of the last tile row some may have fewer rows, or none; those of the last
     tile column may have fewer columns. They are loaded in full, filled up with zeros.
 
     Attributes:
@@ -28,7 +28,7 @@ class Strips:
       batch: how many batch elements.
       block: rows and columns of the block (of one batch element).
       tile: rows and columns of a tile.
-      rows: rows of a strip.
+      rows: rows of a strip: a divisor of a tile's, if the block has several tile rows.
     """
 
     order: TileOrder

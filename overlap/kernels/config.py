@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from overlap.primitives.integers import largest_divisor
+
 FLOAT16 = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 # The widest swizzle: every architecture's tensor cores read rows of so many bytes, and lines of the cache are as wide.
@@ -119,8 +121,8 @@ class Config:
         return self.tile_m, self.cluster * self.tile_n
 
     def strip_rows(self, itemsize: int) -> int:
-        """How many whole rows of an output tile one chunk of a transport holds: at least one."""
-        return max(min(self.pull.chunk_bytes // (self.tile_n * itemsize), self.tile_m), 1)
+        """How many whole rows of an output tile one chunk of a transport holds: at least one, and a divisor of all."""
+        return largest_divisor(self.tile_m, max(self.pull.chunk_bytes // (self.tile_n * itemsize), 1))
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives.atomics import draw, loop_while
-from overlap.primitives.integers import ceil_div, quotient, remainder
+from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
@@ -113,11 +113,6 @@ class PullPlan:
         equal = largest_divisor(units, max_bytes // 16)
         # Two sizes of chunks take twice the code, which a few percent more bytes in flight are not worth.
         return PullPlan(shard_rows, shard_cols, 1, unit * (equal if 3 * equal >= 2 * nearly_equal else nearly_equal))
-
-
-def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
-    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
 def pull_chunks(

@@ -59,3 +59,8 @@ def larger(a: Any, b: Any) -> Any:
 def ceil_div(a: int, b: int) -> int:
     """⌈a / b⌉ of Python ints."""
     return -(-a // b)
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
