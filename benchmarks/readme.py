@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,15 @@ _SHOWN = (
     ("1024x4096x4096", "f16"), ("1024x4096x8192", "bf16"), ("1024x3584x8192", "bf16"), ("1024x6144x12288", "bf16"),
     ("1024x4096x4096", "f8_e4m3fn"), ("1024x4096x8192", "f8_e4m3fn"), ("1024x6144x12288", "f8_e4m3fn"),
 )  # fmt: skip
-_SUMS = ("8192x4096x4096", "8192x8192x3584", "8192x12288x6144", "4096x8192x7168", "2048x4096x4096", "256x8192x4096")
+_SUMS = {
+    "matmul_reduce_scatter": (
+        "8192x4096x4096", "8192x8192x3584", "8192x12288x6144", "4096x8192x7168", "2048x4096x4096", "256x8192x4096"
+    ),
+    "matmul_all_reduce": (
+        "16x8192x4096", "64x8192x4096", "256x8192x4096", "1024x8192x4096", "2048x8192x4096", "8192x8192x4096",
+        "16x8192x14336", "256x8192x14336", "2048x8192x14336", "8192x8192x14336",
+    ),
+}  # fmt: skip
 _WEIGHTS = ("8192x4096x4096", "8192x14336x4096", "2048x4096x4096")
 
 
@@ -76,12 +85,12 @@ def _gathered_weights(tables: Sequence[current.Table]) -> list[str]:
     return current.lines(("GPUs, gathered along", *(shape.replace("x", "×") for shape in _WEIGHTS)), rows)
 
 
-def _sums(tables: Sequence[current.Table]) -> list[str]:
+def _sums(operation: str, tables: Sequence[current.Table]) -> list[str]:
     rows = []
-    ours = [table for table in tables if table.operation == "matmul_reduce_scatter"]
+    ours = [table for table in tables if table.operation == operation]
     for table in sorted(ours, key=lambda table: (table.devices, table.layout)):
         problems = {current.problem_of(problem[0])[0]: problem for problem in table.problems()}
-        for shape in (shape for shape in _SUMS if shape in problems):
+        for shape in (shape for shape in _SUMS[operation] if shape in problems):
             problem = problems[shape]
             fused = current.method(problem, "fused")
             rows.append((
@@ -117,5 +126,5 @@ _TABLES: Mapping[str, Callable[[Sequence[current.Table]], list[str]]] = {
     "all_gather_lhs_matmul": _gathered_rows,
     "all_gather_rhs_matmul": _gathered_weights,
     "matmul": _products,
-    "matmul_reduce_scatter": _sums,
+    **{operation: functools.partial(_sums, operation) for operation in _SUMS},
 }

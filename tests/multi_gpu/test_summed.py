@@ -31,7 +31,7 @@ CONFIGS = [
     (EVERYWHERE, overlap.Config.of(tile_n=192, stages=3, chunk_bytes=4096, order_minor="n")),
     (EVERYWHERE, overlap.Config.of(tile_m=64, tile_n=128, stages=4, chunk_bytes=1024, chunk_slots=4)),
     (EVERYWHERE, overlap.Config.of(tile_n=192, stages=3, order_minor="n", one_shot=True)),
-    (EVERYWHERE, overlap.Config.of(tile_m=64, tile_n=128, stages=4, epilogue_tile_n=32, one_shot=True)),
+    (EVERYWHERE, overlap.Config.of(tile_m=64, tile_n=128, stages=4, epilogue_slots=1, one_shot=True)),
 ]
 EVERY = ("lhs_scale", "rhs_scale", "bias")
 
