@@ -15,7 +15,7 @@ ARGS ?=
 help:  ## this list
 	@grep -E '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo:  ## run the fused all-gather matmul, on the visible GPUs or emulated, and draw it (ARGS="--out x.png")
+demo:  ## run both fused halves of a layer, on the visible GPUs or emulated, and draw them (ARGS="--out x.png")
 	@setup/venv.sh $(VENV) constraints.txt cli
 	@$(VENV)/bin/python -m overlap demo $(ARGS)
 

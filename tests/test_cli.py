@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import jax
 import numpy as np
 import pytest
 
 import overlap
+from overlap.choice.problem import Problem
 from overlap.cli import demo, doctor, main, picture, spans
-from overlap.tuning.operations import AXIS
-from overlap.tuning.programs import Call, call_program, draw_operands
+from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.programs import Call
 from tests.command import run_overlap
 
 pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
@@ -31,9 +33,10 @@ def test_demo_runs_emulated_and_draws(repository, tmp_path):
     out = tmp_path / "picture.png"
     process = run_overlap(repository, "demo", "--out", out)
     assert process.returncode == 0, process.stderr
-    errors = {name: float(error) for name, error in re.findall(r"(fused|xla)\s.*?(\d\.\d+e-\d\d)", process.stdout)}
-    assert set(errors) == {"fused", "xla"}, process.stdout
-    assert 0 < errors["fused"] <= 2 * errors["xla"] < 0.01
+    errors = [(name, float(error)) for name, error in re.findall(r"(fused|xla)\s.*?(\d\.\d+e-\d\d)", process.stdout)]
+    assert [name for name, _ in errors] == ["fused", "xla"] * 2, process.stdout
+    for (_, fused), (_, xla) in zip(errors[::2], errors[1::2], strict=True):
+        assert 0 < fused <= 2 * xla < 0.01
     assert "4 × emulated CPU devices" in process.stdout
     assert "meaningless" in process.stdout
     assert str(out) in process.stdout.replace("\n", "")
@@ -61,15 +64,16 @@ def test_demo_says_what_is_wrong_with_its_arguments(repository, tmp_path, argume
     assert "Traceback" not in process.stderr
 
 
-def _xla(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return overlap.all_gather_lhs_matmul(lhs, rhs, AXIS, implementation="xla")
+def _xla(problem: Problem) -> Call:
+    return lambda lhs, rhs: OPERATIONS[problem.op].call(problem, lhs, rhs, None, "xla")
 
 
-def _on_gpus(monkeypatch, fused: Call) -> list[str]:
+def _on_gpus(monkeypatch, fused: Callable[[Problem], Call]) -> list[str]:
     """Runs what the demo does on GPUs, on four CPU devices; returns the pictures that it asked for."""
     pictures: list[str] = []
-    monkeypatch.setattr(demo, "_ON_GPUS", dataclasses.replace(demo._ON_GPUS, m=32, n=8, k=16))
-    monkeypatch.setattr(demo, "_methods", lambda problem, config: {"fused": fused, "xla": _xla})
+    small = tuple(dataclasses.replace(problem, m=32, n=8, k=16) for problem in demo._ON_GPUS)
+    monkeypatch.setattr(demo, "_ON_GPUS", small)
+    monkeypatch.setattr(demo, "_methods", lambda problem, config: {"fused": fused(problem), "xla": _xla(problem)})
     monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
     monkeypatch.setattr(demo, "_WARM_UP_S", 0.0)
     monkeypatch.setattr(demo, "_picture_by_emulation", lambda devices, out, step: pictures.append(f"{devices}: {out}"))
@@ -80,8 +84,8 @@ def test_demo_as_on_gpus(monkeypatch, capsys):
     pictures = _on_gpus(monkeypatch, _xla)
     assert demo.run(pathlib.Path("x.png"), devices=4) == 0
     said = capsys.readouterr().out
-    assert re.search(r"xla .* 1\.00 ", said)
-    assert re.search(r"roof .* 1\.000 ", said)
+    assert len(re.findall(r"xla .* 1\.00 ", said)) == 2
+    assert len(re.findall(r"roof .* 1\.000 ", said)) == 2
     assert pictures == ["4: x.png"]
 
 
@@ -92,34 +96,46 @@ def test_demo_with_more_devices_than_there_are(monkeypatch, capsys):
 
 
 def test_demo_reports_a_wrong_result(monkeypatch, capsys):
-    pictures = _on_gpus(monkeypatch, lambda lhs, rhs: _xla(lhs, rhs) * 1.01)
+    pictures = _on_gpus(monkeypatch, lambda problem: lambda lhs, rhs: _xla(problem)(lhs, rhs) * 1.01)
     assert demo.run(pathlib.Path("x.png"), devices=4) == 1
     assert "FAILED" in capsys.readouterr().out
     assert not pictures
 
 
 @pytest.fixture(scope="module")
-def recorded_spans() -> list[spans.Span]:
+def recorded() -> dict[str, list[spans.Span]]:
     """Of the demo's own run on 3 devices."""
-    mesh, problem = demo._mesh(3), dataclasses.replace(demo._EMULATED, devices=3)
-    call = demo._methods(problem, demo._EMULATED_CONFIG)["fused"]
-    _, events = demo._recorded(call_program(problem, call, mesh), draw_operands(problem, mesh, 0))
-    return spans.spans_of(events)
+    mesh = demo._mesh(3)
+    return {problem.op: demo._emulated(demo._of(problem, 3), mesh, lambda text: None)[1] for problem in demo._EMULATED}
 
 
-def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded_spans):
-    devices, problem, config = range(3), demo._EMULATED, demo._EMULATED_CONFIG
+@pytest.mark.parametrize("op", spans.LANES)
+def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded, op):
+    devices, problem, config = range(3), demo._EMULATED[0], demo._EMULATED_CONFIG
     # Both compute warpgroups have half of each tile.
     per_shard = 2 * (problem.m // config.tile_m) * (problem.n // config.tile_n)
-    multiplied = Counter((span.device, span.shard) for span in recorded_spans if span.lane == "multiplies")
+    multiplied = Counter((span.device, span.shard) for span in recorded[op] if span.lane == "multiplies")
     assert multiplied == {(device, shard): per_shard for device in devices for shard in devices}
     pairs = {(device, peer) for device in devices for peer in devices if device != peer}
     for lane in ("receives", "sends"):
-        assert {(span.device, span.shard) for span in recorded_spans if span.lane == lane} == pairs
-    assert all(span.start < span.end for span in recorded_spans if span.lane == "multiplies")
+        assert {(span.device, span.shard) for span in recorded[op] if span.lane == lane} == pairs
+    assert all(span.start < span.end for span in recorded[op] if span.lane == "multiplies")
 
 
-def test_the_spans_of_a_recorded_run_are_in_the_order_of_the_schedule(recorded_spans):
+def test_what_is_added_are_the_own_rows_once_they_have_come_from_all(recorded):
+    found = recorded["matmul_reduce_scatter"]
+    problem, config = demo._EMULATED[1], demo._EMULATED_CONFIG
+    adds = [span for span in found if span.lane == "adds"]
+    per_shard = 2 * (problem.m // config.tile_m) * (problem.n // config.tile_n)
+    assert Counter((span.device, span.shard) for span in adds) == {(device, device): per_shard for device in range(3)}
+    for device in range(3):
+        first = {span.shard: span.end for span in reversed(found) if (span.device, span.lane) == (device, "receives")}
+        assert set(first) == set(range(3)) - {device}
+        assert max(first.values()) < min(span.end for span in adds if span.device == device)
+
+
+def test_the_spans_of_a_recorded_run_are_in_the_order_of_the_schedule(recorded):
+    recorded_spans = recorded["all_gather_lhs_matmul"]
     for device in range(3):
         first = {
             lane: {shard: min(span.start for span in recorded_spans
@@ -132,14 +148,16 @@ def test_the_spans_of_a_recorded_run_are_in_the_order_of_the_schedule(recorded_s
             assert start < first["multiplies"][peer]
 
 
-def test_every_lane_of_the_picture_is_drawn(recorded_spans, tmp_path):
+def test_every_lane_of_the_picture_is_drawn(recorded, tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    picture.draw(recorded_spans, tmp_path / "all.png", devices=3, title="")
+    picture.draw(recorded, tmp_path / "all.png", devices=3, title="")
     whole = image.imread(tmp_path / "all.png")
-    for lane in spans.LANES:
-        picture.draw([span for span in recorded_spans if span.lane != lane], tmp_path / "less.png", devices=3, title="")
-        missing = np.abs(whole - image.imread(tmp_path / "less.png")).max(axis=-1) > 0.1
-        assert missing.mean() > 0.02, lane  # Of all pixels.
+    for op, lanes in spans.LANES.items():
+        for lane in lanes:
+            less = recorded | {op: [span for span in recorded[op] if span.lane != lane]}
+            picture.draw(less, tmp_path / "less.png", devices=3, title="")
+            missing = np.abs(whole - image.imread(tmp_path / "less.png")).max(axis=-1) > 0.1
+            assert missing.mean() > 0.003, (op, lane)  # Of all pixels.
 
 
 def test_demo_without_rich(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`python -m overlap demo`: the fused all-gather matmul beside XLA's, as a table and a picture."""
+"""`python -m overlap demo`: both halves of a layer, fused and by XLA, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from overlap import _compat
 from overlap.choice.problem import Problem
 from overlap.cli import picture
 from overlap.cli.devices import why_not_gpus
-from overlap.cli.spans import spans_of
+from overlap.cli.spans import Span, spans_of
 from overlap.tuning.operations import OPERATIONS, product
 from overlap.tuning.programs import (
     Call,
@@ -39,9 +39,11 @@ from overlap.tuning.programs import (
 from overlap.tuning.timing import Loop, calls_s
 
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
-# The seed's published shape on GPUs; on the CPU four tiles a shard, enough for the order of events to show.
-_ON_GPUS = Problem("all_gather_lhs_matmul", 1024, 4096, 4096, "float16", "float16")
-_EMULATED = dataclasses.replace(_ON_GPUS, m=256, n=256, k=256)
+# Rows of one device; on the CPU four tiles of them, enough for the order of events to show.
+_ON_GPUS = tuple(
+    Problem(op, 1024, 4096, 4096, "float16", "float16") for op in ("all_gather_lhs_matmul", "matmul_reduce_scatter")
+)
+_EMULATED = tuple(dataclasses.replace(problem, m=256, n=256, k=256) for problem in _ON_GPUS)
 _EMULATED_CONFIG = overlap.Config(tile_n=128)
 _ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
 
@@ -50,6 +52,7 @@ _ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
 class _Row:
     """A line of the table; times in microseconds."""
 
+    op: str
     method: str
     what: str
     error: float
@@ -86,11 +89,14 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         errors.print(f"demo: {error}", style="red", markup=False, highlight=False)
         return 1
-    console.print(_table(rows, count, reason))
+    for problem in _ON_GPUS:
+        of_one = [row for row in rows if row.op == problem.op]
+        console.print(_table(of_one, count, emulated=reason is not None))
+    console.print(_caption(reason), style="italic dim", highlight=False)
     if not all(row.ok for row in rows):
         errors.print("The fused kernel's result is wrong; no picture was written.", style="red")
         return 1
-    console.print(f"Which shard each device multiplied, received and sent when: {out}", soft_wrap=True, highlight=False)
+    console.print(f"What each device multiplied, added, received and sent when: {out}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -99,6 +105,11 @@ def _mesh(devices: int) -> jax.sharding.Mesh:
     if devices > len(available):
         raise _TooManyDevices(f"--devices must be at most {len(available)} on this machine, got {devices}")
     return mesh_of(available[:devices])
+
+
+def _of(problem: Problem, devices: int) -> Problem:
+    """The problem on so many devices, each with as many rows."""
+    return dataclasses.replace(problem, devices=devices, m=problem.m * (devices if problem.scattered else 1))
 
 
 def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
@@ -114,12 +125,23 @@ def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row
         raise RuntimeError("the demo sets the number of CPU devices, so it has to run before devices are used")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    problem, mesh = dataclasses.replace(_EMULATED, devices=devices), _mesh(devices)
-    operands = draw_operands(problem, mesh, 0)
-    rows = []
+    mesh, rows, panels = _mesh(devices), [], {}
+    for problem in (_of(problem, devices) for problem in _EMULATED):
+        more, panels[problem.op] = _emulated(problem, mesh, step)
+        rows += more
+    if all(row.ok for row in rows):
+        step("the picture")
+        title = f"emulated: {devices} devices of {_EMULATED_CTAS} CTAs"
+        picture.draw(panels, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
+    return rows, devices
+
+
+def _emulated(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> tuple[list[_Row], list[Span]]:
+    """The lines of one operation, and its picture's spans."""
+    operands, rows = draw_operands(problem, mesh, 0), []
     events: Any = ()
     for name, call in _methods(problem, _EMULATED_CONFIG).items():
-        step(f"{name} on {devices} CPU devices")
+        step(f"{problem.op}: {name} on {mesh.size} CPU devices")
         start = time.perf_counter()
         once = call_program(problem, call, mesh)
         if name == "fused":
@@ -127,17 +149,15 @@ def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row
         else:
             result = once(*operands).block_until_ready()
         wall_us = (time.perf_counter() - start) * 1e6
-        what = "one kernel, emulated on the CPU" if name == "fused" else "all-gather, then dot, on the CPU"
-        rows.append(_Row(name, what, float(error_program(problem, mesh)(*operands, result)), wall_us=wall_us))
-    _judge(rows, problem)
-    if all(row.ok for row in rows):
-        step("the picture")
-        spans = spans_of(events)
-        title = (
-            f"all_gather_lhs_matmul, emulated: {devices} devices of {_EMULATED_CTAS} CTAs, per shard {_sizes(problem)}"
+        what = (
+            "one kernel"
+            if name == "fused"
+            else ("dot, then reduce-scatter" if problem.scattered else "all-gather, then dot")
         )
-        picture.draw(spans, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
-    return rows, devices
+        error = float(error_program(problem, mesh)(*operands, result))
+        rows.append(_Row(problem.op, name, what, error, wall_us=wall_us))
+    _judge(rows, problem)
+    return rows, spans_of(events, problem.op, mesh.size)
 
 
 def _recorded(program: Any, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[overlap.emulation.Event]]:
@@ -151,19 +171,26 @@ def _recorded(program: Any, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.
 
 def _run_on_gpus(devices: int | None, step: Any) -> tuple[list[_Row], int]:
     devices = devices or len(jax.devices())
-    problem, mesh = dataclasses.replace(_ON_GPUS, devices=devices), _mesh(devices)
+    mesh = _mesh(devices)
+    rows = [row for problem in _ON_GPUS for row in _on_gpus(_of(problem, devices), mesh, step)]
+    return rows, devices
+
+
+def _on_gpus(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> list[_Row]:
     shards = draw_operands(problem, mesh, 0)
     complete = complete_program(problem, mesh)(*shards)
     methods = {name: (call, shards) for name, call in _methods(problem, overlap.Config()).items()}
     methods["roof"] = (functools.partial(product, problem), complete)
     what = {"fused": "one kernel", "xla": "NCCL, then cuBLAS", "roof": "cuBLAS alone, data already gathered"}
+    if problem.scattered:
+        what |= {"xla": "cuBLAS, then NCCL", "roof": "cuBLAS alone, nothing summed"}
     rows, calls, loops = [], {}, {}
     for name, (call, operands) in methods.items():
-        step(f"{name}: compiling and checking")
+        step(f"{problem.op}: {name}: compiling and checking")
         calls[name] = call_program(problem, call, mesh)
         result = calls[name](*operands)
         error = error_program(problem, mesh, name == "roof")(*operands, result)
-        rows.append(_Row(name, what[name], float(error)))
+        rows.append(_Row(problem.op, name, what[name], float(error)))
         loops[name] = Loop(problem, loop_program(problem, call, mesh, _ITERATIONS), _ITERATIONS, operands, result)
         loops[name].compile()
     _judge(rows, problem)
@@ -175,7 +202,7 @@ def _run_on_gpus(devices: int | None, step: Any) -> tuple[list[_Row], int]:
             times[name].append((loops[name].call_s(_LAUNCHES), calls_s(calls[name], operands, _CALLS)))
     for row in rows:
         row.loop_us, row.wall_us = (1e6 * statistics.median(each) for each in zip(*times[row.method], strict=True))
-    return rows, devices
+    return rows
 
 
 def _picture_by_emulation(devices: int, out: pathlib.Path, step: Any) -> None:
@@ -184,16 +211,12 @@ def _picture_by_emulation(devices: int, out: pathlib.Path, step: Any) -> None:
     In a process of its own, since the emulator's CPU devices are set up before any device is used.
     """
     step("the picture: the same schedule, emulated")
-    title = f"all_gather_lhs_matmul: the GPUs' schedule, replayed by the emulator at a small size, {_sizes(_EMULATED)}"
+    title = "the GPUs' schedules, replayed by the emulator at small sizes"
     command = [sys.executable, "-m", "overlap", "demo", "--emulate", "--devices", str(devices), "--out", str(out)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OVERLAP_DEMO_TITLE": title}
     replay = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     if replay.returncode != 0:
         raise RuntimeError(f"the emulated replay for the picture failed:\n{replay.stderr.strip()}")
-
-
-def _sizes(problem: Problem) -> str:
-    return f"({problem.m}, {problem.n}, {problem.k})"
 
 
 def _judge(rows: list[_Row], problem: Problem) -> None:
@@ -203,21 +226,11 @@ def _judge(rows: list[_Row], problem: Problem) -> None:
         row.ok = row.error <= allowed  # False for NaN
 
 
-def _table(rows: list[_Row], devices: int, emulated_because: str | None) -> Table:
+def _table(rows: list[_Row], devices: int, *, emulated: bool) -> Table:
+    """The lines of one operation."""
     by_name = {row.method: row for row in rows}
-    emulated = emulated_because is not None
     kind = "emulated CPU devices" if emulated else jax.devices()[0].device_kind
-    problem = _EMULATED if emulated else _ON_GPUS
-    caption = f"Per shard (m, n, k) = {_sizes(problem)}, {problem.dtype}. " + (
-        f"Emulated: {emulated_because}. The emulator checks the order of events and the numbers; its time says "
-        "nothing about a GPU's."
-        if emulated
-        else "Loop: per run inside one program; call: per call from Python. Medians of 7 interleaved rounds."
-    )
-    table = Table(
-        title=f"all_gather_lhs_matmul, {devices} × {kind}",
-        caption=caption, title_justify="left", caption_justify="left",
-    )  # fmt: skip
+    table = Table(title=f"{rows[0].op}, {devices} × {kind}", title_justify="left")
     table.add_column("method")
     table.add_column("what runs")
     if emulated:
@@ -237,6 +250,17 @@ def _table(rows: list[_Row], devices: int, emulated_because: str | None) -> Tabl
             cells += ["–"] * 4
         table.add_row(*cells, f"{row.error:.2e}" if row.ok else f"[red]{row.error:.2e} FAILED")
     return table
+
+
+def _caption(emulated_because: str | None) -> str:
+    problem = (_EMULATED if emulated_because else _ON_GPUS)[0]
+    text = f"Per device {problem.m} rows, n = {problem.n}, k = {problem.k}, {problem.dtype}. "
+    if emulated_because:
+        return text + (
+            f"Emulated: {emulated_because}. The emulator checks the order of events and the numbers; its time says "
+            "nothing about a GPU's."
+        )
+    return text + "Loop: per run inside one program; call: per call from Python. Medians of 7 interleaved rounds."
 
 
 @contextmanager

@@ -1,17 +1,18 @@
-"""Draws which shard each device multiplied, received and sent when, from the emulator's record of a run."""
+"""Draws what each device multiplied, added, received and sent when, from the emulator's record of a run."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from overlap.cli.spans import LANES, Span
 
 
-def draw(spans: Sequence[Span], path: pathlib.Path, *, devices: int, title: str) -> None:
-    """Writes the picture as a PNG; `path` appears only when it is complete."""
+def draw(panels: Mapping[str, Sequence[Span]], path: pathlib.Path, *, devices: int, title: str) -> None:
+    """Writes the picture as a PNG, operations side by side; `path` appears only when it is complete."""
     # Not pyplot: no display is asked for, and no state is left behind.
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,33 +20,39 @@ def draw(spans: Sequence[Span], path: pathlib.Path, *, devices: int, title: str)
     from matplotlib.patches import Patch
 
     colors = [colormaps["tab10"](shard % 10) for shard in range(devices)]
-    ctas = 1 + max((span.cta for span in spans), default=0)
-    figure = Figure(figsize=(12, 1.6 + 1.35 * devices), layout="constrained")
+    figure = Figure(figsize=(16, 1.6 + 1.6 * devices), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(devices, 1, sharex=True, squeeze=False)[:, 0]
-    for device, axis in enumerate(axes):
-        for span in spans:
-            if span.device == device:
-                # One thin bar per CTA inside the lane, so that the CTAs' different progress shows.
-                bottom = -LANES.index(span.lane) - 0.9 + 0.8 * span.cta / ctas
-                axis.broken_barh(
-                    [(span.start, max(span.end - span.start, 0.5))], (bottom, 0.8 / ctas),
-                    facecolor=colors[span.shard], linewidth=0,
-                )  # fmt: skip
-        axis.set_yticks([-index - 0.5 for index in range(len(LANES))], LANES)
-        axis.set_ylim(-len(LANES), 0)
-        axis.set_ylabel(f"device {device}", fontweight="bold")
-        axis.tick_params(axis="y", length=0)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    axes[-1].set_xlabel(
-        "logical time of the emulator (steps, not seconds). One bar per CTA; colour: whose shard it is; in “sends”, to "
-        "which device it goes"
-    )
-    legend = [Patch(facecolor=color, label=f"shard, device {shard}") for shard, color in enumerate(colors)]
-    figure.legend(handles=legend, loc="outside lower center", ncols=min(devices, 8), frameon=False)
+    axes = figure.subplots(devices, len(panels), sharex="col", squeeze=False)
+    for column, (op, spans) in enumerate(panels.items()):
+        axes[0, column].set_title(op, loc="left", fontsize=10)
+        for device, axis in enumerate(axes[:, column]):
+            _draw_device(axis, [span for span in spans if span.device == device], LANES[op], colors)
+            if not column:
+                axis.set_ylabel(f"device {device}", fontweight="bold")
+    figure.supxlabel(
+        "logical time of the emulator (steps, not seconds). One bar per CTA; colour: whose rows; in “receives”, from "
+        "which device they come, in “sends”, to which they go", fontsize=10,
+    )  # fmt: skip
+    legend = [Patch(facecolor=color, label=f"rows of device {shard}") for shard, color in enumerate(colors)]
+    figure.legend(handles=legend, loc="outside upper right", ncols=min(devices, 8), frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     write_whole(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
+
+
+def _draw_device(axis: Any, spans: Sequence[Span], lanes: Sequence[str], colors: Sequence[Any]) -> None:
+    ctas = 1 + max((span.cta for span in spans), default=0)
+    for span in spans:
+        # One thin bar per CTA inside the lane, so that the CTAs' different progress shows.
+        bottom = -lanes.index(span.lane) - 0.9 + 0.8 * span.cta / ctas
+        axis.broken_barh(
+            [(span.start, max(span.end - span.start, 0.5))], (bottom, 0.8 / ctas), facecolor=colors[span.shard],
+            linewidth=0,
+        )  # fmt: skip
+    axis.set_yticks([-index - 0.5 for index in range(len(lanes))], lanes)
+    axis.set_ylim(-len(lanes), 0)
+    axis.tick_params(axis="y", length=0)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
 
 
 def write_whole(path: pathlib.Path, write: Callable[[str], object]) -> None:
