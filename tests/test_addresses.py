@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
+from overlap.collectives import scattered
 from overlap.kernels.target import Target
 from overlap.primitives import addresses
 from tests import assembly, oracle
@@ -112,6 +113,26 @@ def test_two_calls_with_the_same_operand_have_flags_of_their_own(a_process_each)
     found = calls(text)
     told = [result for result, operands, _ in found if len(operands) == 1]
     assert len(told) == 2 and [operands[-1] for _, operands, _ in found if len(operands) > 1] == told
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_where_peers_write_is_an_operand_and_a_result_has_memory_of_its_own(one_shot, a_process_each, monkeypatch):
+    monkeypatch.setattr(scattered, "lands_in_an_operand", lambda: True)
+    config = overlap.Config.of(tile_n=128, one_shot=one_shot)
+
+    def call(a, b):
+        return overlap.matmul_all_reduce(a, b, "x", implementation="fused", config=config)
+
+    text = text_of(call, layout("x", x=4).mesh(), (COLUMNS, ROWS, P(None, None)), ((1024, 512), (512, 256)))
+    *places, (flags, tells, first), (_, operands, second) = calls(text)
+    # Behind both matrices: where parts land and, if results are sent on, the result itself. XLA may take two calls'
+    # landing places for one, but not what becomes a result.
+    assert [result for result, _, _ in places] == operands[2:-1] == tells[: len(places)]
+    assert operands[-1] == flags and "has_side_effect = true" in first
+    assert ["has_side_effect = true" in rest for _, _, rest in places] == ([False] if one_shot else [False, True])
+    aliased = re.findall(r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)", second)
+    last = len(operands) - 1
+    assert ("0", str(last - 1)) in aliased if not one_shot else all(operand == str(last) for _, operand in aliased)
 
 
 def test_permuted_devices_and_few_rows(a_process_each):

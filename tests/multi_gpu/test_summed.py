@@ -290,6 +290,34 @@ def test_negative_control_without_waiting_the_result_is_wrong(devices, without, 
     assert repeated(mesh, layer, (2048, 4096, 1024), 5, seed=4) > 1e-2
 
 
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_alike_calls_in_one_program_and_in_a_loop(devices, one_shot):
+    """XLA must not take the memory of one result for that of another one, which peers would then write to."""
+    config = overlap.Config.of(tile_n=128, one_shot=one_shot)
+    mesh, layer = make_mesh(x=devices), Layer(EVERYWHERE, dtype=BF16)
+    arrays = operands(mesh, layer, (devices * 64, devices * 64, 256), 8)
+
+    def measure(arrays):
+        def step(i, carry):
+            lhs, worst = carry
+            given = arrays | {"lhs": lhs}
+            expected = unfused(layer)(given).astype(F32)
+            first, second, third = (fused(layer, config)(given | more) for more in ({}, {}, {"rhs": arrays["rhs"] * 2}))
+            for result, factor in ((first, 1), (second, 1), (third, 2)):
+                worst = jnp.maximum(worst, oracle.distance(result, factor * expected))
+            same = (first == second).all() & (2 * first == third).all()
+            return jnp.roll(lhs, 1 + i, axis=0), jnp.where(same, worst, jnp.inf)
+
+        _, worst = lax.fori_loop(0, 5, step, (arrays["lhs"], jnp.float32(0)))
+        outside = [fused(layer, config)(arrays) for _ in range(2)]
+        worst = jnp.where((outside[0] == outside[1]).all(), worst, jnp.inf)
+        return oracle.worst(worst, mesh), *outside
+
+    worst, *results = layer.mapped(mesh, arrays, measure, (P(), P(), P()))(arrays)
+    assert float(worst) < 1e-2
+    assert bool(jax.jit(lambda a, b: (a == b).all())(*results))
+
+
 MIXED = [{"x": 2}, {"x": 4}, {"data": 2, "x": 2}, {"x": 2, "data": 2}]
 
 
