@@ -45,10 +45,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
-from overlap.kernels.hooks import BLOCK_ROWS, Boxes, Epilogue, Tile, at_step, with_reference
+from overlap.kernels.hooks import Tile, at_step, with_reference
 from overlap.kernels.hopper import drawn, exchange, limits, staging
 from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, halves
 from overlap.kernels.hopper.staging import Buffers
+from overlap.kernels.hopper.store import Half, store
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.partial_sums import Part, finish_together
 from overlap.kernels.stream_k import Piece
@@ -188,12 +189,12 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
     half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
     values = _accumulate(loop, buffers, piece, warpgroup)
     row, column, width = half_m * wg_m, half_n * wg_n, config.hopper.epilogue_tile_n
-    half = _Half(tile, (row, column), warpgroup, loop.hooks.epilogue_at)
+    half = Half(tile, (row, column), warpgroup, loop.hooks.epilogue_at)
 
-    def store_all(half: _Half) -> None:
+    def store_all(half: Half) -> None:
         for index in range(wg_n // width):
             block = lambda row, rows, first=index * width: values[row : row + rows, first:]  # noqa: E731
-            _store(loop, buffers, half, width, index, block)
+            store(loop, buffers, half, width, index, block)
 
     def store_whole() -> None:
         store_all(half)
@@ -205,7 +206,7 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
         box_width = buffers.out[0].shape[-1]
         corner = rank(config) * config.tile_m + row, column
         part = Part(piece.part, loop.work.parts, rank(config), warpgroup, corner, box_width)
-        finish = functools.partial(_store, loop, buffers, half, box_width)
+        finish = functools.partial(store, loop, buffers, half, box_width)
         finish_together(partial, values, part, _load_as_accumulator, finish)
 
     if (others := loop.hooks.exchange) is not None:
@@ -230,92 +231,6 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
 
 def _load_as_accumulator(block_gmem: Any) -> jax.Array:
     return plgpu.load(block_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Half:
-    """What one warpgroup stores of a tile: its half, which begins at `corner` of the tile.
-
-    Attributes:
-      tile: the tile.
-      corner: first row and column of the half within the tile.
-      warpgroup: the warpgroup's index.
-      epilogue_at: as in `Hooks`.
-      terms: from the index of a box to the values that are added to it, for each `BLOCK_ROWS` rows; None for none.
-      boxes: where it is stored as boxes; None: to `Hooks.out_at`.
-      only_terms: whether these take the place of the warpgroup's own values.
-    """
-
-    tile: Tile
-    corner: tuple[Any, Any]
-    warpgroup: Any
-    epilogue_at: Callable[[Tile], Epilogue] | None
-    terms: Callable[[int], list[jax.Array]] | None = None
-    boxes: Boxes | None = None
-    only_terms: bool = False
-
-
-def _store(
-    loop: Loop, buffers: Buffers, half: _Half, width: int, index: Any, block: Callable[[int, int], jax.Array]
-) -> None:
-    """Registers → shared memory → output: piece `index` of a warpgroup's half.
-
-    All its pieces are `width` columns wide, and stored one after the other. `block(row, rows)` gives f32 values of some
-    rows from the piece's first column on.
-    """
-    hooks, config, tile, (row, column) = loop.hooks, loop.config, half.tile, half.corner
-    slots, wg_m = config.hopper.epilogue_slots, halves(config)[0]
-    slot = remainder(index, slots)
-    epilogue = None if half.epilogue_at is None else half.epilogue_at(tile)
-    first_row, first_column = tile.m * config.tile_m + row, tile.n * config.tile_n + column + index * width
-    box_views, register_views, *pieces = (view.at[half.warpgroup, slot] for view in buffers.out)
-    box_width = box_views.shape[-1]
-    boxes = width // box_width
-    # A piece is several boxes side by side, each with its place in the output.
-    places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
-    # The slot's last store was `epilogue_slots` stores ago, maybe in the tile before.
-    wait_stores_read(slots - 1)
-    loaded: list[Any] = []
-    # (A peer's tile has none: that is added to the whole sum.)
-    addend_at = hooks.addend_at if half.boxes is None else None
-    if addend_at is not None:
-        # It passes through the slot in which the result then takes its place.
-        loaded = [buffers.addend_loaded.at[half.warpgroup * box_views.shape[0] + box] for box in range(boxes)]
-        for box, place in enumerate(places):
-            plgpu.copy_gmem_to_smem(addend_at(tile).at[place], box_views.at[box], loaded[box])
-    for box, (_, columns) in enumerate(places):
-        if addend_at is not None:
-            plgpu.barrier_wait(loaded[box])
-        terms = None if half.terms is None else half.terms(index * boxes + box)
-        for above in range(0, wg_m, BLOCK_ROWS):
-            addend = None if terms is None else terms[above // BLOCK_ROWS]
-            if half.only_terms and addend is not None:
-                values, addend = addend, None
-            else:
-                values = block(above, BLOCK_ROWS)[:, box * box_width : (box + 1) * box_width]
-            block_smem = register_views.at[box, pl.ds(above, BLOCK_ROWS)]
-            if addend_at is not None:
-                given = block_smem[...].astype(jnp.float32)
-                addend = given if addend is None else addend + given
-            if epilogue is not None:
-                values = epilogue(values, pl.ds(first_row + above, BLOCK_ROWS), columns, addend)
-            elif addend is not None:
-                values = values + addend
-            block_smem[...] = values.astype(block_smem.dtype)
-    plgpu.commit_smem()
-    if half.boxes is not None and pieces:
-        sends: Any = hooks.exchange and hooks.exchange.sends
-        exchange.send_boxes(half.boxes, sends, tile, pieces[0], buffers, config, half.warpgroup, index * boxes)
-        return
-    if half.boxes is not None:
-        exchange.store_boxes(half.boxes, box_views, buffers, config, half.warpgroup, index * boxes)
-        return
-
-    def send(out_gmem: Any) -> None:
-        for box, place in enumerate(places):
-            plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == boxes - 1)
-
-    with_reference(hooks.out_at(tile), send)
 
 
 def _for_each_piece(loop: Loop, buffers: Buffers, group: Any, role: Callable[..., None], *more: Any) -> None:
