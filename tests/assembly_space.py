@@ -9,8 +9,8 @@ A class is a *loop* (operation, layout, bytes of an operand), a *tile* (sizes, b
 tiles, cluster, epilogue). To assemble every loop with every tile, and every tile with every ending, is enough: what a
 warpgroup holds from the loop to the ending is the accumulator, which the tile determines; so a pair of loop and ending
 that is left out needs no more than the two that are there. That is `cover`, which `make test-all` assembles. `core`,
-which each run of the tests does, has every pair of values of any two fields, and the classes that need the most
-registers.
+which each run of the tests does, has the classes that need the most registers, and every pair of values of any two
+fields.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ SPILLS_OF_JAX_0_12 = 96
 MATMUL, GATHER_LHS = "matmul", "all_gather_lhs_matmul"
 GATHER_RHS = ("all_gather_rhs_matmul_n", "all_gather_rhs_matmul_k")
 SCATTER = ("matmul_reduce_scatter", "matmul_reduce_scatter_n")
+# Sums that all devices have: in blocks, of rows or of columns as the sizes say; and in one shot, another kernel.
+SPREAD, ONE_SHOT = "matmul_all_reduce", "matmul_all_reduce_one_shot"
+SUMS = (*SCATTER, SPREAD, ONE_SHOT)
 # Layouts, bytes of an operand, and whether the epilogue may do more than to convert; `Config.check` refuses some.
 OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     MATMUL: (LAYOUTS, (2, 1), True),
@@ -51,6 +54,8 @@ OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     **{op: (("nn",), (2,), False) for op in GATHER_RHS},
     SCATTER[0]: (LAYOUTS, (2, 1), True),
     SCATTER[1]: (("nn",), (2,), True),
+    SPREAD: (LAYOUTS, (2, 1), True),
+    ONE_SHOT: (LAYOUTS, (2, 1), True),
 }
 
 # The fields of a Config in which a class shows. tile_k is the operand's bytes; of split_k > 1 remains that the result
@@ -130,7 +135,7 @@ class KernelClass:
     def __str__(self) -> str:
         op = {
             MATMUL: "", GATHER_LHS: "gather-lhs-", GATHER_RHS[0]: "gather-rhs-n-", GATHER_RHS[1]: "gather-rhs-k-",
-            SCATTER[0]: "scatter-m-", SCATTER[1]: "scatter-n-",
+            SCATTER[0]: "scatter-m-", SCATTER[1]: "scatter-n-", SPREAD: "spread-", ONE_SHOT: "one-shot-",
         }  # fmt: skip
         flags = [name for name in ("cuts", "epilogue") if getattr(self, name)]
         tile = f"{self.tile_m}x{self.tile_n}-{self.epilogue_tile_n}"
@@ -142,7 +147,7 @@ def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass
     """The class of a choice. `epilogue`: the call has more to its result than the product."""
     split = config.split_k > 1
     return KernelClass(
-        op=problem.op,
+        op=ONE_SHOT if problem.transport(config) == "one_shot" else problem.op,
         layout=problem.layout,
         operand_bytes=jnp.dtype(problem.dtype).itemsize,
         out_bytes=4 if split else jnp.dtype(problem.out_dtype).itemsize,
@@ -180,10 +185,14 @@ def every() -> list[KernelClass]:
 def _exists(kernel: KernelClass) -> bool:
     fields = {name: min(values) for name, values in UNSEEN.items()} | {"stream_k": 2 if kernel.cuts else 1}
     problem = Problem(
-        kernel.op, *SHAPES[0], DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
+        _problems_op(kernel), *SHAPES[0], DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
         devices=2 if kernel.pulls else 1, layout=kernel.layout,
     )  # fmt: skip
     return problem.accepts(_config(kernel, fields), TARGET)
+
+
+def _problems_op(kernel: KernelClass) -> Any:
+    return SPREAD if kernel.op == ONE_SHOT else kernel.op
 
 
 def cover() -> list[KernelClass]:
@@ -226,28 +235,32 @@ MOST_REGISTERS: tuple[tuple[tuple[int, ...], tuple[bool, int, bool, bool]], ...]
 )
 
 
+# And where the communicator sends strips to all beside them.
+MOST_OF_SPREAD = [KernelClass(SPREAD, layout, 2, 2, 256, 128, 64, 1, False, True) for layout in ("nn", "tt")]
+
+
 def value_pairs(kernel: KernelClass) -> set[Any]:
     """All pairs of its values of two fields."""
     return set(itertools.combinations(dataclasses.asdict(kernel).items(), 2))
 
 
-def pairwise() -> list[KernelClass]:
-    """Few classes that have every pair of values of any two fields which any class has."""
-    kernels = every()
-    random.Random(10).shuffle(kernels)
-    pairs, chosen = {kernel: value_pairs(kernel) for kernel in kernels}, []
-    missing = set().union(*pairs.values())
-    while missing:
-        chosen.append(max(kernels, key=lambda kernel: len(pairs[kernel] & missing)))
-        missing -= pairs[chosen[-1]]
-    return sorted(chosen)
-
-
 def core() -> list[KernelClass]:
-    """What every run of the tests assembles: `pairwise`, and of `MOST_REGISTERS` a class each."""
+    """What every run of the tests assembles: of `MOST_REGISTERS` a class each, and few with all the other pairs.
+
+    Together they have every pair of values of any two fields which any class has.
+    """
     kernels = cover()
-    most = {next(k for k in kernels if (k.tile, (k.pulls, *k.ending)) == wanted) for wanted in MOST_REGISTERS}
-    return sorted({*pairwise(), *most})
+    chosen = {next(k for k in kernels if (k.tile, (k.pulls, *k.ending)) == wanted) for wanted in MOST_REGISTERS}
+    kernels = every()
+    chosen |= {kernel for kernel in MOST_OF_SPREAD if kernel in kernels}
+    random.Random(10).shuffle(kernels)
+    pairs = {kernel: value_pairs(kernel) for kernel in kernels}
+    missing = set().union(*pairs.values()).difference(*(pairs[kernel] for kernel in chosen))
+    while missing:
+        best = max(kernels, key=lambda kernel: len(pairs[kernel] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return sorted(chosen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,8 +298,7 @@ class Member:
     def smem_bytes(self) -> int:
         """What `limits.smem_bytes` says, and the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
-        transport = "push" if self.problem.scattered else "pull" if self.problem.pulls else ""
-        announced = smem_bytes(self.config, self.problem.dtype, out_dtype, transport)
+        announced = smem_bytes(self.config, self.problem.dtype, out_dtype, self.problem.transport(self.config))
         if not self.kernel.epilogue or (self.kernel.pulls and not self.problem.scattered):
             return announced
         boxes = self.kernel.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES
@@ -308,13 +320,13 @@ def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
     fields = {name: chance.choice(values) for name, values in UNSEEN.items()}
     fields["stream_k"] = chance.choice([parts for parts in space.SHAPE["stream_k"] if (parts > 1) == kernel.cuts])
     dtype, out_dtype = (chance.choice(DTYPES[size]) for size in (kernel.operand_bytes, kernel.out_bytes))
-    m, n, k = chance.choice(SCATTER_SHAPES if kernel.op in SCATTER else PULL_SHAPES if kernel.pulls else SHAPES)
+    m, n, k = chance.choice(SCATTER_SHAPES if kernel.op in SUMS else PULL_SHAPES if kernel.pulls else SHAPES)
     if not (kernel.pulls or kernel.cuts or kernel.epilogue) and kernel.out_bytes == 4:
         fields["split_k"] = chance.choice(space.SHAPE["split_k"])
         out_dtype = chance.choice(DTYPES[2] + DTYPES[4]) if fields["split_k"] > 1 else out_dtype
     batches = (1,) if kernel.op in GATHER_RHS else BATCHES
     problem = Problem(
-        kernel.op, m, n, k, dtype, out_dtype, devices=chance.choice(DEVICES) if kernel.pulls else 1,
+        _problems_op(kernel), m, n, k, dtype, out_dtype, devices=chance.choice(DEVICES) if kernel.pulls else 1,
         layout=kernel.layout, batch=chance.choice(batches),
     )  # fmt: skip
     return _config(kernel, fields), problem
@@ -323,7 +335,7 @@ def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
 def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
     return Config.of(
         tile_m=kernel.tile_m, tile_n=kernel.tile_n, tile_k=kernel.tile_k, epilogue_tile_n=kernel.epilogue_tile_n,
-        cluster=kernel.cluster, **fields,
+        cluster=kernel.cluster, **fields | {"one_shot": kernel.op == ONE_SHOT},
     )  # fmt: skip
 
 

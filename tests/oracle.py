@@ -24,7 +24,7 @@ ALLOWED = 2.0  # Times the error of the unfused product.
 # Elements of all operands. To compile a program that draws them takes longer than most tests.
 _MOST_OF_THE_HOST = 1 << 22
 # On a GPU the search for XLA's fastest products would take longer than all else.
-_NO_SEARCH = {"xla_gpu_autotune_level": 0}
+NO_SEARCH = {"xla_gpu_autotune_level": 0}
 
 
 def make_mesh(**axes: int) -> Mesh:
@@ -111,7 +111,7 @@ def errors(mesh: Mesh, op: Any = fused) -> Any:
         expected = exact(lhs, rhs)
         return worst(distance(op(lhs, rhs), expected), mesh), worst(distance(unfused(lhs, rhs), expected), mesh)
 
-    return on_mesh(mesh, measure, out_specs=(P(), P()), compiler_options=_NO_SEARCH)
+    return on_mesh(mesh, measure, out_specs=(P(), P()), compiler_options=NO_SEARCH)
 
 
 def assert_close(pair: tuple[jax.Array, jax.Array]) -> None:

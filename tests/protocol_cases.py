@@ -13,11 +13,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
 from tests import several_sides_cases
 from tests.oracle import make_mesh, on_mesh
 from tests.product_cases import integers, oracle_of
 from tests.rhs_cases import fused, mapped, product
+from tests.scatter_cases import ALONG
 from tests.several_sides_cases import Form
 
 # Several chunks of each peer's shard for each CTA.
@@ -26,6 +28,8 @@ JOINED = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_b
 WEIGHTS = overlap.Config.of(tile_n=128, stages=2, chunk_bytes=1024)
 # Two boxes of a tile, each of several chunks.
 SUMS = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+# Forms of sums that all devices are to have (that of blocks of rows is "spread m").
+SPREAD, ONE_SHOT = "spread n", "one shot"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,24 +100,36 @@ def of_sums(
     mesh: Any = None,
     axis: str = "x",
 ) -> Kernel:
-    """`matmul_reduce_scatter`: each device keeps `block` rows and columns of the sum, and has `k` columns of `lhs`."""
-    mesh, (rows, columns) = mesh or make_mesh(x=devices), block
-    m, n = (devices * rows, columns) if along == "m" else (rows, devices * columns)
+    """`matmul_reduce_scatter`, along "m" or "n"; or `matmul_all_reduce`, "spread m" or "spread n" or in "one shot".
+
+    Each device sums up `block` rows and columns, and has `k` columns of `lhs`. Results are compared on all devices.
+    """
+    mesh, (rows, columns), dimension = mesh or make_mesh(x=devices), block, along[-1]
+    m, n = devices * rows if dimension == "m" else rows, devices * columns if dimension == "n" else columns
     lhs, rhs = integers(0, *([batch] if batch else []), m, devices * k), integers(1, devices * k, n)
-    dimension, leading = (0 if along == "m" else 1), [None] if batch else []
+    keywords = {"preferred_element_type": dtype, "implementation": "fused"}
+    leading = [None] if batch else []
+    if everywhere := along not in ALONG:
+        keywords["config"] = config.replace(one_shot=along == ONE_SHOT)
+        problem = Problem("matmul_all_reduce", m, n, k, "bfloat16", "bfloat16", devices)
+        assert along == ONE_SHOT or problem.scattered == dimension
+    else:
+        keywords |= {"config": config, "scatter_dimension": ALONG.index(along)}
 
     def summed(a: jax.Array, b: jax.Array) -> jax.Array:
-        return overlap.matmul_reduce_scatter(
-            a, b, axis, scatter_dimension=dimension, preferred_element_type=dtype, config=config, implementation="fused"
-        )
+        if everywhere:
+            return overlap.matmul_all_reduce(a, b, axis, **keywords)[None]
+        return overlap.matmul_reduce_scatter(a, b, axis, **keywords)
 
-    in_specs = P(*leading, None, axis), P(axis, None)
-    function = on_mesh(mesh, summed, in_specs, P(*leading, *((axis, None) if along == "m" else (None, axis))))
+    in_specs, of_result = P(*leading, None, axis), (axis, None) if along == "m" else (None, axis)
+    out_specs = P(axis) if everywhere else P(*leading, *of_result)
+    function = on_mesh(mesh, summed, (in_specs, P(axis, None)), out_specs)
 
     def check(result: Any) -> None:
         # (With little k, parts are small enough to be exact in bfloat16.)
-        expected = oracle_of(lhs, rhs).astype(dtype)
-        np.testing.assert_array_equal(np.asarray(result, np.float32), expected.astype(np.float32))
+        expected = oracle_of(lhs, rhs).astype(dtype).astype(np.float32)
+        expected = np.broadcast_to(expected, (devices, *expected.shape)) if everywhere else expected
+        np.testing.assert_array_equal(np.asarray(result, np.float32), expected)
 
     return Kernel(lambda: function(lhs, rhs), check)
 
@@ -130,6 +146,8 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
     "rhs k": lambda devices: of_weights("k", devices=devices),
     "scatter m": lambda devices: of_sums("m", devices=devices),
     "scatter n": lambda devices: of_sums("n", devices=devices),
+    SPREAD: lambda devices: of_sums(SPREAD, devices=devices, block=(16, 72)),
+    ONE_SHOT: lambda devices: of_sums(ONE_SHOT, devices=devices),
     "ring": lambda devices: of_rows(ONE, PULL, devices, "ring"),
 }
 

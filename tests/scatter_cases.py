@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice.problem import Problem
+from overlap.emulation import emulate
 from tests.oracle import make_mesh
 from tests.product_cases import in_f32
 
@@ -85,6 +87,14 @@ class Layer:
         """Without the dimension of the devices, which scales have."""
         return {name: x[0] if name in ("lhs_scale", "rhs_scale") else x for name, x in arrays.items()}
 
+    def blocks(self, m: int, n: int, devices: int, dtype: Any) -> str:
+        """Of what the devices sum up a block each: rows ("m") or columns ("n") of a result of m × n."""
+        if self.along != EVERYWHERE:
+            return self.along
+        layout: Any = "".join("t" if transposed else "n" for transposed in (self.transpose_lhs, self.transpose_rhs))
+        dtypes = jnp.dtype(dtype).name, jnp.dtype(self.dtype).name
+        return Problem("matmul_all_reduce", m, n, 8, *dtypes, devices, layout).scattered
+
     # --- How arrays are sharded ---
 
     @property
@@ -106,7 +116,7 @@ class Layer:
         return specs | {name: of_vectors[name] for name in arrays if name in of_vectors}
 
     def mapped(self, mesh: Any, arrays: dict[str, Any], function: Any = None, out_specs: Any = None,
-               check_vma: bool = False) -> Any:  # fmt: skip
+               check_vma: bool = False, **options: Any) -> Any:  # fmt: skip
         """A jitted function of the global arrays: `function` (by default the operation) on each device's parts."""
         if out_specs is None:
             lead = max(arrays["lhs"].ndim, arrays["rhs"].ndim) - 2
@@ -114,7 +124,8 @@ class Layer:
         return jax.jit(
             jax.shard_map(
                 function or self, mesh=mesh, in_specs=(self.specs(arrays),), out_specs=out_specs, check_vma=check_vma
-            )
+            ),
+            **options,
         )
 
     # --- Operands and results ---
@@ -139,28 +150,50 @@ class Layer:
         }
         return {name: given[name] for name in ("lhs", "rhs", *extras)}
 
-    def expected(self, arrays: dict[str, Any], devices: int) -> np.ndarray:
-        """What the kernel computes, in NumPy: parts of other devices are rounded to the result's dtype, once."""
+    def expected(self, arrays: dict[str, Any], devices: int, *, one_shot: bool = False) -> np.ndarray:
+        """What the kernel computes, in NumPy: parts of other devices are rounded to the result's dtype, once.
+
+        In one shot the own part is so as well, on all devices.
+        """
         lhs, rhs = in_f32(arrays["lhs"], self.transpose_lhs), in_f32(arrays["rhs"], self.transpose_rhs)
         parts = [a @ b for a, b in zip(np.split(lhs, devices, -1), np.split(rhs, devices, -2), strict=True)]
         for name in ("lhs_scale", "rhs_scale"):
             if name in arrays:
                 parts = [part * scale for part, scale in zip(parts, np.asarray(arrays[name]), strict=True)]
-        along = self.along
-        if along == EVERYWHERE:  # Which devices add up what.
+        if one_shot:
+            out = sum(part.astype(self.dtype).astype(F32) for part in parts)
+        else:
             m, n = parts[0].shape[-2:]
-            dtypes = jnp.dtype(arrays["lhs"].dtype).name, jnp.dtype(self.dtype).name
-            along = Problem("matmul_all_reduce", m, n, lhs.shape[-1] // devices, *dtypes, devices).scattered
-        dimension = -2 + ALONG.index(along)
-        blocks = [np.split(part, devices, dimension) for part in parts]
-        sums = [
-            sum((blocks[device][own].astype(self.dtype).astype(F32) for device in range(devices) if device != own),
-                blocks[own][own])
-            for own in range(devices)
-        ]  # fmt: skip
-        out = np.concatenate(sums, dimension)
+            dimension = -2 + ALONG.index(self.blocks(m, n, devices, arrays["lhs"].dtype))
+            blocks = [np.split(part, devices, dimension) for part in parts]
+            sums = [
+                sum((blocks[device][own].astype(self.dtype).astype(F32) for device in range(devices) if device != own),
+                    blocks[own][own])
+                for own in range(devices)
+            ]  # fmt: skip
+            out = np.concatenate(sums, dimension)
         out = out + in_f32(arrays.get("bias", 0.0)) + in_f32(arrays.get("addend", 0.0))
         return np.asarray(out if self.activation is None else self.activation(out)).astype(self.dtype)
+
+
+def check(layer: Layer, mesh: Any, arrays: dict[str, Any], *, config: Any = SMALL, implementation: Any = "fused",
+          **settings: Any) -> jax.Array:  # fmt: skip
+    """Compares every bit with the oracle; of a sum that all devices have, on all of them."""
+    devices = math.prod(mesh.shape[name] for name in np.atleast_1d(layer.axis))
+    everywhere = layer.along == EVERYWHERE
+
+    def call(arrays: dict[str, Any]) -> jax.Array:
+        out = layer(arrays, implementation, config)
+        return out[None] if everywhere else out
+
+    mapped = layer.mapped(mesh, arrays, call, P(layer.axis) if everywhere else None)
+    with emulate(**{"cores": 2} | settings) as run:
+        actual = mapped(arrays)
+        run.check()
+    assert (run.counts["launches"] > 0) == (implementation == "fused")
+    expected = layer.expected(arrays, devices, one_shot=implementation == "fused" and config.one_shot)
+    assert_exact(actual, np.broadcast_to(expected, (devices, *expected.shape)) if everywhere else expected)
+    return actual[0] if everywhere else actual
 
 
 def assert_exact(actual: Any, expected: Any) -> None:
@@ -183,12 +216,12 @@ def struct(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def trace(lhs, rhs, axis_name="x", *, size=2, **keywords):
+def trace(lhs, rhs, axis_name="x", *, size=2, operation=overlap.matmul_reduce_scatter, **keywords):
     """Traces the call inside `shard_map` on per-shard operands; runs nothing."""
 
     def inner():
         as_array = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731
         given = {name: as_array(x) for name, x in keywords.items()}
-        return overlap.matmul_reduce_scatter(as_array(lhs), as_array(rhs), axis_name, **given)
+        return operation(as_array(lhs), as_array(rhs), axis_name, **given)
 
     return jax.eval_shape(jax.shard_map(inner, mesh=make_mesh(x=size), in_specs=(), out_specs=P(), check_vma=False))

@@ -70,21 +70,6 @@ def announce_without_waiting(patch):
     within(patch, exchange, "announce", barrier_wait=NOTHING)
 
 
-def announce_own_tiles_as_well(patch):
-    announce, of_loop = exchange.announce, exchange._exchange
-
-    def announce_all(*args):
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(
-                exchange,
-                "_exchange",
-                lambda loop: dataclasses.replace(of_loop(loop), is_own=lambda tile: tile.step < 0),
-            )
-            announce(*args)
-
-    patch.setattr(exchange, "announce", announce_all)
-
-
 def announce_another_tile(patch):
     change_flag(patch, 0, lambda step, tile: (step, dataclasses.replace(tile, n=1 - tile.n)))
 
@@ -287,7 +272,7 @@ def load_terms_of_another_tile(patch):
     boxes = scattered._Body._boxes
 
     def of_another(self, ref, step, tile):
-        is_term = ref is self._terms_gmem
+        is_term = ref is self._landing[0]
         return boxes(self, ref, step, dataclasses.replace(tile, n=1 - tile.n) if is_term else tile)
 
     patch.setattr(scattered._Body, "_boxes", of_another)

@@ -110,6 +110,14 @@ OPERATIONS = {
             "scatter_dimension": ([0, np.int64(0)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
         },
     ),
+    overlap.matmul_all_reduce: (
+        OPERANDS | {"axis_name": AXIS, "mesh": COMMON["mesh"]},
+        COMMON | {
+            "addend": ([None, *array(M, N)], wrong_array(M, N)[1:]),
+            "bias": ([None, *array(N)], wrong_array(N)[1:]), "activation": ACTIVATION,
+            "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE, "transpose_rhs": ([False], FLAG[1]),
+        },
+    ),
 }  # fmt: skip
 
 
@@ -262,7 +270,7 @@ def test_configurations(name, value):
         is_one_of
         if name in ("order_minor", "cluster_along")
         else isinstance(value, bool)
-        if name == "joined"
+        if name in ("joined", "one_shot")
         else False
         if name in ("hopper", "pull")
         else type(value) is int and value > 0

@@ -1,4 +1,7 @@
-"""Blocks of a transformer as users write them: a gather before the first products, a reduce-scatter behind the last."""
+"""Blocks of a transformer as users write them: a gather before the first products, a reduce-scatter behind the last.
+
+Or, where each device has all rows, an all-reduce behind the last product alone.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,14 @@ def attention(implementation, x, q, k, v, out):
     return overlap.matmul_reduce_scatter(mixed, out, "x", implementation=implementation)
 
 
+def mlp_of_all_rows(implementation, x, gate, up, down):
+    """A gated MLP, each device with some of its inner columns."""
+    inner = jax.nn.silu(x @ gate) * (x @ up)
+    if implementation == "plain":
+        return lax.psum(inner @ down, "x")
+    return overlap.matmul_all_reduce(inner, down, "x", implementation=implementation)
+
+
 def operands(devices, sizes):
     """Rows of 16 tokens a device, and weights; `sizes` of the weights, those along the devices for one of them."""
     hidden, inner, sides = sizes
@@ -49,15 +60,17 @@ def operands(devices, sizes):
 BLOCKS = {
     "mlp": (block.mlp, (64, 72, 2)),
     "attention": (attention, (64, HEADS * WIDTH, 3)),
+    "mlp of all rows": (mlp_of_all_rows, (64, 72, 2)),
 }
 
 
 def results(name, implementation, devices, arrays, check_vma):
     """The block's result and the gradients of all operands, in f32."""
     call, (_, _, sides) = BLOCKS[name]
-    specs = (ROWS, *[COLUMNS] * sides, ROWS)
+    rows = P() if call is mlp_of_all_rows else ROWS
+    specs = (rows, *[COLUMNS] * sides, ROWS)
     mapped = jax.shard_map(
-        functools.partial(call, implementation), mesh=mesh_of(jax.devices()[:devices]), in_specs=specs, out_specs=ROWS,
+        functools.partial(call, implementation), mesh=mesh_of(jax.devices()[:devices]), in_specs=specs, out_specs=rows,
         check_vma=check_vma,
     )  # fmt: skip
     weights = normal(9, *arrays[0].shape).astype(jnp.float32)
@@ -71,7 +84,14 @@ def results(name, implementation, devices, arrays, check_vma):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "check_vma"), [("mlp", 2, True), ("mlp", 4, False), ("attention", 2, True)]
+    ("name", "devices", "check_vma"),
+    [
+        ("mlp", 2, True),
+        ("mlp", 4, False),
+        ("attention", 2, True),
+        ("mlp of all rows", 2, True),
+        ("mlp of all rows", 2, False),
+    ],
 )
 def test_a_block_and_its_gradients(name, devices, check_vma):
     arrays = [x.astype(jnp.bfloat16) for x in operands(devices, BLOCKS[name][1])]
@@ -81,8 +101,10 @@ def test_a_block_and_its_gradients(name, devices, check_vma):
         fused = results(name, "fused", devices, arrays, check_vma)
         run.check()
     # Forward one of each; backward a gather for the last product, and a scatter for each that shares the first gather.
+    # (That of an all-reduce has none of our kernels.)
     counts = collections.Counter(launch.name.split("_")[1] for launch in run.launches)
-    assert counts == {"all": 2, "matmul": 1 + BLOCKS[name][1][2]}
+    whole = name == "mlp of all rows"
+    assert counts == ({"matmul": 1} if whole else {"all": 2, "matmul": 1 + BLOCKS[name][1][2]})
     for ours, theirs, expected in zip(fused, plain, exact, strict=True):
         error, allowed = (np.linalg.norm(x - expected) / np.linalg.norm(expected) for x in (ours, theirs))
         assert error <= ALLOWED * allowed

@@ -48,6 +48,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "all_gather_lhs_matmul": lambda: {"x": matrix(64, 64), "w": matrix(64, 256)},
     "all_gather_rhs_matmul": lambda: {"x": matrix(64, 64), "w": matrix(64, 64)},
     "matmul": dict,
+    "matmul_all_reduce": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
     "matmul_reduce_scatter": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
     "explain": lambda: {"mesh": mesh()},
     "autotune": lambda: {"layer": fused, "x": matrix(64, 64), "w": matrix(64, 64)},

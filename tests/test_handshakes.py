@@ -8,7 +8,7 @@ from overlap.primitives import handshake, wait_at_least
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.waits import wait_for_word
 from tests import handshake_cases as defects
-from tests.protocol_cases import KERNELS, clean
+from tests.protocol_cases import KERNELS, ONE_SHOT, SPREAD, clean, of_sums
 
 ALL = pytest.mark.parametrize("kernel", KERNELS)
 # A loop that does not end is found after so many steps; a right kernel takes less than a fifth.
@@ -30,7 +30,8 @@ def test_clean_under_many_schedules(kernel, scheduler):
         clean(kernel).run(cores=1 + seed % 3, completion="random", scheduler=scheduler, seed=seed, laps=4)
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "ring"])
+# (`test_residency.py` has it for others.)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel not in ("ring", SPREAD, ONE_SHOT)])
 def test_clean_if_one_cta_runs_at_a_time(kernel):
     for seed, completion in enumerate(("late", "eager", "random")):
         clean(kernel).run(cores=2, resident=1, completion=completion, seed=seed, laps=3)
@@ -150,6 +151,26 @@ OF_SUMS = [defect for defect in EVERYWHERE + OF_TRANSFERS if defect is not defec
 def test_each_defect_of_scattered_sums_is_reported(defect, monkeypatch):
     defect(monkeypatch)
     assert KERNELS["scatter m"](3).report(cores=2, laps=3, step_limit=STEPS)
+
+
+# Results that peers write are guarded by the last word. In one shot own tiles wait for all that peers write, and it is
+# said by another warp. (What they have in common with "scatter m" and all others is tested there.)
+OF_ALL = [
+    (SPREAD, defects.wait_for_all_but_one_to_be_done),
+    (SPREAD, defects.speak_when_the_first_has_completed_something),
+    (SPREAD, defects.speak_before_the_transfers),
+    (SPREAD, defects.count_a_transfer_too_few),
+    (ONE_SHOT, defects.without_waiting_for("seen")),
+    (ONE_SHOT, defects.never_lower_the_beacon),
+    (ONE_SHOT, defects.leave_without_a_word),
+    (ONE_SHOT, defects.speak_before_the_transfers),
+]
+
+
+@pytest.mark.parametrize(("kernel", "defect"), OF_ALL, ids=lambda x: getattr(x, "__name__", x))
+def test_each_defect_of_sums_for_all_is_reported(kernel, defect, monkeypatch):
+    defect(monkeypatch)
+    assert of_sums(kernel).report(cores=2, laps=3, step_limit=STEPS)
 
 
 @pytest.mark.parametrize("defect", EVERYWHERE + OF_THE_RING, ids=lambda f: f.__name__)

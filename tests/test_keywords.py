@@ -19,6 +19,7 @@ OPERATIONS = (
     "all_gather_rhs_matmul n",
     "all_gather_rhs_matmul k",
     "matmul_reduce_scatter sum",
+    "matmul_all_reduce whole sum",
 )
 CONFIG = overlap.Config(tile_m=64, tile_n=128, stages=2)
 
@@ -58,6 +59,7 @@ class Case:
             "n": {"gather_dimension": 1 - swapped["rhs"]},
             "k": {"gather_dimension": int(swapped["rhs"])},
             "sum": {},
+            "whole sum": {},
         }
         transposed = {f"transpose_{name}": True for name, is_swapped in swapped.items() if is_swapped}
         return along[self.sharded] | transposed | self.rest
@@ -65,10 +67,10 @@ class Case:
     def specs(self):
         """Of each array: what a device has. The operand that is not gathered is sharded in its other dimension.
 
-        Of a sum over the devices both operands are sharded along k, and the addend as the result is.
+        Of a sum over the devices both operands are sharded along k, and the addend as the result is, if that is.
         """
         cut = {None: {}, "m": {"lhs": "m", "lhs_scale": "m"}, "n": {"rhs": "n", "rhs_scale": "n"}, "k": {"rhs": "k"},
-               "sum": {"lhs": "k", "rhs": "k", "addend": "m"}}  # fmt: skip
+               "sum": {"lhs": "k", "rhs": "k", "addend": "m"}, "whole sum": {"lhs": "k", "rhs": "k"}}  # fmt: skip
         of = cut[self.sharded]
         return {
             name: P(*("x" if x == of.get(name) else None for x in letters)) for name, letters in self.letters.items()
@@ -120,6 +122,7 @@ TAKES = {
     "all_gather_lhs_matmul": {"lhs_scale", "rhs_scale", "rhs nk"},
     "all_gather_rhs_matmul": set(),
     "matmul_reduce_scatter": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
+    "matmul_all_reduce": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
 }
 
 

@@ -23,24 +23,13 @@ from tests.scatter_cases import (
     Layer,
     alternating,
     assert_exact,
+    check,
     struct,
     trace,
 )
 
 H200 = Target("gpu", "NVIDIA H200", 132)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-
-def check(layer, mesh, arrays, *, config=SMALL, implementation="fused", **settings):
-    """Compares every bit with the oracle."""
-    devices = int(np.prod([mesh.shape[name] for name in np.atleast_1d(layer.axis)]))
-    call = layer.mapped(mesh, arrays, lambda arrays: layer(arrays, implementation, config))
-    with emulate(**{"cores": 2} | settings) as run:
-        actual = call(arrays)
-        run.check()
-    assert (run.counts["launches"] > 0) == (implementation == "fused")
-    assert_exact(actual, layer.expected(arrays, devices))
-    return actual
 
 
 # --- The kernel, exact ------------------------------------------------------------------------------------------------

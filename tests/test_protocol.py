@@ -10,7 +10,7 @@ from overlap import primitives
 from overlap.collectives import pull, pull_rows
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.hopper import mainloop as hopper
-from overlap.kernels.hopper import staging
+from overlap.kernels.hopper import staging, store
 from overlap.primitives import Ring, copies
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
@@ -71,7 +71,7 @@ def release_slots_at_once(patch):
 
 
 def drop_epilogue_wait(patch):
-    patch.setattr(hopper, "wait_stores_read", NOTHING)
+    patch.setattr(store, "wait_stores_read", NOTHING)
 
 
 def drop_epilogue_commit(patch):

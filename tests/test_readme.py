@@ -80,8 +80,8 @@ def weights_spec(name: str, call: ast.Call) -> tuple[P, P]:
     if name == "all_gather_rhs_matmul":
         dimension = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}.get("gather_dimension")
         return (P("x", None) if dimension == 0 else P(None, "x")), P("x", None)
-    if name == "matmul_reduce_scatter":
-        return P("x", None), P("x", None)
+    if name in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        return P("x", None), P("x", None) if name == "matmul_reduce_scatter" else P()
     raise NotImplementedError(f"say here how the operands of `{name}` are sharded, so that the README's call can run")
 
 

@@ -1,4 +1,4 @@
-"""Calls of `matmul_reduce_scatter` that are wrong, what `explain` says of right ones, and what is chosen."""
+"""Calls of products summed over devices that are wrong, what `explain` says of right ones, and what is chosen."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from overlap.choice import crossover, dispatch
 from overlap.choice.problem import Problem
 from overlap.kernels.target import Target
 from tests.oracle import make_mesh
-from tests.scatter_cases import BF16, F16, F32, SMALL, Layer, struct, trace
+from tests.scatter_cases import BF16, EVERYWHERE, F16, F32, SMALL, Layer, struct, trace
 
 H200 = Target("gpu", "NVIDIA H200", 132)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -73,9 +73,65 @@ def test_wrong_calls(args, keywords, error, fragments):
         assert trace(*args, **keywords | {"implementation": None}).ndim == rank
 
 
+SPREAD, ONCE = FUSED | {"config": SMALL}, FUSED | {"config": SMALL.replace(one_shot=True)}
+WRONG_SUMS_FOR_ALL = [
+    ((struct(128, 64), struct(32, 256)), {}, ValueError, ["`lhs`", "`rhs`", "k=64", "k=32"]),
+    ((struct(128, 128), GOOD[1]), {}, ValueError, ["k=128", "k=64", "not sharded", "2 devices", "in_specs"]),
+    ((GOOD[0], [np.zeros((64, 256))] * 2), {}, ValueError, ["`rhs`", "one array", "list of 2", "a call for each"]),
+    (GOOD, {"axis_name": "y"}, ValueError, ["`axis_name`", "'y'", "('x',)"]),
+    (GOOD, {"bias": struct(128)}, ValueError, ["`bias`", "(256,)", "(128,)"]),
+    (GOOD, {"addend": struct(64, 256)}, ValueError, ["`addend`", "(128, 256)", "(64, 256)"]),
+    (GOOD, {"lhs_scale": struct(64, 1)}, ValueError, ["`lhs_scale`", "(128, 1)", "(64, 1)"]),
+    (GOOD, {"rhs_scale": struct(128)}, ValueError, ["`rhs_scale`", "(256,)", "(128,)"]),
+    (GOOD, FUSED | {"config": overlap.Config(stages=9)}, ValueError, ["shared memory", "`stages`"]),
+    (GOOD, FUSED | {"config": overlap.Config(stream_k=2)}, ValueError, ["`cluster`", "`stream_k`", "1 and 2"]),
+    (GOOD, ONCE | {"config": overlap.Config(one_shot=True, split_k=2)}, ValueError, ["`split_k`", "got 2"]),
+    # Neither rows nor columns that all devices can have as many of.
+    (
+        (struct(127, 64), struct(64, 200)),
+        SPREAD,
+        NotImplementedError,
+        ["m=127", "n=200", "of 2", "16", "one_shot=True"],
+    ),
+    ((struct(64, 24), struct(64, 200)), SPREAD | {"transpose_lhs": True}, NotImplementedError, ["m=24", "of 16 or n"]),
+    ((struct(128, 64), struct(64, 201)), SPREAD, NotImplementedError, ["n=201", "16 bytes", "xla"]),
+    ((struct(128, 64), struct(64, 201)), ONCE, NotImplementedError, ["n=201", "16 bytes", "xla"]),
+    ((struct(127, 60), struct(60, 200)), ONCE, NotImplementedError, ["k=60", "16 bytes", "xla"]),
+    ((struct(128, 64), struct(1, 64, 8)), FUSED, NotImplementedError, ["`rhs`", "leading", "(1,)", "xla"]),
+    ((struct(0, 8, 8), struct(8, 16)), FUSED, NotImplementedError, ["`lhs`", "at least 1", "(0,)"]),
+    ((struct(8, 8, dtype=F32), struct(8, 16, dtype=F32)), SPREAD, NotImplementedError, ["float32", "cast", "xla"]),
+    (OF_8_BITS, ONCE, NotImplementedError, ["8-bit", "transpose_rhs=True", "xla"]),
+]
+
+
+@pytest.mark.parametrize(("args", "keywords", "error", "fragments"), WRONG_SUMS_FOR_ALL)
+def test_wrong_calls_of_sums_for_all(args, keywords, error, fragments):
+    with pytest.raises(error) as caught:
+        trace_all(*args, **keywords)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    if error is NotImplementedError:
+        # Right calls, which XLA serves.
+        given = {name: x for name, x in keywords.items() if name != "config"} | {"implementation": None}
+        assert trace_all(*args, **given).ndim == max(len(x.shape) for x in args)
+
+
+def trace_all(*args, **keywords):
+    return trace(*args, operation=overlap.matmul_all_reduce, **keywords)
+
+
+def test_sums_that_cannot_be_cut_in_one_shot():
+    args = struct(127, 64), struct(64, 200)
+    assert trace_all(*args, **ONCE).shape == (127, 200)
+    assert trace_all(struct(128, 64), args[1], **SPREAD).shape == (128, 200)
+    assert trace_all(args[0], struct(64, 208), **SPREAD).shape == (127, 208)
+
+
 def test_outside_shard_map():
     with pytest.raises(ValueError, match=r"`matmul_reduce_scatter` must be called inside `jax.shard_map`"):
         overlap.matmul_reduce_scatter(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x")
+    with pytest.raises(ValueError, match=r"`matmul_all_reduce` must be called inside `jax.shard_map`"):
+        overlap.matmul_all_reduce(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x")
 
 
 def test_shapes_and_dtypes():
@@ -120,7 +176,39 @@ def test_explain(monkeypatch):
         explain(struct(127, 64), GOOD[1])
 
 
-@pytest.mark.parametrize(("axes", "along"), [({"x": 3}, "n"), ({"data": 2, "x": 2}, "m")], ids=str)
+def test_explain_of_sums_for_all(monkeypatch):
+    def explain(*args, **keywords):
+        return overlap.explain(overlap.matmul_all_reduce, *args, "x", mesh=make_mesh(x=4), **keywords)
+
+    assert explain(*GOOD).implementation == "xla"
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    monkeypatch.setattr(crossover, "_measurements", lambda: ())
+    unknown = explain(*GOOD)
+    assert unknown.implementation == "xla" and "not measured" in str(unknown)
+    measured = Problem("matmul_all_reduce", 128, 256, 64, "bfloat16", "bfloat16", devices=4)
+    monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(measured, 90.0, 100.0),))
+    assert explain(*GOOD).implementation == "fused"
+    # Few rows in one shot, many in blocks. Scratch: the own part, and one of each device; or of the parts of each
+    # block those that are sent, and those that come.
+    for m, one_shot, parts in ((16, True, 5), (8192, False, 2 * 3 / 4)):
+        for dtype in (BF16, F32):
+            chosen = explain(struct(m, 8192), struct(8192, 8192), preferred_element_type=dtype, **FUSED)
+            assert chosen.implementation == "fused" and chosen.config.one_shot == one_shot
+            columns = -(-8192 // chosen.config.tile_n) * chosen.config.tile_n  # Of whole tiles.
+            assert chosen.scratch_bytes == m * columns * jnp.dtype(dtype).itemsize * parts
+            assert f"scratch: {chosen.scratch_bytes:,} bytes" in str(chosen)
+    assert explain(*GOOD, config=SMALL).config == SMALL
+    for config in (SMALL, SMALL.replace(one_shot=True)):
+        refused = explain(struct(127, 64), struct(64, 200), config=config)
+        assert refused.implementation == ("fused" if config.one_shot else "xla"), str(refused)
+    assert "m=127" in explain(struct(127, 64), struct(64, 200), config=SMALL).reason
+    # Without a configuration, one is found.
+    assert explain(struct(127, 64), struct(64, 200), **FUSED).config.one_shot
+
+
+@pytest.mark.parametrize(
+    ("axes", "along"), [({"x": 3}, "n"), ({"data": 2, "x": 2}, "m"), ({"x": 4}, EVERYWHERE)], ids=str
+)
 def test_lowers_for_cuda(axes, along, monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     mesh, size, layer = make_mesh(**axes), axes["x"], Layer(along, dtype=BF16)

@@ -1,4 +1,7 @@
-"""Derivatives of `matmul_reduce_scatter` in both modes and `vmap` of it, against plain JAX; the kernel emulated."""
+"""Derivatives of products summed over devices in both modes and `vmap` of them, against plain JAX; kernels emulated.
+
+Of `matmul_all_reduce` the plain one is `lax.psum` of a product.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,20 @@ from overlap.emulation import emulate
 from overlap.kernels.target import Target
 from tests.oracle import make_mesh
 from tests.product_cases import normal
-from tests.scatter_cases import BF16, EVERY, F16, F32, Layer, alternating, assert_close, assert_exact, struct
+from tests.scatter_cases import (
+    BF16,
+    EVERY,
+    EVERYWHERE,
+    F16,
+    F32,
+    SMALL,
+    WAYS,
+    Layer,
+    alternating,
+    assert_close,
+    assert_exact,
+    struct,
+)
 
 H200 = Target("gpu", "NVIDIA H200", 132)
 
@@ -45,14 +61,19 @@ DERIVATIVES = [  # how, along, activation and keywords, check_vma
     ("jvp of grad", "n", GELU, True),
     ("vjp", "m", (None, ()), True),
     ("vjp", "n", (None, EVERY), True),
+    *(
+        (how, EVERYWHERE, GELU, check_vma)
+        for how, check_vma in zip(TRANSFORMED, (False, True, True, False), strict=True)
+    ),
+    ("vjp", EVERYWHERE, GELU, True),
 ]
 
 
-def of_both(layer, arrays, transformed, check_vma, implementation="fused", around=lambda f: f):
+def of_both(layer, arrays, transformed, check_vma, implementation="fused", around=lambda f: f, config=SMALL):
     """What `transformed` makes of the layer and of the same in plain JAX, both under `shard_map`."""
     results = []
     lead = (None,) * (arrays["lhs"].ndim - 2)
-    for call in (lambda arrays: layer(arrays, implementation), layer.plain):
+    for call in (lambda arrays: layer(arrays, implementation, config), layer.plain):
         mapped = layer.mapped(make_mesh(x=2), arrays, around(call), P(*lead, *layer.out_spec), check_vma)
         with emulate(cores=2, detect_races=False) as run:
             results.append(jax.block_until_ready(jax.jit(lambda x, f=mapped: transformed(f, x))(arrays)))
@@ -69,7 +90,9 @@ def operands(layer, extras=(), dtype=F16, lead=()):
 def test_derivatives(how, along, given, check_vma):
     activation, extras = given
     layer = Layer(along, activation=activation)
-    assert_close(*of_both(layer, operands(layer, extras), TRANSFORMED[how], check_vma))
+    # (Of a sum that all devices have: in blocks and in one shot.)
+    config = SMALL.replace(one_shot=check_vma)
+    assert_close(*of_both(layer, operands(layer, extras), TRANSFORMED[how], check_vma, config=config))
 
 
 @pytest.mark.parametrize("how", ["vjp", "jvp of grad"])
@@ -92,28 +115,33 @@ def test_gradients_of_a_result_of_16_bits():
     assert_close(ours, theirs, 2e-2)
 
 
-def test_gradients_taken_inside_shard_map():
-    layer = Layer("m", activation=jax.nn.gelu)
+@pytest.mark.parametrize(("along", "check_vma"), [("m", False), (EVERYWHERE, False), (EVERYWHERE, True)])
+def test_gradients_taken_inside_shard_map(along, check_vma):
+    layer = Layer(along, activation=jax.nn.gelu)
     arrays = operands(layer, EVERY)
-    # The bias is the same on all devices, and each has its own part of the gradient.
-    specs = layer.specs(arrays)
+    # The bias is the same on all devices, and without types that say so each has its own part of the gradient.
+    specs = layer.specs(arrays) | ({} if check_vma else {"bias": P("x")})
     results = []
     for call in (layer, layer.plain):
         gradients = jax.grad(loss(call))
-        each = lambda arrays, g=gradients: {n: x[None] if n == "bias" else x for n, x in g(arrays).items()}  # noqa: E731
+
+        def each(arrays, gradients=gradients):
+            return {n: x[None] if n == "bias" and not check_vma else x for n, x in gradients(arrays).items()}
+
         with emulate(cores=2, detect_races=False):
-            results.append(layer.mapped(make_mesh(x=2), arrays, each, specs | {"bias": P("x")})(arrays))
+            results.append(layer.mapped(make_mesh(x=2), arrays, each, specs, check_vma)(arrays))
     assert_close(*results)
 
 
-def test_the_gradient_of_a_scalar_that_the_activation_captures():
-    layer = Layer("n")
+@pytest.mark.parametrize("along", ["n", pytest.param(EVERYWHERE, marks=pytest.mark.slow)])
+def test_the_gradient_of_a_scalar_that_the_activation_captures(along):
+    layer = Layer(along)
     arrays = operands(layer, EVERY)
 
     def body(call):
         def of_slope(slope, arrays):
-            slope = slope + lax.axis_index("x")  # Each device has another one.
-            activated = Layer("n", activation=lambda y: jax.nn.silu(y * slope))
+            slope = slope if along == EVERYWHERE else slope + lax.axis_index("x")  # Each device has another one.
+            activated = Layer(along, activation=lambda y: jax.nn.silu(y * slope))
             return getattr(activated, call)(arrays)
 
         specs = P(), layer.specs(arrays)
@@ -136,18 +164,33 @@ def scanned(call):
     return run
 
 
-@pytest.mark.parametrize(("around", "check_vma"), [(scanned, True), (jax.checkpoint, False)])
-def test_gradients_inside_other_transformations(around, check_vma):
-    layer = Layer("n", activation=jnp.tanh)
+@pytest.mark.parametrize(
+    ("around", "along", "check_vma"),
+    [
+        (scanned, "n", True),
+        (jax.checkpoint, "n", False),
+        (scanned, EVERYWHERE, False),
+        (jax.checkpoint, EVERYWHERE, True),
+    ],
+)
+def test_gradients_inside_other_transformations(around, along, check_vma):
+    layer = Layer(along, activation=jnp.tanh)
     arrays = operands(layer, EVERY)
     assert_close(*of_both(layer, arrays, TRANSFORMED["vjp"], check_vma, around=around))
 
 
 @pytest.mark.parametrize(
-    ("same", "along"), [(("lhs", "rhs"), "m"), (("lhs", "rhs"), "n"), (("lhs",), "m"), (("rhs",), "n")]
+    ("same", "along"),
+    [
+        (("lhs", "rhs"), "m"),
+        (("lhs", "rhs"), "n"),
+        (("lhs",), "m"),
+        (("rhs",), "n"),
+        (("lhs", "rhs"), EVERYWHERE),
+    ],
 )
 def test_operands_that_are_the_same_on_all_devices(same, along):
-    """Their types say so, the result varies, and gradients are summed."""
+    """Their types say so, the result varies if it is scattered, and gradients are summed."""
     layer = Layer(along, activation=jnp.tanh)
     arrays = {"lhs": normal(0, 16, 8, dtype=F16), "rhs": normal(1, 8, 16, dtype=F16)}
     times = {"lhs": (1, 2), "rhs": (2, 1)}
@@ -160,6 +203,15 @@ def test_operands_that_are_the_same_on_all_devices(same, along):
         with emulate(cores=2, detect_races=False):
             results.append(jax.block_until_ready(both(arrays)))
     assert_close(*results)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_backward_pass_of_a_sum_for_all_communicates_only_without_types(check_vma):
+    """With them, the cotangent of the sum is known to be the same on all devices, and is that of each part."""
+    layer = Layer(EVERYWHERE, activation=jnp.tanh)
+    arrays = operands(layer)
+    gradients = jax.grad(loss(layer.mapped(make_mesh(x=2), arrays, check_vma=check_vma)))
+    assert ("psum" in str(jax.make_jaxpr(gradients)(arrays))) != check_vma
 
 
 # --- vmap -------------------------------------------------------------------------------------------------------------
@@ -179,14 +231,18 @@ def over(name, layer, arrays, implementation="fused"):
     return results
 
 
-@pytest.mark.parametrize(("name", "along"), alternating(["lhs", "lhs_scale"]))
+@pytest.mark.parametrize(("name", "along"), [*alternating(["lhs", "lhs_scale"]), ("lhs", EVERYWHERE)])
 def test_vmap_becomes_a_leading_dimension(name, along):
     layer = Layer(along, activation=jax.nn.relu)
     assert_exact(*over(name, layer, layer.integers(2, 48, 48, 24, extras=EVERY)))
 
 
 @pytest.mark.parametrize(
-    ("along", "extras"), [("m", ()), ("m", ("lhs_scale", "rhs_scale")), ("n", ("lhs_scale", "rhs_scale"))]
+    ("along", "extras"),
+    [
+        ("m", ()),
+        *((along, ("lhs_scale", "rhs_scale")) for along in WAYS),
+    ],
 )
 def test_vmap_over_a_bias(along, extras):
     """By XLA behind the kernel, which still scales each device's product before it is summed."""
@@ -194,9 +250,9 @@ def test_vmap_over_a_bias(along, extras):
     assert_exact(*over("bias", layer, layer.integers(2, 48, 48, 32, extras=("bias", *extras))))
 
 
-@pytest.mark.parametrize("name", ["rhs", "rhs_scale"])
-def test_vmap_over_anything_else_is_refused_or_left_to_xla(name):
-    layer = Layer("m")
+@pytest.mark.parametrize(("name", "along"), [("rhs", "m"), ("rhs_scale", "m"), ("rhs", EVERYWHERE)])
+def test_vmap_over_anything_else_is_refused_or_left_to_xla(name, along):
+    layer = Layer(along)
     arrays = layer.integers(2, 48, 48, 24, extras=("rhs_scale",))
     with pytest.raises(NotImplementedError, match=r"vmap.*xla"):
         over(name, layer, arrays)
@@ -230,9 +286,10 @@ def test_vmap_of_gradients():
     assert_close(*of_both(layer, arrays, gradients, True))
 
 
+@pytest.mark.parametrize("along", ["m", EVERYWHERE])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_linear_transpose(check_vma):
-    layer = Layer("m")
+def test_linear_transpose(check_vma, along):
+    layer = Layer(along)
     arrays = layer.integers(2, 48, 48, 24)
 
     def transposed(call):

@@ -72,7 +72,6 @@ DEFECTS = [
     defects.tell_stored_when_only_read,
     defects.never_tell_stored,
     defects.announce_without_waiting,
-    defects.announce_own_tiles_as_well,
     defects.announce_another_tile,
     defects.store_both_halves_in_one_place,
     defects.drop_the_communicators_proxy_fence,
@@ -173,7 +172,7 @@ def add_the_first_term_for_all(patch):
     boxes = scattered._Body._boxes
 
     def of_the_first(self, ref, step, tile):
-        return boxes(self, ref, 0 * step if ref is self._terms_gmem else step, tile)
+        return boxes(self, ref, 0 * step if ref is self._landing[0] else step, tile)
 
     patch.setattr(scattered._Body, "_boxes", of_the_first)
 
@@ -230,7 +229,7 @@ def test_another_order_shows(monkeypatch):
     boxes = scattered._Body._boxes
 
     def backwards(self, ref, step, tile):
-        return boxes(self, ref, 2 - step if ref is self._terms_gmem else step, tile)
+        return boxes(self, ref, 2 - step if ref is self._landing[0] else step, tile)
 
     monkeypatch.setattr(scattered._Body, "_boxes", backwards)
     with pytest.raises(AssertionError, match="Arrays are not equal"):

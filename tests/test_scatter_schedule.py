@@ -1,6 +1,7 @@
-"""The schedule of `matmul_reduce_scatter`, walked exhaustively: pure integers, no kernel."""
+"""The schedules of products summed over devices, walked exhaustively: pure integers, no kernel."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import overlap
@@ -97,6 +98,41 @@ def test_chunks_cover_all_boxes_of_all_peers_tiles_once_in_the_order_of_the_tile
         assert len(covered) == schedule.sends == schedule.last_step * plan.chunks
 
 
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_strips_cover_the_own_block_once_in_the_order_of_the_tiles(devices):
+    for schedule, (batch, rows, columns), config in schedules(devices):
+        # As many rows as there may be: of one, of some that divide a tile's, of more than there are.
+        for most in (1, config.strip_rows(2), config.tile_m):
+            strips = schedule.strips((batch, rows, columns), most, config)
+            assert strips.rows <= most and strips.cols == config.tile_n
+            own = [schedule.tile(index)[1:] for index in range(schedule.tiles - schedule.order.tiles, schedule.tiles)]
+            expected = [tile for tile in own for _ in range(strips.of_tile)]
+            assert strips.count == len(expected)
+            times = np.zeros((batch, rows, columns), int)
+            for index, (element, m, n) in enumerate(expected):
+                (batch_element, place), row, column = strips.strip(index)
+                # A strip is a piece of the tile whose flag it waits for.
+                assert batch_element == element and place == schedule.place(element, m, n)
+                assert column == n * config.tile_n and row // config.tile_m == m
+                assert (row + strips.rows - 1) // config.tile_m == m
+                count = strips.rows_at(row)
+                is_last = column + strips.cols > columns
+                width = strips.last_cols if is_last else strips.cols
+                assert count == max(min(strips.rows, rows - row), 0) and column + width <= columns
+                times[element, row : row + count, column : column + width] += 1
+            assert (times == 1).all()
+
+
+def test_strips_have_as_many_rows_as_divide_a_tile():
+    """Else the last one of a tile would have rows of the next, which may not be there yet."""
+    for tile_n in (64, 128, 192, 256):
+        for chunk_bytes in (64, 1024, 4096, 8192, 65536):
+            for tile_m, itemsize in ((64, 2), (128, 4), (256, 2)):
+                config = overlap.Config.of(tile_m=tile_m, tile_n=tile_n, chunk_bytes=chunk_bytes)
+                rows = config.strip_rows(itemsize)
+                assert tile_m % rows == 0 and (rows == 1 or rows * tile_n * itemsize <= chunk_bytes)
+
+
 def test_traced_indices_agree_with_python_ones():
     def traced(function, *indices):
         values = function(*map(jnp.int32, indices))
@@ -113,3 +149,10 @@ def test_traced_indices_agree_with_python_ones():
             assert traced(schedule.place_of_row, row) == schedule.place_of_row(row)
             assert traced(schedule.block, 2, step) == schedule.block(2, step)
             assert traced(schedule.source, 0, step) == schedule.source(0, step)
+    for schedule, block, config in (schedules_of_3[0], schedules_of_3[2]):
+        strips = schedule.strips(block, 16, config)
+        for index in range(0, strips.count, 1 + strips.count // 4):
+            (element, place), row, column = strips.strip(index)
+            of, *where = strips.strip(jnp.int32(index))
+            assert (*map(int, of), *map(int, where)) == (element, place, row, column)
+            assert traced(strips.rows_at, row) == strips.rows_at(row)

@@ -9,8 +9,7 @@ import pytest
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import PullPlan
-from overlap.primitives.integers import largest_divisor
-from overlap.primitives.integers import ceil_div
+from overlap.primitives.integers import ceil_div, largest_divisor
 
 BLOCK_ROWS = 128
 SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and parts of rows

@@ -110,6 +110,21 @@ def _reduce_scatter(dimension: int, block: int, **options: Any) -> Callable[...,
     return compute
 
 
+def _all_reduce(rows: int, **options: Any) -> Callable[..., Any]:
+    """All devices have the result, `rows` rows for each of them."""
+
+    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+        # The rows of `whole` are contracted.
+        size, me, k = lax.axis_size(axis), lax.axis_index(axis), shard.shape[0]
+        other = jnp.resize(weights, (size * rows, size * k))
+        part = lax.dynamic_slice_in_dim(other, me * k, k, axis=1)
+        config = overlap.Config.of(tile_m=64, tile_n=128, **options)
+        out = overlap.matmul_all_reduce(part, shard, axis, config=config, implementation="fused")
+        return [(out, _exact(other, whole, out.dtype))]
+
+    return compute
+
+
 CASES = (
     Case("rows", 128, 256, 256, jnp.float16, _gather_rows()),
     Case("ragged rows", 200, 264, 136, jnp.bfloat16, _gather_rows()),
@@ -123,6 +138,10 @@ CASES = (
     Case("sums by rows", 128, 128, 264, jnp.bfloat16, _reduce_scatter(0, 136)),
     Case("sums by few rows", 64, 128, 256, jnp.bfloat16, _reduce_scatter(0, 8)),
     Case("sums by columns", 72, 128, 136, jnp.float16, _reduce_scatter(1, 72, preferred_element_type=jnp.float32)),
+    # Columns that no number of devices divides, and such as 2, 3, 4, 6 and 8 do.
+    Case("sums for all by rows", 64, 128, 136, jnp.bfloat16, _all_reduce(72, chunk_bytes=4096)),
+    Case("sums for all by columns", 64, 128, 384, jnp.float16, _all_reduce(8)),
+    Case("sums for all in one shot", 72, 128, 136, jnp.bfloat16, _all_reduce(8, one_shot=True)),
 )
 
 

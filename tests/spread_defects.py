@@ -1,0 +1,210 @@
+"""Defects of how `matmul_all_reduce` sends what a device has summed up to all, each seeded by a patch.
+
+The rest is in `scatter_defects.py` (blocks) and `one_shot_defects.py` (few rows).
+"""
+
+import dataclasses
+import types
+
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.collectives import pull, scattered
+from overlap.collectives.pull import Communicator
+from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
+from overlap.primitives import Handshake, Ring, copies
+from tests.handshake_cases import change_own_chunks, change_transfers
+
+NOTHING = lambda *_, **__: None  # noqa: E731
+
+
+# --- How they are seeded ----------------------------------------------------------------------------------------------
+
+
+def while_called(function, seed):
+    """The function; `seed(patch)` holds while it is traced."""
+
+    def changed(*args, **kwargs):
+        with pytest.MonkeyPatch.context() as inside:
+            seed(inside)
+            return function(*args, **kwargs)
+
+    return changed
+
+
+def within(patch, owner, name, seed):
+    """`seed(patch)` holds while the function `name` of a class or module is traced."""
+    patch.setattr(owner, name, while_called(getattr(owner, name), seed))
+
+
+def with_words(patch, module, name, **words):
+    """Replaces words of what `module` has imported by a name."""
+    patch.setattr(module, name, types.SimpleNamespace(**{**vars(getattr(module, name)), **words}))
+
+
+def change_fields(patch, module, name, if_so=lambda made: True, **changes):
+    """`change(field)` in the place of each of these fields of what `module` makes of its class `name`."""
+    make = getattr(module, name)
+
+    def changed(*args, **kwargs):
+        made = make(*args, **kwargs)
+        fields = {field: change(getattr(made, field)) for field, change in changes.items()} if if_so(made) else {}
+        return dataclasses.replace(made, **fields)
+
+    patch.setattr(module, name, changed)
+
+
+def leave_out_a_peer(patch, module):
+    """Of the loops over the peers in `module`, which are from 1 to the number of devices."""
+    with_words(patch, module, "pl", loop=lambda first, end: pl.loop(first, end - 1 if first == 1 else end))
+
+
+def change_strips(patch, **changes):
+    """`change(field)` in the place of each of these fields of the `Chunks` that strips are."""
+    change_fields(patch, scattered, "Chunks", lambda made: made.send is not None, **changes)
+
+
+def while_copying(of, patch, name, word):
+    """Another word of `copies` while chunks are copied, by `of`: those of results, or of parts."""
+    seed = lambda inside: inside.setattr(copies, name, word)  # noqa: E731
+    of(patch, lambda pull_chunks, *args, **kwargs: while_called(pull_chunks, seed)(*args, **kwargs))
+
+
+# --- When strips are sent ---------------------------------------------------------------------------------------------
+
+
+def never_announce_own_tiles(patch):
+    change_fields(patch, scattered, "Exchange", own_stored=lambda _: None)
+
+
+def announce_another_own_tile(patch):
+    another = lambda tile: dataclasses.replace(tile, n=1 - tile.n)  # noqa: E731
+    change_fields(patch, scattered, "Exchange", own_stored=lambda tell: lambda tile: tell(another(tile)))
+
+
+def send_strips_without_waiting_for_the_tile(patch):
+    change_strips(patch, ready=lambda _: None)
+
+
+def wait_for_the_first_own_tile_only(patch):
+    change_strips(patch, ready=lambda ready: lambda of, *where: ready((of[0], 0 * of[1]), *where))
+
+
+def wait_for_a_peers_tile(patch):
+    """The one of the same place, in the step before."""
+    last = vars(ReduceScatterSchedule)["last_step"].fget
+    step_before = property(lambda self: last(self) - 1)
+    within(patch, scattered._Body, "_results", lambda p: p.setattr(ReduceScatterSchedule, "last_step", step_before))
+
+
+def wait_for_own_tiles_without_a_proxy_fence(patch):
+    change_strips(patch, ready=lambda f: while_called(f, lambda p: p.setattr(pull, "fence_async_proxy", NOTHING)))
+
+
+def send_strips_before_parts(patch):
+    """They wait for own tiles, which wait for what peers send behind their strips."""
+    copy = Communicator._copy
+
+    def strips_first(self, chunks, number, first, counter, slots_smem=None):
+        if slots_smem is not None:
+            return 0
+        (strips, slots), of_strips = self.results, self.flags[1].at[0]
+        carried = copy(self, strips, pull.draw(of_strips, strips.count), 0, of_strips, slots)
+        return carried + copy(self, chunks, number, first, counter)
+
+    patch.setattr(Communicator, "_copy", strips_first)
+
+
+# --- The memory that they pass through --------------------------------------------------------------------------------
+
+
+def load_strips_while_parts_are_being_sent(patch):
+    while_copying(change_transfers, patch, "wait_stores_landed", NOTHING)
+
+
+def load_strips_into_slots_in_use(patch):
+    while_copying(change_own_chunks, patch, "wait_stores_read", NOTHING)
+
+
+def promise_that_strips_are_whole(patch):
+    copy = plgpu.copy_gmem_to_smem
+    promise = {"oob_mode": copies.IN_BOUNDS}
+    with_words(patch, copies, "plgpu", copy_gmem_to_smem=lambda *args, **given: copy(*args, **given | promise))
+
+
+# --- The end ----------------------------------------------------------------------------------------------------------
+
+
+def leave_before_results_have_landed(patch):
+    while_copying(change_own_chunks, patch, "wait_stores_landed", NOTHING)
+
+
+def leave_when_results_are_only_read(patch):
+    while_copying(change_own_chunks, patch, "wait_stores_landed", copies.wait_stores_read)
+
+
+def strips_are_no_transfers(patch):
+    """Who has sent the last part speaks for the device."""
+    run, strips = Communicator.run, []
+    patch.setattr(Communicator, "run", lambda self: (strips.append(self.results[0].count), run(self))[0])
+    patch.setattr(pull, "Handshake", lambda *args: Handshake(*args[:4], args[4] - strips[-1]))
+
+
+# --- What is sent where -----------------------------------------------------------------------------------------------
+
+
+def send_all_strips_to_one_peer(patch):
+    peer = Ring.peer
+    to_the_next = lambda p: p.setattr(Ring, "peer", lambda self, distance: peer(self, 1 + 0 * distance))  # noqa: E731
+    change_strips(patch, send=lambda send: while_called(send, to_the_next))
+
+
+def send_strips_to_the_receivers_block(patch):
+    """Instead of this device's."""
+    remote, own_block, places = Ring.remote, scattered._Body._own_block, {}
+
+    def remember(self, ref, position):
+        there = remote(self, ref, position)
+        places[id(there)] = there, position
+        return there
+
+    def of_receiver(self, ref, element):
+        _, owner = places.get(id(ref), (ref, self.me))
+        return own_block(dataclasses.replace(self, me=owner), ref, element)
+
+    patch.setattr(Ring, "remote", remember)
+    patch.setattr(scattered._Body, "_own_block", of_receiver)
+
+
+# --- What shows in the numbers alone ----------------------------------------------------------------------------------
+
+
+def send_no_strips_to_the_last_peer(patch):
+    leave_out_a_peer(patch, scattered)
+
+
+def leave_the_last_strip(patch):
+    count = vars(Strips)["count"].fget
+    patch.setattr(Strips, "count", property(lambda self: count(self) - 1))
+
+
+def send_a_row_too_few(patch):
+    rows_at = Strips.rows_at
+    patch.setattr(Strips, "rows_at", lambda self, row: rows_at(self, row) - 1)
+
+
+def begin_strips_a_row_too_late(patch):
+    def later(of, row, column):
+        return of, row + 1, column
+
+    change_strips(patch, at=lambda at: lambda index: later(*at(index)))
+
+
+def add_the_bias_of_the_first_block(patch):
+    epilogue_at = scattered._Body._epilogue_at
+
+    def of_the_first(self, tile, *, whole):
+        return epilogue_at(dataclasses.replace(self, me=0 * self.me) if whole else self, tile, whole=whole)
+
+    patch.setattr(scattered._Body, "_epilogue_at", of_the_first)
