@@ -23,9 +23,14 @@ ONCE = SMALL.replace(one_shot=True)
 FORMS = ["rows", "columns", "one shot"]
 
 
-def shape(form, devices, rows=24, columns=40):
-    """m and n of a result of which each device sums up so many rows and columns; `columns`: 8 times a prime number."""
-    return rows * (devices if form == "rows" else 1), columns * (devices if form == "columns" else 1)
+def shape(form, devices, rows=24, columns=40, *, odd=True):
+    """m and n of a result of which each device sums up so many rows and columns; `columns`: 8 times a prime number.
+
+    Where it is to be columns, there is one row more, so that the devices do not divide them, if that is `odd`.
+    """
+    if form == "columns":
+        return rows + (odd and rows % devices == 0), columns * devices
+    return rows * (devices if form == "rows" else 1), columns
 
 
 def check_form(form, layer, mesh, arrays, *, config=SMALL, **settings):
@@ -70,7 +75,7 @@ def test_exact_on_any_number_of_devices(devices, form):
 def test_layouts(left, right, form):
     layer = Layer(EVERYWHERE, transpose_lhs=left, transpose_rhs=right)
     # (If the right operand is transposed, 4 columns of float32 are a block.)
-    given = layer.integers(2, *shape(form, 2, 72, 68 if form == "rows" else 40), 72)
+    given = layer.integers(2, *shape(form, 2, 72, 68 if form == "rows" else 40, odd=False), 72)
     check_form(form, layer, make_mesh(x=2), given)
 
 
@@ -138,6 +143,18 @@ def test_leading_dimensions(form):
 
 
 # --- Rounding, and bits -----------------------------------------------------------------------------------------------
+
+
+def test_leading_dimensions_are_more_rows():
+    """One token of each of 24 sequences takes no more products than 24 tokens of one."""
+    layer, mesh, work = Layer(EVERYWHERE), make_mesh(x=2), []
+    for lead, m in (((), 24), ((24,), 1), ((4, 3), 2)):
+        arrays = layer.integers(2, m, 40, 24, lead=lead, extras=("lhs_scale", "rhs_scale"))
+        mapped = layer.mapped(mesh, arrays, lambda arrays: layer(arrays, config=ONCE))
+        with emulate(cores=2) as run:
+            assert_exact(mapped(arrays), layer.expected(arrays, 2, one_shot=True))
+        work.append(run.counts["wgmmas"])
+    assert work[0] == work[1] == work[2]
 
 
 @pytest.mark.parametrize(("dtype", "form"), [(BF16, "rows"), (F16, "one shot")])
@@ -258,7 +275,7 @@ def test_what_differs_by_its_type_is_refused_by_the_kernel_and_served_by_xla(nam
 
     with pytest.raises(NotImplementedError, match=rf"`{name}`.*varies along 'x'.*xla") as refused:
         call("fused")
-    assert "on one device for all" in str(refused.value)
+    assert "to be the same on all devices" in str(refused.value)
     exact = layer.expected(arrays, 2)
     assert_exact(call(None), np.stack([exact, 2 * exact if name == "activation" else exact + 1]))
 

@@ -20,8 +20,8 @@ _SIGNIFICANT_BITS = 4
 _GATHERED = {"all_gather_lhs_matmul": "m", "all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 _SCATTERED = {"matmul_reduce_scatter": "m", "matmul_reduce_scatter_n": "n"}
 _ALL_REDUCE = "matmul_all_reduce"
-# With as many rows for each device, a sum that all devices are to have is cut into rows; else into columns.
-_ROWS_OF_A_BLOCK = 128
+# Rows and columns of the squares of which tiles are made: what a block has less of is wasted.
+_SQUARE = 128
 # What users call these.
 _PUBLIC = {
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul (along n)",
@@ -90,7 +90,10 @@ class Problem:
         if self.op != _ALL_REDUCE:
             return _SCATTERED.get(self.op, "")
         by_rows, by_columns = self.m % self.units["m"] == 0, self.n % self.units["n"] == 0
-        return "m" if by_rows and (self.m >= self.devices * _ROWS_OF_A_BLOCK or not by_columns) else "n"
+        if not (by_rows and by_columns):
+            return "m" if by_rows else "n"
+        squares = lambda m, n: -(-m // _SQUARE) * -(-n // _SQUARE)  # noqa: E731
+        return "m" if squares(self.m // self.devices, self.n) <= squares(self.m, self.n // self.devices) else "n"
 
     @property
     def spreads(self) -> bool:
@@ -216,8 +219,11 @@ class Problem:
     def _crowds_registers(self, config: Config) -> bool:
         """Whether a compute thread may need a few registers more than there are: see `tests.assembly_sweep`.
 
-        That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do.
+        That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do;
+        or 256 rows to which parts of peers are added.
         """
+        if config.tile_m == 256 and self.transport(config) in ("push", "spread"):
+            return True
         wide = config.tile_m == 256 and jnp.dtype(self.out_dtype).itemsize == 4
         return wide and config.cluster > 1 and config.stream_k > 1
 

@@ -36,6 +36,7 @@ class MatmulAllReduce(Summed):
 
     name = NAME
     spreads = True
+    takes_more_rows = True
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         self.problem(call.operands, call.layouts, call.out_dtype).check_blocks(config)
@@ -45,7 +46,7 @@ class MatmulAllReduce(Summed):
             if axes := axes_of(*jax.tree.leaves(arrays)) & set(self.ring.names):
                 what = "what `activation` captures" if name == "activation" else f"`{name}`"
                 raise NotImplementedError(
-                    f"the fused kernel applies {what} on one device for all, and by its type it varies along "
+                    f"the fused kernel takes {what} to be the same on all devices, and by its type it varies along "
                     f"{min(axes, key=str)!r}: apply it to the result, or {XLA}"
                 )
         super().check(call, config, target, mesh)
@@ -96,9 +97,9 @@ def matmul_all_reduce(
     """Multiplies `lhs` by `rhs` and sums over a mesh axis: all devices have the sum, communication behind computation.
 
     For layers whose contraction is sharded and whose result every device needs (Megatron's row-parallel layer without
-    sequence parallelism, decoding). To be called inside `jax.shard_map`; equals `lax.psum(lhs @ rhs, axis_name)`. Each
-    device sums up a block of the result: rows, if there are at least 128 for each and D divides m, else columns, if D
-    divides n; and sends it to all others.
+    sequence parallelism, decoding). To be called inside `jax.shard_map`; equals `lax.psum(lhs @ rhs, axis_name)`. Where
+    there are few rows, each device sends its part of the result to all others and sums up all of it
+    (`Config.one_shot`); else each sums up a block, of rows or of columns, and sends that to all others.
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
@@ -109,7 +110,7 @@ def matmul_all_reduce(
         tuple; the mesh may have more axes, and its devices may be in any order.
       addend: of the result's shape or without its leading dimensions, added to the sum (once, not by each device)
         before the activation: a residual, say. Like `bias` and what `activation` captures, it must be the same on all
-        devices along `axis_name`: the kernel reads it on one of them.
+        devices along `axis_name`: the kernel reads it on one of them, or on each for itself.
       bias: [n], one value per column of the result, added to the sum.
       activation: an elementwise function of float32 values, as for `overlap.matmul`; of the sum.
       lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
@@ -121,15 +122,15 @@ def matmul_all_reduce(
         float8. Products are accumulated and parts added in float32, but the parts that are sent are rounded to this
         dtype: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice as many bytes
         travel.
-      config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1); by default from a table of
-        measurements, else by a model.
+      config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1) and `one_shot`; by default
+        from a table of measurements, else by a model. Without `one_shot`, D must divide m, or n in units of 16 bytes.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then all-reduce), or None to
         choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
         once, logger "overlap".
 
     Returns:
       [..., m, n], the same bits on all devices along `axis_name` (with `check_vma=True` it is so typed). Deterministic:
-      the parts of each block are added in a fixed order, so repeated calls give the same bits.
+      parts are added in a fixed order, so repeated calls give the same bits.
 
     Raises:
       ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.
@@ -137,9 +138,10 @@ def matmul_all_reduce(
         to do).
 
     Differentiable to any order, in both modes, as `lax.psum(lhs @ rhs, axis_name)` is; the backward pass runs by XLA
-    (with `check_vma=True` it communicates nothing). `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading
-    dimension. Over a bias or what an activation captures, the kernel computes the sum and XLA the rest. Over anything
-    else XLA runs, or NotImplementedError is raised if implementation="fused".
+    (with `check_vma=True` it communicates nothing). Leading dimensions are more rows to the kernel. `vmap` over `lhs`,
+    an `lhs_scale` of rows and an `addend` becomes a leading dimension; over a bias or what an activation captures, the
+    kernel computes the sum and XLA the rest. Over anything else XLA runs, or NotImplementedError is raised if
+    implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

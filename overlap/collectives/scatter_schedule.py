@@ -20,8 +20,8 @@ from overlap.primitives.integers import ceil_div, larger, quotient, remainder, s
 class Strips:
     """How the tiles of a device's own block are cut for the peers, where these want it too: some rows of a tile each.
 
-    Strips come in the order of the tiles, and none has rows of two. Of the last tile row some may have fewer rows, or none; those of the last
-    tile column may have fewer columns. They are loaded in full, filled up with zeros.
+    Strips come in the order of the tiles, and none has rows of two. Of the last tile row some may have fewer rows, or
+    none; those of the last tile column may have fewer columns. They are loaded in full, filled up with zeros.
 
     Attributes:
       order: the tiles of the block, batch elements one below the other.

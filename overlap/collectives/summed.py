@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
-from overlap.frame import sharded
+from overlap.frame import arguments, sharded
 from overlap.frame.normalize import Call
 from overlap.frame.operands import Operands, Plan, Results, sizes
 from overlap.frame.operation import Operation
@@ -33,6 +34,7 @@ class Summed(Operation):
     Attributes:
       ring: the devices.
       op: the name of the `Problem`.
+      takes_more_rows: whether leading dimensions of the left operand may be taken as more rows.
     """
 
     ring: Ring
@@ -40,6 +42,7 @@ class Summed(Operation):
     reduces = True
     epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
     batched_together = frozenset({"lhs"})
+    takes_more_rows = False
 
     @property
     def op(self) -> str:
@@ -52,9 +55,29 @@ class Summed(Operation):
     # --- The choice ---
 
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
-        batch, m, (n,), k = sizes(operands, layouts)
+        batch, m, (n,), k = sizes(self._as_rows(operands, layouts), layouts)
         dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
         return Problem(self.op, m, n, k, *dtypes, self.ring.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
+
+    def _as_rows(self, operands: Operands, layouts: OperandLayouts) -> Operands:
+        """Without leading dimensions, where they can be more rows: tiles are then full of them. Arrays may be types."""
+        lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
+        (addend,) = operands.addends or (None,)
+        if len(lhs.shape) == 2 or layouts.transpose_lhs or len(rhs.shape) > 2 or not self.takes_more_rows:
+            return operands
+        if addend is not None and len(addend.shape) == 2:
+            return operands
+        if rows is not None:
+            rows = arguments.each(lambda x: jnp.broadcast_to(x, lhs.shape[:-1]), rows)
+
+        def folded(x: Any, *last: int) -> Any:
+            shape = math.prod(lhs.shape[:-1]), *last
+            return None if x is None else arguments.each(lambda x: x.reshape(shape), x)
+
+        return dataclasses.replace(
+            operands, lhs=folded(lhs, lhs.shape[-1]), row_scale=folded(rows),
+            addends=None if addend is None else (folded(addend, addend.shape[-1]),),
+        )  # fmt: skip
 
     def along(self, operands: Operands, plan: Plan) -> str:
         """In which dimension the sum is cut into blocks."""
@@ -64,10 +87,11 @@ class Summed(Operation):
         def scratch_bytes(config: Config, target: Target) -> int:
             if self.ring.size == 1:
                 return 0
-            plan = Plan(self, call.layouts, call.out_dtype, target, config)
+            plan, operands = Plan(self, call.layouts, call.out_dtype, target, config), call.operands
+            operands = self._as_rows(operands, call.layouts)
             if self.spreads and config.one_shot:
-                return one_shot.scratch_bytes(call.operands, plan, self.ring.size)
-            return scattered.scratch_bytes(call.operands, plan, self.ring.size, self.along(call.operands, plan))
+                return one_shot.scratch_bytes(operands, plan, self.ring.size)
+            return scattered.scratch_bytes(operands, plan, self.ring.size, self.along(operands, plan))
 
         return dispatch.Circumstances(untried=untried(self.ring, mesh), scratch_bytes=scratch_bytes)
 
@@ -99,10 +123,13 @@ class Summed(Operation):
     def launch(self, operands: Operands, plan: Plan) -> Results:
         if self.ring.size == 1:
             return MATMUL.launch(operands, dataclasses.replace(plan, operation=MATMUL))
+        rows = self._as_rows(operands, plan.layouts)
         if self.spreads and plan.config is not None and plan.config.one_shot:
-            out = one_shot.launch(operands, plan, self.ring)
+            out = one_shot.launch(rows, plan, self.ring)
         else:
-            out = scattered.launch(operands, plan, self.ring, self.along(operands, plan))
+            out = scattered.launch(rows, plan, self.ring, self.along(rows, plan))
+        if rows is not operands:
+            return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
         return (out if operands.lhs.ndim > 2 else out[0],), None
 
     def typed(self, operands: Operands) -> Operands:
