@@ -160,6 +160,11 @@ def send_all_strips_to_one_peer(patch):
     change_strips(patch, send=lambda send: while_called(send, to_the_next))
 
 
+def send_rows_of_whole_tiles(patch):
+    """Also where the result has fewer columns: into the next row, or the next block."""
+    patch.setattr(Strips, "last_cols", property(lambda self: self.cols))
+
+
 def send_strips_to_the_receivers_block(patch):
     """Instead of this device's."""
     remote, own_block, places = Ring.remote, scattered._Body._own_block, {}

@@ -105,6 +105,7 @@ OF_STRIPS = [
     spread.strips_are_no_transfers,
     spread.send_all_strips_to_one_peer,
     spread.send_strips_to_the_receivers_block,
+    spread.send_rows_of_whole_tiles,
 ]
 OF_ONE_SHOT = [
     one_shot_defects.send_before_peers_have_begun,

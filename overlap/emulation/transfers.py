@@ -89,6 +89,12 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             return
         source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
         _check_shapes(source, target)
+        if target.requested is not None and len(target.requested) == 1 and target.buffer.data.ndim > 1:
+            # What is one piece of memory is copied as such, which is clipped at the end of the whole array alone.
+            raise ProtocolError(
+                f"a copy of {target.requested[0]} elements to {target} goes beyond the end of a row: it is one piece "
+                "of memory, so it overwrites what lies behind that row"
+            )
         engine.store(thread, source, target, reduction, commit, target.buffer.device != thread.device)
 
     d.emit(run, eqn, visible=True)
