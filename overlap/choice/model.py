@@ -61,12 +61,6 @@ SENT_BYTES_PER_US = 0.45e6
 CLUSTER_US = 0.5
 
 
-def _rows(config: Config, problem: Problem) -> tuple[int, int]:
-    """Rows of a product that a tile may take from anywhere, and how many such products there are."""
-    m, _, products = problem.grid(config)
-    return m, products
-
-
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
     rows, columns = config.cluster_tile
@@ -96,7 +90,7 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     multiply = config.tile_m * config.tile_n * itemsize / TENSOR_CORE_RATE
     read = COMPUTE_WARPGROUPS * (half_m / WGMMA_M) * (WGMMA_M + half_n) * itemsize / SMEM_BYTES_PER_CYCLE
     lhs_row, rhs_row = problem.row_bytes
-    m, products = _rows(config, problem)
+    m, _, products = problem.grid(config)
     loaded = rows_loaded(config, m, problem.transpose_lhs)
     # Per tile; those of the last one are shared out to all that lie above it.
     empty = 0 if problem.transpose_lhs else loaded - m / ceil_div(m, loaded)

@@ -1,11 +1,12 @@
 """Matmul and all-reduce as one kernel: the second half of a tensor-parallel layer whose result all devices need.
 
 Device d of D holds lhs[m, k_shard] and rhs[k_shard, n], so that the products of all devices must be summed, and each
-device has the whole sum. The kernel is that of `matmul_reduce_scatter` (`scattered.py`): what a device has summed up it
-sends to all others.
+device has the whole sum. For few rows every device sums up all of it (`one_shot.py`); else the kernel is that of
+`matmul_reduce_scatter` (`scattered.py`), and what a device has summed up it sends to all others.
 
-Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; a sum that can be cut into a block of rows or
-columns for each device; devices that can address each other, as `overlap/primitives/clique.py` finds them.
+Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; but for few rows, a sum that can be cut into a
+block of rows or columns for each device; devices that can address each other, as `overlap/primitives/clique.py` finds
+them.
 """
 
 from __future__ import annotations

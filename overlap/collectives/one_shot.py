@@ -122,7 +122,7 @@ class _Body:
             load_lhs=lambda tile, load: load(_of_element(lhs_gmem, tile)),
             rhs_at=lambda tile: rhs_gmem,
             out_at=lambda tile: out_gmem.at[tile.batch],
-            communicate=lambda: _drop(self._handshake.begin()),
+            communicate=self._look_for_peers,
             addend_at=(lambda tile: _of_element(addends[0], tile)) if addends else None,
             epilogue_at=lambda tile: self._epilogue_at(tile, of_part=False),
             exchange=Exchange(
@@ -172,6 +172,10 @@ class _Body:
         scales = dataclasses.replace(vectors, row_scale=None if rows is None else _of_element(rows, tile), bias=None)
         return epilogue.epilogue(scales, None, self.kernel.mainloop)
 
+    def _look_for_peers(self) -> None:
+        # It has nothing to carry, so what it has drawn beyond the looks does not matter.
+        self._handshake.begin()
+
     def _announce(self, tile: Tile) -> None:
         flag, ring, handshake = self.refs.flags[0].at[self.me, self._place(tile)], self.ring, self._handshake
         pl.loop(1, ring.size)(lambda distance: signal_peer(flag, ring, ring.peer(distance)))
@@ -191,7 +195,3 @@ class _Body:
 
 def _of_element(ref: Any, tile: Tile) -> Any:
     return ref.at[tile.batch if ref.shape[0] > 1 else 0]
-
-
-def _drop(_: Any) -> None:
-    """For a hook whose result nobody wants."""

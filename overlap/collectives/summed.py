@@ -29,7 +29,7 @@ XLA = 'use implementation="xla"'
 
 @dataclasses.dataclass(frozen=True)
 class Summed(Operation):
-    """Products summed over the devices, each of which computes a block of the sum: some rows (m) or columns (n).
+    """Products summed over the devices: each adds up a block, some rows (m) or columns (n), or in one shot everything.
 
     Attributes:
       ring: the devices.
