@@ -118,7 +118,7 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     layout, batch = options.pop("layout", "nn"), tuple(options.pop("batch", ()))
     rhs_dtype = options.pop("rhs_dtype", case.dtype)
     (m, n, k), size, (left, right) = case.shape, mesh.shape["x"], (letter == "t" for letter in layout)
-    columns, whole = op.endswith("_n"), op == "matmul_all_reduce"
+    columns, whole, transport = op.endswith("_n"), op == "matmul_all_reduce", options.pop("transport", None)
     if case.processes > 1:  # As in a job of so many; this is one process.
         kernel.lands_in_an_operand = lambda: True
     structs = [
@@ -135,7 +135,9 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
         function: Any = overlap.matmul_all_reduce
         if not whole:
-            function = functools.partial(overlap.matmul_reduce_scatter, scatter_dimension=int(columns))
+            function = functools.partial(
+                overlap.matmul_reduce_scatter, scatter_dimension=int(columns), transport=transport
+            )
         return function(
             lhs, rhs, "x", transpose_lhs=left, transpose_rhs=right,
             preferred_element_type=out, config=overlap.Config.of(**options), implementation="fused",

@@ -30,6 +30,8 @@ WEIGHTS = overlap.Config.of(tile_n=128, stages=2, chunk_bytes=1024)
 SUMS = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 # Forms of sums that all devices are to have (that of blocks of rows is "spread m").
 SPREAD, ONE_SHOT = "spread n", "one shot"
+# Sums whose parts are passed on from device to device.
+SUMS_BY_RING = "ring m"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +102,15 @@ def of_sums(
     mesh: Any = None,
     axis: str = "x",
 ) -> Kernel:
-    """`matmul_reduce_scatter`, along "m" or "n"; or `matmul_all_reduce`, "spread m" or "spread n" or in "one shot".
+    """`matmul_reduce_scatter`, along "m" or "n", or by "ring m" or "ring n".
+
+    Or `matmul_all_reduce`, "spread m" or "spread n" or in "one shot".
 
     Each device sums up `block` rows and columns, and has `k` columns of `lhs`. Results are compared on all devices.
     """
     mesh, (rows, columns), dimension = mesh or make_mesh(x=devices), block, along[-1]
+    if by_ring := along.startswith("ring"):
+        along = dimension
     m, n = devices * rows if dimension == "m" else rows, devices * columns if dimension == "n" else columns
     lhs, rhs = integers(0, *([batch] if batch else []), m, devices * k), integers(1, devices * k, n)
     keywords = {"preferred_element_type": dtype, "implementation": "fused"}
@@ -114,7 +120,8 @@ def of_sums(
         problem = Problem("matmul_all_reduce", m, n, k, "bfloat16", "bfloat16", devices)
         assert along == ONE_SHOT or problem.scattered == dimension
     else:
-        keywords |= {"config": config, "scatter_dimension": ALONG.index(along)}
+        transport = "ring" if by_ring else None
+        keywords |= {"config": config, "scatter_dimension": ALONG.index(along), "transport": transport}
 
     def summed(a: jax.Array, b: jax.Array) -> jax.Array:
         if everywhere:

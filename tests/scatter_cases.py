@@ -43,6 +43,7 @@ class Layer:
       transpose_rhs: whether rhs is [n, D · k].
       activation: of the sum.
       dtype: of the result.
+      transport: how parts travel, where the sum is scattered.
     """
 
     along: Literal["m", "n", "everywhere"] = "m"
@@ -51,6 +52,7 @@ class Layer:
     transpose_rhs: bool = False
     activation: Any = None
     dtype: Any = F32
+    transport: str | None = None
 
     def __call__(self, arrays: dict[str, Any], implementation: str | None = "fused", config: Any = SMALL) -> jax.Array:
         """The operation on one device's part of the arrays."""
@@ -58,7 +60,9 @@ class Layer:
         lhs, rhs = given.pop("lhs"), given.pop("rhs")
         function: Any = overlap.matmul_all_reduce
         if self.along != EVERYWHERE:
-            function = functools.partial(overlap.matmul_reduce_scatter, scatter_dimension=ALONG.index(self.along))
+            function = functools.partial(
+                overlap.matmul_reduce_scatter, scatter_dimension=ALONG.index(self.along), transport=self.transport
+            )
         return function(
             lhs, rhs, self.axis, transpose_lhs=self.transpose_lhs,
             transpose_rhs=self.transpose_rhs, activation=self.activation, preferred_element_type=self.dtype,
@@ -153,7 +157,7 @@ class Layer:
     def expected(self, arrays: dict[str, Any], devices: int, *, one_shot: bool = False) -> np.ndarray:
         """What the kernel computes, in NumPy: parts of other devices are rounded to the result's dtype, once.
 
-        In one shot the own part is so as well, on all devices.
+        In one shot the own part is so as well, on all devices. By ring sums are, once on each way.
         """
         lhs, rhs = in_f32(arrays["lhs"], self.transpose_lhs), in_f32(arrays["rhs"], self.transpose_rhs)
         parts = [a @ b for a, b in zip(np.split(lhs, devices, -1), np.split(rhs, devices, -2), strict=True)]
@@ -166,14 +170,20 @@ class Layer:
             m, n = parts[0].shape[-2:]
             dimension = -2 + ALONG.index(self.blocks(m, n, devices, arrays["lhs"].dtype))
             blocks = [np.split(part, devices, dimension) for part in parts]
-            sums = [
-                sum((blocks[device][own].astype(self.dtype).astype(F32) for device in range(devices) if device != own),
-                    blocks[own][own])
-                for own in range(devices)
-            ]  # fmt: skip
-            out = np.concatenate(sums, dimension)
+            out = np.concatenate([self._summed_on(own, blocks) for own in range(devices)], dimension)
         out = out + in_f32(arrays.get("bias", 0.0)) + in_f32(arrays.get("addend", 0.0))
         return np.asarray(out if self.activation is None else self.activation(out)).astype(self.dtype)
+
+    def _summed_on(self, own: int, blocks: Any) -> np.ndarray:
+        """The block of device `own`, from all devices' parts of all blocks."""
+        rounded = lambda part: part.astype(self.dtype).astype(F32)  # noqa: E731
+        others = [(own - distance) % len(blocks) for distance in range(1, len(blocks))]
+        if self.transport != "ring":
+            return sum((rounded(blocks[device][own]) for device in others), blocks[own][own])
+        total: Any = 0.0
+        for device in others:
+            total = rounded(blocks[device][own] + total)
+        return blocks[own][own] + total
 
 
 def check(layer: Layer, mesh: Any, arrays: dict[str, Any], *, config: Any = SMALL, implementation: Any = "fused",

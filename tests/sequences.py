@@ -75,7 +75,8 @@ TILES = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 JOINED = dataclasses.replace(TILES, joined=True)
 ONE_SHOT = dataclasses.replace(TILES, one_shot=True)
 Kind = Literal[
-    "pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "spread", "one shot", "matmul"
+    "pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "scatter by ring", "spread",
+    "one shot", "matmul",
 ]  # fmt: skip
 # Of each kind, two shapes per device: rows, columns, contraction (of a shard, where that is what is gathered; of a
 # block, where sums are scattered, or all devices have them).
@@ -88,6 +89,7 @@ SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
     "rhs k": [(16, 64, 64), (72, 64, 40)],
     "scatter m": [(16, 64, 64), (24, 136, 72)],
     "scatter n": [(16, 64, 64), (72, 40, 72)],
+    "scatter by ring": [(16, 64, 64), (24, 136, 72)],
     "spread": [(16, 64, 64), (24, 136, 72)],  # The first by columns, the second by rows.
     "one shot": [(16, 64, 64), (72, 40, 72)],
     "matmul": [(16, 64, 64), (72, 64, 72)],
@@ -117,8 +119,9 @@ class Call:
             case "rhs n" | "rhs k":
                 fused["gather_dimension"] = 1 if self.kind == "rhs n" else 0
                 return lambda a, b: overlap.all_gather_rhs_matmul(a, b, self.axes, **fused)
-            case "scatter m" | "scatter n":
-                fused["scatter_dimension"] = 0 if self.kind == "scatter m" else 1
+            case "scatter m" | "scatter n" | "scatter by ring":
+                fused["scatter_dimension"] = 1 if self.kind == "scatter n" else 0
+                fused["transport"] = "ring" if self.kind == "scatter by ring" else "push"
                 return lambda a, b: overlap.matmul_reduce_scatter(a, b, self.axes, **fused)
             case "spread" | "one shot":
                 fused["config"] = ONE_SHOT if self.kind == "one shot" else TILES
@@ -135,7 +138,7 @@ class Call:
         devices, sizes = len(self.layout.order), dict(self.layout.sizes)
         ring = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
         whole_k = k * ring if self.kind == "rhs k" else k
-        by_rows = self.kind == "scatter m" or (self.kind == "spread" and self.shape[0] > 16)
+        by_rows = self.kind in ("scatter m", "scatter by ring") or (self.kind == "spread" and self.shape[0] > 16)
         by_columns = self.kind == "scatter n" or (self.kind == "spread" and not by_rows)
         whole_rows, whole_columns = rows * ring if by_rows else rows, columns * ring if by_columns else columns
         draw = np.random.default_rng(random.Random(str(self)).getrandbits(32)).integers

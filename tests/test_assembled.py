@@ -184,6 +184,24 @@ def test_it_assembles_on_larger_meshes(mesh: dict[str, int], hosts: int) -> None
     check(Case("all_gather_lhs_matmul", math.prod(mesh.values()), SHAPE, mesh=mesh, hosts=hosts), pulls=True)
 
 
+@pytest.mark.parametrize(
+    ("devices", "processes", "op", "fields"),
+    [
+        (4, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 256, "stages": 4}),
+        (8, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 128, "stages": 4, "epilogue": "all"}),
+        (4, 4, "matmul_reduce_scatter_n", {"tile_m": 128, "tile_n": 256, "stages": 4, "epilogue": "all"}),
+    ],
+)
+def test_sums_by_ring_assemble_without_spills(devices: int, processes: int, op: str, fields: dict[str, Any]) -> None:
+    config = {"op": op, "out": "bfloat16", "transport": "ring", **fields}
+    case = Case("tests.assembly_products:scattered", devices, (4096, 4096, 2048), config=config, processes=processes)
+    report = assembly.assemble_case(case)[-1]
+    assert (report.spills, report.stack_frame_bytes, report.remarks) == (0, 0, ())
+    of_config = {name: value for name, value in fields.items() if name != "epilogue"}
+    # (Of the chunk buffers that a configuration announces, the ring uses one.)
+    assert report.shared_memory_bytes <= smem_bytes(overlap.Config.of(**of_config), "bfloat16", "bfloat16", "push")
+
+
 def test_a_config_that_does_not_fit_is_refused_before_it_is_assembled() -> None:
     with pytest.raises(RuntimeError, match="shared memory"):
         assembly.assemble_case(Case("all_gather_lhs_matmul", 4, SHAPE, config={"stages": 5}))

@@ -1,5 +1,7 @@
 """The schedules of products summed over devices, walked exhaustively: pure integers, no kernel."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,6 +71,41 @@ def test_devices_send_to_different_ones_and_terms_find_their_source(devices):
                 assert [step for step in range(devices) if schedule.block(source, step) == me] == [term]
             for step in range(schedule.last_step):
                 assert schedule.source(schedule.block(me, step), step) == me
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_by_ring_a_sum_goes_from_device_to_device_until_it_is_home(devices):
+    for schedule, _, _ in schedules(devices):
+        schedule = dataclasses.replace(schedule, by_ring=True)
+        for owner in range(devices):
+            # Who computes the first part of its block passes it on, and so do all others.
+            device = next(device for device in range(devices) if schedule.block(device, 0) == owner)
+            met = [device]
+            for step in range(schedule.last_step):
+                there = schedule.receiver(device, step)
+                assert (device - there) % devices == 1 and schedule.source(there, step) == device
+                assert schedule.block(there, step + 1) == owner
+                # What is added there in the next step is what has been sent in this one, and nothing else.
+                assert schedule.has_terms(step + 1) and schedule.terms == 1
+                assert schedule.step_of_term(step + 1, 0) == step
+                device = there
+                met.append(device)
+            assert device == owner and sorted(met) == list(range(devices))
+        assert not schedule.has_terms(0)
+        assert schedule.passes_on == (devices > 2)
+
+
+@pytest.mark.parametrize("devices", range(1, 17))
+def test_by_push_each_part_goes_to_its_owner(devices):
+    for schedule, _, _ in schedules(devices):
+        last = schedule.last_step
+        assert [schedule.has_terms(step) for step in range(devices)] == [False] * last + [True]
+        assert [schedule.step_of_term(last, term) for term in range(schedule.terms)] == list(range(last))
+        for me in range(devices):
+            for step in range(last):
+                there = schedule.receiver(me, step)
+                assert there == schedule.block(me, step) and schedule.source(there, step) == me
+        assert not schedule.passes_on
 
 
 @pytest.mark.parametrize("devices", range(1, 17))
@@ -148,7 +185,10 @@ def test_traced_indices_agree_with_python_ones():
             assert traced(schedule.box_of_row, row) == schedule.box_of_row(row)
             assert traced(schedule.place_of_row, row) == schedule.place_of_row(row)
             assert traced(schedule.block, 2, step) == schedule.block(2, step)
-            assert traced(schedule.source, 0, step) == schedule.source(0, step)
+            for each in (schedule, dataclasses.replace(schedule, by_ring=True)):
+                assert traced(each.source, 0, step) == each.source(0, step)
+                assert traced(each.receiver, 0, step) == each.receiver(0, step)
+                assert traced(each.step_of_term, step, 0) == each.step_of_term(step, 0)
     for schedule, block, config in (schedules_of_3[0], schedules_of_3[2]):
         strips = schedule.strips(block, 16, config)
         for index in range(0, strips.count, 1 + strips.count // 4):

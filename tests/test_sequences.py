@@ -8,7 +8,7 @@ from tests.sequences import Call, Layout, Trial, layout
 
 IN_A_CHUNK = 25
 # Of all kinds and layouts, with few on eight devices, which take long.
-CHUNKS, LONG = (1, 18, 25, 30, 41, 58), (9, 17, 50)
+CHUNKS, LONG = (3, 47, 66, 90, 96, 117), (9, 17, 50)
 
 
 @pytest.mark.parametrize("chunk", [*CHUNKS, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in LONG)])

@@ -137,6 +137,7 @@ CASES = (
     Case("weights along n", 64, 256, 128, jnp.bfloat16, _gather_weights(1)),
     Case("sums by rows", 128, 128, 264, jnp.bfloat16, _reduce_scatter(0, 136)),
     Case("sums by few rows", 64, 128, 256, jnp.bfloat16, _reduce_scatter(0, 8)),
+    Case("sums by the ring", 64, 128, 136, jnp.bfloat16, _reduce_scatter(0, 72, transport="ring")),
     Case("sums by columns", 72, 128, 136, jnp.float16, _reduce_scatter(1, 72, preferred_element_type=jnp.float32)),
     # Columns that no number of devices divides, and such as 2, 3, 4, 6 and 8 do.
     Case("sums for all by rows", 64, 128, 136, jnp.bfloat16, _all_reduce(72, chunk_bytes=4096)),

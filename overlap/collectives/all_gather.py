@@ -12,7 +12,7 @@ from jax import lax
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.collectives.axis import require_peers, untried
-from overlap.collectives.backward import backward
+from overlap.collectives.backward import AS_BEFORE, backward
 from overlap.frame import sharded
 from overlap.frame.normalize import Call
 from overlap.frame.operands import Operands, Plan, sizes
@@ -165,7 +165,9 @@ class AllGather(Operation):
 
         if self.along != "m" or plan.layouts.transpose_lhs or g.dtype != rhs.dtype or rhs.ndim > 2:
             return None
-        return backward(MatmulReduceScatter(self.ring, "m"), g, rhs, dtype, plan)
+        transport = "ring" if self.transport == "ring" else "push"
+        scatter = MatmulReduceScatter(self.ring, "m", transport=transport, transport_reason=AS_BEFORE)
+        return backward(scatter, g, rhs, dtype, plan)
 
     def _along_the_ring(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
         """`move(array, dimension)` of whatever is cut along the ring; dimensions count from the last one."""

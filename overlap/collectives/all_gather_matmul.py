@@ -173,11 +173,11 @@ def all_gather_lhs_matmul(
         to do).
 
     Differentiable to any order, in both modes. The cotangent of `lhs` is a `matmul_reduce_scatter` for each right
-    operand, chosen as such a call is, if the result has the operands' dtype, there are no scales, and nothing depends
-    on a gathered `lhs` that was returned. All else runs by XLA, which gathers `lhs` again for the cotangent of `rhs` if
-    it was not returned. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the
-    configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
-    NotImplementedError is raised if implementation="fused".
+    operand, chosen as such a call is (by the same kind of transport), if the result has the operands' dtype, there are
+    no scales, and nothing depends on a gathered `lhs` that was returned. All else runs by XLA, which gathers `lhs`
+    again for the cotangent of `rhs` if it was not returned. `vmap` over `lhs` and an `lhs_scale` of rows becomes a
+    leading dimension, with the configuration of a single element (one of your own is tuned as a whole); over anything
+    else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

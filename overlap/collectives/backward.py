@@ -13,6 +13,9 @@ from overlap.frame.operands import Plan
 from overlap.frame.operation import Operation
 from overlap.kernels.config import FLOAT16
 
+# Why a transport is used.
+AS_BEFORE = "as in the forward pass"
+
 
 def backward(operation: Operation, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> Any:
     """`operation` on the cotangent `g` and the transpose of a forward pass's right operand; None: not by a kernel.

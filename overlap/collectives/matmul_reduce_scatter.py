@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from overlap.choice import dispatch
+from overlap.collectives import pull
 from overlap.collectives.axis import ring_of
 from overlap.collectives.reduce_scatter import ReduceScatter
 from overlap.frame import arguments, call
@@ -24,6 +25,8 @@ from overlap.frame.normalize import Call, normalize
 from overlap.kernels.config import Config
 
 NAME = "matmul_reduce_scatter"
+# How the parts may travel, and why where nobody asks for it.
+TRANSPORTS = {"push": pull.WHY, "ring": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +37,18 @@ class MatmulReduceScatter(ReduceScatter):
 
 
 def _prepare(
-    lhs: Any, rhs: Any, axis_name: Any, *, scatter_dimension: Any = 0, mesh: Any = None, **keywords: Any
-) -> tuple[MatmulReduceScatter, Call]:
+    lhs: Any, rhs: Any, axis_name: Any, *, scatter_dimension: Any = 0, transport: Any = None, mesh: Any = None,
+    **keywords: Any,
+) -> tuple[MatmulReduceScatter, Call]:  # fmt: skip
     ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
         "scatter_dimension", scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
     )
-    operation = MatmulReduceScatter(ring, "n" if dimension else "m")
+    chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
+    operation = MatmulReduceScatter(
+        ring, "n" if dimension else "m", transport=chosen or "push",
+        transport_reason="asked for" if chosen else TRANSPORTS["push"],
+    )  # fmt: skip
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 
@@ -65,6 +73,7 @@ def matmul_reduce_scatter(
     preferred_element_type: Any = None,
     config: Config | None = None,
     implementation: str | None = None,
+    transport: str | None = None,
 ) -> jax.Array:
     """Multiplies `lhs` by `rhs`, sums over a mesh axis and keeps a block of that, communication behind computation.
 
@@ -99,11 +108,17 @@ def matmul_reduce_scatter(
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then reduce-scatter), or
         None to choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is
         logged once, logger "overlap".
+      transport: how the parts travel in the fused kernel. "push", which None means: every device sends its part of each
+        block right to the block's owner, which adds them up; right where all peers are one hop away, as the GPUs of one
+        host are behind its switch. "ring": every device adds its own part to what the device behind it (the next one in
+        the order of `axis_name`) has sent, and sends the sum to the device before it; right where only neighbours have
+        a link. What travels is then rounded once on each of its D − 1 hops.
 
     Returns:
       [..., m / D, n] per shard, globally [..., m, n] with rows sharded; or, with scatter_dimension=1, [..., m, n / D].
       Deterministic: parts are added in a fixed order (those of the others first, from the device before this one on
-      backwards, then their sum to the own one), so repeated calls give the same bits.
+      backwards, then their sum to the own one), so repeated calls give the same bits; another transport may differ in
+      the last ones.
 
     Raises:
       ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config; D does not
@@ -112,10 +127,10 @@ def matmul_reduce_scatter(
         to do).
 
     Differentiable to any order, in both modes. With rows scattered, no scales, and a result of the operands' dtype, the
-    cotangent of `lhs` is an `all_gather_lhs_matmul`, chosen as such a call is, whose gathered cotangent serves for that
-    of `rhs` too; all else runs by XLA. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension. Over a
-    bias or what an activation captures, the kernel computes the sum and XLA the rest. Over anything else XLA runs, or
-    NotImplementedError is raised if implementation="fused".
+    cotangent of `lhs` is an `all_gather_lhs_matmul`, chosen as such a call is (by the same kind of transport), whose
+    gathered cotangent serves for that of `rhs` too; all else runs by XLA. `vmap` over `lhs` and an `lhs_scale` of rows
+    becomes a leading dimension. Over a bias or what an activation captures, the kernel computes the sum and XLA the
+    rest. Over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -83,6 +83,7 @@ class Communicator:
       results: chunks that come behind the peers', and their slots in the same shared memory: (chunks, slots).
       scale_pieces: pieces of scales that come before the chunks.
       pull_scales: copies one of these, by its index.
+      only: the distance of the one peer whose memory is read or written; None: that of all peers.
     """
 
     name: str
@@ -96,12 +97,13 @@ class Communicator:
     results: tuple[Chunks, Any] | None = None
     scale_pieces: int = 0
     pull_scales: Callable[[Any], None] | None = None
+    only: int | None = None
 
     def run(self) -> None:
         """To be called by that warp, once (`Hooks.communicate`)."""
         behind = 0 if self.results is None else self.results[0].count
         transfers = self.scale_pieces + self.peers.count + behind
-        handshake = Handshake(self.flags[0], self.ring, cta(self.config), self.name, transfers)
+        handshake = Handshake(self.flags[0], self.ring, cta(self.config), self.name, transfers, self.only)
         number, carried, first = handshake.begin(), 0, handshake.looks
         if self.own_first:
             self._copy_own()

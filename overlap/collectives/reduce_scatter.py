@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from overlap.collectives.backward import backward
+from overlap.collectives.backward import AS_BEFORE, backward
 from overlap.collectives.summed import Summed
 from overlap.frame.operands import Plan
 from overlap.kernels.varying import varying
@@ -23,6 +23,8 @@ class ReduceScatter(Summed):
     """
 
     dimension: Literal["m", "n"]
+    transport: Literal["push", "ring"] = dataclasses.field(default="push", kw_only=True)
+    transport_reason: str = dataclasses.field(default="", kw_only=True)
 
     @property
     def op(self) -> str:
@@ -58,7 +60,8 @@ class ReduceScatter(Summed):
 
         if self.dimension != "m" or plan.layouts.transpose_lhs or cotangent.dtype != rhs.dtype or rhs.ndim > 2:
             return None
-        gather = all_gather_matmul.AllGatherLhs(self.ring, "m", returns_gathered=True)
+        transport = "ring" if self.transport == "ring" else "pull"
+        gather = all_gather_matmul.AllGatherLhs(self.ring, "m", AS_BEFORE, returns_gathered=True, transport=transport)
         return backward(gather, cotangent, rhs, dtype, plan)
 
     def spread(self, cotangent: jax.Array) -> jax.Array:

@@ -1,8 +1,11 @@
 """Who computes what when if the result is summed over the devices and scattered: pure integer functions.
 
 The result of each device is a *block*: some rows, or some columns, of the sum. Every device computes its part of every
-block, in step s that of the device s + 1 places ahead, and its own block last, when those of the others are there: the
-part of the device s + 1 places behind is its *term* s. So at any time all devices send to different ones.
+block, in step s that of the device s + 1 places ahead, and its own block last. By *push* it sends each part to the
+block's owner, which adds them all to its own: the part of the device s + 1 places behind is its *term* s. So at any
+time all devices send to different ones. By *ring* it sends what it has computed to the device before it, which
+computes its part of the same block in the next step, and adds to that what has come: so from step 1 on each block has
+one term, and what is sent is the sum of all parts so far.
 """
 
 from __future__ import annotations
@@ -90,6 +93,7 @@ class ReduceScatterSchedule:
       batch: how many batch elements.
       boxes: how many boxes a tile is stored as, and rows and columns of each.
       plan: how the boxes of one block, one below the other, are cut into chunks.
+      by_ring: whether sums are passed on from device to device; else each part is pushed to the block's owner.
     """
 
     devices: int
@@ -98,11 +102,12 @@ class ReduceScatterSchedule:
     batch: int
     boxes: tuple[int, int, int]
     plan: PullPlan
+    by_ring: bool = False
 
     @staticmethod
     def of(
         devices: int, along: Literal["m", "n"], block: tuple[int, int, int], boxes: tuple[int, int, int], itemsize: int,
-        config: Config,
+        config: Config, *, by_ring: bool = False,
     ) -> ReduceScatterSchedule:  # fmt: skip
         """The schedule of a problem.
 
@@ -113,13 +118,14 @@ class ReduceScatterSchedule:
           boxes: of a tile: how many, and rows and columns of each.
           itemsize: bytes of an element of what is sent.
           config: sizes.
+          by_ring: as the attribute.
         """
         (batch, m, n), (count, rows, columns) = block, boxes
         order = TileOrder(
             batch * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n), config.order_minor, config.order_width
         )
         plan = PullPlan.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
-        return ReduceScatterSchedule(devices, along, order, batch, boxes, plan)
+        return ReduceScatterSchedule(devices, along, order, batch, boxes, plan, by_ring)
 
     def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:
         """How the own block is cut for the peers, in strips of so many rows at most; `block` as in `of`."""
@@ -151,14 +157,36 @@ class ReduceScatterSchedule:
         """Whose block device `me` computes its part of in `step`: in the last one its own."""
         return remainder(me + 1 + step, self.devices)
 
-    def source(self, me: Any, term: Any) -> Any:
-        """Whose part of its own block is term `term` of device `me`: it computes that in step `term`."""
-        return remainder(me + (self.devices - 1) - term, self.devices)
+    def source(self, me: Any, step: Any) -> Any:
+        """Who sends device `me` what it has computed in `step`."""
+        return remainder(me + (1 if self.by_ring else self.devices - 1 - step), self.devices)
+
+    def receiver(self, me: Any, step: Any) -> Any:
+        """Whom device `me` sends what it has computed in `step`."""
+        return remainder(me + self.devices - 1, self.devices) if self.by_ring else self.block(me, step)
 
     @property
     def last_step(self) -> int:
-        """The step of the own block; so many terms come, and so many blocks are sent."""
+        """The step of the own block; so many blocks are sent, and so many come."""
         return self.devices - 1
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether what is sent depends on what has come: by ring, but for two devices, of which only the owner adds."""
+        return self.by_ring and self.devices > 2
+
+    @property
+    def terms(self) -> int:
+        """How many terms a tile has, if it has any."""
+        return 1 if self.by_ring else self.last_step
+
+    def has_terms(self, step: Any) -> Any:
+        """Whether something is added to the tiles of `step`."""
+        return step > 0 if self.by_ring else step == self.last_step
+
+    def step_of_term(self, step: Any, term: Any) -> Any:
+        """In which step the sender has computed term `term` of a tile of `step`."""
+        return step - 1 if self.by_ring else term
 
     def place(self, element: Any, m: Any, n: Any) -> Any:
         """The place of a tile among those of its block, the same on all devices."""

@@ -13,6 +13,9 @@ Each device has a block of the sum. `matmul_reduce_scatter` leaves it there; `ma
                    the peer's flag; then likewise, from a counter of its own, for each strip of own tiles that are
                    spread: result → shared memory → the result on each peer; takes leave of the peers
 
+By *ring* a peer's tile has a term as well, from step 1 on: what the device behind has computed of it. So what is sent
+is the sum of all parts so far, and only to the device before; the owner adds the last of these sums to its own part.
+
 The stores of a tile do not cross NVLink: all CTAs finish their tiles at about the same time, and would wait for each
 other there. Sums are in f32, in an order that does not depend on who was first; what travels has the result's dtype.
 
@@ -22,11 +25,16 @@ scope), which the communicator waits for before it loads them. Each chunk has la
 at system scope, which passes on what all of them have seen. The peer's producer acquires that, and a proxy fence is
 between it and the loads. Nobody waits for a CTA that may not have started: tiles and chunks are drawn; a peer's tile
 waits for nothing, a chunk for a tile that a running CTA draws before any own tile, and an own tile for what running
-CTAs of the peers do before theirs. All parts that peers write here are what own tiles wait for, so none of them lands
-in memory that XLA has given to others; the handshake at the end guards the beacon. It also guards the results that
-peers write here: a device says that it is done when all that it has sent has landed. A communicator comes to the
-strips when no chunk of a part is left to be drawn and its own have landed. So strips, which wait for own tiles, never
-hold up parts, for which the peers' own tiles wait.
+CTAs of the peers do before theirs. By ring a tile waits for the same tile of the step before on the device behind,
+whose number is lower: of the tiles that are not finished everywhere, the one with the lowest number waits for nothing
+unfinished. That a tile is stored is told within the k steps of the CTA's next one, before that waits; and a chunk is
+sent before the communicator waits for another tile.
+
+All parts that peers write here are what tiles wait for, so none of them lands in memory that XLA has given to others;
+the handshake at the end guards the beacon. It also guards the results that peers write here: a device says that it is
+done when all that it has sent has landed. A communicator comes to the strips when no chunk of a part is left to be
+drawn and its own have landed. So strips, which wait for own tiles, never hold up parts, for which the peers' own tiles
+wait.
 
 Shape legend: D: devices; m, k, n: sizes of one device's product; block: [m / D, n] or [m, n / D].
 """
@@ -71,12 +79,14 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
     if plan.operation.spreads:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
     steps, places = schedule.flags
+    # By ring a communicator must not hold a chunk while it waits for a tile, which may wait for that chunk.
+    chunks = config.replace(chunk_slots=1) if schedule.passes_on else config
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}", plan.target, config, types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Tiles stored here, chunks sent of each, and terms that have come.
         ((steps + 1, places), schedule.flags, *pull.flag_shapes(schedule.flags, copies_own=strips is not None)),
-        pull.smem_types(config, schedule.plan, plan.out_dtype, results=strips), draws=True,
+        pull.smem_types(chunks, schedule.plan, plan.out_dtype, results=strips), draws=True,
         transport="push" if strips is None else "spread",
     )  # fmt: skip
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
@@ -125,7 +135,8 @@ def _schedule(
     types = plan.types(operands, block[1], exchanges=True)
     boxes = mainloop_of(plan.target).box_shape(config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
-    return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config), types, block
+    by_ring = plan.operation.transport == "ring"
+    return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config, by_ring=by_ring), types, block
 
 
 def lands_in_an_operand() -> bool:
@@ -200,6 +211,7 @@ class _Body:
         _, _, vectors, addends, _ = self.refs.inputs
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         out_gmem, parts_gmem, *_ = self.refs.outputs
+        schedule = self.schedule
         return Hooks(
             load_lhs=lambda tile, load: load(self._lhs_of(tile)),
             rhs_at=self._rhs_of,
@@ -208,14 +220,15 @@ class _Body:
             addend_at=(lambda tile: self._own_block(addends[0], tile.batch)) if addends else None,
             epilogue_at=lambda tile: self._epilogue_at(tile, whole=True),
             exchange=Exchange(
-                terms=self.schedule.last_step,
-                is_own=lambda tile: tile.step == self.schedule.last_step,
+                terms=self.schedule.terms,
+                is_own=lambda tile: tile.step == schedule.last_step,
                 part_at=lambda tile: self._boxes(parts_gmem, tile.step, tile),
-                term_at=lambda tile, term: self._boxes(self._landing[0], term, tile),
+                term_at=lambda tile, term: self._boxes(self._landing[0], schedule.step_of_term(tile.step, term), tile),
                 await_terms=self._await_terms,
                 part_stored=lambda tile: signal(self._flag(0, tile.step, tile)),
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
                 own_stored=None if self.strips is None else lambda tile: signal(self._flag(0, tile.step, tile)),
+                part_has_terms=(lambda tile: schedule.has_terms(tile.step)) if schedule.passes_on else None,
             ),
         )
 
@@ -280,24 +293,26 @@ class _Body:
         )
 
     def _await_terms(self, tile: Tile) -> None:
-        handshake = self._handshake
+        handshake, schedule = self._handshake, self.schedule
 
-        @pl.loop(0, self.schedule.last_step)
+        @pl.loop(0, schedule.terms)
         def _term(term: Any) -> None:
-            handshake.wait_for(board.TERMS, self._flag(2, term, tile), 1, self.schedule.source(self.me, term))
+            step = schedule.step_of_term(tile.step, term)
+            handshake.wait_for(board.TERMS, self._flag(2, step, tile), 1, schedule.source(self.me, step))
 
     def _communicate(self) -> None:
         schedule, ring, (stored, sent, come, *handshake) = self.schedule, self.ring, self.refs.flags
         (_, parts_gmem, *_), (terms_gmem, _) = self.refs.outputs, self._landing
 
-        def owner(step: Any) -> Any:
-            return schedule.block(self.me, step)
+        def receiver(step: Any) -> Any:
+            return schedule.receiver(self.me, step)
 
         def landed(step: Any, row: Any, column: Any) -> None:
             del column
             place = schedule.place_of_row(row)
             before = add(sent.at[step, place], 1)
-            pl.when(before + 1 == schedule.tile_chunks)(lambda: signal_peer(come.at[step, place], ring, owner(step)))
+            come_there = come.at[step, place]
+            pl.when(before + 1 == schedule.tile_chunks)(lambda: signal_peer(come_there, ring, receiver(step)))
 
         def within(ref: Any, step: Any, rows: Any, columns: Any) -> Any:
             box, first = schedule.box_of_row(rows.start)
@@ -306,7 +321,7 @@ class _Body:
         chunks = Chunks(
             schedule.sends, schedule.plan, schedule.chunk,
             source=lambda step, *where: within(parts_gmem, step, *where),
-            destination=lambda step, *where: within(ring.remote(terms_gmem, owner(step)), step, *where),
+            destination=lambda step, *where: within(ring.remote(terms_gmem, receiver(step)), step, *where),
             ready=lambda step, row, _: pull.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
             landed=landed,
         )  # fmt: skip
@@ -317,7 +332,7 @@ class _Body:
             results = self._results(self.strips), strip_slots_smem
         communicator = Communicator(
             self.plan.operation.name, ring, self.kernel.config, tuple(handshake), (slots_smem, loaded), chunks,
-            results=results,
+            results=results, only=schedule.last_step if schedule.by_ring else None,
         )  # fmt: skip
         communicator.run()
 

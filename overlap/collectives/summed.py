@@ -35,6 +35,8 @@ class Summed(Operation):
       ring: the devices.
       op: the name of the `Problem`.
       takes_more_rows: whether leading dimensions of the left operand may be taken as more rows.
+      transport: how the parts travel in the fused kernel, "push" or "ring".
+      transport_reason: why so; empty: there is no choice.
     """
 
     ring: Ring
@@ -43,6 +45,8 @@ class Summed(Operation):
     epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
     batched_together = frozenset({"lhs"})
     takes_more_rows = False
+    transport = "push"
+    transport_reason = ""
 
     @property
     def op(self) -> str:
@@ -93,7 +97,10 @@ class Summed(Operation):
                 return one_shot.scratch_bytes(operands, plan, self.ring.size)
             return scattered.scratch_bytes(operands, plan, self.ring.size, self.along(operands, plan))
 
-        return dispatch.Circumstances(untried=untried(self.ring, mesh), scratch_bytes=scratch_bytes)
+        transport = self.transport if self.transport_reason and self.ring.size > 1 else ""
+        return dispatch.Circumstances(
+            transport, self.transport_reason, untried=untried(self.ring, mesh), scratch_bytes=scratch_bytes
+        )
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         operands, (batch, _, _, k) = call.operands, call.sizes

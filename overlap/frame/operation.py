@@ -37,6 +37,7 @@ class Operation:
       gathers_rows: whether an `lhs_scale` of shape (1, 1) is the scale of a device's only row (True) or a scalar.
       reduces: whether products are summed over devices (`reduced`), before bias, addend and activation.
       spreads: whether all devices have the whole sum, if `reduces`; else each has a block.
+      transport: how data travels between devices in the fused kernel; empty: nothing does.
       epilogue: the keywords of the epilogue that the fused kernel takes.
       batched_together: the fields of `Operands` that have a batch in the kernel if any has.
     """
@@ -46,6 +47,7 @@ class Operation:
     gathers_rows = False
     reduces = False
     spreads = False
+    transport = ""
     epilogue = frozenset()
     batched_together = frozenset()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 # Rows of the blocks of values that an epilogue is called with.
@@ -112,17 +113,18 @@ class Exchange:
     """For products that several devices compute a part of each: parts of peers' tiles go out, parts of own ones come.
 
     Attributes:
-      terms: how many parts come of each own tile.
+      terms: how many parts come of each tile to which any are added.
       is_own: whether a tile is one of this device's results. To that the parts of the others are added, before it is
         finished (`Hooks.epilogue_at`) and stored (`Hooks.out_at`). Any other one is a part of a peer's.
       part_at: from a peer's tile to where it is stored.
-      term_at: from an own tile and the index of a part to where that lies.
-      await_terms: called by the producer before it loads the parts of an own tile: wait for them here.
+      term_at: from a tile and the index of a part that is added to it, to where that lies.
+      await_terms: called by the producer before it loads the parts that are added to a tile: wait for them here.
       part_stored: called by the forwarder warp when a peer's tile has landed where `part_at` says.
       part_epilogue_at: from a peer's tile to what is done to it before it is stored; None: nothing.
       sends: for results that all devices compute: every tile is an own one as well as a part of the same tile of all
         peers, and its sum has nothing but terms (its own part is one of them). None: own tiles and parts differ.
       own_stored: called by the forwarder warp when an own tile has landed where `Hooks.out_at` says; None: not called.
+      part_has_terms: whether parts of the others are added to a peer's tile, too, before it is stored; None: never.
     """
 
     terms: int
@@ -134,6 +136,13 @@ class Exchange:
     part_epilogue_at: Callable[[Tile], Epilogue] | None = None
     own_stored: Callable[[Tile], None] | None = None
     sends: Sends | None = None
+    part_has_terms: Callable[[Tile], Any] | None = None
+
+    def has_terms(self, tile: Tile) -> Any:
+        """Whether parts of the others are added to a tile."""
+        if self.part_has_terms is None:
+            return self.is_own(tile)
+        return jnp.logical_or(self.is_own(tile), self.part_has_terms(tile))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,11 +55,11 @@ def _rows(index: Any, rows: int) -> Any:
 
 def term_steps(loop: Loop, buffers: Buffers, tile: Tile) -> Any:
     """How many steps the parts of a tile take."""
-    return jnp.where(_exchange(loop).is_own(tile), _boxes(buffers, loop.config) * _exchange(loop).terms, 0)
+    return jnp.where(_exchange(loop).has_terms(tile), _boxes(buffers, loop.config) * _exchange(loop).terms, 0)
 
 
 def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The producer's part of an own tile, behind its k steps."""
+    """The producer's part of a tile to which something is added, behind its k steps."""
     exchange, config = _exchange(loop), loop.config
     count = _boxes(buffers, config)
     first = piece.before + piece.k_steps
@@ -84,7 +84,7 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         for _ in range(copies - buffers.warpgroups):
             plgpu.barrier_arrive(buffers.full.at[slot])
 
-    @pl.when(exchange.is_own(tile))
+    @pl.when(exchange.has_terms(tile))
     def _load_all() -> None:
         exchange.await_terms(tile)
         pl.loop(0, count * exchange.terms)(load)
@@ -96,7 +96,7 @@ def _load_piece(ref: Any, place: Any, piece_smem: Any, barrier: Any) -> None:
 
 
 def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any, index: int) -> list[jax.Array]:
-    """What is added to box `index` of a compute warpgroup's half of an own tile: values for each `BLOCK_ROWS` rows."""
+    """What is added to box `index` of a compute warpgroup's half of a tile: values for each `BLOCK_ROWS` rows."""
     exchange, config = _exchange(loop), loop.config
     first = piece.before + piece.k_steps + index * exchange.terms
     blocks = range(0, halves(config)[0], BLOCK_ROWS)

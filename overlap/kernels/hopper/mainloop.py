@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
-from overlap.kernels.hooks import Tile, at_step, with_reference
+from overlap.kernels.hooks import Hooks, Tile, at_step, with_reference
 from overlap.kernels.hopper import drawn, exchange, limits, staging
 from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, halves
 from overlap.kernels.hopper.staging import Buffers
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from overlap.kernels.target import Target
 
 # Per thread of the compute and of the transfer warpgroups: as many as the kernel is launched with. What the transfer
-# warps of an exchange keep track of needs more.
-REGISTERS, REGISTERS_OF_EXCHANGE = (232, 40), (224, 56)
+# warps of an exchange keep track of needs more, and most if own tiles leave as well (`Exchange.own_stored`).
+REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56), (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
@@ -220,7 +220,13 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
             exchange.tell_stored(buffers)
             store_all(dataclasses.replace(own, only_terms=True))
             return
-        lax.cond(others.is_own(tile), lambda: store_all(own), lambda: store_all(part))
+        store_part = lambda: store_all(part)  # noqa: E731
+        if (part_has_terms := others.part_has_terms) is not None:
+            with_terms = dataclasses.replace(part, terms=terms)
+            store_part = lambda: lax.cond(  # noqa: E731
+                part_has_terms(tile), lambda: store_all(with_terms), lambda: store_all(part)
+            )
+        lax.cond(others.is_own(tile), lambda: store_all(own), store_part)
         return
     if partial is None:
         store_whole()
@@ -238,6 +244,12 @@ def _for_each_piece(loop: Loop, buffers: Buffers, group: Any, role: Callable[...
     def _piece(ordinal: Any) -> None:
         piece = loop.work.piece(group, ordinal)
         role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
+
+
+def _registers(hooks: Hooks) -> tuple[int, int]:
+    if hooks.exchange is None:
+        return REGISTERS
+    return REGISTERS_OF_EXCHANGE if hooks.exchange.own_stored is None else REGISTERS_OF_BOTH_WAYS
 
 
 class Hopper:
@@ -268,7 +280,7 @@ class Hopper:
         work, hooks = loop.work, loop.hooks
         warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
         for_each_piece = functools.partial(_for_each_piece, loop, buffers, group)
-        of_compute, of_transfer = REGISTERS if hooks.exchange is None else REGISTERS_OF_EXCHANGE
+        of_compute, of_transfer = _registers(hooks)
 
         def produce() -> None:
             if loop.counter is not None:
