@@ -72,15 +72,18 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
     (m, n, k), size, transposed = case.shape, mesh.shape["x"], layout[1] == "t"
     if op != "all_gather_lhs_matmul":
         along_k = op.endswith("_k")
-        lhs_shape, rhs_shape = (size * m, size * k if along_k else k), (size * k, n) if along_k else (k, size * n)
-        rhs_spec = P("x", None) if along_k else P(None, "x")
+        whole_k, left = size * k if along_k else k, layout[0] == "t"
+        lhs_shape, lhs_spec = ((whole_k, size * m), P(None, "x")) if left else ((size * m, whole_k), P("x"))
+        rhs_shape, rhs_spec = ((size * k, n), P("x", None)) if along_k else ((k, size * n), P(None, "x"))
 
         def call_rhs(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            return overlap.all_gather_rhs_matmul(lhs, rhs, "x", gather_dimension=0 if along_k else 1, **keywords)
+            return overlap.all_gather_rhs_matmul(
+                lhs, rhs, "x", gather_dimension=0 if along_k else 1, transpose_lhs=left, **keywords
+            )
 
-        mapped = jax.shard_map(call_rhs, mesh=mesh, in_specs=(P("x"), rhs_spec), out_specs=P("x"), check_vma=False)
+        mapped = jax.shard_map(call_rhs, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=P("x"), check_vma=False)
         lhs, rhs = (
-            assembly.struct(mesh, lhs_shape, case.dtype, P("x")),
+            assembly.struct(mesh, lhs_shape, case.dtype, lhs_spec),
             assembly.struct(mesh, rhs_shape, rhs_dtype, rhs_spec),
         )
         return mapped, (lhs, rhs)

@@ -51,7 +51,7 @@ SUMS = (*SCATTER, SPREAD, ONE_SHOT)
 OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     MATMUL: (LAYOUTS, (2, 1), True),
     GATHER_LHS: (("nn", "nt"), (2, 1), True),
-    **{op: (("nn",), (2,), False) for op in GATHER_RHS},
+    **{op: (("nn", "tn"), (2,), False) for op in GATHER_RHS},
     SCATTER[0]: (LAYOUTS, (2, 1), True),
     SCATTER[1]: (("nn",), (2,), True),
     SPREAD: (LAYOUTS, (2, 1), True),

@@ -120,7 +120,7 @@ EXTRAS = [
 TAKES = {
     "matmul": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk", "rhs batch"},
     "all_gather_lhs_matmul": {"lhs_scale", "rhs_scale", "rhs nk"},
-    "all_gather_rhs_matmul": set(),
+    "all_gather_rhs_matmul": {"lhs km"},
     "matmul_reduce_scatter": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
     "matmul_all_reduce": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
 }

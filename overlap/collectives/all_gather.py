@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -80,7 +81,7 @@ class AllGather(Operation):
         problem = self.problem(call.operands, call.layouts, call.out_dtype)
         several = self.ring.size > 1
         unit = limits.TMA_ROW_BYTES // problem.itemsize
-        if self.along == "k" and problem.k % unit and several:
+        if self.along == "k" and problem.k % unit and several and not call.layouts.transpose_lhs:
             raise NotImplementedError(
                 f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {limits.TMA_ROW_BYTES} "
                 f"bytes, got k_shard={problem.k} elements of {problem.itemsize} bytes: pad k_shard to a multiple of "
@@ -113,6 +114,11 @@ class AllGather(Operation):
                 raise NotImplementedError(
                     f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {_XLA}"
                 )
+        if call.layouts.transpose_lhs and not self.has_batch and (call.sizes[0] or 1) > 1:
+            raise NotImplementedError(
+                f"the fused kernel takes one matrix as a transposed `lhs`, got leading dimensions {call.batch}: "
+                f"transpose it, or {_XLA}"
+            )
         rhs_list = call.operands.rhs_list
         if batched := [name for name, rhs in zip(call.names, rhs_list, strict=True) if len(rhs.shape) > 2]:
             raise NotImplementedError(
@@ -159,6 +165,18 @@ class AllGather(Operation):
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._along_the_ring(cotangents, layouts, self._scatter)
 
+    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+        # Contracted are the rows of all shards: a product whose right operand is gathered along k.
+        from overlap.collectives.all_gather_rhs_matmul import AllGatherRhs
+
+        if self.along != "m" or self.transport != "pull" or plan.layouts.transpose_lhs or g.dtype != lhs.dtype:
+            return None
+        if math.prod(lhs.shape[:-2]) != 1:
+            return None
+        lhs, g = (x.reshape(x.shape[-2:]) for x in (lhs, g))
+        found = backward(AllGatherRhs(self.ring, "k"), g, lhs, dtype, plan, OperandLayouts(True, False))
+        return found if found is None or plan.layouts.transpose_rhs else found.T
+
     def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
         # Each of the two operations is the other's backward pass.
         from overlap.collectives.matmul_reduce_scatter import MatmulReduceScatter
@@ -167,7 +185,7 @@ class AllGather(Operation):
             return None
         transport = "ring" if self.transport == "ring" else "push"
         scatter = MatmulReduceScatter(self.ring, "m", transport=transport, transport_reason=AS_BEFORE)
-        return backward(scatter, g, rhs, dtype, plan)
+        return backward(scatter, g, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
     def _along_the_ring(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
         """`move(array, dimension)` of whatever is cut along the ring; dimensions count from the last one."""
@@ -191,9 +209,11 @@ class AllGather(Operation):
             return x
         return lax.psum_scatter(x, self.ring.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
+    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: Plan) -> str | None:
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
+        if plan.layouts.transpose_lhs and not self.has_batch:
+            return f"the fused kernel takes one matrix as a transposed `lhs`, and `jax.vmap` maps over more: {_XLA}"
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
             if not self.takes_lists:
                 return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped as well: {_XLA}"

@@ -12,6 +12,7 @@ devices that can address each other, as `overlap/primitives/clique.py` finds the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,14 +36,17 @@ class AllGatherRhs(AllGather):
     """See `AllGather`."""
 
     name = NAME
+    transposes = frozenset({"lhs"})
 
     def launch(self, operands: Operands, plan: Plan) -> Results:
+        # (If it is transposed, there is one batch element at most.)
         rows = folded(operands, keep=False)
         if self.ring.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
         else:
             out = gathered_rhs.launch(rows, plan, self.ring, self.along)
-        return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
+        leading = operands.lhs.shape[:-2]
+        return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
 
 
 def _prepare(
@@ -96,13 +100,14 @@ def all_gather_rhs_matmul(
       gather_dimension: the dimension of `rhs`, as it lies in memory, that is sharded: 0 (k) or 1 (n); if it has more
         than two, of its last two.
       addend: [..., m, n] or [m, n], added before the activation. By XLA only, as are all keywords down to
-        `transpose_rhs`.
+        `rhs_scale`, and `transpose_rhs`.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, as for `overlap.matmul`.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or one value per column of this device's `rhs`, gathered
         with these: [n_shard] (gather_dimension=1) or [n].
-      transpose_lhs: `lhs` lies transposed in memory, [..., k, m].
+      transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. It is read as it is; the fused kernel then takes one
+        matrix.
       transpose_rhs: `rhs` lies transposed in memory: [n_shard, k] with gather_dimension=0, [n, k_shard] with 1.
       preferred_element_type: dtype of the result; that of the operands by default. The fused kernel writes float16 and
         bfloat16. Accumulation is in float32.

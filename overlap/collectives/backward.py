@@ -12,13 +12,16 @@ from overlap.frame.normalize import normalize
 from overlap.frame.operands import Plan
 from overlap.frame.operation import Operation
 from overlap.kernels.config import FLOAT16
+from overlap.kernels.layouts import OperandLayouts
 
 # Why a transport is used.
 AS_BEFORE = "as in the forward pass"
 
 
-def backward(operation: Operation, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> Any:
-    """`operation` on the cotangent `g` and the transpose of a forward pass's right operand; None: not by a kernel.
+def backward(
+    operation: Operation, g: jax.Array, other: jax.Array, dtype: Any, plan: Plan, layouts: OperandLayouts
+) -> Any:
+    """`operation` on the cotangent `g` and an operand of the forward pass; None: not by a kernel.
 
     It is chosen as any other call is; where the caller insisted on the fused kernel for the forward pass, it is used
     here wherever it can serve.
@@ -26,7 +29,7 @@ def backward(operation: Operation, g: jax.Array, rhs: jax.Array, dtype: Any, pla
     if jnp.dtype(g.dtype) not in FLOAT16:
         return None
     transposed = normalize(
-        operation, g, rhs, transpose_rhs=not plan.layouts.transpose_rhs,
+        operation, g, other, transpose_lhs=layouts.transpose_lhs, transpose_rhs=layouts.transpose_rhs,
         preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
     )  # fmt: skip
     try:

@@ -33,10 +33,10 @@ from overlap.primitives import Ring, signal
 
 
 def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
-    """Runs the kernel on checked operands: [m, n] for lhs [m, k]."""
+    """Runs the kernel on checked operands: [m, n] for lhs [m, k], or [k, m] if it is transposed."""
     (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, ring.size
     assert config is not None
-    (m, _), (rows, columns) = lhs.shape, rhs.shape
+    (m, _), (rows, columns) = plan.layouts.m_k(lhs.shape), rhs.shape
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
     work = StreamK.on(plan.target, config, schedule.tiles, schedule.k_steps)
     kernel = ProductKernel(
@@ -45,7 +45,9 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
         peers_read=(1,),
     )  # fmt: skip
     # A dimension of its own for the shards, so that the last step, or the last columns, of one are clipped there.
-    inputs = lhs.reshape(m, size, rows) if along == "k" else lhs, rhs
+    if along == "k":
+        lhs = lhs.reshape((size, rows, m) if plan.layouts.transpose_lhs else (m, size, rows))
+    inputs = lhs, rhs
     out_types = (
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
         jax.ShapeDtypeStruct((schedule.pulled, rows, columns), rhs.dtype),
@@ -95,7 +97,8 @@ class _Body:
         if schedule.along == "n":
             return lhs_gmem, k * self.kernel.config.tile_k
         step, row = schedule.rows_of(tile.step, k)
-        return lhs_gmem.at[:, schedule.shard(self.me, step)], row
+        shard = schedule.shard(self.me, step)
+        return lhs_gmem.at[shard] if self.kernel.types.layouts.transpose_lhs else lhs_gmem.at[:, shard], row
 
     def _rhs_at(self, tile: Tile) -> Any:
         def of_step(k: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from jax import lax
 from overlap.collectives.backward import AS_BEFORE, backward
 from overlap.collectives.summed import Summed
 from overlap.frame.operands import Plan
+from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.varying import varying
 
 
@@ -62,7 +63,7 @@ class ReduceScatter(Summed):
             return None
         transport = "ring" if self.transport == "ring" else "pull"
         gather = all_gather_matmul.AllGatherLhs(self.ring, "m", AS_BEFORE, returns_gathered=True, transport=transport)
-        return backward(gather, cotangent, rhs, dtype, plan)
+        return backward(gather, cotangent, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
     def spread(self, cotangent: jax.Array) -> jax.Array:
         if self.ring.size == 1:

@@ -143,7 +143,8 @@ class Summed(Operation):
         # What the kernel is given may be the same on all devices.
         return dataclasses.replace(operands, lhs=varying(operands.lhs, self.ring.names))
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
+    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: Plan) -> str | None:
+        del plan
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):

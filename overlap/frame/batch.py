@@ -19,7 +19,7 @@ _RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2}
 
 def batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, fused: Callable[..., Any]) -> Results:
     """The operation on operands with a further leading dimension where `is_batched`; `fused`: the operation itself."""
-    if cannot := plan.operation.why_not_folded(is_batched, axis_size):
+    if cannot := plan.operation.why_not_folded(is_batched, axis_size, plan):
         launch.leave_to_xla(plan.operation.name, cannot, insists=plan.insists)
         return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)

@@ -45,8 +45,10 @@ def _cotangents(plan: Plan, operands: Operands, saved: Any, cotangents: Any, wan
     symbolic zeros.
     """
     operation, (d_outs, d_kept), (products, gathered) = plan.operation, cotangents, saved
+    is_kept = gathered is not None
     d_outs, d_kept = tuple(map(ad.instantiate_zeros, d_outs)), None if isinstance(d_kept, ad.Zero) else d_kept
-    if gathered is None:
+    if not is_kept:
+        # (What is not used of it, jax and XLA leave out.)
         whole = operation.gathered(operands, plan.layouts)
     else:
         whole = operation.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
@@ -88,7 +90,13 @@ def _cotangents(plan: Plan, operands: Operands, saved: Any, cotangents: Any, wan
             if direct is None:
                 sums.lhs = _plus(sums.lhs, _of_lhs(plan, whole.lhs, rhs, g, dtype))
             sums.direct = _plus(sums.direct, direct)
-        rest["rhs_list"].append(None if wants[0] is None else _of_rhs(plan, whole.lhs, rhs, g, wants[0]))
+        d_rhs = None
+        if wants[0] is not None:
+            if not (several or is_kept or whole.is_scaled):
+                d_rhs = operation.rhs_cotangent(operands.lhs, g, wants[0], plan)
+            if d_rhs is None:
+                d_rhs = _of_rhs(plan, whole.lhs, rhs, g, wants[0])
+        rest["rhs_list"].append(d_rhs)
         rest["column_scales"].append(d_column)
         rest["biases"].append(None if wants[2] is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))))
         rest["addends"].append(None if wants[3] is None else _like(d_sum, addend.ndim))

@@ -104,9 +104,9 @@ class Operation:
         """The operands, typed as varying along the mesh axes along which the kernel communicates."""
         return operands
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int) -> str | None:
+    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: Plan) -> str | None:
         """Why the kernel has no batch for what `jax.vmap` is over; None if it has."""
-        del is_batched, axis_size
+        del is_batched, axis_size, plan
         return None
 
     # --- The same by XLA, and the backward pass ---
@@ -142,6 +142,14 @@ class Operation:
         None if there is no such kernel: then `times` and `scattered` do it.
         """
         del g, rhs, dtype, plan
+        return None
+
+    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+        """Of a single right operand: its cotangent lhsᵀ g, the operand `lhs` being gathered by the same kernel.
+
+        None if there is no such kernel: then `gathered` and `times` do it.
+        """
+        del lhs, g, dtype, plan
         return None
 
     def spread_and_times(

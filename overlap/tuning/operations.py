@@ -57,7 +57,7 @@ def _all_gather_rhs_matmul(
 ) -> jax.Array:
     return all_gather_rhs_matmul(
         lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, preferred_element_type=problem.out_dtype,
-        config=config, implementation=implementation,
+        config=config, implementation=implementation, transpose_lhs=problem.transpose_lhs,
     )  # fmt: skip
 
 

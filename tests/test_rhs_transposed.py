@@ -1,0 +1,100 @@
+"""`all_gather_rhs_matmul` with a transposed left operand, and the gradient of weights, which is such a product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.emulation import emulate
+from tests.oracle import make_mesh, on_mesh
+from tests.product_cases import normal, oracle_of
+from tests.rhs_cases import SMALL, call, fused, product, weights
+from tests.scatter_cases import assert_close
+
+SIZES = [  # along, devices, m of a device, the shard of the weights, configuration
+    ("k", 3, 200, (136, 264), overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_slots=3)),
+    ("k", 2, 8, (12, 8), SMALL),  # Rows of which a shard has less than a whole piece of 16 bytes.
+    ("k", 2, 136, (72, 136), overlap.Config.of(tile_n=128, stages=2, cluster=2, stream_k=3)),
+    ("n", 3, 200, (136, 72), SMALL),
+    ("n", 2, 72, (40, 136), overlap.Config.of(tile_m=64, tile_n=128, stages=3, cluster=2)),
+]
+
+
+@pytest.mark.parametrize(("along", "devices", "m", "shard", "config"), SIZES)
+def test_exact_on_integers(along, devices, m, shard, config):
+    lhs, rhs = product(devices, along, m, shard)
+    specs = P(None, "x"), weights(along)
+    function = on_mesh(make_mesh(x=devices), fused(along, config, transpose_lhs=True), specs, P("x", None))
+    with emulate(cores=3, seed=m, scheduler="pct"):
+        result = function(np.asarray(lhs).T, rhs)
+    np.testing.assert_array_equal(np.asarray(result, np.float32), oracle_of(lhs, rhs).astype(jnp.bfloat16))
+
+
+def test_one_matrix_only():
+    lhs, rhs = product(2, "k", 64, (64, 64))
+
+    def layer(implementation, leading, around=lambda f: f):
+        function = around(call("k", config=None if implementation is None else SMALL,
+                               implementation=implementation, transpose_lhs=True))  # fmt: skip
+        specs = P(*(None,) * leading, None, "x"), weights("k")
+        return on_mesh(make_mesh(x=2), function, specs, P(*(None,) * leading, "x", None))
+
+    several, transposed = np.stack([lhs, 2 * lhs]).swapaxes(1, 2), np.asarray(lhs).T
+    expected = np.stack([oracle_of(lhs, rhs), 2 * oracle_of(lhs, rhs)]).astype(jnp.bfloat16)
+    with emulate(cores=2) as run:
+        one = layer("fused", 1)(transposed[None], rhs)
+    assert run.counts["launches"] == 1
+    np.testing.assert_array_equal(np.asarray(one, np.float32), expected[:1])
+    with pytest.raises(NotImplementedError, match=r"one matrix as a transposed `lhs`, got leading dimensions \(2,\)"):
+        layer("fused", 1)(several, rhs)
+    mapped = lambda f: jax.vmap(f, in_axes=(0, None))  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"one matrix as a transposed `lhs`, and `jax.vmap` maps over more"):
+        layer("fused", 1, mapped)(several, rhs)
+    for around in (lambda f: f, mapped):
+        np.testing.assert_array_equal(np.asarray(layer(None, 1, around)(several, rhs), np.float32), expected)
+
+
+# Of `all_gather_lhs_matmul`: are the weights transposed, leading dimensions, what else, and how many launches there
+# are: the product, the cotangent of the rows, and that of the weights if one kernel gathers and multiplies.
+GRADIENTS = [
+    (False, (), {}, 3),
+    (True, (1,), {}, 3),
+    (False, (), {"check_vma": True}, 3),
+    (False, (2,), {}, 2),  # Rows of two batch elements.
+    (False, (), {"return_gathered": True}, 2),  # A plain product of what was kept.
+    (False, (), {"lhs_scale": 0.5}, 1),
+    (False, (), {"transport": "ring"}, 2),
+]
+
+
+@pytest.mark.parametrize(("transposed", "lead", "how", "launches"), GRADIENTS)
+def test_the_gradient_of_weights_is_gathered_and_multiplied_by_one_kernel(transposed, lead, how, launches):
+    mesh, options = make_mesh(x=3), dict(how)
+    check_vma = options.pop("check_vma", False)
+    columns, rows = (P("x", None) if transposed else P(None, "x")), P(*(None,) * len(lead), "x", None)
+    out_specs = P(*(None,) * len(lead), None, "x")
+    x, w = normal(0, *lead, 3 * 40, 64), normal(1, *((3 * 72, 64) if transposed else (64, 3 * 72)))
+
+    def gradients(**keywords):
+        def layer(x, w):
+            out = overlap.all_gather_lhs_matmul(x, w, "x", transpose_rhs=transposed, **options, **keywords)
+            return out[0] if options.get("return_gathered") else out
+
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=(rows, columns), out_specs=out_specs, check_vma=check_vma)
+
+        def loss(*given):
+            out = mapped(*given).astype(jnp.float32)
+            return (out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape))).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+    function = gradients(implementation="fused", config=SMALL)
+    with emulate(cores=2) as run:
+        actual = jax.block_until_ready(function(x, w))
+        by_xla = function.lower(x, w).as_text().count("stablehlo.all_gather")
+    options.pop("transport", None)
+    assert_close(actual, gradients(implementation="xla")(x.astype(jnp.float32), w.astype(jnp.float32)))
+    assert run.counts["launches"] == launches
+    assert (by_xla == 0) == (launches == 3 or "return_gathered" in how)
