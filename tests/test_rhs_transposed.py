@@ -88,13 +88,14 @@ def test_the_gradient_of_weights_is_gathered_and_multiplied_by_one_kernel(transp
             out = mapped(*given).astype(jnp.float32)
             return (out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape))).sum()
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
     function = gradients(implementation="fused", config=SMALL)
     with emulate(cores=2) as run:
         actual = jax.block_until_ready(function(x, w))
         by_xla = function.lower(x, w).as_text().count("stablehlo.all_gather")
     options.pop("transport", None)
-    assert_close(actual, gradients(implementation="xla")(x.astype(jnp.float32), w.astype(jnp.float32)))
+    exact = gradients(implementation="xla")(x.astype(jnp.float32), w.astype(jnp.float32))
+    assert_close(actual[1], exact[1])
     assert run.counts["launches"] == launches
     assert (by_xla == 0) == (launches == 3 or "return_gathered" in how)
