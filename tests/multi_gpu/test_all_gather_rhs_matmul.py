@@ -97,6 +97,52 @@ def test_other_configs(devices, along, config):
 
 
 @pytest.mark.parametrize("along", ALONG)
+def test_transposed_rows(devices, along, monkeypatch):
+    """Read as they lie: the same bits as of rows that are not transposed."""
+    late_pulls(monkeypatch, 1)
+    mesh, (m, shards) = make_mesh(x=devices), SHAPES[1]
+    lhs, rhs = operands(mesh, along, m, shards[along], jnp.bfloat16, seed=7)
+    config = overlap.Config.of(tile_n=192, stages=3)
+
+    def same(lhs, rhs):
+        of_rows = fused(along, config)(lhs, rhs)
+        transposed = call(along, config=config, implementation="fused", transpose_lhs=True)(lhs.T, rhs)
+        return lax.pmin((of_rows == transposed).all().astype(jnp.int32), "x"), oracle.worst(
+            oracle.distance(transposed, unfused(along)(lhs, rhs).astype(jnp.float32)), mesh
+        )
+
+    equal, error = mapped(mesh, along, same, (P(), P()))(lhs, rhs)
+    assert int(equal) == 1 and float(error) < 1e-2
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gradient_of_weights_whose_rows_are_gathered(devices, transposed):
+    mesh = make_mesh(x=devices)
+    columns = ROWS if transposed else P(None, "x")
+    lhs, rhs = oracle.draw(
+        ((devices * 1000, 1032), (devices * 520, 1032) if transposed else (1032, devices * 520)), jnp.bfloat16,
+        (NamedSharding(mesh, ROWS), NamedSharding(mesh, columns)), 8,
+    )  # fmt: skip
+
+    def body(lhs, rhs):
+        def loss(product):
+            return lambda rhs: jnp.sum(jnp.sin(0.02 * product(lhs, rhs).astype(jnp.float32)))
+
+        def plain(lhs, rhs):
+            wide = lax.all_gather(lhs, "x", tiled=True).astype(jnp.float32), rhs.astype(jnp.float32)
+            return jnp.matmul(wide[0], wide[1].T if transposed else wide[1], precision="highest")
+
+        def ours(lhs, rhs):
+            return overlap.all_gather_lhs_matmul(lhs, rhs, "x", transpose_rhs=transposed, implementation="fused")
+
+        got, exact = (jax.grad(loss(product))(rhs) for product in (ours, plain))
+        return oracle.worst(oracle.distance(got, exact.astype(jnp.float32)), mesh)
+
+    run = oracle.on_mesh(mesh, body, in_specs=(ROWS, columns), out_specs=P())
+    assert float(run(lhs, rhs)) < 1e-2
+
+
+@pytest.mark.parametrize("along", ALONG)
 def test_repeated_launches_agree_bit_for_bit(devices, along):
     mesh = make_mesh(x=devices)
     lhs, rhs = operands(mesh, along, *SHAPES[0][:1], SHAPES[0][1][along], jnp.float16, seed=2)

@@ -11,7 +11,7 @@ import overlap
 from overlap.collectives import pull, scattered
 from tests import oracle, skew_cases
 from tests.oracle import make_mesh
-from tests.scatter_cases import EVERYWHERE, F32, WAYS, Layer
+from tests.scatter_cases import ALONG, EVERYWHERE, F32, WAYS, Layer
 from tests.skew_cases import stall
 
 BF16, F16, E4M3 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float8_e4m3fn)
@@ -164,6 +164,21 @@ def test_keywords(devices, along):
         arrays = operands(mesh, layer, SHAPES[name](devices), seed, extras=EVERY)
         # Large enough for it to matter what comes before the activation.
         check(mesh, layer, arrays | {"bias": 100 * arrays["bias"]}, dtype=BF16)
+
+
+@pytest.mark.parametrize("along", ALONG)
+def test_by_ring(devices, along):
+    mesh = make_mesh(x=devices)
+    for seed, (name, dtype) in enumerate((("large", BF16), ("ragged", F16), ("ragged", F32), ("tiny", BF16))):
+        layer = Layer(along, dtype=dtype, transport="ring")
+        check(mesh, layer, operands(mesh, layer, SHAPES[name](devices), seed, extras=EVERY), dtype=BF16)
+
+
+@pytest.mark.parametrize("late", ["arrivals", "departures"])
+def test_by_ring_whoever_is_late(devices, late, monkeypatch):
+    LATE[late](monkeypatch, 1)
+    mesh, layer = make_mesh(x=devices), Layer("m", dtype=BF16, transport="ring")
+    assert repeated(mesh, layer, MEDIUM, 8, seed=3) < 1e-2
 
 
 @pytest.mark.parametrize(("along", "config"), CONFIGS, ids=str)
