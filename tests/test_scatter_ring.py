@@ -98,9 +98,7 @@ def test_gradients_go_the_same_way(monkeypatch):
         used.clear()
 
         def gradients(operation=operation, specs=specs, **options):
-            layer = jax.shard_map(
-                lambda a, b: operation(a, b, "x", **options), mesh=mesh, check_vma=False, **specs
-            )
+            layer = jax.shard_map(lambda a, b: operation(a, b, "x", **options), mesh=mesh, check_vma=False, **specs)
             return jax.jit(jax.grad(lambda *x: (layer(*x).astype(F32) ** 2).sum(), argnums=(0, 1)))(*operands)
 
         with emulate(cores=2):
