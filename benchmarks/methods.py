@@ -82,7 +82,7 @@ def all_gather_rhs_methods(
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return overlap.all_gather_rhs_matmul(
                 lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, config=_config(variant.config),
-                implementation="fused",
+                implementation="fused", transpose_lhs=problem.transpose_lhs,
             )  # fmt: skip
 
         return Method(variant.name, call)
