@@ -61,6 +61,11 @@ SENT_BYTES_PER_US = 0.45e6
 CLUSTER_US = 0.5
 
 
+def copied_sooner_than_received(copied_bytes: float, received_bytes: float) -> bool:
+    """Whether a device copies so many bytes within its memory in less time than so many come from its peers."""
+    return 2 * copied_bytes / HBM_BYTES_PER_US < received_bytes / PULLED_BYTES_PER_US
+
+
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
     rows, columns = config.cluster_tile

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from overlap.choice import dispatch
+from overlap.choice.model import copied_sooner_than_received
 from overlap.choice.problem import Problem
 from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import AS_BEFORE, backward
@@ -174,6 +175,13 @@ class AllGather(Operation):
         if math.prod(lhs.shape[:-2]) != 1:
             return None
         lhs, g = (x.reshape(x.shape[-2:]) for x in (lhs, g))
+        # The kernel gives the transpose, which may have to be copied. Only if that costs less than the gather is saved.
+        transposed, received = lhs.shape[1] * g.shape[1], (self.ring.size - 1) * lhs.size
+        itemsize = lhs.dtype.itemsize
+        if not plan.layouts.transpose_rhs and not copied_sooner_than_received(
+            transposed * itemsize, received * itemsize
+        ):
+            return None
         found = backward(AllGatherRhs(self.ring, "k"), g, lhs, dtype, plan, OperandLayouts(True, False))
         return found if found is None or plan.layouts.transpose_rhs else found.T
 
