@@ -50,7 +50,7 @@ def test_one_matrix_only():
     with pytest.raises(NotImplementedError, match=r"one matrix as a transposed `lhs`, got leading dimensions \(2,\)"):
         layer("fused", 1)(several, rhs)
     mapped = lambda f: jax.vmap(f, in_axes=(0, None))  # noqa: E731
-    with pytest.raises(NotImplementedError, match=r"one matrix as a transposed `lhs`, and `jax.vmap` maps over more"):
+    with pytest.raises(NotImplementedError, match=r"one matrix as a transposed `lhs`, and `jax.vmap` maps over several"):
         layer("fused", 1, mapped)(several, rhs)
     for around in (lambda f: f, mapped):
         np.testing.assert_array_equal(np.asarray(layer(None, 1, around)(several, rhs), np.float32), expected)

@@ -34,13 +34,14 @@ class Explanation:
       reason: one sentence.
       target: the device that the decision is for.
       source: where the configuration comes from: "given", a table, or the heuristic.
-      transport: how a fused collective moves its operand, "pull" or "ring"; empty if it is not fused, or has no choice.
+      transport: how data travels in a fused collective: "pull", "push" or "ring"; empty if it is not fused, or there is
+        no choice.
       transport_reason: why.
       ctas_at_once: how many CTAs of a device must run at the same time for the fused kernel to end, whatever else runs;
-        0 for "xla". All of them (those of the ring): another kernel that holds a core of the GPU until another device
-        gets on, as XLA's collectives do, can make both wait for ever.
+        0 for "xla". `all_gather_lhs_matmul` by "ring" needs all of them: it and another kernel that holds a core of the
+        GPU until another device gets on, as XLA's collectives do, can wait for each other for ever.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
-        "xla", and for the shards that an all-gather copies.
+        "xla". The copies of shards that an all-gather makes are not counted.
     """
 
     op: str

@@ -220,8 +220,11 @@ class AllGather(Operation):
     def why_not_folded(self, is_batched: Operands, axis_size: int, plan: Plan) -> str | None:
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
-        if plan.layouts.transpose_lhs and not self.has_batch:
-            return f"the fused kernel takes one matrix as a transposed `lhs`, and `jax.vmap` maps over more: {_XLA}"
+        if plan.layouts.transpose_lhs and not self.has_batch and is_batched.lhs:
+            return (
+                "the fused kernel takes one matrix as a transposed `lhs`, and `jax.vmap` maps over several: transpose "
+                f"it, or {_XLA}"
+            )
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
             if not self.takes_lists:
                 return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped as well: {_XLA}"

@@ -148,7 +148,8 @@ def all_gather_lhs_matmul(
       transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. By XLA only.
       transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
       return_gathered: whether to return the gathered `lhs` as well. The backward pass then keeps that, D times the
-        memory of `lhs`, where it would otherwise gather `lhs` again.
+        memory of `lhs`, where the fused operation would otherwise gather `lhs` again. (By XLA it is always kept, unless
+        `jax.checkpoint` says otherwise.)
       preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. The fused
         kernel writes float16 and bfloat16. Accumulation is in float32.
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model (which sees
@@ -173,11 +174,13 @@ def all_gather_lhs_matmul(
         to do).
 
     Differentiable to any order, in both modes. The cotangent of `lhs` is a `matmul_reduce_scatter` for each right
-    operand, chosen as such a call is (by the same kind of transport), if the result has the operands' dtype, there are
-    no scales, and nothing depends on a gathered `lhs` that was returned. All else runs by XLA, which gathers `lhs`
-    again for the cotangent of `rhs` if it was not returned. `vmap` over `lhs` and an `lhs_scale` of rows becomes a
-    leading dimension, with the configuration of a single element (one of your own is tuned as a whole); over anything
-    else XLA runs, or NotImplementedError is raised if implementation="fused".
+    operand (by the same kind of transport), if the result has the operands' dtype, there are no scales, and nothing
+    depends on a gathered `lhs` that was returned. Under the same conditions the cotangent of a single `rhs` is an
+    `all_gather_rhs_matmul` along k, if `lhs` was not returned, has no leading dimensions and travels by "pull", and if
+    it pays: for [k, n_shard] weights the result is copied to be transposed. Both are chosen as such calls are. All else
+    runs by XLA, which gathers `lhs` again for the cotangent of `rhs` if it was not returned. `vmap` over `lhs` and an
+    `lhs_scale` of rows becomes a leading dimension, with the configuration of a single element (one of your own is
+    tuned as a whole); over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -106,8 +106,8 @@ def all_gather_rhs_matmul(
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or one value per column of this device's `rhs`, gathered
         with these: [n_shard] (gather_dimension=1) or [n].
-      transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. It is read as it is; the fused kernel then takes one
-        matrix.
+      transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. It is read as it is; the fused kernel then takes a
+        single matrix, so leading dimensions of 1 only.
       transpose_rhs: `rhs` lies transposed in memory: [n_shard, k] with gather_dimension=0, [n, k_shard] with 1.
       preferred_element_type: dtype of the result; that of the operands by default. The fused kernel writes float16 and
         bfloat16. Accumulation is in float32.
@@ -129,8 +129,8 @@ def all_gather_rhs_matmul(
     The kernel keeps the peers' D − 1 shards of the weights in scratch memory of its own.
 
     Differentiable to any order, in both modes: all but the result itself runs by XLA (the gradient of `rhs` is
-    reduce-scattered). `vmap` over `lhs` becomes more rows (with the configuration of a single element); over `rhs` XLA
-    runs, or NotImplementedError is raised if implementation="fused".
+    reduce-scattered). `vmap` over `lhs` becomes more rows (with the configuration of a single element); over `rhs`, or
+    over a transposed `lhs`, XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -59,13 +59,13 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
         raise ValueError(f"`chunk_bytes` must be a multiple of {TMA_ROW_BYTES}, got {config.pull.chunk_bytes}")
     if config.split_k > 1 and (sizes.transport or config.stream_k > 1):
         where = "in a fused collective" if sizes.transport else f"with stream_k={config.stream_k}"
-        raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}")
+        raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}: leave it out of `config`")
     if config.cluster not in (1, 2) or config.cluster > target.num_cores:
         raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {config.cluster}")
     if sizes.transport in SUMMING and (config.cluster > 1 or config.stream_k > 1):
         raise ValueError(
             "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
-            f"{config.cluster} and {config.stream_k}"
+            f"{config.cluster} and {config.stream_k}: leave them out of `config`"
         )
     mainloop.check_config(sizes, config, target)
     m, n, k, layouts = sizes.m, sizes.n, sizes.k, sizes.layouts
