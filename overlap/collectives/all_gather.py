@@ -172,9 +172,8 @@ class AllGather(Operation):
 
         if self.along != "m" or self.transport != "pull" or plan.layouts.transpose_lhs or g.dtype != lhs.dtype:
             return None
-        if math.prod(lhs.shape[:-2]) != 1:
-            return None
-        lhs, g = (x.reshape(x.shape[-2:]) for x in (lhs, g))
+        pieces = math.prod(lhs.shape[:-2])
+        lhs, g = (x.reshape(-1, x.shape[-1]) for x in (lhs, g))
         # The kernel gives the transpose, which may have to be copied. Only if that costs less than the gather is saved.
         transposed, received = lhs.shape[1] * g.shape[1], (self.ring.size - 1) * lhs.size
         itemsize = lhs.dtype.itemsize
@@ -182,7 +181,7 @@ class AllGather(Operation):
             transposed * itemsize, received * itemsize
         ):
             return None
-        found = backward(AllGatherRhs(self.ring, "k"), g, lhs, dtype, plan, OperandLayouts(True, False))
+        found = backward(AllGatherRhs(self.ring, "k", pieces=pieces), g, lhs, dtype, plan, OperandLayouts(True, False))
         return found if found is None or plan.layouts.transpose_rhs else found.T
 
     def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:

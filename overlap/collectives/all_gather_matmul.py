@@ -175,12 +175,13 @@ def all_gather_lhs_matmul(
 
     Differentiable to any order, in both modes. The cotangent of `lhs` is a `matmul_reduce_scatter` for each right
     operand (by the same kind of transport), if the result has the operands' dtype, there are no scales, and nothing
-    depends on a gathered `lhs` that was returned. Under the same conditions the cotangent of a single `rhs` is an
-    `all_gather_rhs_matmul` along k, if `lhs` was not returned, has no leading dimensions and travels by "pull", and if
-    it pays: for [k, n_shard] weights the result is copied to be transposed. Both are chosen as such calls are. All else
-    runs by XLA, which gathers `lhs` again for the cotangent of `rhs` if it was not returned. `vmap` over `lhs` and an
-    `lhs_scale` of rows becomes a leading dimension, with the configuration of a single element (one of your own is
-    tuned as a whole); over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
+    depends on a gathered `lhs` that was returned. Under the same conditions the cotangent of each `rhs` is an
+    `all_gather_rhs_matmul` along k, if `lhs` was not returned and travels by "pull", leading indices (if there are
+    several) have multiples of 64 rows per shard, and it pays: for [k, n_shard] weights the result is copied to be
+    transposed. Both are chosen as such calls are. All else runs by XLA, which gathers `lhs` again for the cotangents of
+    `rhs` if it was not returned. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the
+    configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
+    NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

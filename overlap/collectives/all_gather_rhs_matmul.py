@@ -26,6 +26,7 @@ from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import Operands, Plan, Results
 from overlap.kernels.config import Config
+from overlap.kernels.target import Target
 from overlap.single_gpu.matmul import MATMUL
 
 NAME = "all_gather_rhs_matmul"
@@ -33,10 +34,27 @@ NAME = "all_gather_rhs_matmul"
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherRhs(AllGather):
-    """See `AllGather`."""
+    """See `AllGather`.
+
+    Attributes:
+      pieces: how many batch elements the contraction runs over as well. A shard then has rows of each, one below the
+        other, and a transposed `lhs` is [pieces, D, k_shard / pieces, m] in memory, all but the last as one dimension.
+    """
+
+    pieces: int = 1
 
     name = NAME
     transposes = frozenset({"lhs"})
+
+    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+        rows = call.operands.rhs_list[0].shape[0] // self.pieces
+        if self.pieces > 1 and rows % config.tile_k:
+            # (A k step would have rows of two of them.)
+            raise NotImplementedError(
+                f"the fused kernel needs the rows of a shard's batch elements to be a multiple of {config.tile_k}, got "
+                f'{rows}: use implementation="xla"'
+            )
+        super().check(call, config, target, mesh)
 
     def launch(self, operands: Operands, plan: Plan) -> Results:
         # (If it is transposed, there is one batch element at most.)
@@ -44,9 +62,23 @@ class AllGatherRhs(AllGather):
         if self.ring.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
         else:
-            out = gathered_rhs.launch(rows, plan, self.ring, self.along)
+            out = gathered_rhs.launch(rows, plan, self.ring, self.along, self.pieces)
         leading = operands.lhs.shape[:-2]
         return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
+
+    # --- The same by XLA ---
+
+    def _gather(self, x: Any, dimension: int) -> Any:
+        return self._by_piece(super()._gather, x, dimension)
+
+    def _scatter(self, x: Any, dimension: int) -> Any:
+        return self._by_piece(super()._scatter, x, dimension)
+
+    def _by_piece(self, move: Callable[[Any, int], Any], x: Any, dimension: int) -> Any:
+        if x is None or self.pieces == 1:
+            return move(x, dimension)
+        # (Along k there is nothing but [k, n].)
+        return move(x.reshape(self.pieces, -1, x.shape[-1]), dimension).reshape(-1, x.shape[-1])
 
 
 def _prepare(

@@ -30,10 +30,14 @@ from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import Ring, signal
+from overlap.primitives.integers import quotient
 
 
-def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
-    """Runs the kernel on checked operands: [m, n] for lhs [m, k], or [k, m] if it is transposed."""
+def launch(operands: Operands, plan: Plan, ring: Ring, along: Any, pieces: int = 1) -> jax.Array:
+    """Runs the kernel on checked operands: [m, n] for lhs [m, k], or [k, m] if it is transposed.
+
+    `pieces`: as in `AllGatherRhs`.
+    """
     (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, ring.size
     assert config is not None
     (m, _), (rows, columns) = plan.layouts.m_k(lhs.shape), rhs.shape
@@ -46,7 +50,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
     )  # fmt: skip
     # A dimension of its own for the shards, so that the last step, or the last columns, of one are clipped there.
     if along == "k":
-        lhs = lhs.reshape((size, rows, m) if plan.layouts.transpose_lhs else (m, size, rows))
+        lhs = lhs.reshape((pieces, size, rows // pieces, m) if plan.layouts.transpose_lhs else (m, size, rows))
     inputs = lhs, rhs
     out_types = (
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
@@ -98,7 +102,11 @@ class _Body:
             return lhs_gmem, k * self.kernel.config.tile_k
         step, row = schedule.rows_of(tile.step, k)
         shard = schedule.shard(self.me, step)
-        return lhs_gmem.at[shard] if self.kernel.types.layouts.transpose_lhs else lhs_gmem.at[:, shard], row
+        if not self.kernel.types.layouts.transpose_lhs:
+            return lhs_gmem.at[:, shard], row
+        of_piece = lhs_gmem.shape[2]
+        piece = 0 if lhs_gmem.shape[0] == 1 else quotient(row, of_piece)
+        return lhs_gmem.at[piece, shard], row - piece * of_piece
 
     def _rhs_at(self, tile: Tile) -> Any:
         def of_step(k: Any) -> tuple[Any, Any]:

@@ -92,7 +92,7 @@ def _cotangents(plan: Plan, operands: Operands, saved: Any, cotangents: Any, wan
             sums.direct = _plus(sums.direct, direct)
         d_rhs = None
         if wants[0] is not None:
-            if not (several or is_kept or whole.is_scaled):
+            if not (is_kept or d_kept is not None or whole.is_scaled):
                 d_rhs = operation.rhs_cotangent(operands.lhs, g, wants[0], plan)
             if d_rhs is None:
                 d_rhs = _of_rhs(plan, whole.lhs, rhs, g, wants[0])

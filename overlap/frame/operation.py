@@ -145,7 +145,7 @@ class Operation:
         return None
 
     def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
-        """Of a single right operand: its cotangent lhsᵀ g, the operand `lhs` being gathered by the same kernel.
+        """The cotangent lhsᵀ g of a right operand, the operand `lhs` being gathered by the same kernel.
 
         None if there is no such kernel: then `gathered` and `times` do it.
         """
