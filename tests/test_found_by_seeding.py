@@ -119,3 +119,28 @@ def test_of_several_right_operands_rows_are_gathered_once_for_all_gradients(monk
     found = gradients(several, *specs, operands, implementation="fused", config=SMALL)
     assert not launches
     assert_close(found, gradients(several, *specs, operands, implementation="xla"))
+
+
+def test_the_gradient_of_weights_alone_is_fused_too(monkeypatch):
+    launches, launch = [], gathered_rhs.launch
+    monkeypatch.setattr(gathered_rhs, "launch", lambda *args: launches.append(args) or launch(*args))
+    rows, weights = normal(0, 64, 64), normal(1, 64, 128)
+
+    def of_weights(weights, axis, **options):
+        return overlap.all_gather_lhs_matmul(rows[:32], weights, axis, **options)
+
+    gradients(of_weights, (COLUMNS,), COLUMNS, (weights,), implementation="fused", config=SMALL)
+    assert len(launches) == 1
+
+
+def test_what_several_right_operands_add_up_is_not_rounded_before(monkeypatch):
+    dtypes, launch = [], scattered.launch
+    monkeypatch.setattr(scattered, "launch", lambda *args: dtypes.append(args[1].out_dtype) or launch(*args))
+    operands = normal(0, 64, 64), normal(1, 64, 128), normal(2, 64, 128)
+
+    def several(x, a, b, axis, **options):
+        return overlap.all_gather_lhs_matmul(x, [a, b], axis, **options)
+
+    specs = (ROWS, COLUMNS, COLUMNS), [COLUMNS, COLUMNS]
+    gradients(several, *specs, operands, implementation="fused", config=SMALL)
+    assert dtypes == [F32, F32]
