@@ -106,21 +106,6 @@ def test_gradients_of_a_result_of_another_dtype(operand, result):
     assert_close(found, expected)
 
 
-def test_of_several_right_operands_rows_are_gathered_once_for_all_gradients(monkeypatch):
-    """Not by a kernel for each."""
-    launches, launch = [], gathered_rhs.launch
-    monkeypatch.setattr(gathered_rhs, "launch", lambda *args: launches.append(args) or launch(*args))
-    operands = normal(0, 64, 64), normal(1, 64, 128), normal(2, 64, 128)
-
-    def several(x, a, b, axis, **options):
-        return overlap.all_gather_lhs_matmul(x, [a, b], axis, **options)
-
-    specs = (ROWS, COLUMNS, COLUMNS), [COLUMNS, COLUMNS]
-    found = gradients(several, *specs, operands, implementation="fused", config=SMALL)
-    assert not launches
-    assert_close(found, gradients(several, *specs, operands, implementation="xla"))
-
-
 def test_the_gradient_of_weights_alone_is_fused_too(monkeypatch):
     launches, launch = [], gathered_rhs.launch
     monkeypatch.setattr(gathered_rhs, "launch", lambda *args: launches.append(args) or launch(*args))

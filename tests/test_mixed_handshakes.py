@@ -1,6 +1,7 @@
 """Launches that need one neighbour's memory, then launches that need all peers': none is taken for another.
 
-Who has needed one neighbour leaves without a word of the others: their beacons may still be raised.
+Who has needed one neighbour leaves without a word of the others: their beacons may still be raised. So the key says
+which peers a launch looks for.
 """
 
 import pytest

@@ -17,11 +17,11 @@ Why a launch is never taken for another
 What a device sees before the beacon of this launch is whatever that memory last held, also what another launch has left
 there, with other members, of another operation or program: XLA gives the flags of all of them the same addresses. So a
 raised beacon is a key of 128 bits, and the key says who talks to whom: it is made of the mesh, with its devices in
-order, and of the axes along which the kernel talks (`_key`). Let device A, in launch L, see its key in the memory of
-its peer P, and suppose that P has raised it in another launch M.
+order, of the axes along which the kernel talks, and of which peers a device looks for (`_key`). Let device A, in launch
+L, see its key in the memory of its peer P, and suppose that P has raised it in another launch M.
 
 - M has the same key, so the same mesh and the same axes. P belongs to one group along these axes of this mesh, so A is
-  a member of M as it is of L.
+  a member of M as it is of L; and A looks for P in M, too.
 - Devices run the programs that they share in the same order, so either both ran M before L, or both will run it after.
 - M before L: A has left M. So it had P's last word of M, which P said after it had lowered its beacon of M.
 - M after L: P has left L, so it had A's last word of L, which A says only after it has seen P's beacon of L.
@@ -66,9 +66,9 @@ HANDSHAKE_FLAGS = (_WORDS + 5,)
 _LOWERED = 1
 
 
-def _key(context: Any, ring: Ring) -> list[int]:
+def _key(context: Any, ring: Ring, only: int | None) -> list[int]:
     """The words of a raised beacon; asked for at lowering, when the devices of the mesh are known."""
-    text = f"overlap: {ring.places} on {clique.device_ids(context)}"
+    text = f"overlap: {ring.places} on {clique.device_ids(context)}, looking for {only}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
     return [max(words[0], _LOWERED + 1), *words[1:]]
@@ -175,7 +175,7 @@ class Handshake:
         atomics.inline(self._raise_code, [self.flags.at[0]])
 
     def _raise_code(self, context: Any, pointer: Any) -> None:
-        key = _key(context, self.ring)
+        key = _key(context, self.ring, self.only)
         others = [f"@first st.relaxed.sys.global.b32 [$0+{4 * i}], {key[i]};" for i in range(1, _WORDS)]
         lines = [
             *atomics.BY_LANE_0, ".reg .b32 before;",
@@ -201,7 +201,7 @@ class Handshake:
 
     def _look_code(self, context: Any, *operands: Any) -> None:
         # A peer's memory is not cached here: each look crosses NVLink.
-        key = _key(context, self.ring)
+        key = _key(context, self.ring, self.only)
         look = [
             ".reg .b32 word<4>;", *(f"ld.relaxed.sys.global.b32 word{i}, [$0+{4 * i}];" for i in range(_WORDS)),
             "mov.b32 got, word0;", f"setp.eq.u32 there, word0, {key[0]};",
