@@ -53,10 +53,13 @@ def kernel_of(name):
     return cores, lambda: function(*given), lambda results: several_sides_cases.assert_exact(form, arrays, results)
 
 
+# Each completion with each scheduler; `make test-all` runs them all with other seeds as well.
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 6), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_clean(name):
+def test_clean(name, seeds):
     cores, run_kernel, check = kernel_of(name)
-    for seed, completion in enumerate(("late", "eager", "random") * 2):
+    for seed in seeds:
+        completion = ("late", "eager", "random")[seed % 3]
         for scheduler in ("pct", "random"):
             with emulate(cores=cores, completion=completion, scheduler=scheduler, seed=seed) as run:
                 results = run_kernel()

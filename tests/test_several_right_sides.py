@@ -37,6 +37,13 @@ def cuts(form, devices, cores, config):
 TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
+def with_transports(cases):
+    """Each case with either way to travel; the ring has a test of its own, so every second case is enough here."""
+    by_ring = [pytest.param(*case, "ring", marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
+    names = ("devices", "cores", "form", "config", "transport")
+    return pytest.mark.parametrize(names, [*((*case, "pull") for case in cases), *by_ring], ids=str)
+
+
 def check(form, devices, cores, config, transport=None, completions=("late", "random")):
     """Every bit of the fused kernel's results under several schedules, and of XLA's."""
     assert devices == 1 or cuts(form, devices, cores, config) == (config.stream_k > 1)
@@ -66,8 +73,7 @@ SIDES = [  # devices, cores, form, config
 ]
 
 
-@TRANSPORTS
-@pytest.mark.parametrize(("devices", "cores", "form", "config"), SIDES, ids=str)
+@with_transports(SIDES)
 def test_several_right_sides(devices, cores, form, config, transport):
     check(form, devices, cores, config, transport)
 
@@ -82,8 +88,7 @@ GATHERED = [
 ]
 
 
-@TRANSPORTS
-@pytest.mark.parametrize(("devices", "cores", "form", "config"), GATHERED, ids=str)
+@with_transports(GATHERED)
 def test_the_gathered_operand_as_well(devices, cores, form, config, transport):
     check(form, devices, cores, config, transport)
 
@@ -99,8 +104,7 @@ BATCHES = [
 ]
 
 
-@TRANSPORTS
-@pytest.mark.parametrize(("devices", "cores", "form", "config"), BATCHES, ids=str)
+@with_transports(BATCHES)
 def test_leading_dimensions(devices, cores, form, config, transport):
     check(form, devices, cores, config, transport)
 
@@ -124,8 +128,7 @@ SCALED = [
 ]  # fmt: skip
 
 
-@TRANSPORTS
-@pytest.mark.parametrize(("devices", "cores", "form", "config"), SCALED, ids=str)
+@with_transports(SCALED)
 def test_scales_and_forms(devices, cores, form, config, transport):
     check(form, devices, cores, config, transport)
 

@@ -16,6 +16,8 @@ import numpy as np
 
 
 def _div(a: int, b: int) -> int:
+    if a >= 0 < b:  # as nearly always
+        return a // b
     if b == 0:
         return -1
     q = abs(a) // abs(b)
@@ -23,6 +25,8 @@ def _div(a: int, b: int) -> int:
 
 
 def _rem(a: int, b: int) -> int:
+    if a >= 0 < b:
+        return a % b
     return a if b == 0 else a - _div(a, b) * b
 
 
@@ -90,6 +94,8 @@ def _scalar(eqn: Any) -> Callable[..., Any] | None:
         return None
     if name in ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp", "select_n", "rem"):
         return function  # cannot leave the range of its operands
+    if len(eqn.invars) == 2:  # A call with a list of arguments takes twice the time.
+        return lambda a, b: wrap(function(a, b))
     return lambda *args: wrap(function(*args))
 
 

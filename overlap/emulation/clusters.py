@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from . import report
 from .clocks import covers
 from .errors import ProtocolError
@@ -78,14 +76,14 @@ class Cluster:
                 twin.twins = twins
             if not isinstance(twin, Cells):
                 continue
-            for index in np.ndindex(*twin.cells.shape):
-                barrier: Any = twin.cells[index]
+            for place in range(twin.places.size):
+                barrier: Any = twin.at(place)
                 if not getattr(barrier, "collective", ()):
                     continue
                 last = 1 if barrier.leader_tracked else None
                 # Everyone whose place differs along one group of axes at most, each once.
                 reached = {each.rank for axes in barrier.collective for each in self.along(barrier.cta, axes)[:last]}
-                barrier.reached = [twins[rank].cells[index] for rank in sorted(reached)]
+                barrier.reached = [twins[rank].at(place) for rank in sorted(reached)]
 
 
 def twin(base: Any, cta: Cta) -> Any:

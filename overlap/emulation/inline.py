@@ -8,6 +8,7 @@ warpgroup; a predicate that elects one thread is therefore true, and known to el
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,12 @@ from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 _NOTHING: frozenset[str] = frozenset()
 _ARCHITECTURE = (9, 0)  # to functions that ask; what they emit for others says the same
 _DYNAMIC = -(1 << 31)  # an index of `llvm.getelementptr` that is an operand
+
+
+@functools.cache
+def _mlir_context() -> ir.Context:
+    """One for all calls: to make it takes longer than to read most of them."""
+    return mlir.make_ir_context()
 
 
 class _Context:
@@ -60,7 +67,7 @@ def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     count = p["pytree_args"].num_leaves
     transforms = d.unflatten(p["pytree_ref_transforms"], ins[count:])
     try:
-        with mlir.make_ir_context(), ir.Location.unknown():
+        with _mlir_context(), ir.Location.unknown():
             return _Reader(d, eqn, ins[:count], transforms).read()
     except (Unreadable, ptx.PtxError) as reason:
         function = p["mgpu_fn"]

@@ -154,6 +154,7 @@ class Machine:
         devices: for each position of the mesh, row-major, which of the world's devices it is. Everywhere else a device
             is known by that number, and positions are only what a kernel computes with.
         number: of the launch within the sequence, from 1.
+        flags_at: where in the memory for semaphores its own begin.
         ordinals: for each device, the how manieth of its launches this is, from 1.
         arrived: the devices that have come to this launch.
         buffers: for each device, what the kernel's parameters denote.
@@ -175,7 +176,7 @@ class Machine:
         is_real: bool = True,
     ):
         self.world, self.program, self.name = world, program, name
-        self.mesh_shape, self.devices, self._flags_at = mesh_shape, devices, flags_at
+        self.mesh_shape, self.devices, self.flags_at = mesh_shape, devices, flags_at
         self._position = {device: position for position, device in enumerate(devices)}
         self.coordinates = list(itertools.product(*(range(n) for n in mesh_shape.values())))
         self.settings, self.run, self.random = world.settings, world.run, world.random
@@ -203,15 +204,15 @@ class Machine:
         self.exit_seen = {device: Knowledge() for device in devices}
         world.add(self)
 
-    def words(self, device: int) -> list[Semaphore]:
-        """The semaphores of a device that all its CTAs share."""
-        return self.world.devices[device].words(self._flags_at, len(self.program.words))
+    def word(self, device: int, first: int, place: int) -> Semaphore:
+        """Of the semaphores of a device that all its CTAs share, the one at `place` behind the `first` of an array."""
+        return self.world.devices[device].word(self.flags_at + first + place)
 
     def semaphores(self, devices: Collection[int]) -> Iterator[Semaphore]:
-        """All of them on these devices."""
+        """All of them on these devices that anybody has used."""
         yield from (semaphore for semaphore in self.private if semaphore.device in devices)
         for device in devices:
-            yield from self.words(device)
+            yield from (word for _, word in self.world.devices[device].words(self))
 
     def place(self, device: int) -> tuple[int, ...]:
         """A device's coordinates in the mesh."""

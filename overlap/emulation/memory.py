@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -50,9 +51,17 @@ class Buffer:
         self.written = written  # it has contents from the start
         self.is_operand = False
         self.serial = next(_serials)
+        self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # of which array, and its bytes
         self.shadow = Shadow(max(data.nbytes, 1))
         # The last asynchronous access of each component, for "left while a copy is in flight".
         self.async_uses: dict[int, Any] = {}
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """The bytes of an array that lies in one piece."""
+        if self._bytes is None or self._bytes[0] is not self.data:
+            self._bytes = self.data, self.data.reshape(-1).view(np.uint8)
+        return self._bytes[1]
 
     def on(self, device: int) -> Buffer:
         if self.peers is None:
@@ -60,11 +69,23 @@ class Buffer:
         return self.peers[device]
 
 
-class Cells:
-    """An array of synchronisation objects (semaphores or mbarriers) that refs can index."""
+@functools.cache
+def _places(shape: tuple[int, ...]) -> np.ndarray:
+    places = np.arange(math.prod(shape)).reshape(shape)
+    places.flags.writeable = False
+    return places
 
-    def __init__(self, name: str, cells: np.ndarray, device: int, peers: Any = None):
-        self.name, self.cells, self.device, self.peers = name, cells, device, peers
+
+class Cells:
+    """An array of synchronisation objects (semaphores or mbarriers) that refs can index.
+
+    Attributes:
+        places: the array, with the place of each object in it (row-major) instead of the object.
+        at: from a place to the object, which may be made then: of the flags of a kernel, a run uses a small part.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], at: Callable[[int], Any], device: int, peers: Any = None):
+        self.name, self.places, self.at, self.device, self.peers = name, _places(shape), at, device, peers
         self.twins: Any = None  # the same allocation in each CTA of the cluster
         self.serial = next(_serials)
 
@@ -81,19 +102,25 @@ class View:
     axes there. `shape` is the logical shape.
     """
 
-    __slots__ = ("_cells", "array", "buffer", "groups", "region", "requested", "text", "window")
+    __slots__ = ("_cells", "array", "buffer", "groups", "region", "requested", "shape", "text", "window")
 
-    def __init__(self, buffer: Buffer, array: np.ndarray, groups: tuple[int, ...], text: str):
+    def __init__(
+        self,
+        buffer: Buffer,
+        array: np.ndarray,
+        groups: tuple[int, ...],
+        text: str,
+        shape: tuple[int, ...] | None = None,
+    ):
         self.buffer, self.array, self.groups, self.text = buffer, array, groups, text
         self.requested: tuple[int, ...] | None = None  # the shape asked for, where a slice goes out of bounds
         self.window: tuple[slice, ...] | None = None  # the part of `requested` that is in bounds
-        self.region = None
+        self.region: Any = None
         self._cells = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        sizes = iter(self.array.shape)
-        return tuple(math.prod(itertools.islice(sizes, n)) for n in self.groups)
+        if shape is None:
+            sizes = iter(array.shape)
+            shape = tuple(math.prod(itertools.islice(sizes, n)) for n in groups)
+        self.shape = shape
 
     def read(self, fill_undefined: bool = False) -> np.ndarray:
         """A copy of the contents, in the logical shape; what lies out of bounds reads as zero (or as undefined)."""
@@ -128,3 +155,23 @@ class View:
     def __str__(self) -> str:
         where = f" of device {self.buffer.device}" if self.buffer.space == "gmem" else ""
         return f"{self.buffer.name}{self.text}{where} ({self.buffer.space})"
+
+
+class Geometry:
+    """Where a view lies in its buffer, to make the same view of another buffer of the same shape and type."""
+
+    __slots__ = ("_dtype", "_offset", "_shape", "_strides", "_view")
+
+    def __init__(self, view: View):
+        array = view.array
+        self._view = view.groups, view.text, view.shape, view.requested, view.window, view.bounds()
+        self._offset = view.bounds()[0]
+        self._shape, self._strides, self._dtype = array.shape, array.strides, array.dtype
+
+    def of(self, buffer: Buffer) -> View:
+        """The view of `buffer`, whose array lies in one piece."""
+        groups, text, shape, requested, window, region = self._view
+        array = np.ndarray(self._shape, self._dtype, buffer.bytes, self._offset, self._strides)
+        view = View(buffer, array, groups, text, shape)
+        view.requested, view.window, view.region = requested, window, region
+        return view

@@ -38,12 +38,12 @@ def _words_at(address: int, nbytes: int) -> list[Semaphore]:
     first, count = offset // _WORD_BYTES, nbytes // _WORD_BYTES
     if offset % nbytes:
         raise ProtocolError(f"byte {offset} of {array.name} is no address for {nbytes} bytes: it must be a multiple")
-    if not 0 <= first <= array.cells.size - count:
+    if not 0 <= first <= array.places.size - count:
         raise ProtocolError(
             f"bytes {offset} to {offset + nbytes} are out of bounds for {array.name} of device {array.device}, which "
-            f"has {array.cells.size} words"
+            f"has {array.places.size} words"
         )
-    return list(array.cells.reshape(-1)[first : first + count])
+    return [array.at(place) for place in range(first, first + count)]
 
 
 _CACHING = ("ca", "cg", "cv", "wb", "wt", "cs", "lu", "L1::no_allocate")

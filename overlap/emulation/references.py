@@ -9,7 +9,7 @@ import numpy as np
 
 from .clusters import twin
 from .errors import ProtocolError
-from .memory import Buffer, Cells, View
+from .memory import Buffer, Cells, Geometry, View
 
 _CACHE_LIMIT = 2048
 
@@ -256,6 +256,7 @@ class RefPath:
         self._clip = clip
         self._cache: dict[Any, Any] = {}
         self._places: dict[Any, int] = {}
+        self._geometries: dict[Any, Geometry] = {}  # by the form of an array, and indices; they outlive a launch
         for transform in transforms or ():
             if type(transform).__name__ == "PeerMemRef":
                 self._peer = (transform.device_id, transform.device_id_type)
@@ -286,7 +287,7 @@ class RefPath:
         except TypeError:  # an index is an array
             key = found = None
         if found is None:
-            found = self._build(base, env)
+            found = self._build(base, env) if key is None else self._view(base, env, key[1:])
             if key is not None:
                 if len(self._cache) > _CACHE_LIMIT:
                     self._cache.clear()
@@ -302,7 +303,7 @@ class RefPath:
         except TypeError:  # an index is an array, which is refused
             found = None
         if found is None:
-            part, whole = self._apply(base, env).array, base.data if isinstance(base, Buffer) else base.cells
+            part, whole = self._apply(base, env).array, base.data if isinstance(base, Buffer) else base.places
             distance = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
             found = distance if isinstance(base, Buffer) else distance // whole.itemsize
             if len(self._places) > _CACHE_LIMIT:
@@ -323,7 +324,7 @@ class RefPath:
         return base
 
     def _apply(self, base: Buffer | Cells, env: list) -> _Builder:
-        b = _Builder(base.data if isinstance(base, Buffer) else base.cells, base.name)
+        b = _Builder(base.data if isinstance(base, Buffer) else base.places, base.name)
         for step in self._steps:
             step(b, env, self._clip)
         return b
@@ -333,7 +334,21 @@ class RefPath:
         if isinstance(base, Cells):
             if b.array.size != 1:
                 raise ProtocolError(f"{base.name}{b.text}: one element is needed, got shape {b.array.shape}")
-            return b.array.reshape(-1)[0]
+            return base.at(int(b.array.reshape(-1)[0]))
         view = View(base, b.array, tuple(b.groups), b.text)
         view.requested, view.window = b.requested, b.window
+        return view
+
+    def _view(self, base: Buffer | Cells, env: list, indices: tuple[Any, ...]) -> Any:
+        """What `_build` makes, from the geometry of such a view if another launch or CTA has made one before."""
+        if isinstance(base, Cells) or not base.data.flags.c_contiguous or not base.data.size:
+            return self._build(base, env)
+        shape, dtype = base.data.shape, base.data.dtype
+        known = self._geometries.get((shape, dtype, *indices))
+        if known is not None:
+            return known.of(base)
+        view = self._build(base, env)
+        if len(self._geometries) > _CACHE_LIMIT:
+            self._geometries.clear()
+        self._geometries[(shape, dtype, *indices)] = Geometry(view)
         return view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import numpy as np
@@ -44,12 +44,12 @@ def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: A
     if groups and (cta.cluster is None or thread is not None):
         raise ProtocolError(f"the cluster barrier {name} needs a kernel with clusters, and a scope of all its threads")
     arrivals = dtype.num_arrivals * (cluster_arrivals(cta.cluster.axes, groups) if groups else 1)
-    cells = np.empty(shape, object)
+    barriers = []
     for index in np.ndindex(*shape):
-        label = f"{'cluster ' if groups else ''}barrier {name}" + (f"[{', '.join(map(str, index))}]" if index else "")
-        cells[index] = barrier = MBarrier(label, arrivals, cta)
+        label = _label(f"{'cluster ' if groups else ''}barrier {name}", index)
+        barriers.append(barrier := MBarrier(label, arrivals, cta))
         barrier.collective, barrier.leader_tracked = groups, getattr(dtype, "leader_tracked", False)
-    return Cells(name, cells, cta.device)
+    return Cells(name, shape, barriers.__getitem__, cta.device)
 
 
 def _allocate_all(thread: Any, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
@@ -73,15 +73,13 @@ def _semaphores(
     if peers is None:
         peers = machine.globals[key] = {}
         for peer in machine.devices:
-            cells = np.empty(math.prod(shape), object)
             if first is None:
                 own = [Semaphore(_label(name, index) + f" of CTA {cta}", peer) for index in np.ndindex(*shape)]
                 machine.private += own
-                cells[:] = own
+                at = own.__getitem__
             else:
-                cells[:] = machine.words(peer)[first : first + cells.size]
-            cells = cells.reshape(shape)
-            peers[peer] = Cells(name, cells, peer, peers)
+                at = functools.partial(machine.word, peer, first)
+            peers[peer] = Cells(name, shape, at, peer, peers)
     return peers[device]
 
 

@@ -15,6 +15,7 @@ there; afterwards it is worth nothing.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, Ste
 from .memory import Buffer, poison
 from .races import RaceDetector, Shadow
 from .scheduler import make_scheduler
-from .sync import Semaphore
+from .sync import Semaphore, next_serial, next_serials
 
 if TYPE_CHECKING:
     from .machine import Machine, Thread
@@ -70,18 +71,33 @@ class Device:
         self.begun = self.ended = 0  # how many of them
         self.seen = Knowledge()  # what has happened before the end of the last one
         self.memory = np.zeros(0, np.uint8)
-        self._words: dict[int, Semaphore] = {}
-        self._ranges: dict[tuple[int, int], list[Semaphore]] = {}
+        self._words: dict[int, Semaphore] = {}  # by address; made when somebody asks for them
+        self._serial = next_serial()  # of all words before the first launch
+        # (launch, serial of the first of its words, by whom): how the framework has zeroed words so far.
+        self._zeroings: list[tuple[Machine, int, tuple[int, int] | None]] = []
         self.priority, self.polled, self.done = 0.0, False, False
 
-    def words(self, first: int, count: int) -> list[Semaphore]:
-        """Words of the memory in which semaphores lie."""
-        if (first, count) not in self._ranges:
-            for address in range(first, first + count):
-                if address not in self._words:
-                    self._words[address] = Semaphore(f"word {address}", self.index)
-            self._ranges[first, count] = [self._words[address] for address in range(first, first + count)]
-        return self._ranges[first, count]
+    def word(self, address: int) -> Semaphore:
+        """A word of the memory in which semaphores lie."""
+        word = self._words.get(address)
+        if word is None:
+            word = self._words[address] = Semaphore(f"word {address}", self.index, self._serial)
+            for machine, serial, by in reversed(self._zeroings):
+                if 0 <= address - machine.flags_at < len(machine.program.words):
+                    self._zero(word, address, machine, serial, by)
+                    break
+        return word
+
+    def words(self, machine: Machine) -> list[tuple[int, Semaphore]]:
+        """(address, word) of those in the place of a launch's semaphores that somebody has asked for, in order."""
+        first, end = machine.flags_at, machine.flags_at + len(machine.program.words)
+        return sorted((item for item in self._words.items() if first <= item[0] < end), key=operator.itemgetter(0))
+
+    @staticmethod
+    def _zero(word: Semaphore, address: int, machine: Machine, serial: int, by: tuple[int, int] | None) -> None:
+        place = address - machine.flags_at
+        word.name, word.launch = machine.program.words[place], machine.number
+        word.zero(by, serial + place)
 
     def start_next(self) -> None:
         """The framework gets to the next launch."""
@@ -97,9 +113,10 @@ class Device:
 
     def _prepare(self, machine: Machine) -> None:
         """What the framework does before a launch: semaphores are zero, and operands are computed."""
-        for word, name in zip(machine.words(self.index), machine.program.words):
-            word.name, word.launch = name, machine.number
-            word.zero((self.component, self.begun) if self.begun > 1 else None)
+        serial, by = next_serials(len(machine.program.words)), (self.component, self.begun) if self.begun > 1 else None
+        for address, word in self.words(machine):
+            self._zero(word, address, machine, serial, by)
+        self._zeroings.append((machine, serial, by))
         for semaphore in machine.private:
             if semaphore.device == self.index:
                 semaphore.zero()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 from typing import Any
 
@@ -79,6 +80,13 @@ def next_serial() -> int:
     return next(_serials)
 
 
+def next_serials(count: int) -> int:
+    """The first of `count` places in a row, after all earlier writes."""
+    first = next(_serials)
+    collections.deque(itertools.islice(_serials, count), maxlen=0)
+    return first
+
+
 def _serial_of(write: Write) -> int:
     return write.serial
 
@@ -97,23 +105,24 @@ class Semaphore(Waitable):
 
     __slots__ = ("_first", "_unseen", "device", "launch", "log", "name", "taken", "waited")
 
-    def __init__(self, name: str, device: int):
+    def __init__(self, name: str, device: int, serial: int | None = None):
         super().__init__()
         self.name, self.device = name, device
         self.launch: int | None = None
         self.waited = False
         self._unseen: dict[int, Any] = {}  # serial -> a write by another device that this one has not read
         self.log: list[Write] = []
-        self.zero()
+        self.zero(serial=serial)
 
-    def zero(self, by: tuple[int, int] | None = None) -> None:
+    def zero(self, by: tuple[int, int] | None = None, serial: int | None = None) -> None:
         """What the framework does before each launch, as an event of its own or (None) with everybody's knowledge."""
         last = self.log[-1] if self.log else None
         if by is not None and last is not None and last.is_zeroing and not last.readers:
-            last.by, last.serial = by, next_serial()  # Nobody has touched the word since: most are never used.
+            # Nobody has touched the word since.
+            last.by, last.serial = by, next_serial() if serial is None else serial
             return
         del self.log[: -_HISTORY if by is not None else None]
-        self.log.append(Write(0, 0, EMPTY, {}, by))
+        self.log.append(Write(0, 0, EMPTY, {}, by, serial))
         self.log[-1].is_zeroing = True
         self.taken = 0  # by waits that decrement
         self._first = len(self.log) - 1  # where the values begin that waits look at
