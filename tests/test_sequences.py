@@ -8,7 +8,7 @@ from tests.sequences import Call, Layout, Trial, layout
 
 IN_A_CHUNK, MOST = 25, 15
 # Of all kinds and layouts, with few on eight devices, which take long.
-CHUNKS, LONG = (3, 47, 66, 90, 96, 117), (9, 17, 50)
+CHUNKS, LONG = (35, 36, 47, 71, 113, 126), (9, 17, 50)
 PARTS = [
     pytest.param(chunk, part, marks=[] if chunk in CHUNKS and part.start == 0 else pytest.mark.slow)
     for chunk in (*CHUNKS, *LONG)
