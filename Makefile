@@ -8,6 +8,7 @@ VENV_NEWEST := .venv-jax-0.12
 # Two workers: most tests compile, and XLA uses further threads by itself.
 PYTEST := -m pytest -n 2
 SLOW := -m "not slow"
+SLOW_NEWEST := -m "not slow and not one_jax"
 CASES := --cases 1
 CASES_ON_GPUS := --cases 1
 ARGS ?=
@@ -21,8 +22,8 @@ demo:  ## run both fused halves of a layer, on the visible GPUs or emulated, and
 
 test: lint test-jax-0.11 test-gpu test-jax-0.12  ## lint, types, and the tests on both supported versions of jax
 
-test-all:  ## the same with those marked slow, and all cases on the newest jax: before a release
-	@$(MAKE) test SLOW= CASES= CASES_ON_GPUS=
+test-all:  ## the same with those marked slow, and everything on the newest jax: before a release
+	@$(MAKE) test SLOW= SLOW_NEWEST= CASES= CASES_ON_GPUS=
 
 lint:  ## ruff and pyright
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
@@ -33,9 +34,9 @@ test-jax-0.11:  ## tests/ on jax 0.11.2
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
 	$(VENV)/bin/python $(PYTEST) $(SLOW) $(ARGS)
 
-test-jax-0.12:  ## tests/ on jax 0.12.0.1, of each test with parameters a few cases
+test-jax-0.12:  ## tests/ on jax 0.12.0.1 that depend on it, of each with parameters a few cases
 	@setup/venv.sh $(VENV_NEWEST) constraints/jax-0.12.txt dev mpi aot
-	$(VENV_NEWEST)/bin/python $(PYTEST) $(SLOW) $(CASES) $(ARGS)
+	$(VENV_NEWEST)/bin/python $(PYTEST) $(SLOW_NEWEST) $(CASES) $(ARGS)
 
 test-gpu:  ## tests/multi_gpu on the visible GPUs, of each test with parameters one case; nothing where there are none
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot

@@ -24,6 +24,7 @@ from overlap.tuning.programs import draw_operands, error_floor
 from overlap.tuning.timing import expected_us
 from tests import assembly
 
+pytestmark = pytest.mark.one_jax
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Settings(rounds=2, iterations=2, launches=1, calls=1, warmup_s=0.0)
 PROBLEM = TableProblem("matmul", 1, 96, 160, 64, "bf16")

@@ -25,6 +25,7 @@ from overlap.tuning.operations import AXIS, gather, unfused
 from overlap.tuning.programs import draw_operands, loop_program
 from tests import assembly
 
+pytestmark = pytest.mark.one_jax
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 QUICK = Settings(rounds=3, iterations=2, launches=1, calls=1, warmup_s=0.0)
 PROBLEM = TableProblem("all_gather_lhs_matmul", 2, 128, 256, 64, "f16")

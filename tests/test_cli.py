@@ -44,6 +44,7 @@ def test_demo_runs_emulated_and_draws(repository, tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.one_jax
 def test_demo_on_another_number_of_devices(repository, tmp_path):
     process = run_overlap(repository, "demo", "--devices", "2", "--out", tmp_path / "two.png")
     assert process.returncode == 0, process.stderr
@@ -109,6 +110,7 @@ def recorded() -> dict[str, list[spans.Span]]:
     return {problem.op: demo._emulated(demo._of(problem, 3), mesh, lambda text: None)[1] for problem in demo._EMULATED}
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("op", spans.LANES)
 def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded, op):
     devices, problem, config = range(3), demo._EMULATED[0], demo._EMULATED_CONFIG
@@ -122,6 +124,7 @@ def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded, op):
     assert all(span.start < span.end for span in recorded[op] if span.lane == "multiplies")
 
 
+@pytest.mark.one_jax
 def test_what_is_added_are_the_own_rows_once_they_have_come_from_all(recorded):
     found = recorded["matmul_reduce_scatter"]
     problem, config = demo._EMULATED[1], demo._EMULATED_CONFIG
@@ -134,6 +137,7 @@ def test_what_is_added_are_the_own_rows_once_they_have_come_from_all(recorded):
         assert max(first.values()) < min(span.end for span in adds if span.device == device)
 
 
+@pytest.mark.one_jax
 def test_the_spans_of_a_recorded_run_are_in_the_order_of_the_schedule(recorded):
     recorded_spans = recorded["all_gather_lhs_matmul"]
     for device in range(3):
@@ -148,6 +152,7 @@ def test_the_spans_of_a_recorded_run_are_in_the_order_of_the_schedule(recorded):
             assert start < first["multiplies"][peer]
 
 
+@pytest.mark.one_jax
 def test_every_lane_of_the_picture_is_drawn(recorded, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     picture.draw(recorded, tmp_path / "all.png", devices=3, title="")

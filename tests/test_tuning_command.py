@@ -28,7 +28,7 @@ from overlap.tuning.interrupt import noticed
 from tests.tuning_cases import no_tables
 
 __all__ = ["no_tables"]
-pytestmark = pytest.mark.usefixtures("no_tables")
+pytestmark = [pytest.mark.usefixtures("no_tables"), pytest.mark.one_jax]
 autotune = importlib.import_module("overlap.tuning.autotune")
 
 
