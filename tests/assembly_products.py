@@ -122,8 +122,8 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     rhs_dtype = options.pop("rhs_dtype", case.dtype)
     (m, n, k), size, (left, right) = case.shape, mesh.shape["x"], (letter == "t" for letter in layout)
     columns, whole, transport = op.endswith("_n"), op == "matmul_all_reduce", options.pop("transport", None)
-    if case.processes > 1:  # As in a job of so many; this is one process.
-        kernel.lands_in_an_operand = lambda: True
+    # As in a job of so many processes; this is one, which assembles other cases as well.
+    kernel.lands_in_an_operand = lambda: case.processes > 1
     structs = [
         assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),
         assembly.struct(mesh, (n, k) if right else (k, n), rhs_dtype),

@@ -124,6 +124,21 @@ def test_leading_dimensions(lhs_batch, rhs_batch, addend_batch):
     check(lhs, rhs, addend=normal(23, *addend_batch, 128, 128), config=SMALL, limit=6e-3)
 
 
+def test_leading_dimensions_are_more_rows_where_they_can_be():
+    """A token of each of many sequences takes one tile, not one for each."""
+    lhs, rhs, addend = normal(24, 24, 1, 128), normal(25, 128, 128), normal(26, 24, 1, 128)
+    scale = jnp.exp(normal(27, 24, 1, 1, dtype=jnp.float32))
+    work = []
+    for given in (lhs, lhs[:, 0]):
+        with emulate(cores=2) as run:
+            overlap.matmul(given, rhs, config=SMALL, implementation="fused")
+        work.append(run.counts["wgmmas"])
+    assert work[0] == work[1] > 0
+    check(lhs, rhs, addend=addend, lhs_scale=scale, activation=jax.nn.relu, config=SMALL, limit=6e-3)
+    # An addend that all of them share is none of the rows of one matrix.
+    check(lhs, rhs, addend=addend[0], lhs_scale=scale[0], config=SMALL, limit=6e-3)
+
+
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 1)])
 @pytest.mark.parametrize("inner", [(), (2,)])
 def test_vmap(axes, inner):

@@ -28,6 +28,10 @@ class ReduceScatter(Summed):
     transport_reason: str = dataclasses.field(default="", kw_only=True)
 
     @property
+    def takes_more_rows(self) -> bool:
+        return self.dimension == "n"
+
+    @property
     def op(self) -> str:
         return self.name if self.dimension == "m" else f"{self.name}_{self.dimension}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
-from overlap.frame import arguments, sharded
+from overlap.frame import sharded
 from overlap.frame.normalize import Call
-from overlap.frame.operands import Operands, Plan, Results, sizes
+from overlap.frame.operands import Operands, Plan, Results, as_rows, sizes
 from overlap.frame.operation import Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
@@ -64,24 +63,7 @@ class Summed(Operation):
         return Problem(self.op, m, n, k, *dtypes, self.ring.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
 
     def _as_rows(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        """Without leading dimensions, where they can be more rows: tiles are then full of them. Arrays may be types."""
-        lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
-        (addend,) = operands.addends or (None,)
-        if len(lhs.shape) == 2 or layouts.transpose_lhs or len(rhs.shape) > 2 or not self.takes_more_rows:
-            return operands
-        if addend is not None and len(addend.shape) == 2:
-            return operands
-        if rows is not None:
-            rows = arguments.each(lambda x: jnp.broadcast_to(x, lhs.shape[:-1]), rows)
-
-        def folded(x: Any, *last: int) -> Any:
-            shape = math.prod(lhs.shape[:-1]), *last
-            return None if x is None else arguments.each(lambda x: x.reshape(shape), x)
-
-        return dataclasses.replace(
-            operands, lhs=folded(lhs, lhs.shape[-1]), row_scale=folded(rows),
-            addends=None if addend is None else (folded(addend, addend.shape[-1]),),
-        )  # fmt: skip
+        return as_rows(operands, layouts) if self.takes_more_rows else operands
 
     def along(self, operands: Operands, plan: Plan) -> str:
         """In which dimension the sum is cut into blocks."""

@@ -8,6 +8,7 @@ A product computes this, without the parts that it is not given:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from overlap.choice.choose import choose_config
+from overlap.frame import arguments
 from overlap.frame.activation import Activation
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
@@ -149,6 +151,27 @@ def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int,
         ranks.append((operands.row_scale, 1))
     batches = {x.shape[0] for x, rank in ranks if x is not None and len(x.shape) > rank}
     return next(iter(batches), None), m, widths, k
+
+
+def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
+    """Without leading dimensions, where they can be more rows: tiles are then full of them. Arrays may be types."""
+    lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
+    (addend,) = operands.addends or (None,)
+    if len(lhs.shape) == 2 or layouts.transpose_lhs or len(rhs.shape) > 2:
+        return operands
+    if addend is not None and len(addend.shape) == 2:
+        return operands
+    if rows is not None:
+        rows = arguments.each(lambda x: jnp.broadcast_to(x, lhs.shape[:-1]), rows)
+
+    def folded(x: Any, *last: int) -> Any:
+        shape = math.prod(lhs.shape[:-1]), *last
+        return None if x is None else arguments.each(lambda x: x.reshape(shape), x)
+
+    return dataclasses.replace(
+        operands, lhs=folded(lhs, lhs.shape[-1]), row_scale=folded(rows),
+        addends=None if addend is None else (folded(addend, addend.shape[-1]),),
+    )  # fmt: skip
 
 
 def in_f32(operands: Operands, plan: Plan) -> Plan:

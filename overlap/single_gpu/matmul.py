@@ -16,7 +16,7 @@ from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
 from overlap.frame import arguments, by_xla, call, sharded
 from overlap.frame.normalize import ARRAYS, Call, normalize
-from overlap.frame.operands import Operands, Plan, Results, accumulator, sizes
+from overlap.frame.operands import Operands, Plan, Results, accumulator, as_rows, sizes
 from overlap.frame.operation import Operation
 from overlap.kernels import launch
 from overlap.kernels.config import Config
@@ -35,7 +35,7 @@ class Matmul(Operation):
     epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
 
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
-        batch, m, (n,), k = sizes(operands, layouts)
+        batch, m, (n,), k = sizes(as_rows(operands, layouts), layouts)
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
         return Problem(self.name, m, n, k, *dtypes, layout=layout, batch=batch or 1)  # pyright: ignore[reportArgumentType]
 
@@ -63,7 +63,9 @@ class Matmul(Operation):
     def launch(self, operands: Operands, plan: Plan) -> Results:
         # The cache of `jax.jit` keeps its static arguments.
         kept = plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.alone)
-        return (_launch(operands, kept),), None
+        rows = as_rows(operands, plan.layouts)
+        out = _launch(rows, kept)
+        return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
 
 
 MATMUL = Matmul()
