@@ -220,14 +220,17 @@ class Problem:
         """Whether a compute thread may need a few registers more than there are: see `tests.assembly_sweep`.
 
         That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do;
-        or 256 rows to which parts of peers are added; or, where own tiles leave as well, the largest ones of 8 bits.
+        or 256 rows to which parts of peers are added; or, where own tiles leave as well, the largest ones of 8 bits
+        or with 32-bit results.
         """
         transport = self.transport(config)
         if config.tile_m == 256 and transport in ("push", "spread"):
             return True
-        if transport == "spread" and self.itemsize == 1 and config.tile_m * config.tile_n >= 128 * 256:
+        has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
+        is_large = config.tile_m * config.tile_n >= 128 * 256
+        if transport == "spread" and is_large and (self.itemsize == 1 or has_wide_results):
             return True
-        wide = config.tile_m == 256 and jnp.dtype(self.out_dtype).itemsize == 4
+        wide = config.tile_m == 256 and has_wide_results
         return wide and config.cluster > 1 and config.stream_k > 1
 
 
