@@ -175,11 +175,9 @@ class AllGather(Operation):
         pieces = math.prod(lhs.shape[:-2])
         lhs, g = (x.reshape(-1, x.shape[-1]) for x in (lhs, g))
         # The kernel gives the transpose, which may have to be copied. Only if that costs less than the gather is saved.
-        transposed, received = lhs.shape[1] * g.shape[1], (self.ring.size - 1) * lhs.size
         itemsize = lhs.dtype.itemsize
-        if not plan.layouts.transpose_rhs and not copied_sooner_than_received(
-            transposed * itemsize, received * itemsize
-        ):
+        copied_bytes, received_bytes = lhs.shape[1] * g.shape[1] * itemsize, (self.ring.size - 1) * lhs.size * itemsize
+        if not plan.layouts.transpose_rhs and not copied_sooner_than_received(copied_bytes, received_bytes):
             return None
         found = backward(AllGatherRhs(self.ring, "k", pieces=pieces), g, lhs, dtype, plan, OperandLayouts(True, False))
         return found if found is None or plan.layouts.transpose_rhs else found.T

@@ -80,13 +80,13 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
     steps, places = schedule.flags
     # By ring a communicator must not hold a chunk while it waits for a tile, which may wait for that chunk.
-    chunks = config.replace(chunk_slots=1) if schedule.passes_on else config
+    with_buffers = config.replace(chunk_slots=1) if schedule.passes_on else config
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}", plan.target, config, types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Tiles stored here, chunks sent of each, and terms that have come.
         ((steps + 1, places), schedule.flags, *pull.flag_shapes(schedule.flags, copies_own=strips is not None)),
-        pull.smem_types(chunks, schedule.plan, plan.out_dtype, results=strips), draws=True,
+        pull.smem_types(with_buffers, schedule.plan, plan.out_dtype, results=strips), draws=True,
         transport="push" if strips is None else "spread",
     )  # fmt: skip
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)

@@ -220,12 +220,14 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
             exchange.tell_stored(buffers)
             store_all(dataclasses.replace(own, only_terms=True))
             return
-        store_part = lambda: store_all(part)  # noqa: E731
-        if (part_has_terms := others.part_has_terms) is not None:
+
+        def store_part() -> None:
+            if others.part_has_terms is None:
+                store_all(part)
+                return
             with_terms = dataclasses.replace(part, terms=terms)
-            store_part = lambda: lax.cond(  # noqa: E731
-                part_has_terms(tile), lambda: store_all(with_terms), lambda: store_all(part)
-            )
+            lax.cond(others.part_has_terms(tile), lambda: store_all(with_terms), lambda: store_all(part))
+
         lax.cond(others.is_own(tile), lambda: store_all(own), store_part)
         return
     if partial is None:
