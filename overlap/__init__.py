@@ -11,7 +11,7 @@ from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.collectives.explain import explain
 from overlap.collectives.matmul_all_reduce import matmul_all_reduce
 from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
-from overlap.kernels.config import Config, HopperSizes, PullSizes
+from overlap.kernels.config import Config, PullSizes
 from overlap.single_gpu.matmul import matmul
 from overlap.tuning.autotune import autotune
 
@@ -20,7 +20,6 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Config",
     "Explanation",
-    "HopperSizes",
     "PullSizes",
     "all_gather_lhs_matmul",
     "all_gather_rhs_matmul",

@@ -13,34 +13,35 @@ __all__ = [
     "let_warps_arrive_at_cluster_barriers",
     "let_warps_load_scalars",
     "let_warps_loop",
-    "offer_square_wgmma_tiles",
+    "offer_square_mma_tiles",
 ]
 
 
-def offer_square_wgmma_tiles() -> None:
-    """Lets wgmma take operands in tiles of S × S, S being the elements of 128 bytes, besides 8 × S. Idempotent.
+def offer_square_mma_tiles() -> None:
+    """Lets wgmma and tcgen05 take operands in tiles of S × S, S: the elements of 128 bytes, besides 8 × S. Idempotent.
 
-    Mosaic GPU's wgmma and its descriptors know these tiles, but its layout inference does not offer them. An operand
-    that arrives as several exactly clipped boxes lies in them (`overlap/kernels/hopper/staging.py`). They are appended
-    to the choices, so that only a buffer which states them has them. Same code in jax 0.11.2 and 0.12.0.1; the
-    assembled tests would tell of a change.
+    Mosaic GPU's descriptors know these tiles, but its layout inference does not offer them, and its tcgen05 does not
+    ask for them. An operand that arrives as several exactly clipped boxes lies in them
+    (`overlap/kernels/tma/staging.py`). They are appended to the choices, so that only a buffer which states them has
+    them. Same code in jax 0.11.2 and 0.12.0.1; the assembled tests would tell of a change.
     """
     from jax.experimental.mosaic.gpu import (
         constraints,
         dialect,  # pyright: ignore[reportPrivateImportUsage]
         launch_context,
         layout_inference,
+        mma_utils,
         utils,
     )
     from jaxlib.mlir import ir
 
-    offered = layout_inference.mma_tiling_constraint
+    offered, describe = layout_inference.mma_tiling_constraint, mma_utils.create_descriptor
     if getattr(offered, "offers_square_tiles", False):
         return
 
     def mma_tiling_constraint(variable: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         constraint: Any = offered(variable, op, *args, **kwargs)
-        if not isinstance(op, dialect.WGMMAOp):
+        if not isinstance(op, (dialect.WGMMAOp, dialect.TcGen05MMAOp)):
             return constraint
         side = 128 * 8 // utils.bitwidth(ir.MemRefType(variable.key.value.type).element_type)
         if any(size % side for size in variable.shape):
@@ -48,8 +49,13 @@ def offer_square_wgmma_tiles() -> None:
         square = constraints.SMEMTransforms(launch_context.TileTransform((side, side)), 128)
         return constraints.OneOf(variable, (*constraint.allowed, square))
 
+    def create_descriptor(ref: Any, *args: Any, large_tile: Any = None, **kwargs: Any) -> Any:
+        *_, rows, columns = ir.MemRefType(ref.type).shape
+        return describe(ref, *args, large_tile=(rows, columns) if rows == columns else large_tile, **kwargs)
+
     mma_tiling_constraint.offers_square_tiles = True  # pyright: ignore[reportFunctionMemberAccess]
     layout_inference.mma_tiling_constraint = mma_tiling_constraint
+    mma_utils.create_descriptor = create_descriptor
 
 
 def let_warps_arrive_at_cluster_barriers() -> None:

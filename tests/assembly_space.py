@@ -29,8 +29,9 @@ from overlap.choice import space
 from overlap.choice.model import work_of
 from overlap.choice.problem import LAYOUTS, Layout, Problem
 from overlap.kernels.config import FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
-from overlap.kernels.hopper.limits import BARRIER_BYTES, COMPUTE_WARPGROUPS, smem_bytes
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, smem_bytes
 from overlap.kernels.target import Target
+from overlap.kernels.tma.limits import BARRIER_BYTES
 from tests import assembly_registers
 from tests.assembly import TARGETS, Case
 from tests.assembly_registers import Registers
@@ -153,7 +154,7 @@ def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass
         out_bytes=4 if split else jnp.dtype(problem.out_dtype).itemsize,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
-        epilogue_tile_n=config.hopper.epilogue_tile_n,
+        epilogue_tile_n=config.epilogue_tile_n,
         cluster=config.cluster,
         cuts=_cuts(config, problem),
         epilogue=epilogue and not split,

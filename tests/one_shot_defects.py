@@ -9,8 +9,8 @@ from overlap import primitives
 from overlap.collectives import one_shot
 from overlap.collectives.one_shot import _Body
 from overlap.kernels.hooks import Boxes, Tile
-from overlap.kernels.hopper import exchange, store
 from overlap.kernels.hopper import mainloop as hopper
+from overlap.kernels.tma import exchange, store
 from overlap.primitives import Handshake, handshake
 from overlap.primitives.integers import remainder
 from tests.spread_defects import NOTHING, change_fields, leave_out_a_peer, with_words, within

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap import primitives
 from overlap.collectives import pull, scattered
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
-from overlap.kernels.hopper import drawn, exchange
+from overlap.kernels.tma import drawn, exchange
 from overlap.primitives import Ring, atomics, board, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder

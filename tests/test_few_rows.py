@@ -7,8 +7,8 @@ import pytest
 
 import overlap
 from overlap.emulation import emulate
-from overlap.kernels.hopper import staging
 from overlap.kernels.hopper.limits import rows_loaded
+from overlap.kernels.tma import staging
 from tests import oracle, several_sides_cases
 from tests.product_cases import check_exactly, integers
 from tests.several_sides_cases import Form

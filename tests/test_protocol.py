@@ -10,7 +10,7 @@ from overlap import primitives
 from overlap.collectives import pull, pull_rows
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.hopper import mainloop as hopper
-from overlap.kernels.hopper import staging, store
+from overlap.kernels.tma import staging, store
 from overlap.primitives import Ring, copies
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder

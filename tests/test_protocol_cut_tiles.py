@@ -21,10 +21,10 @@ from overlap.frame.operands import Operands, Plan
 from overlap.kernels import partial_sums, product_kernel
 from overlap.kernels.grid import RANK_AXIS, THREAD_AXIS
 from overlap.kernels.hopper import mainloop as hopper
-from overlap.kernels.hopper import staging
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
+from overlap.kernels.tma import staging
 from overlap.primitives import handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder

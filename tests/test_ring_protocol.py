@@ -14,8 +14,8 @@ from overlap.collectives import ring
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.kernels.hopper import staging
 from overlap.kernels.stream_k import StreamK
+from overlap.kernels.tma import staging
 from overlap.primitives import Ring, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import quotient, remainder

@@ -13,7 +13,7 @@ from overlap.collectives import scattered
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.grid import GRID_AXIS
-from overlap.kernels.hopper import drawn
+from overlap.kernels.tma import drawn
 from tests import handshake_cases
 from tests import scatter_defects as defects
 from tests.oracle import make_mesh, on_mesh

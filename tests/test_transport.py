@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from overlap.collectives.schedule import AllGatherSchedule
-from overlap.kernels.hopper.limits import BARRIER_BYTES, smem_bytes
+from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import HOPPER_SMEM_BYTES, Target
+from overlap.kernels.tma.limits import BARRIER_BYTES
 from tests import assembly, oracle
 from tests.assembly import Case
 from tests.product_cases import pieces_of

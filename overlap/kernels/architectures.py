@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from overlap.kernels.blackwell.mainloop import BLACKWELL
 from overlap.kernels.hopper.mainloop import HOPPER
 from overlap.kernels.mainloop import Mainloop
 from overlap.kernels.target import Target
@@ -19,12 +20,10 @@ def mainloop_of(target: Target) -> Mainloop:
             'implementation="xla"'
         )
     if target.is_blackwell:
-        raise NotImplementedError(
-            f'there is no Blackwell mainloop yet, and the device is {target.kind!r}: use implementation="xla"'
-        )
+        return BLACKWELL
     if not target.is_hopper:
         raise NotImplementedError(
-            f"the fused kernels need a Hopper GPU (compute capability 9.0), got {target.kind!r}: use "
-            'implementation="xla"'
+            "the fused kernels need a Hopper or a Blackwell GPU (compute capability 9.0 or 10), got "
+            f'{target.kind!r}: use implementation="xla"'
         )
     return HOPPER

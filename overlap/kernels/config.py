@@ -1,4 +1,4 @@
-"""What can be tuned in a matmul: general sizes, and those of an architecture or a transport as parts of their own."""
+"""What can be tuned in a matmul: the sizes of all mainloops, and those of a transport as a part of their own."""
 
 from __future__ import annotations
 
@@ -35,23 +35,6 @@ def _require_valid(sizes: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperSizes:
-    """What only the Hopper mainloop has.
-
-    Attributes:
-      epilogue_tile_n: columns that a warpgroup stores at a time.
-      epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored. A
-        divisor of the stores of a tile.
-    """
-
-    epilogue_tile_n: int = 64
-    epilogue_slots: int = 1
-
-    def __post_init__(self) -> None:
-        _require_valid(self)
-
-
-@dataclasses.dataclass(frozen=True)
 class PullSizes:
     """What only the transport "pull" has.
 
@@ -67,7 +50,7 @@ class PullSizes:
         _require_valid(self)
 
 
-_PARTS: dict[str, type] = {"hopper": HopperSizes, "pull": PullSizes}
+_PARTS: dict[str, type] = {"pull": PullSizes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +62,9 @@ class Config:
       tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64), 256 at most.
       tile_k: depth of one stage, in elements; its bytes must be 128, the widest swizzle.
       stages: operand tiles in flight, at least 2; shared memory limits them.
+      epilogue_tile_n: columns that a warpgroup stores at a time.
+      epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored. A
+        divisor of the stores of a tile.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles (of a cluster) per band of the order (`TileOrder`).
       stream_k: into how many parts each tile of the last, partial wave may be cut along k, so that cores that would
@@ -91,7 +77,6 @@ class Config:
         a tile together (`all_gather_lhs_matmul` by the transport "pull" only; elsewhere it means nothing).
       one_shot: whether each device sends its part of all of the result to all others, and adds up all of it itself: for
         few rows (`matmul_all_reduce` only; elsewhere it means nothing).
-      hopper: sizes of the Hopper mainloop.
       pull: sizes of what communicates in chunks (fused operations only; not the transport "ring").
     """
 
@@ -99,6 +84,8 @@ class Config:
     tile_n: int = 256
     tile_k: int = 64
     stages: int = 4
+    epilogue_tile_n: int = 64
+    epilogue_slots: int = 1
     order_minor: Literal["m", "n"] = "m"
     order_width: int = 8
     stream_k: int = 1
@@ -107,7 +94,6 @@ class Config:
     cluster_along: Literal["m", "n"] = "m"
     joined: bool = False
     one_shot: bool = False
-    hopper: HopperSizes = HopperSizes()
     pull: PullSizes = PullSizes()
 
     def __post_init__(self) -> None:

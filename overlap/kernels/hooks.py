@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-# Rows of the blocks of values that an epilogue is called with.
-BLOCK_ROWS = 64
+# The most rows of the blocks of values that an epilogue is called with.
+BLOCK_ROWS = 128
 Epilogue = Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array]
 
 

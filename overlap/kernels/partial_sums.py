@@ -86,23 +86,25 @@ def share(part: Any, pieces: int, parts: int) -> tuple[Any, Any]:
 
 def finish_together(
     partial: PartialSums,
-    values: jax.Array,
+    shape: tuple[int, int],
     part: Part,
+    hand_over: Callable[[Any], None],
     load: Callable[[Any], jax.Array],
-    finish: Callable[[Any, Callable[[int, int], jax.Array]], None],
+    finish: Callable[[Any, Callable[[int, int, slice], jax.Array]], None],
 ) -> None:
     """Exchanges a warpgroup's sums with its counterparts in the tile's other CTAs, and finishes its share of columns.
 
     Args:
       partial: where to meet.
-      values: [rows, columns] of this warpgroup in f32.
+      shape: rows and columns of this warpgroup's sums.
       part: whose they are.
+      hand_over: from a reference of that shape in global memory: stores this warpgroup's sums there, in f32.
       load: from a block of sums in global memory to its values, as the mainloop keeps them in registers.
-      finish: called as `finish(index, total)` for each piece of the share; `total(row, rows)` gives the complete sums
-        of some of its rows, a [rows, width] block.
+      finish: called as `finish(index, total)` for each piece of the share; `total(row, rows, columns)` gives the
+        complete sums of some of its rows and columns.
     """
-    (first_row, first_column), (rows, columns), me = part.corner, values.shape, lax.axis_index(GRID_AXIS)
-    partial.sums[me, pl.ds(first_row, rows), pl.ds(first_column, columns)] = values
+    (first_row, first_column), (rows, columns), me = part.corner, shape, lax.axis_index(GRID_AXIS)
+    hand_over(partial.sums.at[me, pl.ds(first_row, rows), pl.ds(first_column, columns)])
     signal(partial.flags.at[me, part.rank, part.warpgroup])
     begin, end = share(part.index, columns // part.width, part.count)
 
@@ -114,8 +116,9 @@ def finish_together(
 
     @pl.loop(begin, end)
     def _piece(index: Any) -> None:
-        def total(row: int, rows: int) -> jax.Array:
-            where = pl.ds(first_row + row, rows), pl.ds(first_column + index * part.width, part.width)
+        def total(row: int, rows: int, columns: slice) -> jax.Array:
+            first = first_column + index * part.width + columns.start
+            where = pl.ds(first_row + row, rows), pl.ds(first, columns.stop - columns.start)
             return _total(lambda i: load(partial.sums.at[me - part.index + i, *where]), part.count)
 
         finish(index, total)

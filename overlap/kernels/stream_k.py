@@ -39,6 +39,7 @@ class Piece:
       before: k steps that this CTA has carried before, over all its pieces.
       parts: into how many parts the tile is cut; 1: it is not.
       part: which of them this is. The CTA before this one carries the part before it, and so on.
+      ordinal: how many pieces this CTA has carried before.
     """
 
     tile: Any
@@ -47,6 +48,7 @@ class Piece:
     before: Any
     parts: Any = 1
     part: Any = 0
+    ordinal: Any = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,7 @@ class StreamK:
 
     def piece(self, cta: Any, ordinal: Any) -> Piece:
         """Piece number `ordinal` of a CTA."""
-        whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps)
+        whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         if not self.cuts:
             return whole
         tile, (k_first, k_steps) = quotient(cta, self.parts), self._part(cta)
@@ -123,4 +125,5 @@ class StreamK:
             before=whole.before,
             parts=choose(is_cut, self.parts, 1),
             part=choose(is_cut, remainder(cta, self.parts), 0),
+            ordinal=ordinal,
         )

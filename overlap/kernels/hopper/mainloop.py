@@ -32,9 +32,7 @@ Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` slots; wg
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -43,18 +41,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap import _compat_mosaic
 from overlap.kernels.config import Config
-from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
-from overlap.kernels.hooks import Hooks, Tile, at_step, with_reference
-from overlap.kernels.hopper import drawn, exchange, limits, staging
-from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, halves
-from overlap.kernels.hopper.staging import Buffers
-from overlap.kernels.hopper.store import Half, store
+from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS
+from overlap.kernels.hooks import Hooks, Tile
+from overlap.kernels.hopper import limits
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, WGMMA_M, halves, rows_loaded
 from overlap.kernels.mainloop import Loop, OperandTypes
-from overlap.kernels.partial_sums import Part, finish_together
 from overlap.kernels.stream_k import Piece
+from overlap.kernels.tma import drawn, exchange, produce, staging
+from overlap.kernels.tma.finish import Sums, finish
+from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, wait_stores_read
-from overlap.primitives.integers import remainder
+from overlap.primitives.integers import ceil_div, remainder
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -66,81 +65,6 @@ REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56),
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
-
-
-def _produce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The producer's part of one piece."""
-    hooks, config, layouts = loop.hooks, loop.config, loop.layouts
-    if hooks.before_load is not None:
-        hooks.before_load(tile)
-    tile = dataclasses.replace(tile, k_first=tile.k_first + piece.k_first)
-    lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
-    shared = RANK_AXIS if config.cluster > 1 else None
-    lhs_shared, rhs_shared = (shared if config.cluster_along == along else None for along in ("n", "m"))
-
-    def load_operand(operand: Any, stage: staging.Stage, k: Any) -> None:
-        slot = remainder(piece.before + k, config.stages)
-        choice, k_start = at_step(operand, tile.k_first + k, config.tile_k)
-        into = dataclasses.replace(stage, box_smem=stage.box_smem.at[slot], barrier=stage.barrier.at[slot])
-        with_reference(choice, lambda ref: staging.load_step(ref, k_start, into))
-
-    def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
-        full, lhs_start, rhs_start = buffers.full, tile.m * config.tile_m, tile.n * config.tile_n
-        lhs = staging.Stage(lhs_box, full, lhs_start, layouts.transpose_lhs, lhs_shared)
-        rhs = staging.Stage(rhs_box, full, rhs_start, not layouts.transpose_rhs, rhs_shared)
-        load_lhs = functools.partial(load_operand, lhs_gmem, lhs)
-        load_rhs = functools.partial(load_operand, rhs_gmem, rhs)
-        early: Any = 0
-        if hooks.before_lhs is not None:
-            # At the start all slots are free, and the right operand may fill its part of them.
-            early = jnp.where(piece.before == 0, jnp.minimum(piece.k_steps, config.stages), 0)
-            pl.loop(0, early)(load_rhs)
-            hooks.before_lhs(tile)
-            pl.loop(0, early)(load_lhs)
-
-        @pl.loop(early, piece.k_steps)
-        def _step(k: Any) -> None:
-            @pl.when(piece.before + k >= config.stages)
-            def _wait_until_free() -> None:
-                plgpu.barrier_wait(buffers.consumed.at[remainder(piece.before + k, config.stages)])
-
-            # The left one first: its `ByStep` may wait for both.
-            load_lhs(k)
-            load_rhs(k)
-
-    hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
-    if hooks.exchange is not None:
-        exchange.load_terms(loop, buffers, tile, piece)
-
-
-def _wait_until_consumed(filled: Any, buffers: Buffers, config: Config) -> None:
-    """Waits until the slots last filled have been consumed by both CTAs of the cluster.
-
-    A CTA's shared memory must be there as long as its peer may load into it or arrive at its barriers.
-    """
-
-    @pl.loop(filled, filled + config.stages)
-    def _slot(fill: Any) -> None:
-        @pl.when(fill >= config.stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
-
-
-def _forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The forwarder's part of one piece; it passes tiles on as they are."""
-    hooks, stages = loop.hooks, loop.config.stages
-    assert hooks.in_smem is not None
-    lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]
-
-    @pl.loop(0, piece.k_steps)
-    def _step(k: Any) -> None:
-        slot = remainder(piece.before + k, stages)
-        plgpu.barrier_wait(buffers.full.at[slot])
-        hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
-        plgpu.barrier_arrive(buffers.consumed.at[slot])
-
-    if hooks.piece_done is not None:
-        hooks.piece_done(tile, piece.parts)
 
 
 def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> jax.Array:
@@ -185,73 +109,59 @@ def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> j
 
 def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> None:
     """A compute warpgroup's part of one piece: the products, then the stores."""
-    config, partial, (wg_m, wg_n) = loop.config, loop.partial, halves(loop.config)
-    half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
+    wg_m, wg_n = halves(loop.config)
+    half_m, half_n = (warpgroup, 0) if wg_m < loop.config.tile_m else (0, warpgroup)
     values = _accumulate(loop, buffers, piece, warpgroup)
-    row, column, width = half_m * wg_m, half_n * wg_n, config.hopper.epilogue_tile_n
-    half = Half(tile, (row, column), warpgroup, loop.hooks.epilogue_at)
 
-    def store_all(half: Half) -> None:
-        for index in range(wg_n // width):
-            block = lambda row, rows, first=index * width: values[row : row + rows, first:]  # noqa: E731
-            store(loop, buffers, half, width, index, block)
+    def hand_over(sums_gmem: Any) -> None:
+        sums_gmem[...] = values
 
-    def store_whole() -> None:
-        store_all(half)
-
-    def store_share() -> None:
-        assert partial is not None
-        # All slots are free, and the columns of a share lie side by side: its boxes take the slots in turn.
-        wait_stores_read(0)
-        box_width = buffers.out[0].shape[-1]
-        corner = rank(config) * config.tile_m + row, column
-        part = Part(piece.part, loop.work.parts, rank(config), warpgroup, corner, box_width)
-        finish = functools.partial(store, loop, buffers, half, box_width)
-        finish_together(partial, values, part, _load_as_accumulator, finish)
-
-    if (others := loop.hooks.exchange) is not None:
-        terms = functools.partial(exchange.sum_of_terms, loop, buffers, piece, warpgroup)
-        part = dataclasses.replace(half, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
-        own = dataclasses.replace(half, terms=terms)
-        if (sends := others.sends) is not None:
-            pl.when(piece.before == 0)(sends.before)
-            store_all(part)
-            # The peers wait for it, and this one for them.
-            exchange.tell_stored(buffers)
-            store_all(dataclasses.replace(own, only_terms=True))
-            return
-
-        def store_part() -> None:
-            if others.part_has_terms is None:
-                store_all(part)
-                return
-            with_terms = dataclasses.replace(part, terms=terms)
-            lax.cond(others.part_has_terms(tile), lambda: store_all(with_terms), lambda: store_all(part))
-
-        lax.cond(others.is_own(tile), lambda: store_all(own), store_part)
-        return
-    if partial is None:
-        store_whole()
-        return
-    # Use one `lax.cond`. With two, XLA hoists the work that both branches have in common, and the kernel spills.
-    lax.cond(piece.parts == 1, store_whole, store_share)
+    sums = Sums(
+        warpgroup=warpgroup,
+        corner=(half_m * wg_m, half_n * wg_n),
+        block=lambda row, rows, columns: values[row : row + rows, columns],
+        hand_over=hand_over,
+        load=_load_as_accumulator,
+        terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, warpgroup),
+    )
+    finish(loop, buffers, tile, piece, sums)
 
 
 def _load_as_accumulator(block_gmem: Any) -> jax.Array:
     return plgpu.load(block_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
-def _for_each_piece(loop: Loop, buffers: Buffers, group: Any, role: Callable[..., None], *more: Any) -> None:
-    @pl.loop(0, loop.work.pieces(group))
-    def _piece(ordinal: Any) -> None:
-        piece = loop.work.piece(group, ordinal)
-        role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
-
-
 def _registers(hooks: Hooks) -> tuple[int, int]:
     if hooks.exchange is None:
         return REGISTERS
     return REGISTERS_OF_EXCHANGE if hooks.exchange.own_stored is None else REGISTERS_OF_BOTH_WAYS
+
+
+def _plan(config: Config, types: OperandTypes) -> staging.Plan:
+    wg_m, wg_n = halves(config)
+    # What is passed on is passed on as whole tiles.
+    loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.layouts.transpose_lhs)
+    warpgroups = COMPUTE_WARPGROUPS if wg_m == config.tile_m else ceil_div(loaded, wg_m)
+    # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
+    tile_rows = staging.SMALL_TILE_ROWS if types.layouts.k_major else staging.atom(types.dtype)
+    return staging.Plan(
+        wg_tile=staging.WarpgroupTile(wg_m, wg_n, WGMMA_M, COMPUTE_WARPGROUPS),
+        warpgroups=warpgroups,
+        rows=loaded,
+        rhs_columns=config.tile_n,
+        lhs_tile_rows=tile_rows,
+        rhs_tile_rows=tile_rows,
+        # The forwarder gives slots back as well.
+        consumed=_consumed(config, warpgroups + types.forwards),
+        mail_readers=warpgroups + 1,
+    )
+
+
+def _consumed(config: Config, arrivals: int) -> Any:
+    if config.cluster == 1:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
+    # An arrival counts in all CTAs of the cluster.
+    return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=arrivals, num_barriers=config.stages)
 
 
 class Hopper:
@@ -267,10 +177,14 @@ class Hopper:
         limits.check_config(sizes, config, target)
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
-        return staging.buffer_types(config, types)
+        if not types.layouts.k_major:
+            _compat_mosaic.offer_square_mma_tiles()
+        if types.forwards and config.cluster > 1:
+            _compat_mosaic.let_warps_arrive_at_cluster_barriers()
+        return Buffers(**staging.buffer_types(config, types, _plan(config, types)))
 
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
-        return staging.box_shape(config, types)
+        return staging.box_shape(_plan(config, types), types.out_dtype)
 
     def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
         # In the accumulator's layout, less the dimension that a vector does not have.
@@ -281,21 +195,21 @@ class Hopper:
     def run(self, loop: Loop, buffers: Buffers) -> None:
         work, hooks = loop.work, loop.hooks
         warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
-        for_each_piece = functools.partial(_for_each_piece, loop, buffers, group)
+        for_each_piece = functools.partial(produce.for_each_piece, loop, buffers, group)
         of_compute, of_transfer = _registers(hooks)
 
-        def produce() -> None:
+        def load() -> None:
             if loop.counter is not None:
-                drawn.deal(loop, buffers, _produce)
+                drawn.deal(loop, buffers, produce.produce)
                 return
-            for_each_piece(_produce)
+            for_each_piece(produce.produce)
             if loop.config.cluster > 1:
-                _wait_until_consumed(work.total_steps(group), buffers, loop.config)
+                produce.wait_until_consumed(work.total_steps(group), buffers, loop.config)
 
         def forward() -> None:
             if hooks.before_forwarding is not None:
                 hooks.before_forwarding()
-            for_each_piece(_forward)
+            for_each_piece(produce.forward)
 
         def announce() -> None:
             drawn.for_each(loop, buffers, exchange.announce)
@@ -318,7 +232,7 @@ class Hopper:
 
             @plgpu.warp_map
             def _roles(warp: Any) -> None:
-                pl.when(warp == PRODUCER_WARP)(produce)
+                pl.when(warp == PRODUCER_WARP)(load)
                 if hooks.communicate is not None:
                     pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
                 if hooks.in_smem is not None:

@@ -23,9 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hopper.staging import swizzled
 from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
+from overlap.kernels.tma.staging import swizzled
 
 
 def matmul(

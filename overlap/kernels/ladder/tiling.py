@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hopper.staging import swizzled
 from overlap.kernels.target import current_target
+from overlap.kernels.tma.staging import swizzled
 from overlap.primitives.axes import kernel_axis
 
 COMPUTE_WARPGROUPS = 2  # From rung 2 on.

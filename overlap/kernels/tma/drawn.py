@@ -15,20 +15,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.hooks import Tile
-from overlap.kernels.hopper import exchange
-from overlap.kernels.hopper.staging import MAIL_SLOTS, Buffers
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
+from overlap.kernels.tma import exchange
+from overlap.kernels.tma.staging import MAIL_SLOTS, Buffers
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
 
 
-def _turn(loop: Loop, buffers: Buffers, number: Any, before: Any) -> tuple[Tile, Piece, Any]:
+def _turn(loop: Loop, buffers: Buffers, number: Any, ordinal: Any, before: Any) -> tuple[Tile, Piece, Any]:
     """A tile, the piece that is all of it, and the slots that have been filled behind it."""
     tile, k_steps = loop.tile_at(number), loop.work.k_steps
     filled = before + k_steps + exchange.term_steps(loop, buffers, tile)
-    return tile, Piece(number, 0, k_steps, before), filled
+    return tile, Piece(number, 0, k_steps, before, ordinal=ordinal), filled
 
 
 def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
@@ -45,7 +45,7 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     def turn(state: Any) -> Any:
         number, ordinal, before = state
         post(number, ordinal)
-        tile, piece, filled = _turn(loop, buffers, number, before)
+        tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
         produce(loop, buffers, tile, piece)
         return draw(loop.counter, tiles, number), ordinal + 1, filled
 
@@ -70,7 +70,7 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
 
     def turn(state: Any) -> Any:
         number, ordinal, before = state
-        tile, piece, filled = _turn(loop, buffers, number, before)
+        tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
         role(loop, buffers, tile, piece, *more)
         # Only now: so the forwarder warp, which comes last, is never two tiles behind.
         plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAIL_SLOTS)])

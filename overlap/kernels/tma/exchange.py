@@ -11,6 +11,7 @@ then, so that the tensor cores wait neither for them nor for a signal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,12 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.config import Config
-from overlap.kernels.hooks import BLOCK_ROWS, Boxes, Exchange, Sends, Tile, with_reference
-from overlap.kernels.hopper.limits import halves
-from overlap.kernels.hopper.staging import Buffers, copies_per_step
+from overlap.kernels.hooks import Boxes, Exchange, Sends, Tile, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
+from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import wait_stores_landed
 from overlap.primitives.copies import IN_BOUNDS
 from overlap.primitives.integers import quotient, remainder
@@ -40,9 +39,9 @@ def _exchange(loop: Loop) -> Exchange:
     return loop.hooks.exchange
 
 
-def _boxes(buffers: Buffers, config: Config) -> int:
-    """Boxes of one warpgroup's half."""
-    return halves(config)[1] // buffers.out[0].shape[-1]
+def box_count(buffers: Buffers) -> int:
+    """Boxes of one warpgroup's part of a tile."""
+    return buffers.wg_tile.columns // buffers.out[0].shape[-1]
 
 
 def _rows(index: Any, rows: int) -> Any:
@@ -54,34 +53,25 @@ def _rows(index: Any, rows: int) -> Any:
 
 
 def term_steps(loop: Loop, buffers: Buffers, tile: Tile) -> Any:
-    """How many steps the parts of a tile take."""
-    return jnp.where(_exchange(loop).has_terms(tile), _boxes(buffers, loop.config) * _exchange(loop).terms, 0)
+    """How many stages the parts of a tile take, if they come through those of the operands."""
+    if not buffers.terms_in_stages:
+        return 0
+    return jnp.where(_exchange(loop).has_terms(tile), box_count(buffers) * _exchange(loop).terms, 0)
 
 
 def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The producer's part of a tile to which something is added, behind its k steps."""
     exchange, config = _exchange(loop), loop.config
-    count = _boxes(buffers, config)
+    count = box_count(buffers)
     first = piece.before + piece.k_steps
-    copies = copies_per_step(config, buffers.lhs[0].dtype, loop.layouts, buffers.rows)
-    boxes_smem = buffers.terms[0]
 
     def load(step: Any) -> None:
-        fill, index = first + step, quotient(step, exchange.terms)
+        fill = first + step
         slot = remainder(fill, config.stages)
         pl.when(fill >= config.stages)(lambda: plgpu.barrier_wait(buffers.consumed.at[slot]))
-        part = exchange.term_at(tile, step - index * exchange.terms)
-        for warpgroup in range(buffers.warpgroups):
-            place = part.first + warpgroup * count + index
-            if exchange.sends is not None:
-                to = buffers.terms[2].at[slot, warpgroup], buffers.full.at[slot]
-                with_reference(part.ref, lambda ref, place=place, to=to: _load_piece(ref, place, *to))
-                continue
-            rows = _rows(fill, boxes_smem.shape[2])
-            box_gmem = part.ref.at[place].at[rows]
-            plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[slot, warpgroup], buffers.full.at[slot])
+        load_term(loop, buffers, tile, step, slot, buffers.full.at[slot])
         # The slot is full when as many copies have arrived as of operands.
-        for _ in range(copies - buffers.warpgroups):
+        for _ in range(buffers.copies - buffers.warpgroups):
             plgpu.barrier_arrive(buffers.full.at[slot])
 
     @pl.when(exchange.has_terms(tile))
@@ -90,50 +80,75 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         pl.loop(0, count * exchange.terms)(load)
 
 
+def load_term(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any, barrier: Any) -> None:
+    """Starts the copies of one box of each warpgroup: of box `step // terms` what peer `step % terms` has computed."""
+    exchange, count, boxes_smem = _exchange(loop), box_count(buffers), buffers.terms[0]
+    index = quotient(step, exchange.terms)
+    part = exchange.term_at(tile, step - index * exchange.terms)
+    for warpgroup in range(buffers.warpgroups):
+        place = part.first + warpgroup * count + index
+        if exchange.sends is not None:
+            to = buffers.terms[2].at[slot, warpgroup], barrier
+            with_reference(part.ref, lambda ref, place=place, to=to: _load_piece(ref, place, *to))
+            continue
+        box_gmem = part.ref.at[place].at[_rows(step, boxes_smem.shape[2])]
+        plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[slot, warpgroup], barrier)
+
+
 def _load_piece(ref: Any, place: Any, piece_smem: Any, barrier: Any) -> None:
     elements = ref.shape[-1]
     plgpu.copy_gmem_to_smem(ref.at[place], piece_smem.at[pl.ds(0, elements)], barrier, oob_mode=IN_BOUNDS)
 
 
 def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any, index: int) -> list[jax.Array]:
-    """What is added to box `index` of a compute warpgroup's half of a tile: values for each `BLOCK_ROWS` rows."""
-    exchange, config = _exchange(loop), loop.config
-    first = piece.before + piece.k_steps + index * exchange.terms
-    blocks = range(0, halves(config)[0], BLOCK_ROWS)
-    values_smem = buffers.terms[1]
+    """What is added to box `index` of a compute warpgroup's part of a tile: values for each block of rows."""
+    first = piece.before + piece.k_steps + index * _exchange(loop).terms
 
     def term(step: Any) -> list[jax.Array]:
-        slot = remainder(first + step, config.stages)
+        slot = remainder(first + step, loop.config.stages)
         plgpu.barrier_wait(buffers.full.at[slot])
-        of_slot = values_smem.at[slot, warpgroup]
-        values = [of_slot[pl.ds(above, BLOCK_ROWS)].astype(jnp.float32) for above in blocks]
+        values = term_values(buffers, slot, warpgroup)
         plgpu.barrier_arrive(buffers.consumed.at[slot])
         return values
+
+    return summed(_exchange(loop).terms, term)
+
+
+def term_values(buffers: Buffers, slot: Any, warpgroup: Any) -> list[jax.Array]:
+    """A box of a warpgroup, as a peer has computed it: values for each block of rows."""
+    of_slot, block_rows = buffers.terms[1].at[slot, warpgroup], buffers.wg_tile.block_rows
+    blocks = range(0, buffers.wg_tile.rows, block_rows)
+    return [of_slot[pl.ds(above, block_rows)].astype(jnp.float32) for above in blocks]
+
+
+def summed(terms: int, term: Callable[[Any], list[jax.Array]]) -> list[jax.Array]:
+    """The sum of lists of values, `term(0)` first."""
 
     def add(step: Any, sums: list[jax.Array]) -> list[jax.Array]:
         return [total + more for total, more in zip(sums, term(step), strict=True)]
 
     sums = term(0)
-    if exchange.terms > UNROLLED_TERMS:
-        return lax.fori_loop(1, exchange.terms, add, sums)
-    for step in range(1, exchange.terms):
+    if terms > UNROLLED_TERMS:
+        return lax.fori_loop(1, terms, add, sums)
+    for step in range(1, terms):
         sums = add(step, sums)
     return sums
 
 
-def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, config: Config, warpgroup: Any, first: int) -> None:
-    """Starts the stores of boxes of a compute warpgroup's half of a peer's tile, from its box number `first` on."""
+def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, warpgroup: Any, first: int) -> None:
+    """Starts the stores of boxes of a compute warpgroup's part of a peer's tile, from its box number `first` on."""
     count, rows, _ = box_views.shape
-    begin = boxes.first + warpgroup * _boxes(buffers, config) + first
+    begin = boxes.first + warpgroup * box_count(buffers) + first
     for box in range(count):
         to_gmem = boxes.ref.at[begin + box, _rows(begin, rows)]
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 
-def send_boxes(boxes: Boxes, sends: Sends, tile: Tile, pieces: Any, buffers: Buffers, config: Config, warpgroup: Any,
-               first: int) -> None:  # fmt: skip
-    """Starts the copies of boxes of a compute warpgroup's half of a tile to memory here (`boxes`) and on all peers."""
-    begin = warpgroup * _boxes(buffers, config) + first
+def send_boxes(
+    boxes: Boxes, sends: Sends, tile: Tile, pieces: Any, buffers: Buffers, warpgroup: Any, first: int
+) -> None:
+    """Starts the copies of boxes of a compute warpgroup's part of a tile to memory here (`boxes`) and on all peers."""
+    begin = warpgroup * box_count(buffers) + first
 
     def send(to: Boxes, *, last: bool) -> None:
         elements, count = to.ref.shape[-1], pieces.shape[0]

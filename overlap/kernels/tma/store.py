@@ -1,4 +1,4 @@
-"""The end of a tile: from a compute warpgroup's registers through shared memory to where it is stored."""
+"""The end of a tile: from a compute warpgroup's values through shared memory to where it is stored."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hooks import BLOCK_ROWS, Boxes, Epilogue, Tile, with_reference
-from overlap.kernels.hopper import exchange
-from overlap.kernels.hopper.limits import halves
-from overlap.kernels.hopper.staging import Buffers
+from overlap.kernels.hooks import Boxes, Epilogue, Tile, with_reference
 from overlap.kernels.mainloop import Loop
+from overlap.kernels.tma import exchange
+from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import wait_stores_read
 from overlap.primitives.integers import remainder
 
 
 @dataclasses.dataclass(frozen=True)
-class Half:
-    """What one warpgroup stores of a tile: its half, which begins at `corner` of the tile.
+class WarpgroupPart:
+    """What one warpgroup stores of a tile: a part that begins at `corner` of the tile.
 
     Attributes:
       tile: the tile.
-      corner: first row and column of the half within the tile.
+      corner: first row and column of the part within the tile.
       warpgroup: the warpgroup's index.
       epilogue_at: as in `Hooks`.
-      terms: from the index of a box to the values that are added to it, for each `BLOCK_ROWS` rows; None for none.
+      terms: from the index of a box to the values that are added to it, for each block of rows; None for none.
       boxes: where it is stored as boxes; None: to `Hooks.out_at`.
       only_terms: whether these take the place of the warpgroup's own values.
     """
@@ -44,19 +43,24 @@ class Half:
 
 
 def store(
-    loop: Loop, buffers: Buffers, half: Half, width: int, index: Any, block: Callable[[int, int], jax.Array]
+    loop: Loop,
+    buffers: Buffers,
+    part: WarpgroupPart,
+    width: int,
+    index: Any,
+    block: Callable[[int, int, slice], jax.Array],
 ) -> None:
-    """Registers → shared memory → output: piece `index` of a warpgroup's half.
+    """Registers → shared memory → output: piece `index` of a warpgroup's part.
 
-    All its pieces are `width` columns wide, and stored one after the other. `block(row, rows)` gives f32 values of some
-    rows from the piece's first column on.
+    All its pieces are `width` columns wide, and stored one after the other. `block(row, rows, columns)` gives the
+    f32 values of some rows and columns of the piece.
     """
-    hooks, config, tile, (row, column) = loop.hooks, loop.config, half.tile, half.corner
-    slots, wg_m = config.hopper.epilogue_slots, halves(config)[0]
+    hooks, config, tile, (row, column) = loop.hooks, loop.config, part.tile, part.corner
+    slots, wg_m, block_rows = config.epilogue_slots, buffers.wg_tile.rows, buffers.wg_tile.block_rows
     slot = remainder(index, slots)
-    epilogue = None if half.epilogue_at is None else half.epilogue_at(tile)
+    epilogue = None if part.epilogue_at is None else part.epilogue_at(tile)
     first_row, first_column = tile.m * config.tile_m + row, tile.n * config.tile_n + column + index * width
-    box_views, register_views, *pieces = (view.at[half.warpgroup, slot] for view in buffers.out)
+    box_views, register_views, *pieces = (view.at[part.warpgroup, slot] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
     # A piece is several boxes side by side, each with its place in the output.
@@ -65,38 +69,38 @@ def store(
     wait_stores_read(slots - 1)
     loaded: list[Any] = []
     # (A peer's tile has none: that is added to the whole sum.)
-    addend_at = hooks.addend_at if half.boxes is None else None
+    addend_at = hooks.addend_at if part.boxes is None else None
     if addend_at is not None:
         # It passes through the slot in which the result then takes its place.
-        loaded = [buffers.addend_loaded.at[half.warpgroup * box_views.shape[0] + box] for box in range(boxes)]
+        loaded = [buffers.addend_loaded.at[part.warpgroup * box_views.shape[0] + box] for box in range(boxes)]
         for box, place in enumerate(places):
             plgpu.copy_gmem_to_smem(addend_at(tile).at[place], box_views.at[box], loaded[box])
     for box, (_, columns) in enumerate(places):
         if addend_at is not None:
             plgpu.barrier_wait(loaded[box])
-        terms = None if half.terms is None else half.terms(index * boxes + box)
-        for above in range(0, wg_m, BLOCK_ROWS):
-            addend = None if terms is None else terms[above // BLOCK_ROWS]
-            if half.only_terms and addend is not None:
+        terms = None if part.terms is None else part.terms(index * boxes + box)
+        for above in range(0, wg_m, block_rows):
+            addend = None if terms is None else terms[above // block_rows]
+            if part.only_terms and addend is not None:
                 values, addend = addend, None
             else:
-                values = block(above, BLOCK_ROWS)[:, box * box_width : (box + 1) * box_width]
-            block_smem = register_views.at[box, pl.ds(above, BLOCK_ROWS)]
+                values = block(above, block_rows, slice(box * box_width, (box + 1) * box_width))
+            block_smem = register_views.at[box, pl.ds(above, block_rows)]
             if addend_at is not None:
                 given = block_smem[...].astype(jnp.float32)
                 addend = given if addend is None else addend + given
             if epilogue is not None:
-                values = epilogue(values, pl.ds(first_row + above, BLOCK_ROWS), columns, addend)
+                values = epilogue(values, pl.ds(first_row + above, block_rows), columns, addend)
             elif addend is not None:
                 values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
-    if half.boxes is not None and pieces:
+    if part.boxes is not None and pieces:
         sends: Any = hooks.exchange and hooks.exchange.sends
-        exchange.send_boxes(half.boxes, sends, tile, pieces[0], buffers, config, half.warpgroup, index * boxes)
+        exchange.send_boxes(part.boxes, sends, tile, pieces[0], buffers, part.warpgroup, index * boxes)
         return
-    if half.boxes is not None:
-        exchange.store_boxes(half.boxes, box_views, buffers, config, half.warpgroup, index * boxes)
+    if part.boxes is not None:
+        exchange.store_boxes(part.boxes, box_views, buffers, part.warpgroup, index * boxes)
         return
 
     def send(out_gmem: Any) -> None:

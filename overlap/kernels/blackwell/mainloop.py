@@ -1,0 +1,327 @@
+"""The Blackwell mainloop: one persistent, warp-specialized matmul with hooks, its sums in tensor memory.
+
+The interface and most of the roles are those of the Hopper mainloop. What differs is who multiplies: one thread issues
+products of 128 rows (tcgen05), the tensor cores run them one after the other and sum them up in *tensor memory*, and
+nobody holds an accumulator in registers. So a CTA has two warpgroups:
+
+    epilogue   waits until a tile is summed up, and takes it from tensor memory to where it is stored
+    transfer   four warps with roles: producer, communicator and forwarder as on Hopper, and
+    multiplier for each output tile, for each k: wait until the operand tiles have landed, issue their product
+
+There are two accumulators, so that a tile is multiplied while the one before it is stored. Barriers:
+
+    full         per stage: its tiles have landed                     (producer's copies → multiplier, forwarder)
+    consumed     per stage: nobody reads it any more                  (the tensor cores, forwarder → producer)
+    accumulated  per accumulator: the sums of a tile are complete     (the tensor cores → epilogue)
+    drained      per accumulator: the epilogue has read all of it     (epilogue → multiplier)
+
+Two CTAs may form a *pair* (`Config.cluster`): their tiles lie one below the other, and are one product of 256 rows.
+Each loads its own rows of the left operand and half of the columns of the right one. The first CTA's barrier counts
+the loads of both, and its multiplier issues the products for both; the tensor cores then tell both CTAs. An accumulator
+is drained when both epilogues have read their part of it.
+
+What peers have computed of a tile (`Hooks.exchange`) comes through buffers of its own, which the epilogue fills and
+empties: so the next tile's operands need not wait behind it.
+
+Constraints: see `check_types` and `check_config` in `limits.py`. Source: the Blackwell matmul guide in the JAX
+documentation; the PTX ISA on tcgen05. Nothing of this has run on a Blackwell GPU: it is emulated and assembled.
+
+Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` operand tiles in shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap import _compat_mosaic
+from overlap.kernels.blackwell import limits
+from overlap.kernels.blackwell.limits import ACCUMULATORS, TERM_BUFFERS, TILE_M, rhs_columns
+from overlap.kernels.config import Config
+from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
+from overlap.kernels.hooks import Tile
+from overlap.kernels.mainloop import Loop, OperandTypes
+from overlap.kernels.stream_k import Piece
+from overlap.kernels.tma import drawn, exchange, produce, staging
+from overlap.kernels.tma.finish import Sums, finish
+from overlap.kernels.tma.limits import rows_loaded
+from overlap.primitives import converge_warp, wait_stores_read
+from overlap.primitives.integers import remainder
+
+if TYPE_CHECKING:
+    from overlap.kernels.limits import Sizes
+    from overlap.kernels.target import Target
+
+EPILOGUE_WARPGROUP, TRANSFER_WARPGROUP = range(2)
+NUM_THREADS = 2
+PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP, MULTIPLIER_WARP = range(4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Buffers(staging.Buffers):
+    """The mainloop's shared memory, its accumulators in tensor memory, and its barriers.
+
+    Of the parts that peers have computed of a tile, one box after the other is loaded into `term_boxes`.
+    """
+
+    accumulators: Any = None
+    accumulated: Any = None
+    drained: Any = None
+    term_boxes: Any = ()
+    term_loaded: Any = None
+    term_added: Any = None
+
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        return tuple(self.term_boxes)
+
+    def accumulator(self, piece: Piece, columns: Any) -> Any:
+        """Columns of the accumulator of a piece; the two take turns."""
+        first = remainder(piece.ordinal, ACCUMULATORS) * self.wg_tile.columns
+        return self.accumulators.at[:, pl.ds(first + columns.start, columns.size)]
+
+
+def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
+    """The multiplier's part of one piece."""
+    del tile
+    config, layouts = loop.config, loop.layouts
+    turn = remainder(piece.ordinal, ACCUMULATORS)
+    pair = RANK_AXIS if config.cluster > 1 else None
+    lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
+
+    @pl.when(piece.ordinal >= ACCUMULATORS)
+    def _wait_until_drained() -> None:
+        plgpu.barrier_wait(buffers.drained.at[turn])
+
+    def issue() -> None:
+        @pl.loop(0, piece.k_steps)
+        def _step(k: Any) -> None:
+            slot = remainder(piece.before + k, config.stages)
+            plgpu.barrier_wait(buffers.full.at[slot])
+            lhs, rhs = lhs_mma.at[slot], rhs_mma.at[slot]
+            plgpu.tcgen05_mma(
+                buffers.accumulator(piece, pl.ds(0, config.tile_n)),
+                lhs.transpose((1, 0)) if layouts.transpose_lhs else lhs,
+                rhs.transpose((1, 0)) if layouts.transpose_rhs else rhs,
+                buffers.consumed.at[slot],
+                accumulate=k > 0,
+                collective_axis=pair,
+            )
+
+        plgpu.tcgen05_commit_arrive(buffers.accumulated.at[turn], collective_axis=pair)
+
+    if pair is None:
+        issue()
+    else:
+        pl.when(rank(config) == 0)(issue)
+
+
+def _wait_until_drained(pieces: Any, buffers: Buffers) -> None:
+    """Waits until both CTAs of the pair have read what was summed up last.
+
+    A CTA must be there as long as the other one may arrive at its barriers.
+    """
+
+    @pl.loop(pieces, pieces + ACCUMULATORS)
+    def _turn(ordinal: Any) -> None:
+        turn = remainder(ordinal, ACCUMULATORS)
+        pl.when(ordinal >= ACCUMULATORS)(lambda: plgpu.barrier_wait(buffers.drained.at[turn]))
+
+
+def _load_as_values(block_gmem: Any) -> jax.Array:
+    return plgpu.load(block_gmem, layout=plgpu.Layout.TCGEN05, optimized=False)
+
+
+class _Terms:
+    """What peers have computed of one tile, box after box and within these peer after peer."""
+
+    def __init__(self, loop: Loop, buffers: Buffers, tile: Tile) -> None:
+        assert loop.hooks.exchange is not None
+        self.loop, self.buffers, self.tile, self.exchange = loop, buffers, tile, loop.hooks.exchange
+        self.steps = exchange.box_count(buffers) * self.exchange.terms
+
+    def begin(self) -> None:
+        """Waits until all of it is here, and starts the first loads."""
+        self.exchange.await_terms(self.tile)
+        for step in range(min(TERM_BUFFERS, self.steps)):
+            self._load(step)
+
+    def _load(self, step: Any) -> None:
+        slot = remainder(step, TERM_BUFFERS)
+        exchange.load_term(self.loop, self.buffers, self.tile, step, slot, self.buffers.term_loaded.at[slot])
+
+    def __call__(self, index: int) -> list[jax.Array]:
+        """What is added to box `index`."""
+
+        def term(number: Any) -> list[jax.Array]:
+            step = index * self.exchange.terms + number
+            slot = remainder(step, TERM_BUFFERS)
+            plgpu.barrier_wait(self.buffers.term_loaded.at[slot])
+            values = exchange.term_values(self.buffers, slot, 0)
+            # All threads have read it before the next box takes its place.
+            plgpu.barrier_arrive(self.buffers.term_added.at[slot])
+            plgpu.barrier_wait(self.buffers.term_added.at[slot])
+            pl.when(step + TERM_BUFFERS < self.steps)(lambda: self._load(step + TERM_BUFFERS))
+            return values
+
+        return exchange.summed(self.exchange.terms, term)
+
+
+def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
+    """The epilogue's part of one piece."""
+    turn, width, others = remainder(piece.ordinal, ACCUMULATORS), loop.config.epilogue_tile_n, loop.hooks.exchange
+    terms = None if others is None else _Terms(loop, buffers, tile)
+
+    def block(row: int, rows: int, columns: slice) -> jax.Array:
+        assert (row, rows) == (0, TILE_M)
+        columns_tmem = buffers.accumulator(piece, pl.ds(columns.start, columns.stop - columns.start))
+        return plgpu.async_load_tmem(columns_tmem, layout=plgpu.Layout.TCGEN05)
+
+    def hand_over(sums_gmem: Any) -> None:
+        for first in range(0, loop.config.tile_n, width):
+            sums_gmem[:, pl.ds(first, width)] = block(0, TILE_M, slice(first, first + width))
+
+    if others is not None and terms is not None and others.sends is None:
+        pl.when(others.has_terms(tile))(terms.begin)
+    plgpu.barrier_wait(buffers.accumulated.at[turn])
+    sums = Sums(
+        warpgroup=0,
+        corner=(0, 0),
+        block=block,
+        hand_over=hand_over,
+        load=_load_as_values,
+        terms=terms,
+        before_terms=None if terms is None else terms.begin,
+    )
+    finish(loop, buffers, tile, piece, sums)
+    # The next product may overwrite what has been read.
+    plgpu.wait_load_tmem()
+    plgpu.barrier_arrive(buffers.drained.at[turn])
+    if others is not None and others.sends is None:
+        exchange.tell_stored(buffers)
+
+
+def _plan(config: Config, types: OperandTypes) -> staging.Plan:
+    layouts, width = types.layouts, staging.atom(types.dtype)
+    arrivals = 1 + types.forwards
+    return staging.Plan(
+        wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
+        warpgroups=1,
+        # What is passed on is passed on as whole tiles.
+        rows=config.tile_m if types.forwards else rows_loaded(config, types.m, layouts.transpose_lhs),
+        rhs_columns=rhs_columns(config),
+        lhs_tile_rows=width if layouts.transpose_lhs else staging.SMALL_TILE_ROWS,
+        rhs_tile_rows=staging.SMALL_TILE_ROWS if layouts.transpose_rhs else width,
+        # The tensor cores give stages back, and the forwarder.
+        consumed=plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages, orders_tensor_core=True),
+        # The multiplier, the epilogue and the forwarder.
+        mail_readers=3,
+        pairs=config.cluster > 1,
+        terms_in_stages=False,
+    )
+
+
+def _drained(config: Config) -> Any:
+    if config.cluster == 1:
+        return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
+    # An arrival counts in both CTAs.
+    return plgpu.ClusterBarrier(
+        collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True
+    )
+
+
+class Blackwell:
+    """See the module's docstring; the methods are those of `overlap.kernels.mainloop.Mainloop`."""
+
+    num_threads = NUM_THREADS
+    compute_warpgroups = 1
+
+    def check_types(self, sizes: Sizes) -> None:
+        limits.check_types(sizes)
+
+    def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
+        limits.check_config(sizes, config, target)
+
+    def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
+        if not types.layouts.k_major:
+            _compat_mosaic.offer_square_mma_tiles()
+        columns, term = ACCUMULATORS * config.tile_n, (TERM_BUFFERS, 1, TILE_M, staging.atom(types.out_dtype))
+        of_terms = {
+            "term_boxes": plgpu.RefUnion(*staging.box_views(term, types)),
+            "term_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=TERM_BUFFERS),
+            "term_added": plgpu.Barrier(num_arrivals=1, num_barriers=TERM_BUFFERS),
+        }
+        return Buffers(
+            **staging.buffer_types(config, types, _plan(config, types)),
+            accumulators=plgpu.TMEM((TILE_M, columns), jnp.float32, collective=config.cluster > 1),
+            accumulated=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True),
+            drained=_drained(config),
+            **(of_terms if types.exchanges else {}),
+        )
+
+    def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
+        return staging.box_shape(_plan(config, types), types.out_dtype)
+
+    def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
+        # In the layout of what is loaded from tensor memory, less the dimension that a vector does not have.
+        layout = plgpu.Layout.TCGEN05.reduce(1 - dimension)
+        vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
+        return lax.broadcast_in_dim(vector, shape, (dimension,))
+
+    def run(self, loop: Loop, buffers: Buffers) -> None:
+        work, hooks = loop.work, loop.hooks
+        warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
+
+        def for_each_piece(role: Any) -> None:
+            if loop.counter is None:
+                produce.for_each_piece(loop, buffers, group, role)
+            else:
+                drawn.for_each(loop, buffers, role)
+
+        def load() -> None:
+            if loop.counter is not None:
+                drawn.deal(loop, buffers, produce.produce)
+                return
+            for_each_piece(produce.produce)
+            if loop.config.cluster > 1:
+                produce.wait_until_consumed(work.total_steps(group), buffers, loop.config)
+
+        def multiply() -> None:
+            for_each_piece(_multiply)
+            if loop.config.cluster > 1:
+                _wait_until_drained(work.pieces(group), buffers)
+
+        def forward() -> None:
+            if hooks.before_forwarding is not None:
+                hooks.before_forwarding()
+            for_each_piece(produce.forward)
+
+        @pl.when(warpgroup == EPILOGUE_WARPGROUP)
+        def _epilogue_role() -> None:
+            for_each_piece(_store)
+            # Shared memory must outlive the stores that read it.
+            wait_stores_read()
+
+        @pl.when(warpgroup == TRANSFER_WARPGROUP)
+        def _transfer_role() -> None:
+            @plgpu.warp_map
+            def _roles(warp: Any) -> None:
+                pl.when(warp == PRODUCER_WARP)(load)
+                pl.when(warp == MULTIPLIER_WARP)(multiply)
+                if hooks.communicate is not None:
+                    pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
+                if hooks.in_smem is not None:
+                    pl.when(warp == FORWARDER_WARP)(forward)
+                if hooks.exchange is not None:
+                    pl.when(warp == FORWARDER_WARP)(lambda: for_each_piece(exchange.announce))
+                converge_warp()
+
+
+BLACKWELL = Blackwell()

@@ -1,0 +1,122 @@
+"""What limits mainloops whose operands and results travel by TMA: dtypes, stores, and shared memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from overlap.kernels.config import FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
+from overlap.primitives.integers import ceil_div
+
+if TYPE_CHECKING:
+    from overlap.kernels.limits import Sizes
+    from overlap.kernels.target import Target
+
+BARRIER_BYTES = 8
+TMA_BOX_LIMIT = 256
+SWIZZLE_ROWS = 8
+TILE_N_UNIT = 64
+# Where the compiler may round up: it aligns each buffer to at most this.
+RESERVED_BYTES = 1024
+# Which tiles have been drawn (two numbers, as large as a buffer can begin behind them), and the barriers around that.
+MAIL_BYTES, MAIL_BARRIERS = 1024, 5
+# Transports whose data passes through shared memory in chunks, and those that exchange parts of tiles.
+IN_CHUNKS, EXCHANGING = ("pull", "push", "spread"), ("push", "spread", "one_shot")
+
+
+def rows_loaded(config: Config, m: int, transpose_lhs: bool = False, *, shared: int = 1) -> int:
+    """How many rows of its tiles are loaded of a left operand with `m` rows (per batch element, per shard).
+
+    Args:
+      config: sizes.
+      m: rows of the operand.
+      transpose_lhs: whether the operand lies in memory as [k, m].
+      shared: how many CTAs share the load of these rows.
+    """
+    # Whole rows of swizzle atoms, and as many by each CTA that shares the load; or whole boxes (of 128 bytes in m).
+    unit = config.tile_k if transpose_lhs else SWIZZLE_ROWS * shared
+    return min(config.tile_m, ceil_div(m, unit) * unit)
+
+
+def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_rows: int) -> int:
+    """Shared memory of what communicates, in bytes, its barriers included; `wg_rows`: of a box that is exchanged."""
+    exchanges, pulls = transport in EXCHANGING, transport in IN_CHUNKS
+    # What is exchanged is sent box by box, or in parts of a box.
+    largest = wg_rows * SWIZZLE_BYTES if exchanges else config.pull.chunk_bytes
+    chunk_bytes = min(config.pull.chunk_bytes, largest) if pulls else 0
+    if transport == "spread":
+        itemsize = out_dtype.itemsize
+        chunk_bytes = max(chunk_bytes, config.strip_rows(itemsize) * config.tile_n * itemsize)
+    chunk_bytes *= config.pull.chunk_slots
+    barriers = (config.pull.chunk_slots if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
+    return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
+
+
+def check_dtypes(sizes: Sizes) -> None:
+    """Whether the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
+    dtype, out_dtype = jnp.dtype(sizes.dtype), jnp.dtype(sizes.out_dtype)
+    in_dtypes = FLOAT16 + FLOAT8
+    out_dtypes = FLOAT16 if sizes.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
+    if dtype not in in_dtypes:
+        raise NotImplementedError(
+            f"the fused kernel multiplies {_names(in_dtypes)}, got {dtype.name} operands: cast them, or use "
+            'implementation="xla"'
+        )
+    if out_dtype not in out_dtypes:
+        raise NotImplementedError(
+            f"the fused kernel writes {_names(out_dtypes)}, got `preferred_element_type`={out_dtype.name}: leave "
+            'it out, or use implementation="xla"'
+        )
+
+
+def check_tile_k(sizes: Sizes, config: Config) -> None:
+    """Whether a stage is as deep as the swizzle is wide. Raises ValueError."""
+    dtype = jnp.dtype(sizes.dtype)
+    swizzle_elements = SWIZZLE_BYTES // dtype.itemsize
+    if config.tile_k != swizzle_elements:
+        raise ValueError(
+            f"`tile_k` must be {swizzle_elements} for {dtype.name} ({SWIZZLE_BYTES} bytes), got {config.tile_k}"
+        )
+    if config.stages < 2:
+        raise ValueError(f"`stages` must be at least 2, since a slot is released one step late, got {config.stages}")
+
+
+def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
+    """Whether the `wg_columns` columns of a compute warpgroup can be stored as said. Raises ValueError."""
+    out_swizzle_elements, width = SWIZZLE_BYTES // jnp.dtype(sizes.out_dtype).itemsize, config.epilogue_tile_n
+    if width % out_swizzle_elements or wg_columns % width:
+        raise ValueError(
+            f"`epilogue_tile_n` must be a multiple of {out_swizzle_elements} that divides a warpgroup's {wg_columns} "
+            f"columns, got {width} for tile_n={config.tile_n}"
+        )
+    if (wg_columns // width) % config.epilogue_slots:
+        # Else a slot would come round again before `epilogue_slots` stores, which is what the epilogue waits for.
+        raise ValueError(
+            f"`epilogue_slots` must divide the {wg_columns // width} stores of a tile ({wg_columns} columns / "
+            f"epilogue_tile_n={width}), got {config.epilogue_slots}"
+        )
+
+
+def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> None:
+    """Whether `needed` bytes of shared memory fit. Raises ValueError."""
+    needed += RESERVED_BYTES
+    if needed > target.smem_limit_bytes:
+        chunks = config.pull.chunk_bytes, config.pull.chunk_slots
+        also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if sizes.transport in IN_CHUNKS else ""
+        raise ValueError(
+            f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
+            f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}), `epilogue_slots` "
+            f"({config.epilogue_slots}){also}"
+        )
+
+
+def epilogue_bytes(config: Config, rows: int, out_dtype: jnp.dtype) -> int:
+    """Shared memory of the epilogue's buffers of all warpgroups, which have `rows` rows together."""
+    return math.prod((config.epilogue_slots, rows, config.epilogue_tile_n, out_dtype.itemsize))
+
+
+def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
+    *most, last = [dtype.name for dtype in dtypes]
+    return f"{', '.join(most)} or {last}"

@@ -1,0 +1,123 @@
+"""The roles that walk the operands of each tile: the producer loads them, the forwarder passes them on.
+
+All roles walk the same pieces of work in the same order, and count the stages that they have seen across them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels.config import Config
+from overlap.kernels.grid import RANK_AXIS, rank
+from overlap.kernels.hooks import Tile, at_step, with_reference
+from overlap.kernels.mainloop import Loop
+from overlap.kernels.stream_k import Piece
+from overlap.kernels.tma import exchange, staging
+from overlap.kernels.tma.staging import Buffers
+from overlap.primitives.integers import remainder
+
+
+def for_each_piece(loop: Loop, buffers: Buffers, group: Any, role: Callable[..., None], *more: Any) -> None:
+    """Calls `role(loop, buffers, tile, piece, *more)` for each piece of work of a CTA, or of a cluster of them."""
+
+    @pl.loop(0, loop.work.pieces(group))
+    def _piece(ordinal: Any) -> None:
+        piece = loop.work.piece(group, ordinal)
+        role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
+
+
+def _stages(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Stage, staging.Stage]:
+    """Where the tiles of both operands are loaded to, and from where."""
+    config, layouts = loop.config, loop.layouts
+    lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
+    lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
+    lhs = staging.Stage(lhs_box, buffers.full, lhs_start, layouts.transpose_lhs)
+    rhs = staging.Stage(rhs_box, buffers.full, rhs_start, not layouts.transpose_rhs)
+    if config.cluster == 1:
+        return lhs, rhs
+    if buffers.pairs:
+        me = rank(config)
+        paired_by, own_start = (RANK_AXIS, me), rhs_start + me * (config.tile_n // config.cluster)
+        return dataclasses.replace(lhs, paired_by=paired_by), dataclasses.replace(
+            rhs, start=own_start, paired_by=paired_by
+        )
+    if config.cluster_along == "n":
+        return dataclasses.replace(lhs, shared_by=RANK_AXIS), rhs
+    return lhs, dataclasses.replace(rhs, shared_by=RANK_AXIS)
+
+
+def produce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
+    """The producer's part of one piece."""
+    hooks, config = loop.hooks, loop.config
+    if hooks.before_load is not None:
+        hooks.before_load(tile)
+    tile = dataclasses.replace(tile, k_first=tile.k_first + piece.k_first)
+    lhs_stage, rhs_stage = _stages(loop, buffers, tile)
+
+    def load_operand(operand: Any, stage: staging.Stage, k: Any) -> None:
+        slot = remainder(piece.before + k, config.stages)
+        choice, k_start = at_step(operand, tile.k_first + k, config.tile_k)
+        into = dataclasses.replace(stage, box_smem=stage.box_smem.at[slot], barrier=stage.barrier.at[slot])
+        with_reference(choice, lambda ref: staging.load_step(ref, k_start, into))
+
+    def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
+        load_lhs = functools.partial(load_operand, lhs_gmem, lhs_stage)
+        load_rhs = functools.partial(load_operand, rhs_gmem, rhs_stage)
+        early: Any = 0
+        if hooks.before_lhs is not None:
+            # At the start all slots are free, and the right operand may fill its part of them.
+            early = jnp.where(piece.before == 0, jnp.minimum(piece.k_steps, config.stages), 0)
+            pl.loop(0, early)(load_rhs)
+            hooks.before_lhs(tile)
+            pl.loop(0, early)(load_lhs)
+
+        @pl.loop(early, piece.k_steps)
+        def _step(k: Any) -> None:
+            @pl.when(piece.before + k >= config.stages)
+            def _wait_until_free() -> None:
+                plgpu.barrier_wait(buffers.consumed.at[remainder(piece.before + k, config.stages)])
+
+            # The left one first: its `ByStep` may wait for both.
+            load_lhs(k)
+            load_rhs(k)
+
+    hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
+    if hooks.exchange is not None and buffers.terms_in_stages:
+        exchange.load_terms(loop, buffers, tile, piece)
+
+
+def wait_until_consumed(filled: Any, buffers: Buffers, config: Config) -> None:
+    """Waits until the slots last filled have been consumed by both CTAs of the cluster.
+
+    A CTA's shared memory must be there as long as its peer may load into it or arrive at its barriers.
+    """
+
+    @pl.loop(filled, filled + config.stages)
+    def _slot(fill: Any) -> None:
+        @pl.when(fill >= config.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
+
+
+def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
+    """The forwarder's part of one piece; it passes tiles on as they are."""
+    hooks, stages = loop.hooks, loop.config.stages
+    assert hooks.in_smem is not None
+    lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]
+
+    @pl.loop(0, piece.k_steps)
+    def _step(k: Any) -> None:
+        slot = remainder(piece.before + k, stages)
+        plgpu.barrier_wait(buffers.full.at[slot])
+        hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
+        plgpu.barrier_arrive(buffers.consumed.at[slot])
+
+    if hooks.piece_done is not None:
+        hooks.piece_done(tile, piece.parts)
