@@ -11,6 +11,8 @@ import os
 
 WAIT_TIMEOUT_VARIABLE = "OVERLAP_WAIT_TIMEOUT_S"
 WAIT_TIMEOUT_DEFAULT_S = 600.0
+EMULATED_GPU_VARIABLE = "OVERLAP_EMULATED_GPU"
+EMULATED_GPUS = ("hopper", "blackwell")
 
 
 @functools.cache
@@ -44,3 +46,24 @@ def wait_timeout_s() -> float:
             f"correct the variable, or unset it for the default of {WAIT_TIMEOUT_DEFAULT_S:.0f} s"
         )
     return seconds
+
+
+@functools.cache
+def emulated_gpu() -> str:
+    """Which GPU the kernels are emulated for on a CPU: "hopper" or "blackwell". Read from $OVERLAP_EMULATED_GPU once.
+
+    Raises:
+      RuntimeError: the variable is something else.
+
+    Example:
+      >>> import overlap._settings
+      >>> overlap._settings.emulated_gpu()
+      'hopper'
+    """
+    text = os.environ.get(EMULATED_GPU_VARIABLE, "").strip().lower() or EMULATED_GPUS[0]
+    if text not in EMULATED_GPUS:
+        raise RuntimeError(
+            f"`{EMULATED_GPU_VARIABLE}` must be {' or '.join(EMULATED_GPUS)}, got {text!r}: correct the variable, or "
+            f"unset it for {EMULATED_GPUS[0]}"
+        )
+    return text

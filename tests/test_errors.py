@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from overlap.collectives.axis import ring_of
-from overlap.kernels.target import HOPPER_SMEM_BYTES, Target
+from overlap.kernels.target import SMEM_BYTES, Target
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 H200 = Target("gpu", "NVIDIA H200", 132)
@@ -77,7 +77,7 @@ WRONG_CONFIGS = [
     ({"epilogue_tile_n": 96}, ["`epilogue_tile_n`", "96", "256"]),
     ({"tile_n": 64, "epilogue_slots": 2}, ["`epilogue_slots`", "divide the 1 stores", "got 2"]),
     ({"stages": 1}, ["`stages`", "at least 2", "1"]),
-    ({"stages": 6}, ["shared memory", str(HOPPER_SMEM_BYTES), "`stages` (6)"]),
+    ({"stages": 6}, ["shared memory", str(SMEM_BYTES), "`stages` (6)"]),
     ({"chunk_bytes": 1000}, ["`chunk_bytes`", "16", "1000"]),
 ]
 

@@ -14,7 +14,7 @@ from overlap.choice import dispatch
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.stream_k import StreamK
-from overlap.kernels.target import HOPPER_SMEM_BYTES, Target
+from overlap.kernels.target import SMEM_BYTES, Target
 from overlap.kernels.tma.limits import BARRIER_BYTES
 from tests import assembly, oracle
 from tests.assembly import Case
@@ -82,7 +82,7 @@ def test_the_ring_needs_no_chunk_buffers(hopper):
     assert pulled - plain == config.pull.chunk_slots * (config.pull.chunk_bytes + BARRIER_BYTES)
     # So a configuration may fit the ring alone; all other limits are the same.
     large = overlap.Config.of(chunk_bytes=16384)
-    assert smem_bytes(large, bf16, bf16, "pull") > HOPPER_SMEM_BYTES
+    assert smem_bytes(large, bf16, bf16, "pull") > SMEM_BYTES
     assert explain(config=large, transport="ring").implementation == "fused"
     with pytest.raises(ValueError, match="shared memory"):
         explain(config=large, transport="pull")

@@ -91,6 +91,8 @@ def xla_is_faster(problem: Problem, target: Target) -> str | None:
     _, entry = _entry(problem, target)
     if entry is not None and "xla" in entry.others:
         return Measured(entry.problem, entry.us, entry.others["xla"]).says_xla
+    if target.is_blackwell:
+        return crossover.NOTHING_MEASURED
     return crossover.xla_is_faster(problem)
 
 

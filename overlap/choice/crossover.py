@@ -26,6 +26,7 @@ FILE = pathlib.Path(__file__).parent / "crossover.csv"
 LEAST_RATIO = 0.95
 NOT_MEASURED = "not measured on this GPU yet"
 _WAY_OUT = ': implementation="fused" runs the kernel'
+NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
 # How far apart two problems are, in doublings of m, n or k, that differ in one of these otherwise.
 _DEVICES, _LAYOUT, _KIND, _ALIGNMENT = 1.0, 0.5, 3.0, 3.0
 # Measurements that are so much farther away than the nearest one have no say.
@@ -85,7 +86,7 @@ def xla_is_faster(problem: Problem) -> str | None:
     """Why XLA is the better choice for a problem, with the measurement that says so; None if it is not."""
     near = neighbours(problem)
     if not near:
-        return NOT_MEASURED + _WAY_OUT
+        return NOTHING_MEASURED
     distance, nearest = near[0]
     if distance > _FAR:
         return f"{NOT_MEASURED} near this size (the nearest is {nearest.problem}){_WAY_OUT}"

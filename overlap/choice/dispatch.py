@@ -157,6 +157,6 @@ def decide(
         _said.add((op, problem, choice))
         # On a GPU that the kernels are for, XLA is not what the user came for: that must not pass unnoticed, unless it
         # was measured to be faster.
-        warns = missed and device.platform == "gpu" and device.is_hopper
+        warns = missed and device.platform == "gpu" and (device.is_hopper or device.is_blackwell)
         logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
     return choice

@@ -214,10 +214,10 @@ class Problem:
             self.check(config, target)
         except (ValueError, NotImplementedError):
             return False
-        return not self._crowds_registers(config)
+        return target.is_blackwell or not self._crowds_registers(config)
 
     def _crowds_registers(self, config: Config) -> bool:
-        """Whether a compute thread may need a few registers more than there are: see `tests.assembly_sweep`.
+        """Whether a compute thread of Hopper may need a few registers more than it has: see `tests.assembly_sweep`.
 
         That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do;
         or 256 rows to which parts of peers are added; or, where own tiles leave as well, the largest ones of 8 bits

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 
-from overlap import emulation
+from overlap import _settings, emulation
 
-HOPPER_SMEM_BYTES = 232448
+# The same for Hopper and Blackwell.
+SMEM_BYTES = 232448
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 BLACKWELL_NAMES = ("B100", "B200", "B300", "GB200", "GB300")
 
@@ -28,23 +31,37 @@ class Target:
     platform: str
     kind: str
     num_cores: int
-    smem_limit_bytes: int = HOPPER_SMEM_BYTES
+    smem_limit_bytes: int = SMEM_BYTES
 
     @property
     def is_hopper(self) -> bool:
         """Whether the Hopper kernels run here: on a Hopper GPU, or emulated on a CPU."""
-        return self.platform == "cpu" or any(name in self.kind for name in HOPPER_NAMES)
+        return any(name in self.kind for name in HOPPER_NAMES) or (self.platform == "cpu" and not self.is_blackwell)
 
     @property
     def is_blackwell(self) -> bool:
-        """Whether this is a Blackwell GPU of the data-centre kind."""
+        """Whether the Blackwell kernels run here: on a GPU of the data-centre kind, or emulated on a CPU."""
         return any(name in self.kind for name in BLACKWELL_NAMES)
+
+
+# What a CPU device stands for, behind its own kind; part of the cache key of `jax.jit`, since kernels differ.
+_EMULATED_KINDS = {"hopper": "", "blackwell": " as NVIDIA B200"}
+_emulated = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
+    """Within this context kernels on CPU devices are those of an architecture, whatever $OVERLAP_EMULATED_GPU says."""
+    if architecture not in _EMULATED_KINDS:
+        raise ValueError(f"`architecture` must be {' or '.join(_EMULATED_KINDS)}, got {architecture!r}")
+    with _emulated(architecture):
+        yield
 
 
 def current_target(mesh: Any = None) -> Target:
     """The device that the code being traced is for: that of the enclosing mesh, else the default device.
 
-    A CPU device has as many cores as the emulator says.
+    A CPU device has as many cores as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.
 
     Args:
       mesh: the mesh whose devices are meant, instead of the enclosing one.
@@ -60,7 +77,8 @@ def current_target(mesh: Any = None) -> Target:
             default = jax.devices(default)[0]
         platform, kind, cores = default.platform, default.device_kind, getattr(default, "core_count", None)
     if platform == "cpu":
-        return Target(platform, kind, emulation.core_count())
+        stands_for = _EMULATED_KINDS[_emulated.value or _settings.emulated_gpu()]
+        return Target(platform, kind + stands_for, emulation.core_count())
     if platform == "gpu" and not cores:
         raise RuntimeError(
             f"the device {kind!r} does not say how many cores it has: is the CUDA plugin of jax current?"
