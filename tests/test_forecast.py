@@ -126,9 +126,18 @@ def test_bytes_and_cycles_of_a_known_tile() -> None:
     assert step_cycles(B200, narrow, 1) == pytest.approx(steps)
 
 
+def test_several_ctas_on_an_sm_do_not_multiply_its_tensor_cores() -> None:
+    instant = dataclasses.replace(H200, copy_latency_cycles=0.0, cta_start_cycles=0.0, drain_cycles=0.0, launch_us=0.0)
+    assert HOPPER[0].smem_bytes(2) * 3 <= instant.smem_limit_bytes
+    assert forecast(instant, HOPPER[0]).utilization < instant.sustained * instant.load_mhz / instant.peak_mhz
+
+
 def test_bands_spare_memory_traffic_where_the_operands_do_not_fit_into_l2() -> None:
     rows, bands = HOPPER[-3], HOPPER[-2]
     assert hbm_bytes(H200, bands, LADDER) < 0.5 * hbm_bytes(H200, rows, LADDER)
+    # An L2 that holds what one wave needs keeps the rows of a band: lhs is read once, rhs once for each band.
+    small = dataclasses.replace(H200, l2_bytes=36e6)
+    assert hbm_bytes(small, bands, LADDER) <= 2 * (4096**2 + 2 * 4096 * 8192 + 4096 * 8192)
     large = dataclasses.replace(H200, l2_bytes=1e12)
     assert hbm_bytes(large, bands, LADDER) == hbm_bytes(large, rows, LADDER) == 2 * (4096**2 + 2 * 4096 * 8192)
 
