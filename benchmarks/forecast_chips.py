@@ -1,0 +1,197 @@
+"""The figures of the chips that `benchmarks.forecast` computes with, and where each one comes from.
+
+Five origins: the *data sheet* (or white paper, or the PTX ISA); *measured* by us; *model*, a constant of
+`overlap/choice/model.py`, which ranks configurations on H200s and says what it was fitted to; *fitted* to the Hopper
+ladder; *assumed*. Nothing is fitted to Blackwell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from overlap.choice import model
+
+Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
+
+# The only two figures that are fitted to the measured Hopper ladder: least squares of the relative errors. The first
+# comes from the lesson `basic`; the second hardly matters (from 1250 to 2250 the sum of squares changes by 2%).
+COPY_LATENCY_CYCLES = 1100.0
+CTA_START_CYCLES = 1750.0
+# Sustained bandwidth as a fraction of the data sheet's, as our H200s reach it: 4.0 of 4.8 TB/s, 350 of 450 GB/s.
+_HBM_SHARE = model.HBM_BYTES_PER_US / 4.8e6
+_NVLINK_SHARE = model.PULLED_BYTES_PER_US / 0.45e6
+_L2_SHARE = model.L2_BYTES / 50e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What the forecast knows of a GPU. Rates per cycle are those of one SM.
+
+    Attributes:
+      name: as printed.
+      sms: streaming multiprocessors.
+      peak_mhz: the clock that the data sheet's TFLOP/s imply; no forecast assumes a higher one.
+      load_mhz: the clock at the power limit while the tensor cores never wait (iid normal inputs).
+      clock_exponent: how the clock rises where they wait; see `clock_mhz`.
+      macs_16bit: multiply-adds per cycle, 16-bit operands.
+      macs_8bit: multiply-adds per cycle, 8-bit operands.
+      sustained: fraction of these that a mainloop sustains.
+      mma_rows: rows of the left operand for which the right one is read once from shared memory.
+      smem_limit_bytes: shared memory of one CTA.
+      smem_bytes_per_cycle: tensor cores reading operands from shared memory.
+      smem_write_bytes_per_cycle: threads writing the output tile to shared memory.
+      l2_bytes_per_cycle: L2 to shared memory by TMA, all SMs at once.
+      store_bytes_per_cycle: shared memory to L2 by TMA.
+      tmem_bytes_per_cycle: tensor memory to registers; infinite where the accumulator is in registers.
+      l2_bytes: how much of L2 holds operands that are used again.
+      hbm_bytes_per_us: of the device.
+      copy_latency_cycles: from the issue of a TMA copy under load until its waiters go on, beyond the transfer.
+      cta_start_cycles: from the end of one CTA to the first copy of the next: launch, barriers, descriptors.
+      drain_cycles: draining the tensor cores and starting the epilogue of a tile.
+      nvlink_bytes_per_us: received by one device.
+      launch_us: of one kernel.
+    """
+
+    name: str
+    sms: int
+    peak_mhz: float
+    load_mhz: float
+    clock_exponent: float
+    macs_16bit: float
+    macs_8bit: float
+    sustained: float
+    mma_rows: int
+    smem_limit_bytes: int
+    smem_bytes_per_cycle: float
+    smem_write_bytes_per_cycle: float
+    l2_bytes_per_cycle: float
+    store_bytes_per_cycle: float
+    tmem_bytes_per_cycle: float
+    l2_bytes: float
+    hbm_bytes_per_us: float
+    copy_latency_cycles: float
+    cta_start_cycles: float
+    drain_cycles: float
+    nvlink_bytes_per_us: float
+    launch_us: float
+    origins: Mapping[str, tuple[Origin, str]]
+
+    def macs(self, itemsize: int) -> float:
+        """Multiply-adds per cycle and SM for operands of `itemsize` bytes."""
+        return {1: self.macs_8bit, 2: self.macs_16bit}[itemsize]
+
+    @property
+    def peak_tflops(self) -> float:
+        """The data sheet's dense TFLOP/s for 16-bit operands."""
+        return 2 * self.sms * self.macs_16bit * self.peak_mhz / 1e6
+
+    def clock_mhz(self, busy: float) -> float:
+        """The clock where the tensor cores multiply for the fraction `busy` of the time.
+
+        With an exponent of 1/3, the clock's cube times the activity is constant at the power limit: dynamic power is
+        activity × clock × voltage², and voltage follows the clock. With 0 all lessons run at `load_mhz`.
+        """
+        return min(self.peak_mhz, self.load_mhz * busy**-self.clock_exponent)
+
+
+def _peak_mhz(tflops: float, sms: int, macs: float) -> float:
+    return tflops * 1e6 / (2 * sms * macs)
+
+
+_H200_PEAK_MHZ = _peak_mhz(989.4, 132, 2048)
+_H200_LOAD_MHZ = 1365.0
+
+H200 = Chip(
+    name="H200",
+    sms=132,
+    peak_mhz=_H200_PEAK_MHZ,
+    load_mhz=_H200_LOAD_MHZ,
+    clock_exponent=1 / 3,
+    macs_16bit=2048,
+    macs_8bit=4096,
+    sustained=model.TENSOR_CORE_RATE / 4096,
+    mma_rows=64,
+    smem_limit_bytes=227 * 1024,
+    smem_bytes_per_cycle=model.SMEM_BYTES_PER_CYCLE,
+    smem_write_bytes_per_cycle=128.0,
+    l2_bytes_per_cycle=model.L2_BYTES_PER_CYCLE,
+    store_bytes_per_cycle=model.STORE_BYTES_PER_CYCLE,
+    tmem_bytes_per_cycle=float("inf"),
+    l2_bytes=model.L2_BYTES,
+    hbm_bytes_per_us=model.HBM_BYTES_PER_US,
+    copy_latency_cycles=COPY_LATENCY_CYCLES,
+    cta_start_cycles=CTA_START_CYCLES,
+    drain_cycles=model.TILE_CYCLES,
+    nvlink_bytes_per_us=model.PULLED_BYTES_PER_US,
+    launch_us=model.LAUNCH_US,
+    origins=MappingProxyType(
+        {
+            "sms": ("data sheet", "H200 SXM"),
+            "peak_mhz": ("data sheet", "989.4 TFLOP/s over 132 SMs at that rate"),
+            "load_mhz": ("measured", "one reading beside cuBLAS at 690 W, in the ladder's csv"),
+            "clock_exponent": ("assumed", "dynamic power goes with the clock's cube"),
+            "macs_16bit": ("data sheet", "white paper: 4 tensor cores × 512"),
+            "macs_8bit": ("data sheet", "twice the 16-bit rate"),
+            "sustained": ("model", "fitted there to cuBLAS and our mainloop"),
+            "mma_rows": ("data sheet", "PTX ISA: wgmma m64"),
+            "smem_limit_bytes": ("data sheet", "227 KB"),
+            "smem_bytes_per_cycle": ("model", "not fitted"),
+            "smem_write_bytes_per_cycle": ("data sheet", "32 banks of 4 bytes"),
+            "l2_bytes_per_cycle": ("model", "fitted there to operands across lines"),
+            "store_bytes_per_cycle": ("model", "not fitted"),
+            "tmem_bytes_per_cycle": ("data sheet", "none: accumulators in registers"),
+            "l2_bytes": ("model", "40 of 50 MB"),
+            "hbm_bytes_per_us": ("model", "4.0 of 4.8 TB/s"),
+            "copy_latency_cycles": ("fitted", "to the Hopper ladder"),
+            "cta_start_cycles": ("fitted", "to the Hopper ladder"),
+            "drain_cycles": ("model", "not fitted"),
+            "nvlink_bytes_per_us": ("model", "350 of 450 GB/s"),
+            "launch_us": ("model", "not fitted"),
+        }
+    ),
+)
+
+_AS_H200 = "as on the H200"
+_B200_PEAK_MHZ = _peak_mhz(2250.0, 148, 4096)
+B200 = dataclasses.replace(
+    H200,
+    name="B200",
+    sms=148,
+    peak_mhz=_B200_PEAK_MHZ,
+    load_mhz=_B200_PEAK_MHZ * _H200_LOAD_MHZ / _H200_PEAK_MHZ,
+    macs_16bit=4096,
+    macs_8bit=8192,
+    mma_rows=128,
+    tmem_bytes_per_cycle=512.0,
+    l2_bytes=126e6 * _L2_SHARE,
+    hbm_bytes_per_us=8e6 * _HBM_SHARE,
+    nvlink_bytes_per_us=0.9e6 * _NVLINK_SHARE,
+    origins=MappingProxyType(
+        {
+            "sms": ("data sheet", "as chipsandcheese.com found on one"),
+            "peak_mhz": ("data sheet", "2250 TFLOP/s over 148 SMs at that rate"),
+            "load_mhz": ("assumed", "the H200's fraction of its peak clock"),
+            "clock_exponent": ("assumed", _AS_H200),
+            "macs_16bit": ("assumed", "twice Hopper's"),
+            "macs_8bit": ("data sheet", "twice the 16-bit rate"),
+            "sustained": ("assumed", _AS_H200),
+            "mma_rows": ("data sheet", "PTX ISA: tcgen05.mma, M = 128 in a CTA"),
+            "smem_limit_bytes": ("data sheet", "227 KB"),
+            "smem_bytes_per_cycle": ("assumed", _AS_H200),
+            "smem_write_bytes_per_cycle": ("assumed", _AS_H200),
+            "l2_bytes_per_cycle": ("assumed", _AS_H200),
+            "store_bytes_per_cycle": ("assumed", _AS_H200),
+            "tmem_bytes_per_cycle": ("assumed", "4 bytes per lane and cycle, 128 lanes"),
+            "l2_bytes": ("assumed", "the H200's fraction of 126 MB (data sheet)"),
+            "hbm_bytes_per_us": ("assumed", "the H200's fraction of 8 TB/s (data sheet)"),
+            "copy_latency_cycles": ("assumed", _AS_H200),
+            "cta_start_cycles": ("assumed", _AS_H200),
+            "drain_cycles": ("assumed", _AS_H200),
+            "nvlink_bytes_per_us": ("assumed", "the H200's fraction of 900 GB/s (data sheet)"),
+            "launch_us": ("assumed", _AS_H200),
+        }
+    ),
+)

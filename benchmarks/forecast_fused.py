@@ -1,0 +1,92 @@
+"""How long a fused collective should take beside its product: formulas of `overlap/choice/model.py`, for any chip."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from benchmarks.forecast_chips import Chip
+from benchmarks.forecast_lessons import Lesson, Matmul
+from benchmarks.forecast_model import best
+from overlap.choice import model
+from overlap.primitives.integers import ceil_div
+
+Operation = Literal["all_gather_lhs_matmul", "matmul_reduce_scatter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """A fused operation as the tables name it.
+
+    Attributes:
+      operation: which.
+      devices: of one host, all connected.
+      m: rows, of one shard where they are gathered, of the whole result where it is scattered.
+      n: columns of one device's product.
+      k: contraction size of one device's product.
+    """
+
+    operation: Operation
+    devices: int
+    m: int
+    n: int
+    k: int
+    itemsize: int = 2
+
+    @property
+    def product(self) -> Matmul:
+        """What one device multiplies."""
+        rows = self.m * self.devices if self.operation == "all_gather_lhs_matmul" else self.m
+        return Matmul(rows, self.n, self.k, self.itemsize)
+
+    @property
+    def received_bytes(self) -> float:
+        """By one device over NVLink."""
+        if self.operation == "all_gather_lhs_matmul":
+            return float(self.devices - 1) * self.m * self.k * self.itemsize
+        return (self.devices - 1) / self.devices * self.m * self.n * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedForecast:
+    """What comes out: times in microseconds.
+
+    Attributes:
+      roof_us: the product alone, by the same mainloop on one device.
+      nvlink_us: the bytes received over NVLink's rate.
+      us: the fused operation.
+    """
+
+    roof_us: float
+    nvlink_us: float
+    us: float
+
+    @property
+    def roof_fraction(self) -> float:
+        """Of the roof's speed."""
+        return self.roof_us / self.us
+
+
+def forecast_fused(chip: Chip, problem: Fused, lessons: Sequence[Lesson]) -> FusedForecast:
+    """The forecast; `lessons`: the mainloop's configurations, of which the fastest counts."""
+    product = best(chip, lessons, problem.product)
+    roof_us, nvlink_us = product.us, problem.received_bytes / chip.nvlink_bytes_per_us
+    lesson = product.lesson
+    at_once = chip.sms // lesson.cluster
+    tiles = ceil_div(problem.product.m, lesson.tile_m * lesson.cluster) * ceil_div(problem.n, lesson.tile_n)
+    waves = ceil_div(tiles, at_once)
+    # What travels draws power and bandwidth from the product beside it.
+    hidden_us = model.HIDDEN_COST * min(roof_us, nvlink_us)
+    if problem.operation == "all_gather_lhs_matmul":
+        gather_us = model.GATHER_US + nvlink_us
+        # Behind the last rows come the tiles of a shard, or at least one tile.
+        last = max(1 / problem.devices, 1 / waves)
+        return FusedForecast(roof_us, nvlink_us, max(roof_us + hidden_us, gather_us + roof_us * last))
+    # Own tiles come last; the parts of the last tiles for peers travel meanwhile.
+    of_peers = tiles * (problem.devices - 1) // problem.devices
+    tile_bytes = lesson.tile_m * lesson.cluster * lesson.tile_n * problem.itemsize
+    last_us = min(of_peers, at_once) * tile_bytes / chip.nvlink_bytes_per_us
+    slack_us = roof_us * (waves - ceil_div(of_peers, at_once)) / waves
+    us = roof_us + hidden_us + model.SCATTER_US + max(last_us - slack_us, 0.0)
+    return FusedForecast(roof_us, nvlink_us, max(us, model.SCATTER_US + nvlink_us))
