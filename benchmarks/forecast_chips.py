@@ -1,7 +1,7 @@
 """The figures of the chips that `benchmarks.forecast` computes with, and where each one comes from.
 
 Five origins: the *data sheet* (or white paper, or the PTX ISA); *measured* by us; *model*, a constant of
-`overlap/choice/model.py`, which ranks configurations on H200s and says what it was fitted to; *fitted* to the Hopper
+`overlap/choice/rates.py`, which serves to rank configurations and says what it was fitted to; *fitted* to the Hopper
 ladder; *assumed*. Nothing is fitted to Blackwell.
 """
 
@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from overlap.choice import model
+from overlap.choice.rates import HOPPER
 
 Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 
@@ -21,9 +22,9 @@ Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 COPY_LATENCY_CYCLES = 1100.0
 CTA_START_CYCLES = 1750.0
 # Sustained bandwidth as a fraction of the data sheet's, as our H200s reach it: 4.0 of 4.8 TB/s, 350 of 450 GB/s.
-_HBM_SHARE = model.HBM_BYTES_PER_US / 4.8e6
-_NVLINK_SHARE = model.PULLED_BYTES_PER_US / 0.45e6
-_L2_SHARE = model.L2_BYTES / 50e6
+_HBM_SHARE = HOPPER.hbm_bytes_per_us / 4.8e6
+_NVLINK_SHARE = HOPPER.pulled_bytes_per_us / 0.45e6
+_L2_SHARE = HOPPER.l2_bytes / 50e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,20 +113,20 @@ H200 = Chip(
     clock_exponent=1 / 3,
     macs_16bit=2048,
     macs_8bit=4096,
-    sustained=model.TENSOR_CORE_RATE / 4096,
+    sustained=HOPPER.tensor_core_rate / 4096,
     mma_rows=64,
     smem_limit_bytes=227 * 1024,
-    smem_bytes_per_cycle=model.SMEM_BYTES_PER_CYCLE,
+    smem_bytes_per_cycle=HOPPER.smem_bytes_per_cycle,
     smem_write_bytes_per_cycle=128.0,
-    l2_bytes_per_cycle=model.L2_BYTES_PER_CYCLE,
-    store_bytes_per_cycle=model.STORE_BYTES_PER_CYCLE,
+    l2_bytes_per_cycle=HOPPER.l2_bytes_per_cycle,
+    store_bytes_per_cycle=HOPPER.store_bytes_per_cycle,
     tmem_bytes_per_cycle=float("inf"),
-    l2_bytes=model.L2_BYTES,
-    hbm_bytes_per_us=model.HBM_BYTES_PER_US,
+    l2_bytes=HOPPER.l2_bytes,
+    hbm_bytes_per_us=HOPPER.hbm_bytes_per_us,
     copy_latency_cycles=COPY_LATENCY_CYCLES,
     cta_start_cycles=CTA_START_CYCLES,
-    drain_cycles=model.TILE_CYCLES,
-    nvlink_bytes_per_us=model.PULLED_BYTES_PER_US,
+    drain_cycles=HOPPER.tile_cycles,
+    nvlink_bytes_per_us=HOPPER.pulled_bytes_per_us,
     launch_us=model.LAUNCH_US,
     origins=MappingProxyType(
         {
