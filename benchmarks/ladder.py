@@ -1,7 +1,7 @@
 """The table of the ladder: every rung, `overlap.matmul`, and cuBLAS (`jnp.dot`), which is their roof.
 
-The column "roof/this" is the fraction of cuBLAS's speed, "% peak" that of the data sheet's dense TFLOP/s. On a Blackwell
-GPU the rungs are those of `overlap/kernels/blackwell_ladder`, on any other device those of `overlap/kernels/ladder`.
+The column "roof/this" is the fraction of cuBLAS's speed, "% peak" that of the data sheet's dense TFLOP/s. The rungs are
+those of `overlap/kernels/blackwell_ladder` on a Blackwell GPU, and of `overlap/kernels/ladder` on any other device.
 
     python3 -m benchmarks.ladder --out benchmarks/results
     python3 -m benchmarks.ladder --methods pipelined,persistent,xla --shapes 8192x8192x8192:bf16

@@ -32,8 +32,8 @@ RUNGS = (
     Rung("grid_tiling", grid_tiling.matmul, "Tiles are visited in bands, so that operands are found in L2."),
 )
 
-# Tensor-core utilization in percent on a B200, 4096 × 8192 × 4096 float16 with normal operands, as the guide states it for
-# its own kernels. NOT ours: nothing of this folder has been measured.
+# Tensor-core utilization in percent on a B200, 4096 × 8192 × 4096 float16 with normal operands, as the guide states it
+# for its own kernels. NOT ours: nothing of this folder has been measured.
 GUIDE_UTILIZATION = {
     "basic": 37.62,
     "warp_specialized": 45.47,

@@ -36,7 +36,7 @@ def matmul(
     lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 128, tile_k: int = 64, stages: int = 4
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k)
+    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
 
     def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, acc_tmem: Any, out_smem: Any, consumed: Any) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)

@@ -1,7 +1,7 @@
 """Lesson 3: a product of two CTAs. A cluster computes a tile of 256 × 256, and each CTA loads half of each operand.
 
-With `collective_axis`, one `tcgen05_mma` reads the shared memory of two neighbouring SMs and writes the tensor memory of
-both. CTA 0 of the pair, the *leader*, issues it for the two:
+With `collective_axis`, one `tcgen05_mma` reads the shared memory of two neighbouring SMs and adds to the accumulators
+of both. CTA 0 of the pair, the *leader*, issues it for the two:
 
                CTA 0 (leader)                         CTA 1
     left       rows 0–127                             rows 128–255            (`CopyPartition.PARTITIONED(0)`)
@@ -79,7 +79,7 @@ def matmul(
     chunk_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, ctas=CLUSTER)
+    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
 
     def body(
         lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, acc_tmem: Any, chunks_smem: Any, done: Any

@@ -11,8 +11,8 @@ Its two barriers of lesson 4 become pairs, one for each half:
     done[half]   the half holds the sum of its tile           (warpgroup 1 waits)
     read[half]   both CTAs have read the half                 (the leader's MMA warp waits, from the third tile on)
 
-One `read` for both halves would not do: the epilogue may arrive for tile i + 1 before the MMA warp has asked for tile i,
-and a barrier that is a whole round ahead looks like one that has not moved.
+One `read` for both halves would not do: the epilogue may arrive for tile i + 1 before the MMA warp waits for tile i,
+and a barrier that is two phases ahead looks like one that has not moved.
 
 Gains: the tensor cores work through all tiles of a cluster without a pause, as long as an epilogue takes no longer than
 the products of a tile. What is left: the order of the tiles pays no heed to what is in L2. Source: "Writing
@@ -130,6 +130,6 @@ def matmul(
     chunk_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, ctas=CLUSTER)
+    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
     kernel = double_buffered(t, stages=stages, chunk_n=chunk_n, name="blackwell_ladder_dedicated_epilogue")
     return kernel(lhs, rhs)

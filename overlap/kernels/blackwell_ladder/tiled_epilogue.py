@@ -5,8 +5,8 @@
 While one buffer is being stored, the next one is written. Tensor memory makes this simpler than on Hopper: a chunk's
 columns are loaded when they are needed, so a thread holds `chunk_n` values at a time and not the whole row of the tile.
 
-Gains: a shorter tail, and room for tiles of 128 × 256, which move a quarter fewer bytes per product than 128 × 128: with
-a buffer for the whole tile (64 KB) only three stages would fit, with two of 128 × 64 (32 KB) it is four. What is left:
+Gains: a shorter tail, and room for tiles of 128 × 256, which move a quarter fewer bytes per product than 128 × 128.
+With a buffer for the whole tile (64 KB) three stages would fit; with two of 128 × 64 (32 KB) four do. What is left:
 each CTA loads all operand tiles that it needs by itself.
 Source: "Writing high-performance matrix multiplication kernels for Blackwell" in the JAX documentation; lesson 3 of
 Hopper's ladder.
@@ -56,5 +56,5 @@ def matmul(
     chunk_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k)
+    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
     return tile_per_cta(t, stages, chunk_type(t, chunk_n), store_chunks, "blackwell_ladder_tiled_epilogue")(lhs, rhs)

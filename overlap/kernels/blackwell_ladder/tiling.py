@@ -1,4 +1,4 @@
-"""What the lessons for Blackwell share: a problem cut into tiles that the tensor cores of Blackwell (tcgen05) can take."""
+"""What the lessons for Blackwell share: a problem cut into tiles that its tensor cores (tcgen05) can take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ CTA_TILE_M = 128  # Tensor memory has 128 lanes, and a row of the accumulator li
 MAX_TILE_N = 256  # Columns of one MMA's accumulator.
 
 
-def tiling(lhs: jax.Array, rhs: jax.Array, *, tile_m: int, tile_n: int, tile_k: int, ctas: int = 1) -> Tiling:
+def tiling(
+    lhs: jax.Array, rhs: jax.Array, *, tile_m: int, tile_n: int, tile_k: int, stages: int, ctas: int = 1
+) -> Tiling:
     """The tiling of two operands, checked.
 
     Args:
@@ -23,10 +25,11 @@ def tiling(lhs: jax.Array, rhs: jax.Array, *, tile_m: int, tile_n: int, tile_k: 
       tile_m: rows of an output tile, 128 for each CTA that works on it.
       tile_n: columns of an output tile; each CTA loads its part of them.
       tile_k: columns of `lhs` and rows of `rhs` in one stage.
+      stages: how many such stages shared memory holds; checked only.
       ctas: how many CTAs work on an output tile together: 1, or 2 from lesson 3 on.
 
     Raises:
-      ValueError: a wrong type or shape, or a tile that the tensor cores cannot take.
+      ValueError: a wrong type or shape, a tile that the tensor cores cannot take, or fewer than two stages.
     """
     t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k)
     swizzle = SWIZZLE_BYTES // t.dtype.itemsize
@@ -36,6 +39,8 @@ def tiling(lhs: jax.Array, rhs: jax.Array, *, tile_m: int, tile_n: int, tile_k: 
         raise ValueError(f"`tile_n` must be a multiple of {ctas * swizzle}, at most {MAX_TILE_N}, got {tile_n}")
     if tile_k % swizzle:
         raise ValueError(f"`tile_k` must be a multiple of {swizzle}, got {tile_k}")
+    if stages < 2:
+        raise ValueError(f"`stages` must be at least 2, one to load and one to multiply, got {stages}")
     return t
 
 

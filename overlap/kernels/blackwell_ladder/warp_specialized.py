@@ -37,7 +37,7 @@ DONE = plgpu.Barrier(orders_tensor_core=True)
 Store = Callable[[Any, Any, Any], None]  # (accumulator, output, buffer)
 
 
-def slot_types(t: Tiling, stages: int, *, ctas: int = 1) -> Slots:
+def slot_types(t: Tiling, stages: int, *, ctas: int = 1) -> Any:
     """Scratch types: what one CTA holds of `stages` pairs of operand tiles, and their barriers."""
     return Slots(
         lhs_smem=t.smem(stages, t.tile_m // ctas, t.tile_k),
@@ -149,6 +149,6 @@ def matmul(
     lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 128, tile_k: int = 64, stages: int = 4
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k)
+    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
     out_smem_type = t.smem(tile_m, tile_n)
     return tile_per_cta(t, stages, out_smem_type, store_accumulator, "blackwell_ladder_warp_specialized")(lhs, rhs)

@@ -38,9 +38,7 @@ class Tiling:
     tile_k: int
 
     @classmethod
-    def of(
-        cls, lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int, tile_k: int | None = None
-    ) -> Tiling:
+    def of(cls, lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int, tile_k: int | None = None) -> Tiling:
         """The tiling of two operands, checked.
 
         The default of `tile_m` is two warpgroups' rows, 2 × 64, and that of `tile_k` as wide as the swizzle: 128 bytes.
