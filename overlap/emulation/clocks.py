@@ -52,21 +52,31 @@ class Knowledge:
         seen: everything that happened before, in the sense of happens-before.
         smem: the part of `seen` that a proxy fence has made visible to the asynchronous proxy in shared memory.
         gmem: the same for global memory.
+        tensor: the part of `seen` that tensor memory is ordered with: what has come through barriers that order the
+            tensor core. None in kernels without tensor memory.
     """
 
-    __slots__ = ("gmem", "seen", "smem")
+    __slots__ = ("gmem", "seen", "smem", "tensor")
 
-    def __init__(self, seen: np.ndarray = EMPTY, smem: np.ndarray = EMPTY, gmem: np.ndarray = EMPTY):
-        self.seen, self.smem, self.gmem = seen, smem, gmem
+    def __init__(
+        self,
+        seen: np.ndarray = EMPTY,
+        smem: np.ndarray = EMPTY,
+        gmem: np.ndarray = EMPTY,
+        tensor: np.ndarray | None = None,
+    ):
+        self.seen, self.smem, self.gmem, self.tensor = seen, smem, gmem, tensor
 
     def copy(self) -> Knowledge:
-        return Knowledge(self.seen, self.smem, self.gmem)
+        return Knowledge(self.seen, self.smem, self.gmem, self.tensor)
 
-    def join(self, other: Knowledge) -> None:
+    def join(self, other: Knowledge, *, orders_tensor_core: bool = True) -> None:
         """Learns all that `other` knows: what passes through a barrier inside one CTA, where fences carry over."""
         self.seen = join(self.seen, other.seen)
         self.smem = join(self.smem, other.smem)
         self.gmem = join(self.gmem, other.gmem)
+        if other.tensor is not None and orders_tensor_core:
+            self.tensor = other.tensor if self.tensor is None else join(self.tensor, other.tensor)
 
     def learn(self, seen: np.ndarray) -> None:
         """Learns an order alone: what passes through a semaphore. Fences of the other side do not carry over."""
@@ -74,6 +84,8 @@ class Knowledge:
 
     def note(self, component: int, time: int) -> None:
         self.seen = with_time(self.seen, component, time)
+        if self.tensor is not None:
+            self.tensor = with_time(self.tensor, component, time)
 
     def fence_smem(self) -> None:
         self.smem = self.seen

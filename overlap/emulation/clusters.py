@@ -62,7 +62,7 @@ class Cluster:
             for position, twins in enumerate(zip(*made)):
                 self._pair(twins)
                 for rank, twin in enumerate(twins):
-                    if isinstance(twin, Buffer) and twin.space == "smem":
+                    if isinstance(twin, Buffer) and twin.space in ("smem", "tmem"):
                         # The same bytes as in the visit before, which a CTA may not have left yet.
                         twin.shadow = self._shadows.setdefault((key, position, rank), twin.shadow)
         mine, made[cta.rank] = made[cta.rank], None
@@ -141,6 +141,26 @@ def share(view: View, shape: tuple[int, ...], parts: int, index: int) -> tuple[s
             slices[d] = slice(first, first + step)
             index, parts = index // size, parts // size
     raise ProtocolError(f"a multicast copy to {view} of shape {shape} cannot be cut into {parts} equal parts")
+
+
+def slab(view: View, axis: int, parts: int, index: int) -> View:
+    """One of `parts` equal slabs along a dimension of a part of global memory, which may go over the edge of it."""
+    asked = view.requested or view.shape
+    if asked[axis] % parts:
+        raise ProtocolError(f"{view} of shape {asked} cannot be cut into {parts} equal parts along dimension {axis}")
+    size = asked[axis] // parts
+    first = index * size
+    there = slice(0, asked[axis]) if view.window is None else view.window[axis]  # the part that is in bounds
+    low = min(max(there.start, first), there.stop)
+    high = max(min(there.stop, first + size), low)
+    key = [slice(None)] * view.array.ndim
+    key[axis] = slice(low - there.start, high - there.start)
+    part = View(view.buffer, view.array[tuple(key)], view.groups, f"{view.text}[part {index} of {parts}]")
+    if view.requested is not None and view.window is not None:
+        part.requested = (*asked[:axis], size, *asked[axis + 1 :])
+        inside = slice(low - first, high - first) if high > low else slice(0, 0)
+        part.window = (*view.window[:axis], inside, *view.window[axis + 1 :])
+    return part
 
 
 def part_of(view: View, part: tuple[slice, ...]) -> View:

@@ -10,7 +10,7 @@ import numpy as np
 from . import arithmetic
 from .errors import ProtocolError
 from .program import Decoder, handles
-from .references import value_of
+from .slots import value_of
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
 

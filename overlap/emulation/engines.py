@@ -28,7 +28,7 @@ _EARLY = 0.25  # the chance, per step, that some operation completes in random m
 _SINGLE_THREADED = 1 << 18
 
 
-def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a @ b by blocks of rows, each small enough to be computed by one thread."""
     rows, k = a.shape
     block = max(_SINGLE_THREADED // max(k * b.shape[1], 1), 1)
@@ -91,12 +91,12 @@ class Engine:
 
     def __init__(self, world: World):
         self._world = world
-        self._mode = world.settings.completion
-        self._flying: list[Operation] = []  # loads and stores
+        self.mode = world.settings.completion
+        self._flying: list[Any] = []  # loads, stores and arrivals
 
-    def _record(
+    def record(
         self,
-        op: Operation,
+        op: Any,
         view: View,
         what: str,
         component: int,
@@ -106,6 +106,7 @@ class Engine:
         atomic: bool = False,
         by_rows: bool = False,
     ) -> None:
+        """Checks and remembers what an operation does to memory."""
         world = self._world
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
@@ -117,7 +118,7 @@ class Engine:
         )  # fmt: skip
         world.detector.access(access, op.knowledge)
         op.thread.machine.note_remote(op.thread, access)
-        if view.buffer.space == "smem":
+        if view.buffer.space in ("smem", "tmem"):
             view.buffer.async_uses[component] = access
 
     # ---- loads -------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Engine:
         remote: bool,
         undefined: bool,
     ) -> None:
-        """Issues a TMA load; this CTA's `barrier` is to count `nbytes`, of which peers may send a part.
+        """Issues a TMA load; `barrier` is to count `nbytes`, of which peers may send a part (None: a peer's is).
 
         `undefined`: what lies out of bounds is not even zero.
         """
@@ -143,27 +144,32 @@ class Engine:
             op = Operation("load", thread)
             op.src, op.dst, op.barrier, op.landing, op.undefined = src, dst, landing.barrier, landing, undefined
             op.nbytes = dst.array.nbytes
-            self._record(op, src, "TMA load, read", op.component, op.time, write=False)
+            self.record(op, src, "TMA load, read", op.component, op.time, write=False)
             what = "TMA load, write" if part is None else "multicast TMA load, write"
-            self._record(op, dst, what, op.component, op.time, write=True)
+            self.record(op, dst, what, op.component, op.time, write=True)
             run.count("copies", op.nbytes)
             op.event = run.event(thread, "remote_copy" if remote else "copy", src, dst, src.buffer.device)
             ops.append(op)
-        barrier.expect(nbytes)
-        barrier.arrive(thread.knowledge)
+        if barrier is not None:
+            barrier.expect(nbytes)
+            barrier.arrive(thread.knowledge)
         thread.tick()
         for op in ops:
-            self._fly(op)
+            self.fly(op)
 
-    def _fly(self, op: Operation) -> None:
-        if self._mode == "eager":
+    def fly(self, op: Any) -> None:
+        """Lets an operation complete at a time that the completion mode allows."""
+        if self.mode == "eager":
             while not self._advance(op):
                 pass
         else:
             self._flying.append(op)
 
-    def _advance(self, op: Operation) -> bool:
+    def _advance(self, op: Any) -> bool:
         """Completes the next stage of `op`; returns whether it was the last."""
+        if op.kind == "arrival":
+            op.complete()
+            return True
         if op.kind == "load":
             value = op.src.read(op.undefined)
             part = op.landing.part
@@ -205,16 +211,16 @@ class Engine:
         op.src, op.dst, op.reduction, op.value = src, dst, reduction, None
         op.write_component, op.write_time = thread.pool.take(op.knowledge.seen)
         op.knowledge.note(op.write_component, op.write_time)
-        self._record(op, src, "TMA store, read", op.component, op.time, write=False)
+        self.record(op, src, "TMA store, read", op.component, op.time, write=False)
         what = "TMA store, write" if reduction is None else f"TMA reduction ({reduction})"
-        self._record(op, dst, what, op.write_component, op.write_time, write=True, atomic=reduction is not None)
+        self.record(op, dst, what, op.write_component, op.write_time, write=True, atomic=reduction is not None)
         thread.tick()
         thread.open_stores.append(op)
         if commit:
             self.commit(thread)
         self._world.run.count("copies", src.array.nbytes)
         op.event = self._world.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
-        self._fly(op)
+        self.fly(op)
 
     def commit(self, thread: Thread) -> None:
         if thread.open_stores:
@@ -245,13 +251,13 @@ class Engine:
         for name, operand in (("left operand", a), ("right operand", b)):
             if not isinstance(operand, np.ndarray):
                 what = f"wgmma, {name}"
-                self._record(op, operand, what, op.component, op.time, write=False, by_rows=operand is a)
+                self.record(op, operand, what, op.component, op.time, write=False, by_rows=operand is a)
         thread.tick()
         thread.wgmmas.append(op)
         run = self._world.run
         run.count("wgmmas")
         op.event = run.event(thread, "wgmma", a if not isinstance(a, np.ndarray) else b, b, None)
-        if self._mode == "eager" or (self._mode == "random" and self._world.random.random() < 0.5):
+        if self.mode == "eager" or (self.mode == "random" and self._world.random.random() < 0.5):
             self._multiply(thread, len(thread.wgmmas))
 
     def _multiply(self, thread: Thread, count: int) -> None:
@@ -262,7 +268,7 @@ class Engine:
             target = op.dst.array
             wide = np.int32 if target.dtype.kind == "i" else np.float32
             with np.errstate(all="ignore"):
-                product = _matmul(a.astype(wide), b.astype(wide))
+                product = matmul(a.astype(wide), b.astype(wide))
                 target[...] = (target + product.reshape(target.shape)).astype(target.dtype)
             op.stage = 2
             self._world.run.event_end(op.event)
@@ -280,7 +286,7 @@ class Engine:
 
     def maybe_complete(self) -> None:
         """In random mode, completes a stage of some operation now and then."""
-        if self._mode != "random" or not self._flying or self._world.random.random() > _EARLY:
+        if self.mode != "random" or not self._flying or self._world.random.random() > _EARLY:
             return
         self._complete(int(self._world.random.random() * len(self._flying)))
 
@@ -292,7 +298,7 @@ class Engine:
 
     def complete_awaited(self) -> bool:
         """Nothing can run: completes one load, preferably one that somebody waits for. False if there is none."""
-        loads = [i for i, op in enumerate(self._flying) if op.kind == "load"]
+        loads = [i for i, op in enumerate(self._flying) if op.kind != "store"]
         awaited = [i for i in loads if self._flying[i].barrier.waiters]
         choices = awaited or loads
         if not choices:

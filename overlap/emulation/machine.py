@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import report
-from .clocks import ComponentPool, Knowledge, covers
+from .clocks import EMPTY, ComponentPool, Knowledge, covers
 from .clusters import Cluster, check_left, note_use
 from .errors import ProtocolError, RaceError
 from .memory import Buffer, poison
 from .orders import Orders
 from .races import Access
-from .references import Slot
 from .sync import Meeting, Semaphore, Waitable
+from .tensor_core import TensorThread
 
 if TYPE_CHECKING:
     from .sequence import World
@@ -53,6 +53,7 @@ class Thread:
         self.axes: dict[Any, int] = {}
         self.visits: dict[int, int] = {}  # instruction -> times, for allocations in loops
         self.children: list[Thread] = []  # the warps of the last map
+        self.tensor = TensorThread() if before is None else before.tensor
         self.done = False
         self.blocked: tuple[Waitable, Callable[[], str]] | None = None
         self.blocked_at = 0
@@ -129,7 +130,8 @@ class Cta:
         self.rank = 0  # in the cluster
         self.peer_uses: dict[int, tuple[int, str, int]] = {}  # component -> what another CTA of the cluster does here
         self.final = Knowledge()  # of the threads that have ended
-        self.freed: list[Buffer] = []  # shared memory whose scope has ended and that nobody has got since
+        self.freed: list[Buffer] = []  # memory whose scope has ended and that nobody has got since
+        self.tensor_columns = 0  # of tensor memory, in use
 
     def reuse(self, knowledge: Knowledge, thread: Thread) -> None:
         """The freed memory may be given out now: whoever does that must know that all copies are done with it."""
@@ -138,6 +140,9 @@ class Cta:
             return
         for buffer in freed:
             for access in buffer.async_uses.values():
+                # The CTA may end before it has waited for its last loads from tensor memory: their values are there.
+                if self.ended and not access.asynchronous:
+                    continue
                 if not covers(knowledge.seen, access.component, access.time):
                     key = ("freed", access.instruction.index)
                     self.machine.fault(key, ProtocolError(report.freed_early(self, access)), thread)
@@ -242,53 +247,12 @@ class Machine:
     def note_remote(self, thread: Thread, access: Access) -> None:
         """Remembers that `thread` touches memory of another device or CTA: that one must not leave before."""
         buffer = access.view.buffer
-        if buffer.space == "smem" and buffer.cta is not thread.cta:
+        if buffer.space in ("smem", "tmem") and buffer.cta is not thread.cta:
             note_use(thread, buffer.cta, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != thread.device:
             what = f"uses {access.view}"
             self.world.check_present(thread, buffer.device, what, asynchronous=access.asynchronous)
             self.remote_uses[buffer.device][access.component] = access
-
-    def logical_device(self, thread: Thread, device_id: Any, id_type: Any, env: list) -> int:
-        """The device that a device id, which speaks of positions in the mesh, means to `thread`."""
-
-        def value(x: Any) -> int:
-            return int(env[x.index]) if type(x) is Slot else int(x)
-
-        sizes = self.mesh_shape
-        if device_id is None:
-            return thread.device
-        if isinstance(device_id, dict):
-            own = dict(zip(sizes, self.place(thread.device)))
-            for names, x in device_id.items():
-                index = value(x)
-                for axis in reversed(names if isinstance(names, tuple) else (names,)):
-                    if axis not in sizes:
-                        raise ProtocolError(
-                            f"the device id {device_id} names {axis!r}, which is no axis of the mesh {sizes}"
-                        )
-                    index, own[axis] = divmod(index, sizes[axis]) if isinstance(names, tuple) else (0, index)
-            parts = list(own.values())
-        elif getattr(id_type, "name", "MESH") == "LOGICAL":
-            logical = value(device_id)
-            if not 0 <= logical < len(self.coordinates):
-                raise ProtocolError(f"device id {logical} is out of range for {len(self.coordinates)} devices")
-            return self.devices[logical]
-        else:
-            parts = [value(x) for x in (device_id if isinstance(device_id, (tuple, list)) else (device_id,))]
-            if len(parts) != len(sizes):
-                raise ProtocolError(
-                    f"{len(parts)} device coordinates for a mesh of {len(sizes)} axes {sizes}: give one per axis, a "
-                    "dict, or device_id_type=LOGICAL"
-                )
-        logical = 0
-        for part, (axis, size) in zip(parts, sizes.items()):
-            if not 0 <= part < size:
-                raise ProtocolError(
-                    f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}"
-                )
-            logical = logical * size + part
-        return self.devices[logical]
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -316,9 +280,27 @@ class Machine:
                 Cluster(self.program.cluster, self.ctas[device][first : first + size])
         self.queued[device] = list(self.ctas[device])
 
+    @property
+    def resident(self) -> int | None:
+        """How many CTAs fit on a device. A kernel that takes over waiting clusters has one CTA per core by default."""
+        if self.settings.resident is None and self.program.cancels_clusters:
+            together = math.prod(self.program.cluster.values())
+            return max(self.settings.cores // together, 1) * together
+        return self.settings.resident
+
+    def cancel(self, device: int) -> tuple[int, ...] | None:
+        """Takes the next cluster off the queue: the coordinates of its first CTA, None if all have been launched."""
+        if not self.queued[device]:
+            return None
+        together = math.prod(self.program.cluster.values())
+        cancelled, self.queued[device] = self.queued[device][:together], self.queued[device][together:]
+        for cta in cancelled:
+            cta.ended = True
+        return cancelled[0].coordinates
+
     def launch(self, device: int) -> None:
         """Starts as many of the queued CTAs of a device as fit."""
-        limit = self.settings.resident
+        limit = self.resident
         running = sum(cta.running > 0 for cta in self.ctas[device])
         together = math.prod(self.program.cluster.values())  # the CTAs of a cluster are launched together
         if limit is not None and limit < together:
@@ -335,6 +317,8 @@ class Machine:
                 env[slot] = buffer
             thread = Thread(self, cta, warpgroup, None, env, 0)
             thread.knowledge.join(self._start[device])
+            if self.program.uses_tensor_memory and thread.knowledge.tensor is None:
+                thread.knowledge.tensor = EMPTY
             thread.axes = dict(zip(self.mesh_shape, self.place(device)))
             thread.axes.update(zip(self.program.axis_names, (*cta.coordinates, warpgroup)))
             cta.running += 1

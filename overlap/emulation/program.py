@@ -2,7 +2,8 @@
 
 Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is
 then a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
-`control`, `scopes`, `data`, `inline`, `transfers` and `signals`; they register themselves with `handles`.
+`control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `tensor_memory`, `tcgen05` and `cluster_launch`; they
+register themselves with `handles`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from . import arithmetic
-from .references import RefPath, Slot
+from .references import RefPath
+from .slots import Slot
 
 Function = Callable[[Any], Any]
 _HANDLERS: dict[str, Callable[..., Any]] = {}
@@ -77,6 +79,8 @@ class Program:
         self.has_barrier = True  # over all devices, before each launch
         self.words: list[str] = []  # the names of all semaphores that the CTAs share, as they lie in memory
         self.device_ids: tuple[int, ...] = ()  # of the mesh, in order
+        self.uses_tensor_memory = False
+        self.cancels_clusters = False  # by cluster launch control
 
     def forget_views(self) -> None:
         for path in self.paths:
@@ -252,9 +256,10 @@ class Decoder:
 
 def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
     """Decodes the parameters of the primitive that `plgpu.kernel` binds, for a mesh of these devices."""
-    from . import control, data, inline, scopes, signals, transfers
+    from . import cluster_launch, control, data, inline, scopes, signals, tcgen05, tensor_memory, transfers
 
-    del control, data, inline, scopes, signals, transfers  # imported for the handlers they register
+    # Imported for the handlers that they register.
+    del cluster_launch, control, data, inline, scopes, signals, tcgen05, tensor_memory, transfers
     (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
     if not hasattr(mesh, "num_threads"):
         raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")

@@ -250,6 +250,8 @@ def fence(i: ptx.Instruction) -> Callable[[Any], None]:
             return lambda thread: thread.knowledge.fence_gmem()
         if kind in (("async", "shared::cta"), ("async", "shared::cluster")):
             return lambda thread: thread.knowledge.fence_smem()
+        if kind[:1] == ("async::generic",) and any("restrict::shared" in word for word in kind):
+            return lambda thread: thread.knowledge.fence_smem()
         raise Unreadable(f"{i.text!r} is not emulated")
     if len(words) == 1 and words[0] in ("cta", "gpu", "sys"):
         words = ("acq_rel", words[0])

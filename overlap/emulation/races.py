@@ -204,6 +204,10 @@ class RaceDetector:
         if not covers(knowledge.seen, prior.component, prior.time):
             self._report("data", prior, access)
             return
+        if access.view.buffer.space == "tmem":
+            if knowledge.tensor is None or not covers(knowledge.tensor, prior.component, prior.time):
+                self._report("tensor", prior, access)
+            return
         if not (access.asynchronous and prior.write):
             return
         # The asynchronous proxy is ordered with itself within one CTA, and, in shared memory, within one cluster; all

@@ -7,25 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from . import tensor_views
 from .clusters import twin
+from .device_ids import logical_device
 from .errors import ProtocolError
 from .memory import Buffer, Cells, Geometry, View
+from .slots import Slot, value_of
 
 _CACHE_LIMIT = 2048
-
-
-class Slot:
-    """Stands for a run-time value in decoded parameters: its index in a thread's environment."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int):
-        self.index = index
-
-
-def value_of(x: Any, env: list) -> Any:
-    """The value of a decoded parameter: a slot's content or the constant itself."""
-    return env[x.index] if type(x) is Slot else x
 
 
 class _Builder:
@@ -239,7 +228,9 @@ def _decode(transform: Any):
     if name == "BitcastTransform":
         return _bitcast(transform.dtype), []
     if name == "ExtractAliasedRef":
-        return _extract(transform), []
+        return (_extract if getattr(transform, "layout", None) is None else tensor_views.extract)(transform), []
+    if name == "ExpandLeadingBatchDimensionsTransform":
+        return tensor_views.expand(transform), []
     if name in ("UnswizzleRef", "SwizzleTransform", "IdentityTransform", "MemorySpaceCastTransform"):
         return None  # where the bytes lie inside a row does not matter here
     raise NotImplementedError(f"the reference transform {name} is not emulated")
@@ -315,7 +306,7 @@ class RefPath:
         """What the reference is bound to: on this device or a peer, in this CTA or another one of the cluster."""
         env = thread.env
         if self._peer is not None:
-            base = base.on(thread.machine.logical_device(thread, *self._peer, env))
+            base = base.on(logical_device(thread, *self._peer, env))
         if self._place is not None:
             if thread.cta.cluster is None:
                 raise ProtocolError(f"{base.name}: a cluster_ref in a kernel without clusters")

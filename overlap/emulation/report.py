@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 _MOST = 64  # waiters listed
+_WAIT = "a completed wait for the operation, a signal or arrival after that, and a wait for the signal"
+_COMMIT = "a tcgen05_commit_arrive after the operation, in all CTAs that take part, and a wait for its barrier"
+# By what an access is called: what orders others after it.
+_ORDERS = {
+    "tcgen05 mma": _COMMIT,
+    "tcgen05 copy": _COMMIT,
+    "tensor memory load": "wait_load_tmem() by its thread, an arrival after that, and a wait for the barrier",
+    "tensor memory store": "commit_tmem() by its thread, and if others use it an arrival after that, and a wait",
+}
 
 
 def how_to_repeat(world: Any) -> str:
@@ -40,10 +49,16 @@ def race(kind: str, prior: Any, access: Any) -> str:
             f"race (missing proxy fence) on {name}:\n  {access}\n  comes after\n  {prior}\n  and is ordered after "
             f"it, but no proxy fence stands on the way. Expected: {fence} {place}; got none"
         )
+    if kind == "tensor":
+        return (
+            f"race (the tensor core is not ordered) on {name}:\n  {access}\n  comes after\n  {prior}\n  and is ordered "
+            "after it, but not for the tensor core. Expected: orders_tensor_core=True at every barrier on the way; "
+            "got one without"
+        )
     verb = "write" if prior.write else "read"
     return (
-        f"race on {name}:\n  {access}\n  is not ordered with the earlier {verb}\n  {prior}\n  Expected: a completed "
-        "wait for the operation, a signal or arrival after that, and a wait for the signal; got no such chain"
+        f"race on {name}:\n  {access}\n  is not ordered with the earlier {verb}\n  {prior}\n  Expected: "
+        f"{_ORDERS.get(prior.what.split(',')[0], _WAIT)}; got no such chain"
     )
 
 
@@ -133,7 +148,7 @@ def deadlock(world: Any) -> str:
             if not queue:
                 continue
             names = ", ".join(str(cta).split(", ", 1)[1] for cta in queue[:8]) + (", ..." if len(queue) > 8 else "")
-            fit = world.settings.resident
+            fit = machine.resident
             of = f" of launch {machine.number} ({machine.name})" if len(world.machines) > 1 else ""
             lines.append(
                 f"  device {device}: {len(queue)} CTAs{of} were never launched ({names}), as only {fit} fit at a time"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from . import tensor_memory
 from .clusters import cluster_arrivals
 from .errors import ProtocolError
 from .memory import Buffer, Cells, poison
@@ -31,11 +32,10 @@ def _allocate(cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> A
     if hasattr(dtype, "num_arrivals"):
         return _barriers(cta, dtype, name, shape, thread)
     space = str(getattr(aval.memory_space, "value", aval.memory_space))
-    if space == "tmem":
-        raise NotImplementedError(f"{name}: tensor memory is not emulated")
     if space == "regs":
         return Buffer(name, "regs", np.zeros(shape, dtype), device, cta)
-    return Buffer(name, "gmem" if space == "gmem" else "smem", poison(shape, dtype), device, cta)
+    space = space if space in ("gmem", "tmem") else "smem"
+    return Buffer(name, space, poison(shape, dtype), device, cta)
 
 
 def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: Any) -> Cells:
@@ -49,6 +49,7 @@ def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: A
         label = _label(f"{'cluster ' if groups else ''}barrier {name}", index)
         barriers.append(barrier := MBarrier(label, arrivals, cta))
         barrier.collective, barrier.leader_tracked = groups, getattr(dtype, "leader_tracked", False)
+        barrier.orders_tensor_core = getattr(dtype, "orders_tensor_core", False)
     return Cells(name, shape, barriers.__getitem__, cta.device)
 
 
@@ -130,10 +131,13 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     slots = [d.new() for _ in avals]
     visit_slot = d.new()
     key = d.here
+    columns = tensor_memory.columns(avals)
+    d.program.uses_tensor_memory |= columns > 0
 
     def enter(thread: Any) -> bool | None:
         cta = thread.cta
         if not collective:
+            tensor_memory.occupy(cta, columns)
             if cta.freed and d.program.num_threads is None:
                 cta.reuse(thread.knowledge, thread)
             if d.program.num_threads is None and thread.warp is None:
@@ -163,6 +167,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         visit = thread.visits[key] = thread.visits.get(key, 0) + 1
         scope = cta.scopes.get((key, visit))
         if scope is None:
+            tensor_memory.occupy(cta, columns)
             made = _allocate_all(thread, avals, names, key, visit)
             scope = cta.scopes[(key, visit)] = [made, meeting.expected]
         for slot, value in zip(slots, scope[0]):
@@ -185,8 +190,9 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             made = scope[0]
         else:
             made = [thread.env[s] for s in slots]
+        cta.tensor_columns -= columns
         # The memory is given out again at the next allocation, or to another CTA when this one ends: not before.
-        cta.freed += [value for value in made if isinstance(value, Buffer) and value.space == "smem"]
+        cta.freed += [value for value in made if isinstance(value, Buffer) and value.space in ("smem", "tmem")]
 
     d.emit(leave, eqn, "end of run_scoped", visible=collective)
     return results

@@ -6,9 +6,11 @@ from typing import Any
 
 from . import clusters
 from .data import predicate_of
+from .device_ids import logical_device
 from .errors import ProtocolError
 from .program import Decoder, handles
-from .references import RefPath, value_of
+from .references import RefPath
+from .slots import value_of
 
 _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives one to all)"
 
@@ -51,7 +53,7 @@ def _try_wait(thread: Any, barrier: Any) -> bool:
         )
     if not barrier.passed(waits):
         return False
-    thread.knowledge.join(barrier.phases[waits])
+    thread.knowledge.join(barrier.phases[waits], orders_tensor_core=barrier.orders_tensor_core)
     thread.waits[barrier] = waits + 1
     return True
 
@@ -104,7 +106,7 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         waits = thread.waits.get(where, 0)  # a test does not count as a wait: the phase stays as it is
         done = not isinstance(waits, tuple) and where.passed(waits)
         if done:
-            thread.knowledge.join(where.phases[waits])
+            thread.knowledge.join(where.phases[waits], orders_tensor_core=where.orders_tensor_core)
         else:
             thread.polled = True
         thread.env[out] = done
@@ -121,7 +123,7 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
     if device_id is not None:
         if scope == "gpu":
             raise ProtocolError("a signal at memory scope 'gpu' stays on its device: use 'sys' with a device_id")
-        target = machine.logical_device(thread, device_id, id_type, thread.env)
+        target = logical_device(thread, device_id, id_type, thread.env)
         base = base.on(target)
     semaphore = path.resolve(thread, base)
     machine.world.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)

@@ -244,6 +244,7 @@ class MBarrier(Waitable):
         collective: of a cluster barrier, the groups of axes along which an arrival reaches other CTAs; else empty.
         leader_tracked: of a cluster barrier, whether an arrival counts on the leader's barrier alone.
         reached: the barriers that an arrival counts on.
+        orders_tensor_core: whether what a wait orders includes accesses to tensor memory.
     """
 
     __slots__ = (
@@ -254,6 +255,7 @@ class MBarrier(Waitable):
         "cta",
         "leader_tracked",
         "name",
+        "orders_tensor_core",
         "pending",
         "phase",
         "phases",
@@ -265,6 +267,7 @@ class MBarrier(Waitable):
         self.name, self.arrivals, self.cta = name, arrivals, cta
         self.collective: tuple[tuple[Any, ...], ...] = ()
         self.leader_tracked = False
+        self.orders_tensor_core = False
         self.reached = [self]
         self.arrived = 0
         self.bytes = 0  # below 0 while a peer's part of a multicast copy is here before the wait for it is announced

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from . import clusters
 from .data import predicate_of
 from .engines import Landing
 from .errors import ProtocolError
 from .program import Decoder, handles
+
+# Before jax 0.12 a copy whose predicate does not hold still arrives on its barrier.
+_ARRIVES_WITHOUT_COPY = jax.__version_info__ < (0, 12)
 
 
 def _check_shapes(src: Any, dst: Any) -> None:
@@ -21,8 +27,7 @@ def _check_shapes(src: Any, dst: Any) -> None:
 def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     p = eqn.params
     axes = tuple(p.get("collective_axes") or ())
-    if axes and p.get("leader_tracked") is not None:
-        raise NotImplementedError("copies that the leader of a cluster tracks (Blackwell) are not emulated")
+    tracking = p.get("leader_tracked") if axes else None
     if not p.get("has_barrier", True):
         raise NotImplementedError("copies without a barrier (cp.async, before Hopper) are not emulated")
     ins, predicate = predicate_of(d, ins, p["has_user_predicate"])
@@ -38,28 +43,55 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     def run(thread: Any) -> None:
         env = thread.env
-        where = barrier_path.resolve(thread, env[barrier])
+
+        def barrier_in(cta: Any) -> Any:
+            base = env[barrier] if cta is thread.cta else clusters.twin(env[barrier], cta)
+            return barrier_path.resolve(thread, base)
+
+        counting = barrier_in(thread.cta) if tracking is None else _leader(thread, axes, barrier_in)
+        is_counted_here = counting.cta is thread.cta
         if not predicate(env):
-            where.arrive(thread.knowledge)
+            if is_counted_here and _ARRIVES_WITHOUT_COPY:
+                counting.arrive(thread.knowledge)
             thread.tick()
             return
         source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
+        nbytes = target.array.nbytes
+        if tracking is not None:
+            ctas = thread.cta.cluster.along(thread.cta, axes)
+            nbytes *= len(ctas)  # the leader counts what all of them get
+            if hasattr(tracking, "axis"):
+                source = clusters.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
         _check_shapes(source, target)
-        landings = [Landing(target, where)]
-        if axes:
-            landings = _multicast(thread, axes, target, where, lambda cta: (
+        if axes and not hasattr(tracking, "axis"):
+            landings = _multicast(thread, axes, target, counting, lambda cta: (
                 dst_path.resolve(thread, clusters.twin(env[dst], cta)),
-                barrier_path.resolve(thread, clusters.twin(env[barrier], cta)),
+                barrier_in(cta) if tracking is None else counting,
             ))  # fmt: skip
+        else:
+            landings = [Landing(target, counting)]
         remote = source.buffer.device != thread.device
-        thread.machine.engine.load(thread, source, landings, where, target.array.nbytes, remote, mode == "UNDEFINED")
+        thread.machine.engine.load(
+            thread, source, landings, counting if is_counted_here else None, nbytes, remote, mode == "UNDEFINED"
+        )
 
     d.emit(run, eqn, visible=True)
     return []
 
 
+def _leader(thread: Any, axes: tuple[Any, ...], barrier_in: Callable[[Any], Any]) -> Any:
+    """The barrier that counts a copy whose progress the first CTA along `axes` tracks for all of them."""
+    cluster = thread.cta.cluster
+    if cluster is None:
+        raise ProtocolError(f"a copy that is tracked along {axes} in a kernel without clusters")
+    counting = barrier_in(cluster.along(thread.cta, axes)[0])
+    if counting.cta is not thread.cta:
+        clusters.note_use(thread, counting.cta, f"an arrival on {counting.name}", thread.component, thread.time)
+    return counting
+
+
 def _multicast(thread: Any, axes: tuple[Any, ...], target: Any, where: Any, at: Any) -> list[Landing]:
-    """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, on each one's own barrier."""
+    """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, with the barrier that counts there."""
     cluster = thread.cta.cluster
     if cluster is None:
         raise ProtocolError(f"a copy to {target} along {axes} in a kernel without clusters")

@@ -1,0 +1,54 @@
+"""Device ids: which device of the mesh a remote reference or a signal means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import ProtocolError
+from .slots import value_of
+
+if TYPE_CHECKING:
+    from .machine import Thread
+
+
+def logical_device(thread: Thread, device_id: Any, id_type: Any, env: list) -> int:
+    """The device that a device id, which speaks of positions in the mesh, means to `thread`."""
+
+    def value(x: Any) -> int:
+        return int(value_of(x, env))
+
+    machine = thread.machine
+    sizes = machine.mesh_shape
+    if device_id is None:
+        return thread.device
+    if isinstance(device_id, dict):
+        own = dict(zip(sizes, machine.place(thread.device)))
+        for names, x in device_id.items():
+            index = value(x)
+            for axis in reversed(names if isinstance(names, tuple) else (names,)):
+                if axis not in sizes:
+                    raise ProtocolError(
+                        f"the device id {device_id} names {axis!r}, which is no axis of the mesh {sizes}"
+                    )
+                index, own[axis] = divmod(index, sizes[axis]) if isinstance(names, tuple) else (0, index)
+        parts = list(own.values())
+    elif getattr(id_type, "name", "MESH") == "LOGICAL":
+        logical = value(device_id)
+        if not 0 <= logical < len(machine.coordinates):
+            raise ProtocolError(f"device id {logical} is out of range for {len(machine.coordinates)} devices")
+        return machine.devices[logical]
+    else:
+        parts = [value(x) for x in (device_id if isinstance(device_id, (tuple, list)) else (device_id,))]
+        if len(parts) != len(sizes):
+            raise ProtocolError(
+                f"{len(parts)} device coordinates for a mesh of {len(sizes)} axes {sizes}: give one per axis, a "
+                "dict, or device_id_type=LOGICAL"
+            )
+    logical = 0
+    for part, (axis, size) in zip(parts, sizes.items()):
+        if not 0 <= part < size:
+            raise ProtocolError(
+                f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}"
+            )
+        logical = logical * size + part
+    return machine.devices[logical]

@@ -1,0 +1,133 @@
+"""The instructions for the tensor core (`tcgen05`): mma, copies to tensor memory, and commits.
+
+With a `collective_axis` the pair of CTAs along that axis works together. Then only the first of the two issues; the
+same call in the other one does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import tensor_core
+from .clusters import twin
+from .data import predicate_of
+from .errors import ProtocolError
+from .program import Decoder, handles
+from .slots import value_of
+
+
+def _issuers(thread: Any, axis: Any) -> Sequence[Any]:
+    """The CTAs that an operation of `thread` works in: none if it is the second of a pair."""
+    cta = thread.cta
+    if axis is None:
+        return (cta,)
+    if cta.cluster is None:
+        raise ProtocolError(f"collective_axis={axis!r} in a kernel without clusters")
+    if list(cta.cluster.axes)[-1] != axis:
+        raise ProtocolError(f"collective_axis={axis!r} must be the last axis of the cluster {cta.cluster.axes}")
+    pair = cta.cluster.along(cta, (axis,))
+    if len(pair) != 2:
+        raise ProtocolError(f"collective_axis={axis!r} has {len(pair)} CTAs: a pair is needed")
+    return pair if pair[0] is cta else ()
+
+
+def _at(thread: Any, path: Any, base: Any, cta: Any) -> Any:
+    """What a reference of `thread` denotes in `cta`, which is its own one or the other of the pair."""
+    return path.resolve(thread, base if cta is thread.cta else twin(base, cta))
+
+
+@handles("tcgen05_mma")
+def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    p = eqn.params
+    if p.get("sparse"):
+        raise NotImplementedError("tcgen05_mma of a sparse operand is not emulated")
+    acc, a, b, accumulate, *rest = ins
+    barrier = rest.pop(0) if p["arrive"] else None
+    scales = [rest.pop(0), rest.pop(0)] if p["scaled"] else []
+    paths = {}
+    for name in ("acc", "a", "b", "barrier", "a_scale", "b_scale"):
+        tree = p.get(f"{name}_transforms_tree")
+        count = 0 if tree is None else tree.num_leaves
+        paths[name] = d.path(() if tree is None else d.unflatten(tree, rest[:count]))
+        rest = rest[count:]
+    operands = list(zip(paths.values(), (acc, a, b, None, *scales)))
+    del operands[3]
+    adds, axis = d.leaf(accumulate), p["collective_axis"]
+
+    def run(thread: Any) -> None:
+        env = thread.env
+        ctas = _issuers(thread, axis)
+        if not ctas:
+            return
+        views = [tensor_core.Operands(*(_at(thread, path, env[slot], cta) for path, slot in operands)) for cta in ctas]
+        tensor_core.multiply(thread, views, accumulate=bool(value_of(adds, env)))
+        if barrier is not None:
+            tensor_core.commit(thread, [_at(thread, paths["barrier"], env[barrier], cta) for cta in ctas])
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("tcgen05_commit_arrive")
+def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    p = eqn.params
+    ins, predicate = predicate_of(d, ins, p.get("has_user_predicate", False))
+    barrier, *leaves = ins
+    tree, axis = p["barrier_transforms_tree"], p["collective_axis"]
+    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+
+    def run(thread: Any) -> None:
+        ctas = _issuers(thread, axis)
+        if ctas and predicate(thread.env):
+            tensor_core.commit(thread, [_at(thread, path, thread.env[barrier], cta) for cta in ctas])
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+def _copy(d: Decoder, eqn: Any, ins: list[int], convert: Callable[[np.ndarray], np.ndarray]) -> list[int]:
+    p = eqn.params
+    smem, tmem, *leaves = ins
+    count = p["smem_tree"].num_leaves
+    source, target = d.path(d.unflatten(p["smem_tree"], leaves[:count])), d.path(
+        d.unflatten(p["tmem_tree"], leaves[count:])
+    )  # fmt: skip
+    axis = p["collective_axis"]
+
+    def run(thread: Any) -> None:
+        env = thread.env
+        ctas = _issuers(thread, axis)
+        if ctas:
+            views = [(_at(thread, source, env[smem], c), _at(thread, target, env[tmem], c)) for c in ctas]
+            tensor_core.copy(thread, views, convert)
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("async_copy_smem_to_tmem")
+def _copy_operand(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    return _copy(d, eqn, ins, lambda x: x)
+
+
+def _unpack_scales(packed: np.ndarray) -> np.ndarray:
+    """[rows, blocks of k] from the order in which the scales lie in shared memory.
+
+    That is [tiles of 128 rows, groups of 4 blocks, 32, 16]: 32 rows, and for each of them those 32, 64 and 96 rows
+    further down, with 4 blocks each. The form of a pair with 64 rows in each CTA is [1, groups, 64, 16]: the first half
+    of the columns in 32 rows, then the second.
+    """
+    tiles, groups, rows, _ = packed.shape
+    halves = rows // 32
+    split = packed.reshape(tiles * halves if tiles == 1 else tiles, groups, 32, 4, 4) if halves == 1 else (
+        packed.reshape(groups, halves, 32, 4, 4).transpose(1, 0, 2, 3, 4)
+    )  # fmt: skip
+    return split.transpose(0, 3, 2, 1, 4).reshape(-1, groups * 4)
+
+
+@handles("async_copy_scales_to_tmem")
+def _copy_scales(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    return _copy(d, eqn, ins, _unpack_scales)

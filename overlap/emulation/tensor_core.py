@@ -1,0 +1,212 @@
+"""The tensor core of a CTA, or of a pair of CTAs (Blackwell): what `tcgen05` operations do, and when.
+
+A thread's operations run in the order in which it has issued them, some time after that. A commit arrives on a barrier
+when all that its thread has issued before it is complete; nothing else tells that. So the operations of one thread
+share one component of the vector clocks.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .clocks import Knowledge
+from .clusters import note_use
+from .engines import matmul
+from .errors import ProtocolError
+
+if TYPE_CHECKING:
+    from .memory import View
+
+
+class TensorThread:
+    """What one thread has under way in tensor memory and the tensor core.
+
+    Attributes:
+        loads: (component, time) of those not waited for.
+        stores: ((component, time), where, what) of those not committed; `where` is None if it has been written.
+        queue: the operations that it has issued to the tensor core.
+    """
+
+    __slots__ = ("loads", "queue", "stores")
+
+    def __init__(self):
+        self.loads: list[tuple[int, int]] = []
+        self.stores: list[tuple[tuple[int, int], Any, Any]] = []
+        self.queue = TensorQueue()
+
+
+class TensorQueue:
+    """The operations that one thread has issued to the tensor core, in order.
+
+    Attributes:
+        knowledge: what has happened before the last of them is complete; None if there is none.
+    """
+
+    __slots__ = ("_collective", "_pending", "component", "knowledge", "time")
+
+    def __init__(self):
+        self.component = -1
+        self.time = 0  # of the last operation
+        self.knowledge: Knowledge | None = None
+        self._pending: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
+        self._collective: bool | None = None
+
+    def check(self, what: str, *, collective: bool) -> None:
+        """The hardware knows operations of one CTA and of a pair, and a commit tracks those of its own kind."""
+        if self._collective is not None and self._collective != collective:
+            kinds = ("without", "with")
+            raise ProtocolError(
+                f"{what} {kinds[collective]} collective_axis, after operations {kinds[not collective]} it: all tcgen05 "
+                "operations of a kernel must be of one kind, and a commit tracks only those of its own"
+            )
+
+    def issue(self, thread: Any, what: str, *, collective: bool) -> Issued:
+        self.check(what, collective=collective)
+        self._collective = collective
+        if self.component < 0:
+            self.component = thread.machine.components.new()
+        self.time += 1
+        self.knowledge = thread.knowledge.copy()
+        self.knowledge.note(self.component, self.time)
+        return Issued(thread, thread.instruction, self.knowledge, self.component, self.time)
+
+    def append(self, thread: Any, run: Callable[[], None]) -> None:
+        """Has the operation issued last do `run` when its turn comes."""
+        self._pending.append((self.time, run))
+        engine = thread.machine.engine
+        if engine.mode == "eager" or (engine.mode == "random" and thread.machine.random.random() < 0.5):
+            self.run_until(self.time)
+
+    def run_until(self, time: int) -> None:
+        """Completes the operations up to that time."""
+        pending = self._pending
+        while pending and pending[0][0] <= time:
+            pending.popleft()[1]()
+
+
+class Issued(NamedTuple):
+    """An operation that has been issued, as the race detector wants it."""
+
+    thread: Any
+    instruction: Any
+    knowledge: Knowledge
+    component: int
+    time: int
+
+
+class Arrival:
+    """Something under way that ends with an arrival on a barrier, such as a commit."""
+
+    kind = "arrival"
+
+    def __init__(self, thread: Any, barrier: Any, complete: Callable[[], None]):
+        self.thread, self.barrier, self.complete = thread, barrier, complete
+
+
+class Operands(NamedTuple):
+    """What an mma reads and writes in one CTA; the scales if it is block-scaled."""
+
+    accumulator: View
+    a: View
+    b: View
+    a_scale: View | None = None
+    b_scale: View | None = None
+
+
+def multiply(thread: Any, ctas: Sequence[Operands], *, accumulate: bool) -> None:
+    """Issues an mma of one CTA or of a pair: the rows of `a` and the accumulator are split, and the columns of `b`."""
+    engine, queue = thread.machine.engine, thread.tensor.queue
+    op = queue.issue(thread, "an mma", collective=len(ctas) > 1)
+
+    def record(view: View, what: str, *, write: bool = False, by_rows: bool = False) -> None:
+        engine.record(op, view, f"tcgen05 mma, {what}", op.component, op.time, write=write, by_rows=by_rows)
+
+    for own in ctas:
+        record(own.a, "left operand", by_rows=True)
+        record(own.b, "right operand")
+        if own.a_scale is not None and own.b_scale is not None:
+            record(own.a_scale, "left scales")
+            record(own.b_scale, "right scales")
+        # One access is enough for both, except that a sum must not begin with what nobody has written.
+        if accumulate and thread.machine.detector is not None and not own.accumulator.cells()[0].all():
+            record(own.accumulator, "accumulator (accumulate=True)")
+        record(own.accumulator, "accumulator", write=True)
+    thread.tick()
+    run = thread.machine.run
+    run.count("mmas")
+    event = run.event(thread, "mma", ctas[0].a, ctas[0].b, None)
+
+    def compute() -> None:
+        _multiply(ctas, accumulate=accumulate)
+        run.event_end(event)
+
+    queue.append(thread, compute)
+
+
+def _multiply(ctas: Sequence[Operands], *, accumulate: bool) -> None:
+    first = ctas[0]
+    is_integer = first.accumulator.array.dtype.kind in "iu"
+    wide = np.float64 if is_integer else np.float32  # exact for sums of products of 8 bits
+    with np.errstate(all="ignore"):
+        right = [own.b.read().astype(wide) for own in ctas]
+        b = right[0] if len(right) == 1 else np.concatenate(right, axis=1)
+        for own in ctas:
+            a = own.a.read().astype(wide)
+            scaled = b
+            if own.a_scale is not None and own.b_scale is not None:
+                a = a * _per_element(own.a_scale.read(), *a.shape)
+                scales = own.b_scale.read()
+                scaled = b * _per_element(_of_columns(scales, *a.shape[:1], b.shape[1]), *b.shape[::-1]).T
+            product = matmul(a, np.ascontiguousarray(scaled))
+            view = own.accumulator
+            if accumulate:
+                product += view.read().astype(wide)
+            view.write(product.astype(np.int64).astype(view.array.dtype) if is_integer else product)
+
+
+def _per_element(scales: np.ndarray, rows: int, k: int) -> np.ndarray:
+    """The scale of each element, from one for each block of `k`."""
+    return np.repeat(scales[:rows].astype(np.float32), k // scales.shape[1], axis=1)
+
+
+def _of_columns(scales: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The scales of the right operand's columns. With 64 rows in each CTA of a pair, the halves lie 128 rows apart."""
+    half = columns // 2
+    return scales if rows != 64 else np.concatenate([scales[:half], scales[128 : 128 + half]])
+
+
+def copy(thread: Any, pairs: Sequence[tuple[View, View]], convert: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Issues a copy from shared to tensor memory, in each CTA that takes part."""
+    engine, queue = thread.machine.engine, thread.tensor.queue
+    op = queue.issue(thread, "a copy to tensor memory", collective=len(pairs) > 1)
+    for source, target in pairs:
+        engine.record(op, source, "tcgen05 copy, read", op.component, op.time, write=False)
+        engine.record(op, target, "tcgen05 copy, write", op.component, op.time, write=True)
+    thread.tick()
+
+    def move() -> None:
+        for source, target in pairs:
+            target.write(convert(source.read()))
+
+    queue.append(thread, move)
+
+
+def commit(thread: Any, barriers: Sequence[Any]) -> None:
+    """Has all that `thread` has issued so far arrive once on each of these barriers when it is complete."""
+    queue, engine = thread.tensor.queue, thread.machine.engine
+    queue.check("a commit", collective=len(barriers) > 1)
+    until, knowledge = queue.time, queue.knowledge
+    for barrier in barriers:
+        if barrier.cta is not thread.cta and knowledge is not None:
+            note_use(thread, barrier.cta, f"an arrival on {barrier.name}", queue.component, until)
+
+        def complete(barrier: Any = barrier) -> None:
+            queue.run_until(until)
+            barrier.arrive(knowledge)
+
+        engine.fly(Arrival(thread, barrier, complete))
+    thread.tick()

@@ -1,0 +1,112 @@
+"""Tensor memory (Blackwell): what a CTA may allocate, and the loads and stores of its warpgroups.
+
+A load's value is there at once, but the read counts as under way until `wait_load_tmem`. A store is seen by nobody
+until `commit_tmem`. Both waits cover what the calling thread itself has issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import ProtocolError
+from .memory import View
+from .program import Decoder, handles
+from .races import Access
+from .tensor_views import COLUMNS, LANES, columns_of
+
+
+def columns(avals: Sequence[Any]) -> int:
+    """The columns that the allocations of a scope take together."""
+    return sum(columns_of(aval) for aval in avals if hasattr(aval, "memory_space"))
+
+
+def occupy(cta: Any, count: int) -> None:
+    """Notes that a scope of `cta` begins to use so many columns."""
+    cta.tensor_columns += count
+    if count and cta.tensor_columns > COLUMNS:
+        raise ProtocolError(
+            f"{cta} uses {cta.tensor_columns} columns of tensor memory, {count} of them in this scope: there are "
+            f"{COLUMNS} columns, of {LANES} lanes of 32 bits"
+        )
+
+
+def _record(thread: Any, view: View, what: str, *, write: bool) -> tuple[int, int]:
+    """Checks an access that `thread` issues now and waits for later; returns its component and time."""
+    machine = thread.machine
+    component, time = thread.pool.take(thread.knowledge.seen)
+    if machine.detector is not None:
+        access = Access(thread, view, what, thread.instruction, component, time, write=write)
+        machine.detector.access(access, thread.knowledge)
+        view.buffer.async_uses[component] = access
+    return component, time
+
+
+_REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "max": lambda x: x.max(axis=-1),
+    "min": lambda x: x.min(axis=-1),
+    "absmax": lambda x: np.abs(x).max(axis=-1),
+    "absmin": lambda x: np.abs(x).min(axis=-1),
+}
+
+
+@handles("async_load")
+def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    ref, *leaves = ins
+    path = d.path(d.unflatten(eqn.params["tree"], leaves))
+    reduction = eqn.params.get("reduce")
+    outs = [d.new() for _ in eqn.outvars]
+    shape = eqn.outvars[0].aval.shape
+
+    def run(thread: Any) -> None:
+        view = path.resolve(thread, thread.env[ref])
+        thread.tensor.loads.append(_record(thread, view, "tensor memory load", write=False))
+        thread.env[outs[0]] = value = view.read().reshape(shape)
+        if reduction is not None:
+            thread.env[outs[1]] = _REDUCTIONS[reduction](value)
+
+    d.emit(run, eqn, "async_load_tmem", visible=True)
+    return outs
+
+
+@handles("wait_load_tmem")
+def _wait_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    def run(thread: Any) -> None:
+        for component, time in thread.tensor.loads:
+            thread.knowledge.note(component, time)
+        thread.tensor.loads.clear()
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("async_store_tmem")
+def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    ref, value, *leaves = ins
+    path = d.path(d.unflatten(eqn.params["tree"], leaves))
+
+    def run(thread: Any) -> None:
+        view, new = path.resolve(thread, thread.env[ref]), np.asarray(thread.env[value])
+        event = _record(thread, view, "tensor memory store", write=True)
+        is_early = thread.machine.engine.mode == "eager"
+        if is_early:
+            view.write(new)
+        thread.tensor.stores.append((event, None if is_early else view, new))
+
+    d.emit(run, eqn, "async_store_tmem", visible=True)
+    return []
+
+
+@handles("commit_tmem")
+def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    def run(thread: Any) -> None:
+        for (component, time), view, value in thread.tensor.stores:
+            if view is not None:
+                view.write(value)
+            thread.knowledge.note(component, time)
+        thread.tensor.stores.clear()
+
+    d.emit(run, eqn, visible=True)
+    return []

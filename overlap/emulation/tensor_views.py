@@ -1,0 +1,71 @@
+"""How references denote parts of tensor memory: 128 lanes of columns, each of 32 bits.
+
+An allocation is an array of its logical shape. Only where allocations alias (`plgpu.RefUnion`) does it matter which
+columns a reference takes: there the array is one of 32-bit cells, and a reference is a view of its columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+LANES, COLUMNS = 128, 512
+_ALIGNMENT = 4  # columns at which an allocation may begin
+
+
+def _bits(dtype: Any) -> int:
+    return (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
+
+
+def columns_of(aval: Any) -> int:
+    """The columns that an allocation takes; 0 if it is not in tensor memory."""
+    if str(getattr(aval.memory_space, "value", aval.memory_space)) != "tmem":
+        return 0
+    *batch, rows, minor = aval.shape
+    count = aval.layout.cols_in_shape((rows, math.prod(batch) * minor), _bits(aval.dtype))
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+def extract(transform: Any) -> Callable[[Any, list, bool], None]:
+    """A reference of a union: `shape` of `dtype` from column `offset` on, in the layout of that reference."""
+    dtype, (rows, minor), first = np.dtype(transform.dtype), transform.shape, int(transform.offset)
+    bits, layout = _bits(transform.dtype), transform.layout
+    count = layout.cols_in_shape((rows, minor), bits)
+    unused = 1 if layout.vector_length > 1 else max(32 // (8 * dtype.itemsize), 1)  # an element may have its own column
+
+    def step(b: Any, env: list, clip: bool) -> None:
+        if bits < 8:
+            raise NotImplementedError(f"{b.name}: {dtype} in a union of tensor memory is not emulated")
+        cells = b.array[:, first : first + count].view(dtype)[:, ::unused]
+        if rows == LANES:
+            b.array, b.groups = cells[:, :minor], [1, 1]
+        elif rows > LANES:  # tiles of 128 rows, side by side
+            tiles = rows // LANES
+            b.array = cells[:, : tiles * minor].reshape(LANES, tiles, minor).transpose(1, 0, 2)
+            b.groups = [2, 1]
+        else:  # 64 rows: each half of the columns has half of the lanes
+            parts = cells[:, : minor // 2].reshape(4, 2, LANES // 8, minor // 2)
+            b.array, b.groups = parts.transpose(0, 2, 1, 3), [2, 2]
+        b.text += f"{{union group {transform.alias_group_idx}, {dtype}{[rows, minor]}}}"
+
+    return step
+
+
+def expand(transform: Any) -> Callable[[Any, list, bool], None]:
+    """Leading dimensions, which lie side by side in the columns."""
+    batch = tuple(transform.batch_shape)
+
+    def step(b: Any, env: list, clip: bool) -> None:
+        if b.groups != [1, 1]:
+            raise NotImplementedError(f"{b.name}: leading dimensions of such a part of tensor memory are not emulated")
+        rows, minor = b.array.shape
+        view = b.array.view()
+        view.shape = (rows, *batch, minor // math.prod(batch))
+        b.array = view.transpose(*range(1, len(batch) + 1), 0, len(batch) + 1)
+        b.groups = [1] * (len(batch) + 2)
+
+    return step
