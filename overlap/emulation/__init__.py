@@ -4,6 +4,7 @@ A wing of its own: it imports nothing of `overlap` and runs any `plgpu.kernel`. 
 """
 
 from .context import Event, Run, core_count, emulate
+from .core_counts import core_count_of_devices
 from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
 from .lowering import enable
 from .replay import run_sequence
@@ -19,6 +20,7 @@ __all__ = [
     "Run",
     "StepLimitError",
     "core_count",
+    "core_count_of_devices",
     "emulate",
     "enable",
     "run_sequence",

@@ -47,8 +47,6 @@ def logical_device(thread: Thread, device_id: Any, id_type: Any, env: list) -> i
     logical = 0
     for part, (axis, size) in zip(parts, sizes.items()):
         if not 0 <= part < size:
-            raise ProtocolError(
-                f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}"
-            )
+            raise ProtocolError(f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}")
         logical = logical * size + part
     return machine.devices[logical]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .clocks import Knowledge
+from .clusters import note_use
 from .errors import ProtocolError
 from .races import Access
 
@@ -147,6 +148,8 @@ class Engine:
             self.record(op, src, "TMA load, read", op.component, op.time, write=False)
             what = "TMA load, write" if part is None else "multicast TMA load, write"
             self.record(op, dst, what, op.component, op.time, write=True)
+            if op.barrier.cta is not thread.cta:
+                note_use(thread, op.barrier.cta, f"{what}, arrival on {op.barrier.name}", op.component, op.time)
             run.count("copies", op.nbytes)
             op.event = run.event(thread, "remote_copy" if remote else "copy", src, dst, src.buffer.device)
             ops.append(op)

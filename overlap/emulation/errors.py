@@ -12,7 +12,8 @@ class RaceError(EmulationError):
 
     Attributes:
         kind: ``"data"`` when no chain of signals and waits orders the two accesses, ``"proxy"`` when one does but the
-            later access goes through the asynchronous proxy (TMA, wgmma) and no proxy fence stands in between, and
+            later access goes through the asynchronous proxy (TMA, wgmma) and no proxy fence stands in between,
+            ``"tensor"`` when one does but not for tensor memory, as a barrier lacks ``orders_tensor_core``, and
             ``"exit"`` when a device may end its kernel before a peer is done with its memory.
     """
 

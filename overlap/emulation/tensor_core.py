@@ -70,9 +70,9 @@ class TensorQueue:
         if self.component < 0:
             self.component = thread.machine.components.new()
         self.time += 1
-        self.knowledge = thread.knowledge.copy()
-        self.knowledge.note(self.component, self.time)
-        return Issued(thread, thread.instruction, self.knowledge, self.component, self.time)
+        self.knowledge = known = thread.knowledge.copy()
+        known.note(self.component, self.time)
+        return Issued(thread, thread.instruction, known, self.component, self.time)
 
     def append(self, thread: Any, run: Callable[[], None]) -> None:
         """Has the operation issued last do `run` when its turn comes."""
@@ -101,7 +101,7 @@ class Issued(NamedTuple):
 class Arrival:
     """Something under way that ends with an arrival on a barrier, such as a commit."""
 
-    kind = "arrival"
+    kind, stage = "arrival", 0  # as of a load that is not complete
 
     def __init__(self, thread: Any, barrier: Any, complete: Callable[[], None]):
         self.thread, self.barrier, self.complete = thread, barrier, complete
@@ -158,9 +158,9 @@ def _multiply(ctas: Sequence[Operands], *, accumulate: bool) -> None:
             a = own.a.read().astype(wide)
             scaled = b
             if own.a_scale is not None and own.b_scale is not None:
-                a = a * _per_element(own.a_scale.read(), *a.shape)
+                a = a * _per_element(own.a_scale.read(), a.shape[0], a.shape[1])
                 scales = own.b_scale.read()
-                scaled = b * _per_element(_of_columns(scales, *a.shape[:1], b.shape[1]), *b.shape[::-1]).T
+                scaled = b * _per_element(_of_columns(scales, a.shape[0], b.shape[1]), b.shape[1], b.shape[0]).T
             product = matmul(a, np.ascontiguousarray(scaled))
             view = own.accumulator
             if accumulate:

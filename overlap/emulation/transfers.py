@@ -84,14 +84,11 @@ def _leader(thread: Any, axes: tuple[Any, ...], barrier_in: Callable[[Any], Any]
     cluster = thread.cta.cluster
     if cluster is None:
         raise ProtocolError(f"a copy that is tracked along {axes} in a kernel without clusters")
-    counting = barrier_in(cluster.along(thread.cta, axes)[0])
-    if counting.cta is not thread.cta:
-        clusters.note_use(thread, counting.cta, f"an arrival on {counting.name}", thread.component, thread.time)
-    return counting
+    return barrier_in(cluster.along(thread.cta, axes)[0])
 
 
 def _multicast(thread: Any, axes: tuple[Any, ...], target: Any, where: Any, at: Any) -> list[Landing]:
-    """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, with the barrier that counts there."""
+    """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, each with its barrier."""
     cluster = thread.cta.cluster
     if cluster is None:
         raise ProtocolError(f"a copy to {target} along {axes} in a kernel without clusters")

@@ -1,0 +1,35 @@
+"""CPU devices that answer `device.core_count`, for kernels that take their grid from it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from .context import core_count
+
+
+@contextlib.contextmanager
+def core_count_of_devices() -> Iterator[None]:
+    """While active, `device.core_count` of a CPU device is what `core_count()` returns.
+
+    A CPU device has no such attribute. For kernels of others that ask for it; your own call `core_count()`.
+
+    Raises:
+        RuntimeError: the default device has the attribute: it is no CPU device.
+
+    Example:
+        >>> with emulate(cores=4), core_count_of_devices():
+        ...     jax.local_devices()[0].core_count
+        4
+    """
+    kind = type(jax.local_devices()[0])
+    if hasattr(jax.local_devices()[0], "core_count"):
+        raise RuntimeError("core_count_of_devices() is for CPU devices, and is active once at a time")
+    # A class of jaxlib, common to all devices, so it is changed for as short as possible.
+    setattr(kind, "core_count", property(lambda device: core_count()))  # noqa: B010
+    try:
+        yield
+    finally:
+        delattr(kind, "core_count")
