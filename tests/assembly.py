@@ -1,4 +1,4 @@
-"""Compiles a jitted function to machine code for H200 or B200 on a machine without a GPU, and reads the resources back.
+"""Compiles a jitted function to machine code for H200, B200 or B300 without having a GPU, and reads the resources back.
 
 A compile-only topology takes the place of the GPUs: the function is lowered for it, and the CUDA plugin's own ptxas
 assembles every Mosaic kernel. What ptxas and the host code say about each kernel (registers, spills, shared memory,

@@ -1,7 +1,7 @@
 """Lesson 4: persistent clusters. As many as fit on the GPU, and each computes every `clusters`-th output tile.
 
-A cluster's start (barriers, tensor memory, the first look at the operands' descriptors) is paid once and not per tile.
-Two things must be told from one tile to the next:
+A cluster's start (launch, barriers, allocation of tensor memory) is paid once and not per tile. Two things carry over
+from one tile to the next:
 
     stages   are counted across tiles: `first` of them have been filled before, so only a cluster's first round through
              the stages skips the wait for a free one.

@@ -27,7 +27,7 @@ from overlap.kernels.ladder.tiling import SWIZZLE_BYTES, Tiling
 
 def chunk_type(t: Tiling, chunk_n: int, *, ctas: int = 1) -> Any:
     """Scratch type of a CTA's epilogue buffers: [buffers, rows, chunk_n]."""
-    if t.tile_n % chunk_n or chunk_n % (SWIZZLE_BYTES // t.dtype.itemsize):
+    if chunk_n < 1 or t.tile_n % chunk_n or chunk_n % (SWIZZLE_BYTES // t.dtype.itemsize):
         raise ValueError(f"`chunk_n` must be a multiple of 64 that divides tile_n={t.tile_n}, got {chunk_n}")
     return t.smem(BUFFERS, t.tile_m // ctas, chunk_n)
 

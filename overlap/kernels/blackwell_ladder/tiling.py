@@ -31,6 +31,8 @@ def tiling(
     Raises:
       ValueError: a wrong type or shape, a tile that the tensor cores cannot take, or fewer than two stages.
     """
+    if min(tile_m, tile_n, tile_k) < 1:
+        raise ValueError(f"tiles must be positive, got {tile_m} x {tile_n} x {tile_k}")
     t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k)
     swizzle = SWIZZLE_BYTES // t.dtype.itemsize
     if tile_m != ctas * CTA_TILE_M:
@@ -45,5 +47,5 @@ def tiling(
 
 
 def accumulator_type(t: Tiling, *, ctas: int = 1, halves: int = 1) -> Any:
-    """Scratch type of a CTA's accumulator in tensor memory: 128 rows, and as many columns for each of the `halves`."""
+    """Scratch type of a CTA's accumulator in tensor memory: 128 rows, and `tile_n` columns for each of the `halves`."""
     return plgpu.TMEM((t.tile_m // ctas, halves * t.tile_n), jnp.float32, collective=ctas > 1)

@@ -48,7 +48,8 @@ class Tiling:
         if lhs.dtype != rhs.dtype or lhs.dtype not in (jnp.float16, jnp.bfloat16):
             raise ValueError(f"`lhs` and `rhs` must both be float16 or bfloat16, got {lhs.dtype} and {rhs.dtype}")
         (m, k), n = lhs.shape, rhs.shape[1]
-        tile_k = tile_k or SWIZZLE_BYTES // lhs.dtype.itemsize
+        if tile_k is None:
+            tile_k = SWIZZLE_BYTES // lhs.dtype.itemsize
         t = cls(m, n, k, lhs.dtype, tile_m, tile_n, tile_k)
         for name, size, tile in (("m", t.m, tile_m), ("n", t.n, tile_n), ("k", t.k, tile_k)):
             if size % tile or not size:
