@@ -229,8 +229,14 @@ def scaled_product(x, y, x_scales, y_scales, *, pair=False):
     (m, k), n = x.shape, y.shape[0]
     ctas, axis = (2, "pair") if pair else (1, None)
     block_m, block_n = m // ctas, n // ctas
-    left, right = pack_scales(x_scales), pack_scales(y_scales)
     blocks, dtype = x_scales.shape[1], x_scales.dtype
+    if block_m == 64:
+        left = jnp.concatenate([pack_scales(x_scales[:64]), pack_scales(x_scales[64:])])
+        right, right_layout = pack_scales_of_half_rows(y_scales, n), plgpu.TMEMLayout.SCALES_M64_COLLECTIVE_LAYOUT
+        right_rows = 256
+    else:
+        left, right, right_layout = pack_scales(x_scales), pack_scales(y_scales), plgpu.TMEMLayout.SCALES_LAYOUT
+        right_rows = 128 * right.shape[0]
     left_block = (left.shape[0] // ctas, *left.shape[1:])
 
     def body(
@@ -255,11 +261,6 @@ def scaled_product(x, y, x_scales, y_scales, *, pair=False):
         plgpu.barrier_wait(done)
         out_gmem[rows] = plgpu.async_load_tmem(acc_tmem)
 
-    def scales_tmem(packed):
-        return plgpu.TMEM(
-            (128 * packed[0], blocks), dtype, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pair
-        )  # fmt: skip
-
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
@@ -268,8 +269,8 @@ def scaled_product(x, y, x_scales, y_scales, *, pair=False):
             tiled((block_n, k), y.dtype),
             plgpu.SMEM(left_block, dtype),
             plgpu.SMEM(right.shape, dtype),
-            scales_tmem(left_block),
-            scales_tmem(right.shape),
+            plgpu.TMEM((128, blocks), dtype, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pair),
+            plgpu.TMEM((right_rows, blocks), dtype, layout=right_layout, collective=pair),
             plgpu.TMEM((block_m, n), jnp.float32, collective=pair),
             plgpu.Barrier(num_arrivals=4),
             plgpu.ClusterBarrier(collective_axes=("pair",)),
@@ -278,3 +279,12 @@ def scaled_product(x, y, x_scales, y_scales, *, pair=False):
         cluster=(ctas,),
         cluster_names=("pair",),
     )(x, y, left, right)
+
+
+def pack_scales_of_half_rows(scales, columns):
+    """[columns, blocks of k] -> the form for the right operand of a pair with 64 rows in each CTA."""
+    blocks = scales.shape[1]
+    parts = columns // 64  # of 32 columns in each half
+    split = scales.reshape(2, parts, 32, blocks // 4, 4).transpose(3, 0, 2, 1, 4)
+    packed = split.reshape(1, blocks // 4, 64, parts * 4)
+    return jnp.concatenate([packed, jnp.zeros((*packed.shape[:3], 16 - parts * 4), scales.dtype)], axis=-1)

@@ -1,6 +1,7 @@
 """Tensor memory, the types of products, scales, dynamic scheduling, and JAX's own kernels and interpreter."""
 
 import contextlib
+import functools
 import sys
 import types
 
@@ -57,13 +58,13 @@ def test_64_rows():
     np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("pair", [False, True], ids=["one CTA", "pair"])
+@pytest.mark.parametrize(("pair", "m", "n"), [(False, 128, 128), (True, 256, 256), (True, 128, 128), (True, 128, 256)])
 @pytest.mark.parametrize(
     ("dtype", "scale", "block"),
     [(E4M3, E8M0, 32), (E5M2, E8M0, 32), (E2M1, E8M0, 32), (E2M1, E8M0, 16), (E2M1, E4M3, 16)],
 )
-def test_scales(dtype, scale, block, pair):
-    m, n, k = 128 * (1 + pair), 128 * (1 + pair), 256
+def test_scales(dtype, scale, block, pair, m, n):
+    k = 256
     x, y = normal(m, k).astype(dtype), normal(n, k, seed=1).astype(dtype)
     sizes = np.random.default_rng(2).integers(-3, 4, (m + n, k // block))
     scales = (2.0**sizes).astype(scale)
@@ -98,6 +99,22 @@ def test_columns_are_given_back_at_the_end_of_a_scope():
             pl.run_scoped(scope, plgpu.TMEM((128, 512), jnp.float32))
 
     assert (run_kernel(body, out_type=out_type((128, 512))) == 2).all()
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_scope_that_is_left_too_early(what):
+    def body(o):
+        def scope(tmem):
+            plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32))
+            if what == "load":
+                plgpu.commit_tmem()
+                o[...] = plgpu.async_load_tmem(tmem)
+
+        for _ in range(2 if what == "load" else 1):
+            pl.run_scoped(scope, plgpu.TMEM((128, 64), jnp.float32))
+
+    with pytest.raises(ProtocolError, match=f"tensor memory freed too early:\n  tensor memory {what}"):
+        run_kernel(body, out_type=out_type((128, 64)))
 
 
 def test_what_nobody_has_stored():
@@ -188,6 +205,22 @@ def test_a_replicated_copy_is_counted_by_the_leader():
         np.testing.assert_array_equal(out, [x, x])
 
 
+def test_a_copy_on_a_barrier_that_orders_the_tensor_core():
+    x = normal(8, 64)
+
+    def body(x_gmem, o, smem, loaded):
+        plgpu.copy_gmem_to_smem(x_gmem, smem, loaded)
+        plgpu.barrier_wait(loaded)
+        o[...] = smem[...]
+
+    scratch = [plgpu.SMEM(x.shape, jnp.float32), plgpu.Barrier(orders_tensor_core=True)]
+    if jax.__version_info__ >= (0, 12):
+        np.testing.assert_array_equal(run_kernel(body, x, out_type=out_type(x.shape), scratch_types=scratch), x)
+    else:  # a fault of the compiler
+        with pytest.raises(ProtocolError, match="arrives 128 times"):
+            run_kernel(body, x, out_type=out_type(x.shape), scratch_types=scratch)
+
+
 # ---- dynamic scheduling ----------------------------------------------------------------------------------------------
 
 
@@ -250,6 +283,28 @@ def test_jax_matmul(blackwell, completion):
         out = jax.jit(lambda x, y: module.matmul_kernel(x, y, config))(x, y)
         np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=2e-2, atol=6e-2)
     assert len(run.errors) == 1
+
+
+def test_jax_matmul_of_pairs(blackwell, monkeypatch):
+    module, _ = blackwell
+    x, y = normal(512, 256, dtype=np.float16), normal(256, 256, dtype=np.float16, seed=1)
+    config = module.TuningConfig(tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2, collective=True)
+
+    def run():
+        out = jax.jit(lambda x, y: module.matmul_kernel(x, y, config))(x, y)
+        np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=2e-2, atol=6e-2)
+
+    # Both CTAs of a pair ask for the next tile.
+    with pytest.raises(RaceError, match="cluster launch control, write"), emulate(cores=2):
+        run()
+    loop = plgpu.dynamic_scheduling_loop
+    monkeypatch.setattr(plgpu, "dynamic_scheduling_loop", functools.partial(loop, cluster_axes=("x",)))
+    with (
+        pytest.raises(ProtocolError, match="freed too early:\n  TMA store, read"),
+        emulate(cores=2, scheduler="round_robin") as run_of_pairs,
+    ):
+        run()
+    assert len(run_of_pairs.errors) == 1
 
 
 @pytest.mark.parametrize(("completion", "cores"), [*((c, 4) for c in COMPLETIONS), ("late", 2)])
