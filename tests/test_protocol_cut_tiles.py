@@ -19,7 +19,7 @@ from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.frame.operands import Operands, Plan
 from overlap.kernels import partial_sums, product_kernel
-from overlap.kernels.grid import RANK_AXIS
+from overlap.kernels.grid import GRID_AXIS, RANK_AXIS
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.stream_k import StreamK
