@@ -12,7 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import overlap
+from overlap.frame.operands import Operands, Plan
+from overlap.kernels.layouts import PLAIN
 from overlap.kernels.target import Target, emulating
+from overlap.single_gpu import product as single_gpu
+from overlap.single_gpu.matmul import MATMUL
 from tests import protocol_cases
 from tests.product_cases import integers
 from tests.protocol_cases import ONE_SHOT, SPREAD, Kernel
@@ -60,6 +64,17 @@ def product(
     expected = exact.astype(jnp.dtype(out_dtype)).astype(np.float32)
     check = lambda result: np.testing.assert_array_equal(np.asarray(result, np.float32), expected)  # noqa: E731
     return on_blackwell(Kernel(lambda: call(*given), check))
+
+
+def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int) -> Kernel:
+    """The kernel of a product alone, traced anew: `overlap.matmul` would reuse what it has traced before."""
+    (m, n, k), target = shape, Target("cpu", "cpu as NVIDIA B200", cores)
+    lhs, rhs = integers(0, m, k).astype(jnp.bfloat16), integers(1, k, n).astype(jnp.bfloat16)
+    plan = Plan(MATMUL, PLAIN, jnp.bfloat16, target, config)
+    function = jax.jit(lambda lhs, rhs: single_gpu.launch(Operands(lhs, (rhs,)), plan))
+    expected = (np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)).astype(jnp.bfloat16).astype(np.float32)
+    check = lambda result: np.testing.assert_array_equal(np.asarray(result, np.float32), expected)  # noqa: E731
+    return Kernel(lambda: function(lhs, rhs), check)
 
 
 def _of_rows(form: Form, config: overlap.Config, *transport: str) -> Callable[[int], Kernel]:

@@ -1,4 +1,4 @@
-"""The Blackwell mainloop, alone and in all fused operations: clean under many schedules, and each defect is reported."""
+"""The Blackwell mainloop, alone and in fused operations: clean under many schedules, and each defect is reported."""
 
 from __future__ import annotations
 
@@ -26,13 +26,22 @@ def test_launches_in_a_row(name):
     blackwell_cases.clean(name).run(cores=2, completion="random", laps=3, seed=5)
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_the_defects_are_seeded_in_is_clean(name):
+    config, shape = PRODUCTS[name]
+    kernel = blackwell_cases.launched(config, shape, config.cluster)
+    for seed in range(12):
+        kernel.run(cores=config.cluster, completion=("eager", "late", "random")[seed % 3], seed=seed)
+
+
 @pytest.mark.parametrize(
     ("defect", "name", "words"), MAINLOOP, ids=[f"{defect.__name__}-{name}" for defect, name, _ in MAINLOOP]
 )
 def test_each_defect_of_the_mainloop_is_reported(defect, name, words, monkeypatch):
     defect(monkeypatch)
     config, shape = PRODUCTS[name]
-    report = blackwell_cases.product(config, shape).report(seeds=12, cores=2 if name == "pair" else 1)
+    cores = config.cluster
+    report = blackwell_cases.launched(config, shape, cores).report(seeds=12, cores=cores)
     assert report, f"{defect.__name__} was not reported"
     assert words in str(report)
 
