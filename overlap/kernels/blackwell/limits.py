@@ -21,6 +21,8 @@ TENSOR_MEMORY_COLUMNS = 512
 ACCUMULATORS = 2
 # Buffers for what peers have computed of a tile, so that one box is on its way while another one is added.
 TERM_BUFFERS = 2
+# Where the tensor memory begins that has been allocated.
+ADDRESS_BYTES = 4
 
 
 def rhs_columns(config: Config) -> int:
@@ -34,10 +36,12 @@ def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") 
     operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * row_bytes
     epilogue_bytes = limits.epilogue_bytes(config, config.tile_m, jnp.dtype(out_dtype))
     term_bytes = TERM_BUFFERS * config.tile_m * SWIZZLE_BYTES if transport in EXCHANGING else 0
-    term_barriers = 2 * TERM_BUFFERS if transport in EXCHANGING else 0
+    # Two for each buffer; and a second one for tiles that have been stored.
+    term_barriers = 2 * TERM_BUFFERS + 1 if transport in EXCHANGING else 0
     barriers = 2 * config.stages + 2 * ACCUMULATORS + term_barriers
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, config.tile_m)
-    return operand_bytes + epilogue_bytes + term_bytes + transport_bytes + barriers * BARRIER_BYTES
+    buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes
+    return buffer_bytes + barriers * BARRIER_BYTES + ADDRESS_BYTES
 
 
 def check_types(sizes: Sizes) -> None:
