@@ -61,7 +61,7 @@ class Event:
 
     Attributes:
         device, cta, thread: who; `thread` is ``"wg2"`` or ``"wg2.warp1"``.
-        kind: ``"copy"``, ``"remote_copy"``, ``"wgmma"``, ``"signal"`` or ``"wait"``.
+        kind: ``"copy"``, ``"remote_copy"``, ``"wgmma"``, ``"mma"``, ``"signal"`` or ``"wait"``.
         source, target: what was read and written, with slices; for signals and waits the flag.
         peer: the other device of a remote copy or signal, else None.
         start, end: scheduler steps (logical time); a copy ends when it completes, a wait when it is over.
@@ -88,7 +88,7 @@ class Run:
     Attributes:
         errors: all faults, in the order found.
         warnings: what looks odd and is no fault.
-        counts: launches, copies, bytes (copied), wgmmas, signals.
+        counts: launches, copies, bytes (copied), wgmmas, mmas (tcgen05), signals.
         steps: scheduler steps in all.
         events: a list of `Event` if ``record=True``.
         launches: a list of `Launch` if ``keep=True``, to be run in a sequence (`run_sequence`).

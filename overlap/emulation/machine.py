@@ -141,7 +141,7 @@ class Cta:
         for buffer in freed:
             for access in buffer.async_uses.values():
                 # The CTA may end before it has waited for its last loads from tensor memory: their values are there.
-                if self.ended and not access.asynchronous:
+                if self.ended and not (access.asynchronous or access.write):
                     continue
                 if not covers(knowledge.seen, access.component, access.time):
                     key = ("freed", access.instruction.index)

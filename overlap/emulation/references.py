@@ -147,11 +147,9 @@ def _tile(tiling: tuple[int, ...]):
 
 
 def _reshaped(array: np.ndarray, shape: Any, name: str) -> np.ndarray:
-    view = array.view()
-    try:
-        view.shape = tuple(shape)
-    except AttributeError:
-        raise NotImplementedError(f"{name}: this reshape of a strided part of memory is not emulated") from None
+    view = array.reshape(tuple(shape))
+    if view.size and not np.may_share_memory(view, array):  # then it is a copy
+        raise NotImplementedError(f"{name}: this reshape of a strided part of memory is not emulated")
     return view
 
 

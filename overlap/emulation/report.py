@@ -93,9 +93,10 @@ def left_early(device: int, access: Any) -> str:
 
 
 def freed_early(cta: Any, access: Any) -> str:
-    """Shared memory that goes to somebody else while a copy uses it."""
+    """Memory of a CTA that goes to somebody else while a copy or a product uses it."""
+    kind = "tensor" if access.view.buffer.space == "tmem" else "shared"
     return (
-        f"shared memory freed too early:\n  {access}\n  may still be in flight when the memory of "
+        f"{kind} memory freed too early:\n  {access}\n  may still be in flight when the memory of "
         f"{access.view.buffer.name} is given out again or {cta} ends; nothing in the CTA waits for it"
     )
 

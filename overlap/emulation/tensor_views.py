@@ -63,9 +63,9 @@ def expand(transform: Any) -> Callable[[Any, list, bool], None]:
         if b.groups != [1, 1]:
             raise NotImplementedError(f"{b.name}: leading dimensions of such a part of tensor memory are not emulated")
         rows, minor = b.array.shape
-        view = b.array.view()
-        view.shape = (rows, *batch, minor // math.prod(batch))
-        b.array = view.transpose(*range(1, len(batch) + 1), 0, len(batch) + 1)
+        b.array = b.array.reshape(rows, *batch, minor // math.prod(batch)).transpose(
+            *range(1, len(batch) + 1), 0, len(batch) + 1
+        )
         b.groups = [1] * (len(batch) + 2)
 
     return step

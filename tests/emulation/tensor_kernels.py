@@ -188,3 +188,103 @@ def operand_in_tensor_memory(m, n, k, dtype, *, by_copy=False, defects=NO_DEFECT
         )(x, y)
 
     return run
+
+
+def single_product(x, y, *, accumulator=jnp.float32, transposed=False):
+    """x @ y by one mma of one warpgroup; `y` is given as [n, k] if it is `transposed`."""
+    m, n = x.shape[0], y.shape[0] if transposed else y.shape[1]
+
+    def body(x_gmem, y_gmem, out_gmem, x_smem, y_smem, acc_tmem, loaded, done):
+        plgpu.copy_gmem_to_smem(x_gmem, x_smem, loaded)
+        plgpu.copy_gmem_to_smem(y_gmem, y_smem, loaded)
+        plgpu.barrier_wait(loaded)
+        right = y_smem.transpose((1, 0)) if transposed else y_smem
+        plgpu.tcgen05_mma(acc_tmem, x_smem, right, done, accumulate=False)
+        plgpu.barrier_wait(done)
+        out_gmem[...] = plgpu.async_load_tmem(acc_tmem)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((m, n), accumulator),
+        scratch_types=[
+            tiled(x.shape, x.dtype),
+            tiled(y.shape, y.dtype),
+            plgpu.TMEM((m, n), accumulator, packed=False),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(orders_tensor_core=True),
+        ],
+    )(x, y)
+
+
+def pack_scales(scales):
+    """[rows, blocks of k] -> the order in which the tensor core wants them in shared memory."""
+    rows, blocks = scales.shape
+    padded = jnp.pad(scales.astype(jnp.float32), ((0, -rows % 128), (0, 0))).astype(scales.dtype)
+    tiles = padded.reshape(-1, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)
+    return tiles.reshape(-1, blocks // 4, 32, 16)
+
+
+def scaled_product(x, y, x_scales, y_scales, *, pair=False):
+    """x[m, k] @ y[n, k].T with a scale for each block of k, by one CTA or one pair."""
+    (m, k), n = x.shape, y.shape[0]
+    ctas, axis = (2, "pair") if pair else (1, None)
+    block_m, block_n = m // ctas, n // ctas
+    blocks, dtype = x_scales.shape[1], x_scales.dtype
+    if block_m == 64:
+        left = jnp.concatenate([pack_scales(x_scales[:64]), pack_scales(x_scales[64:])])
+        right, right_layout = pack_scales_of_half_rows(y_scales, n), plgpu.TMEMLayout.SCALES_M64_COLLECTIVE_LAYOUT
+        right_rows = 256
+    else:
+        left, right, right_layout = pack_scales(x_scales), pack_scales(y_scales), plgpu.TMEMLayout.SCALES_LAYOUT
+        right_rows = 128 * right.shape[0]
+    left_block = (left.shape[0] // ctas, *left.shape[1:])
+
+    def body(
+        x_gmem, y_gmem, left_gmem, right_gmem, out_gmem,
+        x_smem, y_smem, left_smem, right_smem, left_tmem, right_tmem, acc_tmem, loaded, met, done,
+    ):  # fmt: skip
+        rank = lax.axis_index("pair")
+        rows = pl.ds(rank * block_m, block_m)
+        plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, loaded)
+        plgpu.copy_gmem_to_smem(y_gmem.at[pl.ds(rank * block_n, block_n)], y_smem, loaded)
+        plgpu.copy_gmem_to_smem(left_gmem.at[pl.ds(rank * left_block[0], left_block[0])], left_smem, loaded)
+        plgpu.copy_gmem_to_smem(right_gmem, right_smem, loaded)
+        plgpu.barrier_wait(loaded)
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+        plgpu.async_copy_scales_to_tmem(left_smem, left_tmem, collective_axis=axis)
+        plgpu.async_copy_scales_to_tmem(right_smem, right_tmem, collective_axis=axis)
+        plgpu.tcgen05_mma(
+            acc_tmem, x_smem, y_smem.transpose((1, 0)), done,
+            a_scale=left_tmem, b_scale=right_tmem, accumulate=False, collective_axis=axis,
+        )  # fmt: skip
+        plgpu.barrier_wait(done)
+        out_gmem[rows] = plgpu.async_load_tmem(acc_tmem)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
+        scratch_types=[
+            tiled((block_m, k), x.dtype),
+            tiled((block_n, k), y.dtype),
+            plgpu.SMEM(left_block, dtype),
+            plgpu.SMEM(right.shape, dtype),
+            plgpu.TMEM((128, blocks), dtype, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pair),
+            plgpu.TMEM((right_rows, blocks), dtype, layout=right_layout, collective=pair),
+            plgpu.TMEM((block_m, n), jnp.float32, collective=pair),
+            plgpu.Barrier(num_arrivals=4),
+            plgpu.ClusterBarrier(collective_axes=("pair",)),
+            plgpu.Barrier(orders_tensor_core=True),
+        ],
+        cluster=(ctas,),
+        cluster_names=("pair",),
+    )(x, y, left, right)
+
+
+def pack_scales_of_half_rows(scales, columns):
+    """[columns, blocks of k] -> the form for the right operand of a pair with 64 rows in each CTA."""
+    blocks = scales.shape[1]
+    parts = columns // 64  # of 32 columns in each half
+    split = scales.reshape(2, parts, 32, blocks // 4, 4).transpose(3, 0, 2, 1, 4)
+    packed = split.reshape(1, blocks // 4, 64, parts * 4)
+    return jnp.concatenate([packed, jnp.zeros((*packed.shape[:3], 16 - parts * 4), scales.dtype)], axis=-1)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import EmulationError, ProtocolError, emulate
+from overlap.emulation import ProtocolError, emulate
 from tests.emulation.cases import TILED, normal
 from tests.emulation.cases import out_type as out
 from tests.emulation.cases import run_kernel as run
@@ -217,8 +217,17 @@ def test_delay_scopes_and_parallel_signals():
 
 
 def test_what_is_not_emulated_says_so():
-    with pytest.raises((NotImplementedError, EmulationError), match="tensor memory"):
-        run(lambda o, t: None, out_type=out((1,)), scratch_types=[plgpu.TMEM((128, 128), jnp.float32)])
+    def body(o, smem, barrier):
+        plgpu.async_store_smem(jnp.zeros(128, jnp.float32), smem, barrier, cluster_idx=jnp.int32(0), cluster_dim="rank")
+
+    with pytest.raises(NotImplementedError, match="async_store_smem is not emulated"):
+        run(
+            body,
+            out_type=out((1,)),
+            scratch_types=[plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()],
+            cluster=(1,),
+            cluster_names=("rank",),
+        )
 
 
 def test_a_signal_by_a_traced_increment_is_refused_as_the_compiler_does():

@@ -1,0 +1,328 @@
+"""Tensor memory, the types of products, scales, dynamic scheduling, and JAX's own kernels and interpreter."""
+
+import contextlib
+import functools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap import emulation
+from overlap.emulation import EmulationError, ProtocolError, RaceError, emulate
+from tests.emulation import tensor_kernels
+from tests.emulation.cases import normal, out_type, run_kernel
+
+COMPLETIONS = ("late", "random", "eager")
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float32)
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+E4M3, E5M2, E2M1, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "accumulator"),
+    [
+        (jnp.bfloat16, jnp.bfloat16, jnp.float32),
+        (jnp.float16, jnp.float16, jnp.float16),
+        (E4M3, E4M3, jnp.float32),
+        (E4M3, E5M2, jnp.float32),
+        (jnp.int8, jnp.int8, jnp.int32),
+    ],
+)
+def test_types(left, right, accumulator):
+    x, y = (3 * normal(128, 128)).astype(left), (3 * normal(128, 128, seed=1)).astype(right)
+    for transposed in (False, True):
+        with emulate():
+            out = jax.jit(
+                lambda x, y, t=transposed: tensor_kernels.single_product(x, y, accumulator=accumulator, transposed=t)
+            )(x, y.T if transposed else y)
+        expected = (x.astype(np.float64) @ y.astype(np.float64)).astype(accumulator)
+        np.testing.assert_allclose(wide(out), wide(expected), rtol=2e-3, atol=1e-2)
+
+
+def test_64_rows():
+    x, y = normal(64, 64, dtype=np.float16), normal(64, 128, dtype=np.float16, seed=1)
+    with emulate():
+        out = jax.jit(tensor_kernels.single_product)(x, y)
+    np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("pair", "m", "n"), [(False, 128, 128), (True, 256, 256), (True, 128, 128), (True, 128, 256)])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "block"),
+    [(E4M3, E8M0, 32), (E5M2, E8M0, 32), (E2M1, E8M0, 32), (E2M1, E8M0, 16), (E2M1, E4M3, 16)],
+)
+def test_scales(dtype, scale, block, pair, m, n):
+    k = 256
+    x, y = normal(m, k).astype(dtype), normal(n, k, seed=1).astype(dtype)
+    sizes = np.random.default_rng(2).integers(-3, 4, (m + n, k // block))
+    scales = (2.0**sizes).astype(scale)
+    left, right = scales[:m], scales[m:]
+    with emulate():
+        out = jax.jit(lambda *args: tensor_kernels.scaled_product(*args, pair=pair))(x, y, left, right)
+    expected = (wide(x) * wide(left).repeat(block, 1)) @ (wide(y) * wide(right).repeat(block, 1)).T
+    np.testing.assert_allclose(wide(out), expected, rtol=1e-4, atol=1e-3)
+
+
+# ---- tensor memory ---------------------------------------------------------------------------------------------------
+
+
+def test_more_columns_than_there_are():
+    scratch = [plgpu.TMEM((128, 256), jnp.float32), plgpu.TMEM((128, 512), jnp.float16, packed=True)]
+    run_kernel(lambda o, a, b: None, out_type=out_type((1,)), scratch_types=scratch)
+    with pytest.raises(ProtocolError, match="uses 576 columns of tensor memory, 576 of them in this scope"):
+        scratch.append(plgpu.TMEM((64, 128), jnp.float32))
+        run_kernel(lambda o, a, b, c: None, out_type=out_type((1,)), scratch_types=scratch)
+
+
+def test_columns_are_given_back_at_the_end_of_a_scope():
+    def body(o):
+        for value in (1.0, 2.0):
+
+            def scope(tmem, value=value):
+                plgpu.async_store_tmem(tmem, jnp.full((128, 512), value, jnp.float32))
+                plgpu.commit_tmem()
+                o[...] = plgpu.async_load_tmem(tmem)
+                plgpu.wait_load_tmem()
+
+            pl.run_scoped(scope, plgpu.TMEM((128, 512), jnp.float32))
+
+    assert (run_kernel(body, out_type=out_type((128, 512))) == 2).all()
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_scope_that_is_left_too_early(what):
+    def body(o):
+        def scope(tmem):
+            plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32))
+            if what == "load":
+                plgpu.commit_tmem()
+                o[...] = plgpu.async_load_tmem(tmem)
+
+        for _ in range(2 if what == "load" else 1):
+            pl.run_scoped(scope, plgpu.TMEM((128, 64), jnp.float32))
+
+    with pytest.raises(ProtocolError, match=f"tensor memory freed too early:\n  tensor memory {what}"):
+        run_kernel(body, out_type=out_type((128, 64)))
+
+
+def test_what_nobody_has_stored():
+    with pytest.raises(ProtocolError, match="nobody has written"):
+        run_kernel(
+            lambda o, tmem: o.__setitem__(..., plgpu.async_load_tmem(tmem)),
+            out_type=out_type((128, 64)),
+            scratch_types=[plgpu.TMEM((128, 64), jnp.float32)],
+        )
+
+
+def test_reductions_and_leading_dimensions():
+    x = normal(2, 128, 64)
+
+    def body(x_gmem, o, most, tmem):
+        for i in range(2):
+            plgpu.async_store_tmem(tmem.at[i], x_gmem[i])
+        plgpu.commit_tmem()
+        for i in range(2):
+            value, largest = plgpu.async_load_tmem(tmem.at[i], reduce="absmax")
+            o[i], most[i] = value, largest
+
+    values, largest = run_kernel(
+        body, x, out_type=[out_type((2, 128, 64)), out_type((2, 128))],
+        scratch_types=[plgpu.TMEM((2, 128, 64), jnp.float32)],
+    )  # fmt: skip
+    np.testing.assert_array_equal(values, x)
+    np.testing.assert_array_equal(largest, np.abs(x).max(-1))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_unions(waits):
+    """Two references to the same columns, one after the other; a third one to columns of its own."""
+    x, y = normal(128, 64), normal(128, 64, dtype=np.float16, seed=1)
+
+    def body(x_gmem, y_gmem, x_out, y_out, first_out, union):
+        (first, second), third = union
+        plgpu.async_store_tmem(first, x_gmem[...])
+        plgpu.async_store_tmem(second, 2 * x_gmem[...])
+        plgpu.commit_tmem()
+        first_out[...] = plgpu.async_load_tmem(first)
+        if waits:
+            plgpu.wait_load_tmem()
+        plgpu.async_store_tmem(third, y_gmem[...])  # in the place of `first`
+        plgpu.commit_tmem()
+        x_out[...], y_out[...] = plgpu.async_load_tmem(second), plgpu.async_load_tmem(third)
+
+    def run():
+        return run_kernel(
+            body, x, y, out_type=[out_type(x.shape), out_type(y.shape, np.float16), out_type(x.shape)],
+            scratch_types=[plgpu.RefUnion(
+                [plgpu.TMEM((128, 64), jnp.float32), plgpu.TMEM((128, 64), jnp.float32)],
+                plgpu.TMEM((128, 64), jnp.float16, packed=True),
+            )],
+        )  # fmt: skip
+
+    if waits:
+        for got, expected in zip(run(), (2 * x, y, x)):
+            np.testing.assert_array_equal(got, expected)
+    else:
+        with pytest.raises(RaceError, match="Expected: wait_load_tmem"):
+            run()
+
+
+def test_a_replicated_copy_is_counted_by_the_leader():
+    x = normal(16, 64)
+
+    def body(x_gmem, o, smem, loaded, met):
+        rank = lax.axis_index("pair")
+        plgpu.copy_gmem_to_smem(
+            x_gmem, smem, loaded, collective_axes="pair", leader_tracked=plgpu.CopyPartition.REPLICATED
+        )
+
+        @pl.when(rank == 0)
+        def _wait():
+            plgpu.barrier_wait(loaded)
+
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+        o[rank] = smem[...]
+
+    scratch = [plgpu.SMEM((16, 64), jnp.float32), plgpu.Barrier(), plgpu.ClusterBarrier(collective_axes=("pair",))]
+    for completion in COMPLETIONS:
+        out = run_kernel(
+            body, x, settings={"completion": completion}, out_type=out_type((2, 16, 64)), cluster=(2,),
+            cluster_names=("pair",), scratch_types=scratch,
+        )  # fmt: skip
+        np.testing.assert_array_equal(out, [x, x])
+
+
+# ---- dynamic scheduling ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ctas", [1, 2])
+@pytest.mark.parametrize("completion", COMPLETIONS)
+def test_waiting_clusters_are_taken_over(ctas, completion):
+    work = 11
+
+    def body(o, taken, *, passes=True):
+        axes = {"cluster_axes": ("rank",)} if ctas > 1 and passes else {}
+        first, rank = lax.axis_index("work"), lax.axis_index("rank")
+
+        @plgpu.dynamic_scheduling_loop(grid_names=("work",), thread_axis="wg", **axes)
+        def _item(info):
+            (item,) = info.index
+
+            @pl.when(lax.axis_index("wg") == 0)
+            def _write():
+                o[item, rank] = 10 * item + rank
+                taken[item, rank] = first
+
+    kwargs = dict(out_type=[out_type((work, ctas), jnp.int32)] * 2, grid=(work,), grid_names=("work",))
+    kwargs |= dict(cluster=(ctas,), cluster_names=("rank",), num_threads=2, thread_name="wg")
+    for settings in ({"cores": 4}, {"resident": 2}, {"resident": 100}):
+        settings = {**settings, "completion": completion}
+        out, taken = run_kernel(body, settings=settings, **kwargs)
+        np.testing.assert_array_equal(out, 10 * np.arange(work)[:, None] + np.arange(ctas))
+        assert (taken == taken[:, :1]).all()  # both CTAs of a cluster
+        started = min(settings.get("resident", 4) // ctas, work)
+        assert len(np.unique(taken)) >= started
+        if started < work:
+            assert len(np.unique(taken)) < work
+    if ctas > 1:  # Then both ask, and each gets two answers.
+        with pytest.raises(EmulationError):
+            run_kernel(lambda *refs: body(*refs, passes=False), settings={"completion": completion}, **kwargs)
+
+
+# ---- JAX's own kernels and interpreter -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    """JAX's kernels. Their modules import jax's test utilities, which they do not use, and which need absl."""
+    monkeypatch.setitem(sys.modules, "jax._src.test_util", types.ModuleType("jax._src.test_util"))
+    from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
+
+    return blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
+
+
+@pytest.mark.parametrize("completion", COMPLETIONS)
+def test_jax_matmul(blackwell, completion):
+    module, _ = blackwell
+    x, y = normal(512, 256, dtype=np.float16), normal(256, 256, dtype=np.float16, seed=1)
+    config = module.TuningConfig(tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2, collective=False)
+    # It ends without a wait for its last store to have read shared memory.
+    with (
+        pytest.raises(ProtocolError, match="freed too early:\n  TMA store, read"),
+        emulate(cores=3, completion=completion) as run,
+    ):
+        out = jax.jit(lambda x, y: module.matmul_kernel(x, y, config))(x, y)
+        np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=2e-2, atol=6e-2)
+    assert len(run.errors) == 1
+
+
+def test_jax_matmul_of_pairs(blackwell, monkeypatch):
+    module, _ = blackwell
+    x, y = normal(512, 256, dtype=np.float16), normal(256, 256, dtype=np.float16, seed=1)
+    config = module.TuningConfig(tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2, collective=True)
+
+    def run():
+        out = jax.jit(lambda x, y: module.matmul_kernel(x, y, config))(x, y)
+        np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=2e-2, atol=6e-2)
+
+    # Both CTAs of a pair ask for the next tile.
+    with pytest.raises(RaceError, match="cluster launch control, write"), emulate(cores=2):
+        run()
+    loop = plgpu.dynamic_scheduling_loop
+    monkeypatch.setattr(plgpu, "dynamic_scheduling_loop", functools.partial(loop, cluster_axes=("x",)))
+    with (
+        pytest.raises(ProtocolError, match="freed too early:\n  TMA store, read"),
+        emulate(cores=2, scheduler="round_robin") as run_of_pairs,
+    ):
+        run()
+    assert len(run_of_pairs.errors) == 1
+
+
+@pytest.mark.parametrize(("completion", "cores"), [*((c, 4) for c in COMPLETIONS), ("late", 2)])
+def test_jax_ragged_dot(blackwell, completion, cores):
+    matmul, module = blackwell
+    x, y = normal(512, 128, dtype=np.float16), normal(3, 128, 128, dtype=np.float16, seed=1)
+    sizes = np.array([100, 300, 112], np.int32)
+    config = module.TuningConfig(
+        tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2, collective=True, grid_tile_width=1,
+        grid_minor_dim=matmul.MatmulDimension.N,
+    )  # fmt: skip
+    expected = np.asarray(lax.ragged_dot(x.astype(np.float32), y.astype(np.float32), sizes))
+
+    def run():
+        out = jax.jit(lambda x, y, sizes: module.ragged_dot_kernel(x, y, sizes, config))(x, y, sizes)
+        np.testing.assert_allclose(wide(out), expected, rtol=2e-2, atol=6e-2)
+
+    # After two tiles in a row, the second CTA's accumulator is overwritten: its epilogue tells its own CTA only.
+    is_clean = cores == 4
+    expectation = contextlib.nullcontext() if is_clean else pytest.raises(RaceError, match="tensor memory load of ref")
+    with expectation, emulate(cores=cores, completion=completion), emulation.core_count_of_devices():
+        run()
+
+
+def test_agrees_with_the_interpreter_of_jax():
+    x, y = normal(128, 64, dtype=np.float16), normal(64, 64, dtype=np.float16, seed=1)
+    kernels = [
+        tensor_kernels.operand_in_tensor_memory(128, 64, 64, np.float16),
+        tensor_kernels.operand_in_tensor_memory(128, 64, 64, np.float16, by_copy=True),
+        tensor_kernels.single_product,
+    ]
+    for kernel in kernels:
+        with emulate():
+            emulated = np.asarray(jax.jit(kernel)(x, y))
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            interpreted = np.asarray(jax.jit(lambda x, y, kernel=kernel: kernel(x, y))(x, y))
+        np.testing.assert_allclose(emulated, interpreted, rtol=1e-5, atol=1e-5)
