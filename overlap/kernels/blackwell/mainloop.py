@@ -20,6 +20,8 @@ Each loads its own rows of the left operand and half of the columns of the right
 the loads of both, and its multiplier issues the products for both; the tensor cores then tell both CTAs. An accumulator
 is drained when both epilogues have read their part of it.
 
+Scales of blocks are loaded beside the operand tiles, and reach the products through tensor memory: `scales.py`.
+
 What peers have computed of a tile (`Hooks.exchange`) comes through buffers of its own, which the epilogue fills and
 empties: so the next tile's operands need not wait behind it.
 
@@ -32,6 +34,7 @@ Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` operand t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -41,7 +44,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat_mosaic
-from overlap.kernels.blackwell import limits
+from overlap.kernels.blackwell import limits, scales
 from overlap.kernels.blackwell.limits import ACCUMULATORS, TERM_BUFFERS, TILE_M, rhs_columns
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
@@ -77,6 +80,7 @@ class Buffers(staging.Buffers):
     term_boxes: Any = ()
     term_loaded: Any = None
     term_added: Any = None
+    scales: scales.ScaleBuffers | None = None
 
     @property
     def terms(self) -> tuple[Any, ...]:
@@ -106,6 +110,7 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
             slot = remainder(piece.before + k, config.stages)
             plgpu.barrier_wait(buffers.full.at[slot])
             lhs, rhs = lhs_mma.at[slot], rhs_mma.at[slot]
+            of_blocks = scales.to_tensor_memory(buffers.scales, slot, pair)
             plgpu.tcgen05_mma(
                 buffers.accumulator(piece, pl.ds(0, config.tile_n)),
                 lhs.transpose((1, 0)) if layouts.transpose_lhs else lhs,
@@ -113,6 +118,7 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
                 buffers.consumed.at[slot],
                 accumulate=k > 0,
                 collective_axis=pair,
+                **of_blocks,
             )
 
         plgpu.tcgen05_commit_arrive(buffers.accumulated.at[turn], collective_axis=pair)
@@ -225,6 +231,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
         mail_readers=3,
         pairs=config.cluster > 1,
         terms_in_stages=False,
+        copies_beside=scales.COPIES if types.block_scaled else 0,
     )
 
 
@@ -264,6 +271,7 @@ class Blackwell:
             accumulated=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True),
             drained=_drained(config),
             **(of_terms if types.exchanges else {}),
+            scales=scales.buffer_types(config) if types.block_scaled else None,
         )
 
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
@@ -285,11 +293,14 @@ class Blackwell:
             else:
                 drawn.for_each(loop, buffers, role)
 
+        load_beside = None if buffers.scales is None else functools.partial(scales.load, loop, buffers)
+        produce_piece = functools.partial(produce.produce, load_beside=load_beside)
+
         def load() -> None:
             if loop.counter is not None:
-                drawn.deal(loop, buffers, produce.produce)
+                drawn.deal(loop, buffers, produce_piece)
                 return
-            for_each_piece(produce.produce)
+            for_each_piece(produce_piece)
             if loop.config.cluster > 1:
                 produce.wait_until_consumed(work.total_steps(group), buffers, loop.config)
 
