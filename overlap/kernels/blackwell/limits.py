@@ -72,6 +72,13 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
             f"`tile_n` must be a multiple of {unit} (for cluster={config.cluster}) and at most {TMA_BOX_LIMIT}, got "
             f"{config.tile_n}"
         )
+    width, columns = SWIZZLE_BYTES // jnp.dtype(sizes.dtype).itemsize, rhs_columns(config)
+    if not sizes.layouts.transpose_rhs and columns % width:
+        raise ValueError(
+            f"`tile_n` must be a multiple of {width * config.cluster} for an `rhs` that lies as [k, n] (each CTA loads "
+            f"whole boxes of {width} columns), got {config.tile_n}: name another one, or give `rhs` as [n, k] "
+            "(transpose_rhs=True)"
+        )
     if config.cluster > 1 and config.cluster_along != "m":
         raise ValueError(
             "`cluster_along` must be 'm' on Blackwell, where a pair of CTAs computes one tile of twice the rows, got "
