@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import overlap
 from benchmarks.harness import Method
 from overlap.choice.problem import Problem
-from overlap.kernels.ladder import RUNGS
+from overlap.kernels import blackwell_ladder, ladder
+from overlap.kernels.target import current_target
 from overlap.tuning.operations import AXIS, product, shapes, unfused
 
 FUSED_BF16 = "fused_bf16"
+LADDERS = {"hopper": ladder.RUNGS, "blackwell": blackwell_ladder.RUNGS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,15 +162,27 @@ def matmul_methods(
 
 
 def ladder_methods(
-    problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
+    problem: Problem,
+    names: Sequence[str],
+    variants: Sequence[Variant],
+    num_examples: int,
+    *,
+    architecture: str | None = None,
 ) -> list[Method]:
-    """The rungs of the ladder, and what `matmul_methods` has."""
-    rungs = {rung.name: Method(rung.name, rung.matmul) for rung in RUNGS}
+    """The rungs of one architecture's ladder, and what `matmul_methods` has.
+
+    `ladder` among the names stands for all rungs. `architecture` is a key of `LADDERS`; None means the device's.
+    """
+    architecture = architecture or ("blackwell" if current_target().is_blackwell else "hopper")
+    rungs = {rung.name: Method(rung.name, rung.matmul) for rung in LADDERS[architecture]}
     if jax.default_backend() == "cpu":
         overlap.emulation.enable()  # Rungs run on a GPU, or where somebody asks for the emulator.
     methods = []
     for name in names:
-        methods += [rungs[name]] if name in rungs else matmul_methods(problem, [name], variants, num_examples)
+        if name == "ladder":
+            methods += rungs.values()
+        else:
+            methods += [rungs[name]] if name in rungs else matmul_methods(problem, [name], variants, num_examples)
     return methods
 
 

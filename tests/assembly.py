@@ -1,11 +1,12 @@
-"""Compiles a jitted function to machine code for H200 or B200 on a machine without a GPU, and reads the resources back.
+"""Compiles a jitted function to machine code for H200, B200 or B300 without having a GPU, and reads the resources back.
 
 A compile-only topology takes the place of the GPUs: the function is lowered for it, and the CUDA plugin's own ptxas
 assembles every Mosaic kernel. What ptxas and the host code say about each kernel (registers, spills, shared memory,
 grid, warnings) comes back as a `KernelReport`.
 
 Two ways in. `assemble` works in this process, whose environment must be `child_environment`; Mosaic prints its figures
-to file descriptor 1. `assemble_case` asks a child process for one `Case`, always the same child, and is what tests use.
+to file descriptor 1. `assemble_case` asks a child process for one `Case`, one child for each target, and is what tests
+use.
 From the command line (more by --help):
 
     python -m tests.assembly --op all_gather_lhs_matmul --devices 4 --shape 1024,4096,4096 --dtype f16
@@ -294,30 +295,34 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 class Assembler:
-    """Assembles cases one after the other in a child process of its own."""
+    """Assembles cases one after the other in child processes, one for each target.
+
+    A process that has assembled for one target fails for the next one ("Pass pipeline failed", jax 0.11.2).
+    """
 
     def __init__(self) -> None:
-        self._worker: Worker | None = None
+        self._workers: dict[str, Worker] = {}
 
     def assemble(self, case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
         """Assembles a case; see `assemble_case`."""
         request = {"case": dataclasses.asdict(case), "dumps": dumps}
         for _ in range(2):
-            if self._worker is None:
-                self._worker = Worker(child_environment())
-                atexit.register(self._worker.close)
+            worker = self._workers.get(case.target)
+            if worker is None:
+                worker = self._workers[case.target] = Worker(child_environment())
+                atexit.register(worker.close)
             try:
-                answer = self._worker.ask(request, timeout_s)
+                answer = worker.ask(request, timeout_s)
             except RuntimeError as died:
-                self._worker = None
+                del self._workers[case.target]
                 raise RuntimeError(f"assembling {case} failed: {died}") from died
             if "reports" in answer:
                 return [KernelReport.from_json(report) for report in answer["reports"]]
             if "error" in answer:
                 raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
             # Some of its kernels were assembled before: a new process prints them again.
-            self._worker.close()
-            self._worker = None
+            worker.close()
+            del self._workers[case.target]
         raise RuntimeError(f"assembling {case} failed: a new process had assembled it before")
 
 

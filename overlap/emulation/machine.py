@@ -332,10 +332,16 @@ class Machine:
             cta = thread.cta
             cta.final.join(thread.knowledge)
             cta.running -= 1
-            if cta.running == 0:
-                cta.ended = True
-                check_left(self, cta, thread)
-                cta.reuse(cta.final, thread)
+            # Mosaic has a barrier of the whole cluster at the end of a kernel whose CTAs share tensor memory.
+            leaving = cta.cluster.ctas if self.program.ends_by_cluster and cta.cluster else [cta]
+            if all(each.running == 0 for each in leaving):
+                for each in leaving:
+                    cta.final.join(each.final)
+                    each.ended = True
+                for each in leaving:
+                    each.final.join(cta.final)
+                    check_left(self, each, thread)
+                    each.reuse(each.final, thread)
                 self.launch(thread.device)
                 if all(cta.ended for cta in self.ctas[thread.device]):
                     self.engine.finish(self, thread.device)

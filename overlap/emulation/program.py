@@ -80,6 +80,7 @@ class Program:
         self.words: list[str] = []  # the names of all semaphores that the CTAs share, as they lie in memory
         self.device_ids: tuple[int, ...] = ()  # of the mesh, in order
         self.uses_tensor_memory = False
+        self.ends_by_cluster = False  # its CTAs share tensor memory, which a cluster gives back together
         self.cancels_clusters = False  # by cluster launch control
 
     def forget_views(self) -> None:

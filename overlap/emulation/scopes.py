@@ -133,6 +133,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     key = d.here
     columns = tensor_memory.columns(avals)
     d.program.uses_tensor_memory |= columns > 0
+    d.program.ends_by_cluster |= any(tensor_memory.is_collective(aval) for aval in avals)
 
     def enter(thread: Any) -> bool | None:
         cta = thread.cta

@@ -16,6 +16,7 @@ from .clusters import twin
 from .data import predicate_of
 from .errors import ProtocolError
 from .program import Decoder, handles
+from .references import RefPath
 from .slots import value_of
 
 
@@ -39,22 +40,26 @@ def _at(thread: Any, path: Any, base: Any, cta: Any) -> Any:
     return path.resolve(thread, base if cta is thread.cta else twin(base, cta))
 
 
+def _path(d: Decoder, tree: Any, leaves: list[int]) -> tuple[RefPath, list[int]]:
+    """The path of an operand, whose transforms come first among `leaves`, and the leaves of the others."""
+    count = 0 if tree is None else tree.num_leaves
+    return d.path(() if tree is None else d.unflatten(tree, leaves[:count])), leaves[count:]
+
+
 @handles("tcgen05_mma")
 def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     p = eqn.params
     if p.get("sparse"):
         raise NotImplementedError("tcgen05_mma of a sparse operand is not emulated")
     acc, a, b, accumulate, *rest = ins
+    slots = {"acc": acc, "a": a, "b": b}
     barrier = rest.pop(0) if p["arrive"] else None
-    scales = [rest.pop(0), rest.pop(0)] if p["scaled"] else []
+    if p["scaled"]:
+        slots |= {"a_scale": rest.pop(0), "b_scale": rest.pop(0)}
     paths = {}
     for name in ("acc", "a", "b", "barrier", "a_scale", "b_scale"):
-        tree = p.get(f"{name}_transforms_tree")
-        count = 0 if tree is None else tree.num_leaves
-        paths[name] = d.path(() if tree is None else d.unflatten(tree, rest[:count]))
-        rest = rest[count:]
-    operands = list(zip(paths.values(), (acc, a, b, None, *scales)))
-    del operands[3]
+        paths[name], rest = _path(d, p[f"{name}_transforms_tree"], rest)
+    operands = [(paths[name], slot) for name, slot in slots.items()]
     adds, axis = d.leaf(accumulate), p["collective_axis"]
 
     def run(thread: Any) -> None:
@@ -76,8 +81,8 @@ def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     p = eqn.params
     ins, predicate = predicate_of(d, ins, p.get("has_user_predicate", False))
     barrier, *leaves = ins
-    tree, axis = p["barrier_transforms_tree"], p["collective_axis"]
-    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+    path, _ = _path(d, p["barrier_transforms_tree"], leaves)
+    axis = p["collective_axis"]
 
     def run(thread: Any) -> None:
         ctas = _issuers(thread, axis)
@@ -91,10 +96,8 @@ def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 def _copy(d: Decoder, eqn: Any, ins: list[int], convert: Callable[[np.ndarray], np.ndarray]) -> list[int]:
     p = eqn.params
     smem, tmem, *leaves = ins
-    count = p["smem_tree"].num_leaves
-    source, target = d.path(d.unflatten(p["smem_tree"], leaves[:count])), d.path(
-        d.unflatten(p["tmem_tree"], leaves[count:])
-    )  # fmt: skip
+    source, leaves = _path(d, p["smem_tree"], leaves)
+    target, _ = _path(d, p["tmem_tree"], leaves)
     axis = p["collective_axis"]
 
     def run(thread: Any) -> None:
@@ -121,11 +124,8 @@ def _unpack_scales(packed: np.ndarray) -> np.ndarray:
     of the columns in 32 rows, then the second.
     """
     tiles, groups, rows, _ = packed.shape
-    halves = rows // 32
-    split = packed.reshape(tiles * halves if tiles == 1 else tiles, groups, 32, 4, 4) if halves == 1 else (
-        packed.reshape(groups, halves, 32, 4, 4).transpose(1, 0, 2, 3, 4)
-    )  # fmt: skip
-    return split.transpose(0, 3, 2, 1, 4).reshape(-1, groups * 4)
+    split = packed.reshape(tiles, groups, rows // 32, 32, 4, 4).transpose(0, 2, 4, 3, 1, 5)
+    return split.reshape(-1, groups * 4)
 
 
 @handles("async_copy_scales_to_tmem")

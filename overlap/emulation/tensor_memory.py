@@ -23,6 +23,12 @@ def columns(avals: Sequence[Any]) -> int:
     return sum(columns_of(aval) for aval in avals if hasattr(aval, "memory_space"))
 
 
+def is_collective(aval: Any) -> bool:
+    """Whether two CTAs share an allocation of tensor memory."""
+    ref = getattr(aval, "ref", aval)
+    return str(getattr(ref, "memory_space", None)) == "tmem" and bool(ref.collective)
+
+
 def occupy(cta: Any, count: int) -> None:
     """Notes that a scope of `cta` begins to use so many columns."""
     cta.tensor_columns += count

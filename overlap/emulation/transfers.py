@@ -13,8 +13,9 @@ from .engines import Landing
 from .errors import ProtocolError
 from .program import Decoder, handles
 
-# Before jax 0.12 a copy whose predicate does not hold still arrives on its barrier.
-_ARRIVES_WITHOUT_COPY = jax.__version_info__ < (0, 12)
+# Before jax 0.12 a copy whose predicate does not hold still arrives on its barrier, and a copy arrives from each CUDA
+# thread, also on a barrier that orders the tensor core, which counts one arrival.
+_ARRIVES_WITHOUT_COPY = _ARRIVES_FROM_EACH_THREAD = jax.__version_info__ < (0, 12)
 
 
 def _check_shapes(src: Any, dst: Any) -> None:
@@ -50,6 +51,12 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
         counting = barrier_in(thread.cta) if tracking is None else _leader(thread, axes, barrier_in)
         is_counted_here = counting.cta is thread.cta
+        if _ARRIVES_FROM_EACH_THREAD and counting.orders_tensor_core:
+            raise ProtocolError(
+                f"a copy is counted on {counting.name}, which orders the tensor core: before jax 0.12 a compiled copy "
+                "arrives 128 times there, and the barrier expects one arrival. Expected: for copies, a barrier without "
+                "orders_tensor_core"
+            )
         if not predicate(env):
             if is_counted_here and _ARRIVES_WITHOUT_COPY:
                 counting.arrive(thread.knowledge)

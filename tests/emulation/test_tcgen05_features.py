@@ -205,6 +205,22 @@ def test_a_replicated_copy_is_counted_by_the_leader():
         np.testing.assert_array_equal(out, [x, x])
 
 
+def test_a_copy_on_a_barrier_that_orders_the_tensor_core():
+    x = normal(8, 64)
+
+    def body(x_gmem, o, smem, loaded):
+        plgpu.copy_gmem_to_smem(x_gmem, smem, loaded)
+        plgpu.barrier_wait(loaded)
+        o[...] = smem[...]
+
+    scratch = [plgpu.SMEM(x.shape, jnp.float32), plgpu.Barrier(orders_tensor_core=True)]
+    if jax.__version_info__ >= (0, 12):
+        np.testing.assert_array_equal(run_kernel(body, x, out_type=out_type(x.shape), scratch_types=scratch), x)
+    else:  # a fault of the compiler
+        with pytest.raises(ProtocolError, match="arrives 128 times"):
+            run_kernel(body, x, out_type=out_type(x.shape), scratch_types=scratch)
+
+
 # ---- dynamic scheduling ----------------------------------------------------------------------------------------------
 
 

@@ -211,7 +211,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     plgpu.wait_load_tmem()
     plgpu.barrier_arrive(buffers.drained.at[turn])
     if others is not None and others.sends is None:
-        exchange.tell_stored(buffers)
+        exchange.tell_stored(buffers, piece.ordinal)
 
 
 def _plan(config: Config, types: OperandTypes) -> staging.Plan:
@@ -232,6 +232,8 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
         pairs=config.cluster > 1,
         terms_in_stages=False,
         copies_beside=scales.COPIES if types.block_scaled else 0,
+        # Tiles are drawn two ahead, and the epilogue tells of one before it begins the next one.
+        stored_barriers=staging.MAIL_SLOTS,
     )
 
 

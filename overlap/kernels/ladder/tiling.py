@@ -38,14 +38,18 @@ class Tiling:
     tile_k: int
 
     @classmethod
-    def of(cls, lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int) -> Tiling:
-        """The tiling of two operands, checked. The default of `tile_m` is two warpgroups' rows, 2 × 64."""
+    def of(cls, lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int, tile_k: int | None = None) -> Tiling:
+        """The tiling of two operands, checked.
+
+        The default of `tile_m` is two warpgroups' rows, 2 × 64, and that of `tile_k` as wide as the swizzle: 128 bytes.
+        """
         if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
             raise ValueError(f"`lhs` and `rhs` must be [m, k] and [k, n], got {lhs.shape} and {rhs.shape}")
         if lhs.dtype != rhs.dtype or lhs.dtype not in (jnp.float16, jnp.bfloat16):
             raise ValueError(f"`lhs` and `rhs` must both be float16 or bfloat16, got {lhs.dtype} and {rhs.dtype}")
         (m, k), n = lhs.shape, rhs.shape[1]
-        tile_k = SWIZZLE_BYTES // lhs.dtype.itemsize  # A row of an operand tile is as wide as the swizzle.
+        if tile_k is None:
+            tile_k = SWIZZLE_BYTES // lhs.dtype.itemsize
         t = cls(m, n, k, lhs.dtype, tile_m, tile_n, tile_k)
         for name, size, tile in (("m", t.m, tile_m), ("n", t.n, tile_n), ("k", t.k, tile_k)):
             if size % tile or not size:

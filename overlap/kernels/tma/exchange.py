@@ -160,16 +160,25 @@ def send_boxes(
     send(boxes, last=True)
 
 
-def tell_stored(buffers: Buffers) -> None:
-    """A compute warpgroup's part of telling the forwarder warp that its stores of a tile have landed."""
+def tell_stored(buffers: Buffers, ordinal: Any = 0) -> None:
+    """A compute warpgroup's part of telling the forwarder warp that its stores of a tile have landed.
+
+    Args:
+      buffers: shared memory.
+      ordinal: the tile's; needed if the next one may be stored before the forwarder has looked.
+    """
     wait_stores_landed()
-    plgpu.barrier_arrive(buffers.stored)
+    plgpu.barrier_arrive(_stored(buffers, ordinal))
+
+
+def _stored(buffers: Buffers, ordinal: Any) -> Any:
+    count = buffers.stored_barriers
+    return buffers.stored if count == 1 else buffers.stored.at[remainder(ordinal, count)]
 
 
 def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The forwarder's part of a tile."""
-    del piece
-    plgpu.barrier_wait(buffers.stored)
+    plgpu.barrier_wait(_stored(buffers, piece.ordinal))
     hooks, is_own = _exchange(loop), _exchange(loop).is_own(tile)
     if hooks.sends is not None:
         hooks.part_stored(tile)

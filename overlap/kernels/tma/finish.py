@@ -94,7 +94,7 @@ def _finish_exchanged(
         pl.when(piece.before == 0)(sends.before)
         store_all(of_peer)
         # The peers wait for it, and this one for them.
-        exchange.tell_stored(buffers)
+        exchange.tell_stored(buffers, piece.ordinal)
         if sums.before_terms is not None:
             sums.before_terms()
         store_all(dataclasses.replace(own, only_terms=True))

@@ -71,6 +71,7 @@ class Buffers:
     copies: int = dataclasses.field(metadata={"static": True})
     pairs: bool = dataclasses.field(metadata={"static": True})
     terms_in_stages: bool = dataclasses.field(metadata={"static": True})
+    stored_barriers: int = dataclasses.field(metadata={"static": True})
     addend_loaded: Any = None
     mail: Mail | None = None
     stored: Any = None
@@ -136,6 +137,7 @@ class Plan:
       pairs: whether the CTAs of a cluster load a part of each operand for a product that is one for both.
       terms_in_stages: whether what peers have computed of a tile comes through the stages of the operands.
       copies_beside: how many copies of a k step there are beside those of its operand tiles.
+      stored_barriers: how many tiles may have been stored without the forwarder having looked.
     """
 
     wg_tile: WarpgroupTile
@@ -149,6 +151,7 @@ class Plan:
     pairs: bool = False
     terms_in_stages: bool = True
     copies_beside: int = 0
+    stored_barriers: int = 1
 
 
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
@@ -196,7 +199,10 @@ def buffer_types(config: Config, types: OperandTypes, plan: Plan) -> dict[str, A
         "terms_in_stages": plan.terms_in_stages,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
         "mail": _mail(plan.mail_readers) if types.exchanges else None,
-        "stored": plgpu.Barrier(num_arrivals=plan.warpgroups) if types.exchanges else None,
+        "stored": plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stored_barriers)
+        if types.exchanges
+        else None,
+        "stored_barriers": plan.stored_barriers,
     }
 
 

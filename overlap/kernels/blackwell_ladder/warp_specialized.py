@@ -1,0 +1,154 @@
+"""Lesson 1: warp specialization inside one warpgroup. Warp 0 copies, warp 1 issues the products.
+
+On Hopper a product takes a whole warpgroup, so copies got a warpgroup of their own. Here one thread issues it, so two
+warps of the same warpgroup are enough (`plgpu.warp_map`). They meet at two barriers per stage, as on Hopper:
+
+    full      both operand tiles have landed           (2 arrivals, one per copy; warp 1 waits)
+    consumed  the tensor cores have read the stage     (1 arrival, of the product itself; warp 0 waits)
+
+Warp 1 never waits for a product: it issues all of them, each with its arrival at `consumed`, and behind the last one an
+arrival at `done`. There the four warps wait, which then store the tile together: each can read its own quarter of the
+lanes of tensor memory only.
+
+Gains: copies are issued on time whatever the tensor cores do, and products without a gap. What is left: nothing is
+multiplied while the output tile is stored, and its buffer takes the room of a stage. Source: "Writing high-performance
+matrix multiplication kernels for Blackwell" in the JAX documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
+from overlap.kernels.ladder.basic import store_tile
+from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
+from overlap.kernels.ladder.warp_specialized import Slots
+from overlap.primitives import converge_warp
+from overlap.primitives.integers import remainder
+
+COPY_WARP, MMA_WARP = 0, 1
+DONE = plgpu.Barrier(orders_tensor_core=True)
+Store = Callable[[Any, Any, Any], None]  # (accumulator, output, buffer)
+
+
+def slot_types(t: Tiling, stages: int, *, ctas: int = 1) -> Any:
+    """Scratch types: what one CTA holds of `stages` pairs of operand tiles, and their barriers."""
+    return Slots(
+        lhs_smem=t.smem(stages, t.tile_m // ctas, t.tile_k),
+        rhs_smem=t.smem(stages, t.tile_k, t.tile_n // ctas),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        consumed=plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
+    )
+
+
+def load_tiles(
+    lhs_gmem: Any,
+    rhs_gmem: Any,
+    tile: tuple[Any, Any],
+    slots: Slots,
+    t: Tiling,
+    *,
+    first: Any = 0,
+    copy: Callable[..., None] = lambda src, dst, full, dimension: plgpu.copy_gmem_to_smem(src, dst, full),
+) -> None:
+    """The copy warp's part of an output tile.
+
+    Args:
+      lhs_gmem: [m, k].
+      rhs_gmem: [k, n].
+      tile: tile row and tile column.
+      slots: where the operand tiles go.
+      t: sizes.
+      first: how many stages this CTA has filled before, for other output tiles.
+      copy: `copy(src, dst, full, dimension)`; `dimension` is that along which a cluster shares the tile (lesson 3).
+    """
+    m_slice, n_slice = pl.ds(tile[0] * t.tile_m, t.tile_m), pl.ds(tile[1] * t.tile_n, t.tile_n)
+
+    @pl.loop(0, t.k_steps)
+    def _step(k: Any) -> None:
+        slot, k_slice = remainder(first + k, slots.stages), pl.ds(k * t.tile_k, t.tile_k)
+        full = slots.full.at[slot]
+
+        @pl.when(first + k >= slots.stages)
+        def _wait_until_free() -> None:
+            plgpu.barrier_wait(slots.consumed.at[slot])
+
+        copy(lhs_gmem.at[m_slice, k_slice], slots.lhs_smem.at[slot], full, 0)
+        copy(rhs_gmem.at[k_slice, n_slice], slots.rhs_smem.at[slot], full, 1)
+
+
+def multiply_tiles(
+    acc_tmem: Any, done: Any, slots: Slots, t: Tiling, *, first: Any = 0, collective_axis: Any = None
+) -> None:
+    """The MMA warp's part of an output tile: all its products; `done` is arrived at when the accumulator holds the sum.
+
+    `collective_axis`: the cluster axis along which two CTAs compute the product together (lesson 3).
+    """
+
+    @pl.loop(0, t.k_steps)
+    def _step(k: Any) -> None:
+        slot = remainder(first + k, slots.stages)
+        plgpu.barrier_wait(slots.full.at[slot])
+        plgpu.tcgen05_mma(
+            acc_tmem, slots.lhs_smem.at[slot], slots.rhs_smem.at[slot], slots.consumed.at[slot],
+            accumulate=k > 0, collective_axis=collective_axis,
+        )  # fmt: skip
+
+    plgpu.tcgen05_commit_arrive(done, collective_axis=collective_axis)
+
+
+def split_warps(copy: Callable[[], None], multiply: Callable[[], None]) -> None:
+    """Runs `copy()` on one warp of this warpgroup and `multiply()` on another one, and waits for both."""
+
+    @plgpu.warp_map
+    def _roles(warp: Any) -> None:
+        pl.when(warp == COPY_WARP)(copy)
+        pl.when(warp == MMA_WARP)(multiply)
+        converge_warp()
+
+
+def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
+    """The kernel: the CTA at (m, n) of the grid computes that tile, and `store` puts its accumulator away."""
+
+    def body(
+        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, acc_tmem: Any, out_smem: Any, done: Any
+    ) -> None:
+        row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
+        split_warps(
+            lambda: load_tiles(lhs_gmem, rhs_gmem, (row, column), slots, t),
+            lambda: multiply_tiles(acc_tmem, done, slots, t),
+        )
+        plgpu.barrier_wait(done)
+        out_slice = (pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n))
+        store(acc_tmem, out_gmem.at[out_slice], out_smem)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        body,
+        out_type=t.out_type,
+        grid=(t.m_tiles, t.n_tiles),
+        grid_names=(M_AXIS, N_AXIS),
+        scratch_types=[slot_types(t, stages), accumulator_type(t), out_smem_type, DONE],
+        compiler_params=COMPILER_PARAMS,
+        kernel_name=name,
+    )
+
+
+def store_accumulator(acc_tmem: Any, out_gmem: Any, out_smem: Any) -> None:
+    """Tensor memory → registers → shared memory → output, all at once; the store may still be in flight."""
+    store_tile(plgpu.async_load_tmem(acc_tmem), out_gmem, out_smem)
+
+
+def matmul(
+    lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 128, tile_k: int = 64, stages: int = 4
+) -> jax.Array:
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
+    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
+    out_smem_type = t.smem(tile_m, tile_n)
+    return tile_per_cta(t, stages, out_smem_type, store_accumulator, "blackwell_ladder_warp_specialized")(lhs, rhs)
