@@ -1,10 +1,8 @@
-"""Scales of blocks (mxfp8): exact by XLA in all operations and in the emulated Blackwell kernel; wrong calls.
+"""Calls with scales of blocks (mxfp8): exact by XLA in all operations, and wherever the frame carries them.
 
-Operands are small integers in 8 bits and scales are powers of two, so that every sum is exact in float32: a scale of a
-wrong block, row or column shows in the result, whatever the order of the sum.
+What the emulated kernel does with them is in tests/test_block_scales_kernel.py.
 """
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -17,167 +15,194 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import emulation
-from overlap.choice import space, tables
-from overlap.choice.problem import Problem
-from overlap.emulation import EmulationError, emulate
-from overlap.kernels import target
-from overlap.kernels.blackwell import limits, scales
+from overlap.emulation import emulate
 from overlap.kernels.target import emulating
-from overlap.tuning import operations
-from tests import assembly, oracle
+from tests import oracle
+from tests.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, F32, Product
 
-E4M3, E5M2, E8M0 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu
-BLOCK = 32
-B200, H200 = target.Target("gpu", "NVIDIA B200", 148), target.Target("gpu", "NVIDIA H200", 132)
-F32 = dict(preferred_element_type=jnp.float32)
-
-
-class Product:
-    """Operands with scales, and their exact product; a batch of `lhs` in front, of `rhs` too if `both`."""
-
-    def __init__(self, seed, m, n, k, *, left="mk", right="nk", batch=(), both=False, dtypes=(E4M3, E5M2)):
-        chance = np.random.default_rng(seed)
-
-        def operand(rows, batch, dtype):
-            values = chance.integers(-3, 4, (*batch, rows, k)).astype(dtype)
-            return values, (2.0 ** chance.integers(-2, 3, (*batch, rows, k // BLOCK))).astype(E8M0)
-
-        (x, of_x), (y, of_y) = operand(m, batch, dtypes[0]), operand(n, batch if both else (), dtypes[1])
-        wide = [v.astype(np.float32) * np.repeat(s.astype(np.float32), BLOCK, -1) for v, s in ((x, of_x), (y, of_y))]
-        self.exact = wide[0] @ wide[1].swapaxes(-1, -2)
-        turned = [v.swapaxes(-1, -2) if swap else v for v, swap in
-                  ((x, left == "km"), (of_x, left == "km"), (y, right == "kn"), (of_y, right == "kn"))]  # fmt: skip
-        self.lhs, self.lhs_scale, self.rhs, self.rhs_scale = map(jnp.asarray, turned)
-        self.transposes = dict(transpose_lhs=left == "km", transpose_rhs=right == "nk")
-
-    @property
-    def scales(self):
-        return dict(lhs_scale=self.lhs_scale, rhs_scale=self.rhs_scale)
-
-    def __call__(self, implementation="xla", **more):
-        keywords = F32 | self.transposes | self.scales | more
-        return overlap.matmul(self.lhs, self.rhs, implementation=implementation, **keywords)
-
-    def check(self, cores=2, settings=None, **more):
-        """By the emulated kernel."""
-        with emulating("blackwell"), emulate(cores=cores, **settings or {}) as run:
-            actual = self("fused", **more)
-            run.check()
-        np.testing.assert_array_equal(np.asarray(actual), self.exact)
-        return run
-
-
-def config(**fields):
-    return overlap.Config(**dict(tile_m=128, tile_n=128, tile_k=128, stages=3, epilogue_tile_n=64) | fields)
-
-
-# --- The kernel, emulated ---------------------------------------------------------------------------------------------
-
-SIZES = [  # cores, shape, config
-    (1, (128, 128, 128), config(stages=2)),
-    (2, (300, 272, 32), config()),
-    (2, (200, 192, 416), config(tile_n=64)),
-    (3, (1, 16, 1056), config(stages=2)),
-    (4, (130, 400, 288), config(order_minor="n", epilogue_slots=2)),
-    (2, (300, 272, 288), config(cluster=2)),
-    (4, (513, 144, 608), config(cluster=2, stages=2)),
-    (3, (260, 144, 544), config(stream_k=3)),
-    (4, (384, 144, 544), config(stream_k=3, cluster=2)),
-    (4, (64, 144, 544), config(split_k=5)),
-]
-
-
-@pytest.mark.parametrize(("cores", "shape", "config"), SIZES)
-def test_results_are_exact(cores, shape, config):
-    Product(0, *shape).check(cores, config=config)
+# --- By XLA --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(["mk", "km"], ["nk", "kn"])))
-def test_all_layouts_on_a_batch(left, right):
-    Product(1, 144, 272, 288, left=left, right=right, batch=(2,), both=left == "km").check(config=config())
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_by_xla(left, right, batch):
+    product = Product(5, 24, 40, 96, left=left, right=right, batch=batch, both=len(batch) == 2)
+    np.testing.assert_array_equal(product(), product.exact)
+    assert product(preferred_element_type=None).dtype == jnp.bfloat16
+    assert overlap.explain(overlap.matmul, product.lhs, product.rhs, **product.transposes, **product.scales)
 
 
-@pytest.mark.parametrize("dtypes", list(itertools.product([E4M3, E5M2], repeat=2)))
-def test_dtypes(dtypes):
-    Product(2, 128, 128, 160, dtypes=dtypes).check(config=config())
+@functools.cache
+def mesh(devices):
+    return oracle.make_mesh(x=devices)
 
 
-def test_with_an_epilogue():
-    product, bias = Product(3, 136, 144, 160), jnp.arange(144.0) - 70
+COLLECTIVES = [  # the operation, its keywords, specs of both operands (k is the second dimension), the result's
+    (overlap.all_gather_lhs_matmul, {}, P("x", None), P("x", None), P(None, "x")),
+    (overlap.all_gather_rhs_matmul, dict(gather_dimension=0), P("x", None), P("x", None), P("x", None)),
+    (overlap.all_gather_rhs_matmul, dict(gather_dimension=1), P("x", None), P(None, "x"), P("x", None)),
+    (overlap.matmul_reduce_scatter, dict(scatter_dimension=0), P(None, "x"), P(None, "x"), P("x", None)),
+    (overlap.matmul_reduce_scatter, dict(scatter_dimension=1), P(None, "x"), P(None, "x"), P(None, "x")),
+    (overlap.matmul_all_reduce, {}, P(None, "x"), P(None, "x"), P()),
+]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(("operation", "keywords", "lhs", "rhs", "out"), COLLECTIVES)
+def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices):
+    product = Product(6, 32, 64, 256)
+    specs = dict(lhs=lhs, rhs=rhs, lhs_scale=lhs, rhs_scale=rhs)
+
+    def call(arrays, **more):
+        arrays = dict(arrays)
+        left, right = arrays.pop("lhs"), arrays.pop("rhs")
+        return operation(left, right, "x", transpose_rhs=True, **arrays, **F32, **keywords, **more)
+
+    def mapped(**more):
+        one = functools.partial(call, **more)
+        return jax.jit(jax.shard_map(one, mesh=mesh(devices), in_specs=(specs,), out_specs=out, check_vma=False))
+
+    arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales)
+    np.testing.assert_array_equal(mapped()(arrays), product.exact)
+    # What travels are 8 bits and their scales, not what they stand for.
+    text = mapped().lower(arrays).as_text()
+    gathers = re.findall(r'"stablehlo.all_gather"[^\n]*: \(tensor<[^>]*x(\w+)>', text)
+    assert set(gathers) <= {"ui8", "f8E4M3FN", "f8E5M2"} and len(gathers) in (0, 2)
+    with pytest.raises(NotImplementedError, match=f"`{operation.__name__}` takes no `lhs_scale` and .* of blocks yet"):
+        mapped(implementation="fused")(arrays)
+
+
+def test_several_right_operands_and_the_gathered_one():
+    products = [Product(7, 32, n, 64) for n in (32, 48)]
+    first = products[0]  # (The same left operand: it is drawn first.)
+
+    def call(lhs, rhs, lhs_scale, rhs_scale):
+        return overlap.all_gather_lhs_matmul(
+            lhs, rhs, "x", lhs_scale=lhs_scale, rhs_scale=rhs_scale, transpose_rhs=True, return_gathered=True, **F32
+        )
+
+    mapped = jax.shard_map(call, mesh=mesh(2), in_specs=P("x", None), out_specs=(P(None, "x"), P()), check_vma=False)
+    rhs, rhs_scale = [x.rhs for x in products], [x.rhs_scale for x in products]
+    outs, gathered = jax.jit(mapped)(first.lhs, rhs, first.lhs_scale, rhs_scale)
+    for out, product in zip(outs, products, strict=True):
+        np.testing.assert_array_equal(out, product.exact)
+    assert gathered.dtype == E4M3 and (gathered == first.lhs).all()
+
+
+def by_either(function):
+    """`function(implementation)` by XLA and by the emulated kernel: the same."""
+    expected = function("xla")
     with emulating("blackwell"), emulate(cores=2):
-        out = product("fused", bias=bias, addend=jnp.ones((136, 144)), activation=jax.nn.relu, config=config())
-    np.testing.assert_array_equal(out, np.maximum(product.exact + np.asarray(bias) + 1, 0))
+        jax.tree.map(np.testing.assert_array_equal, function("fused"), expected)
+    return expected
 
 
-def drawn(seed):
-    """A shape and a configuration."""
-    chance = np.random.default_rng(seed)
-    m, n, k = int(chance.integers(1, 420)), 16 * int(chance.integers(1, 20)), 32 * int(chance.integers(1, 24))
-    cluster = int(chance.integers(1, 3))
-    sizes = dict(tile_n=128 if cluster == 2 else int(chance.choice([64, 128])), stages=int(chance.integers(2, 5)))
-    return (m, n, k), config(cluster=cluster, stream_k=int(chance.integers(1, 3)), **sizes)
+@pytest.mark.parametrize(
+    "mapped", ["lhs lhs_scale", "lhs", "lhs_scale", "rhs rhs_scale", "lhs lhs_scale rhs_scale bias"]
+)
+def test_vmap(mapped):
+    elements = [Product(seed, 40, 64, 96) for seed in (8, 9)]
+    arrays = {name: getattr(elements[0], name) for name in ("lhs", "rhs", "lhs_scale", "rhs_scale")}
+    arrays |= {"bias": jnp.arange(64.0)}
+    for name in mapped.split():
+        arrays[name] = jnp.stack([getattr(x, name, i * jnp.arange(64.0)) for i, x in enumerate(elements)])
+    axes = {name: 0 if name in mapped.split() else None for name in arrays}
+
+    def of_one(arrays, implementation):
+        keywords = dict(implementation=implementation, transpose_rhs=True, **F32)
+        return overlap.matmul(**arrays, **keywords)
+
+    out = by_either(lambda how: jax.vmap(functools.partial(of_one, implementation=how), in_axes=(axes,))(arrays))
+    ones = [{name: x if axes[name] is None else x[i] for name, x in arrays.items()} for i in range(2)]
+    np.testing.assert_array_equal(out, jnp.stack([of_one(one, "xla") for one in ones]))
 
 
-@pytest.mark.parametrize("completion", ["eager", "late", "random"])
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
-def test_drawn_shapes_and_schedules(seed, completion):
-    shape, drawn_config = drawn(seed)
-    settings = dict(completion=completion, seed=seed)
-    Product(seed, *shape).check(2 * (1 + seed % 2), settings, config=drawn_config)
+def test_gradients():
+    product = Product(10, 24, 48, 96)
+    weights = jnp.asarray(np.random.default_rng(11).integers(-1, 2, (24, 48)), jnp.float32).at[:, 4:].set(0)
+
+    def loss(lhs, rhs, lhs_scale, how):
+        out = overlap.matmul(
+            lhs, rhs, lhs_scale=lhs_scale, rhs_scale=product.rhs_scale, implementation=how, **product.transposes, **F32
+        )
+        return (out * weights).sum()
+
+    operands = product.lhs, product.rhs, product.lhs_scale
+    d_lhs, d_rhs = by_either(lambda how: jax.grad(loss, (0, 1))(*operands, how))
+    assert (d_lhs.dtype, d_rhs.dtype) == (E4M3, E5M2)
+    wide = lambda x, scale: x.astype(np.float32) * np.repeat(np.asarray(scale, np.float32), BLOCK, -1)  # noqa: E731
+    right, of_left = wide(np.asarray(product.rhs), product.rhs_scale), wide(np.ones((24, 96)), product.lhs_scale)
+    exact = (np.asarray(weights) @ right * of_left).astype(E4M3)
+    np.testing.assert_array_equal(np.asarray(d_lhs, np.float32), exact.astype(np.float32))
+    by_either(lambda how: jax.jvp(lambda x: loss(x, *operands[1:], how), operands[:1], operands[:1]))
+    for how in ("xla", "fused"):
+        with emulating("blackwell"), emulate(), pytest.raises(TypeError, match="have no derivative: apply"):
+            jax.grad(loss, 2)(*operands, how)
 
 
-# --- Defects, each seeded by a patch ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("lhs", "rhs", "out"), [(P("x"), P(), P("x", None)), (P(), P("y"), P(None, "y"))])
+def test_sharded_operands(lhs, rhs, out):
+    explicit = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    product = Product(12, 48, 96, 64)
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(explicit, spec))  # noqa: E731
+    product.lhs, product.lhs_scale = put(product.lhs, lhs), put(product.lhs_scale, lhs)
+    product.rhs, product.rhs_scale = put(product.rhs, rhs), put(product.rhs_scale, rhs)
+
+    def run(how):
+        with jax.set_mesh(explicit):
+            result = product(how)
+        assert result.sharding.spec == out or how == "xla"
+        return result
+
+    np.testing.assert_array_equal(by_either(run), product.exact)
 
 
-def of_another_step(patch):
-    load = scales.load
-    patch.setattr(scales, "load", lambda loop, buffers, tile, step, slot: load(loop, buffers, tile, step + 1, slot))
+# --- Wrong calls --------------------------------------------------------------------------------------
 
 
-def of_another_row_of_tiles(patch):
-    load = scales.load
-    beside = lambda tile: dataclasses.replace(tile, m=tile.m + 1)  # noqa: E731
-    patch.setattr(scales, "load", lambda loop, buffers, tile, *rest: load(loop, buffers, beside(tile), *rest))
+def wrong(**changes):
+    """A call of 24 x 40 x 96 with other arguments."""
+    product = Product(13, 24, 40, changes.pop("k", 96) // 32 * 32)
+    arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales) | changes
+    return lambda: overlap.matmul(**arrays, transpose_rhs=True)
 
 
-def into_a_stage_that_is_still_read(patch):
-    """The scales go to the next stage, whose product may be under way."""
-    load = scales.load
-
-    def early(loop, buffers, tile, step, slot):
-        load(loop, buffers, tile, step, jax.lax.rem(slot + 1, loop.config.stages))
-
-    patch.setattr(scales, "load", early)
+def ones(*shape, dtype=E8M0):
+    return jnp.ones(shape, dtype)
 
 
-def not_awaited(patch):
-    """The barrier of a stage counts the copies of the operand tiles only."""
-    patch.setattr(scales, "COPIES", 0)
+WRONG = [
+    (wrong(lhs_scale=ones(24, 2)), r"`lhs_scale` of .* must have shape \(24, 3\), .* got \(24, 2\): reshape it"),
+    (wrong(rhs_scale=ones(3, 40)), r"`rhs_scale` of .* must have shape \(40, 3\), .* got \(3, 40\)"),
+    (wrong(lhs_scale=ones()), r"must have shape \(24, 3\), .* got \(\): .* cast it to float32 if it scales rows"),
+    (
+        wrong(lhs_scale=ones(24, 3, dtype=jnp.float32)),
+        r"`lhs_scale` of shape \(24, 3\) .* must have dtype float8_e8m0fnu",
+    ),
+    (wrong(rhs_scale=ones(40, 3, dtype=jnp.float32)), r"`rhs_scale` of shape \(40, 3\) .* got float32: cast it"),
+    (wrong(rhs_scale=None), r"must both be of blocks or neither, got nothing as `rhs_scale`: .* shape \(40, 3\), ones"),
+    (wrong(lhs_scale=2.0), r"must both be of blocks or neither, got 2.0 as `lhs_scale`"),
+    (
+        wrong(lhs_scale=ones(24, 1, dtype=jnp.float32)),
+        r"got ArrayImpl of shape \(24, 1\) and dtype float32 as `lhs_scale`",
+    ),
+    (
+        wrong(lhs=ones(24, 100, dtype=E4M3), rhs=ones(40, 100, dtype=E4M3)),
+        r"k must be a multiple of 32, got k=100 in `lhs` \(24, 100\): pad both operands with zeros to k=128",
+    ),
+    (
+        wrong(lhs=ones(24, 96, dtype=jnp.bfloat16), rhs=ones(40, 96, dtype=jnp.bfloat16)),
+        "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype bfloat16: cast one of them",
+    ),
+    (wrong(rhs_scale=[ones(40, 3)]), "`rhs_scale`"),
+    (
+        wrong(lhs=ones(24, 96, dtype=jnp.float4_e2m1fn), rhs=ones(40, 96, dtype=jnp.float4_e2m1fn)),
+        "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype float4_e2m1fn: cast one of them",
+    ),
+]
 
 
-def swapped(patch):
-    to_tensor_memory = scales.to_tensor_memory
-
-    def other(*args):
-        given = to_tensor_memory(*args)
-        return dict(a_scale=given["b_scale"], b_scale=given["a_scale"])
-
-    patch.setattr(scales, "to_tensor_memory", other)
-
-
-DEFECTS = {of_another_step: 1, of_another_row_of_tiles: 1, into_a_stage_that_is_still_read: 1, not_awaited: 1, swapped: 1}
-
-
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
-def test_a_defect_is_reported(defect, cluster, monkeypatch):
-    jax.clear_caches()
-    defect(monkeypatch)
-    try:
-        with pytest.raises((EmulationError, AssertionError, ValueError)) as reported:
-            Product(4, 384, 128, 640).check(2, config=config(cluster=cluster, stages=2, tile_n=128))
-    finally:
-        jax.clear_caches()
-    if defect in (into_a_stage_that_is_still_read, not_awaited):
-        assert isinstance(reported.value, EmulationError), reported.value
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_wrong_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -131,13 +131,14 @@ def normalize(
 
 
 def gathered(operands: Operands, gather: Callable[[Operands], Operands]) -> Operands:
-    """`gather(operands)`, and their scales of blocks gathered as they are."""
+    """`gather(operands)`, and their scales of blocks gathered alike; these have no derivative: TypeError."""
     whole = gather(operands)
     if not operands.is_block_scaled:
         return whole
     # As integers, which every collective takes.
     left, right = operands.lhs_block_scale, operands.rhs_block_scales
-    bits = gather(jax.tree.map(lambda x: lax.bitcast_convert_type(x, jnp.uint8), Operands(left, right or ())))
+    as_bits = lambda x: lax.bitcast_convert_type(_without_derivative(x), jnp.uint8)  # noqa: E731
+    bits = gather(jax.tree.map(as_bits, Operands(left, right or ())))
     left, *right = (lax.bitcast_convert_type(x, SCALE_DTYPE) for x in (bits.lhs, *bits.rhs_list))
     return dataclasses.replace(whole, lhs_block_scale=left, rhs_block_scales=tuple(right))
 
@@ -154,15 +155,15 @@ def dequantized(operands: Operands, layouts: OperandLayouts) -> Operands:
 
 
 def _scaled(x: jax.Array, scale: jax.Array, k_axis: int) -> jax.Array:
-    factor = jnp.repeat(without_derivative(scale).astype(_DEQUANTIZED), BLOCK, axis=scale.ndim + k_axis)
+    factor = jnp.repeat(scale.astype(_DEQUANTIZED), BLOCK, axis=scale.ndim + k_axis)
     rank = max(x.ndim, factor.ndim)
     x, factor = (lax.expand_dims(y, range(rank - y.ndim)) for y in (x.astype(_DEQUANTIZED), factor))
     return x * factor
 
 
 @jax.custom_jvp
-def without_derivative(scale: jax.Array) -> jax.Array:
-    """The scale of blocks itself; a TypeError where it is to be differentiated."""
+def _without_derivative(scale: jax.Array) -> jax.Array:
+    """A scale of blocks itself; a TypeError where it is to be differentiated, which integers would not raise."""
     return scale
 
 
@@ -176,4 +177,4 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     return scale, tangent
 
 
-without_derivative.defjvp(_refuse, symbolic_zeros=True)
+_without_derivative.defjvp(_refuse, symbolic_zeros=True)

@@ -205,7 +205,10 @@ def matmul(
         What the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) is left to XLA.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
-      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
+      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column. Or both are
+        scales of *blocks* (mxfp8): float8_e8m0fnu, of the operands' shapes with k / 32 in place of k, for float8
+        operands and k a multiple of 32. Each 32 elements along k are multiplied by one before the product, by the
+        tensor cores of Blackwell, or by XLA in bfloat16. They have no derivative.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
       transpose_lhs: `lhs` lies transposed in memory. It is read as it is.

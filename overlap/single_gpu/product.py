@@ -60,9 +60,9 @@ def _matrices(operands: Operands, out_dtype: Any, plan: Plan) -> Operands:
     matrices = dataclasses.replace(
         operands.matrices, addends=None if addends is None else tuple(x.astype(out_dtype) for x in addends)
     )
-    if not operands.is_block_scaled:
+    if operands.rhs_block_scales is None:
         return matrices
-    left, (right,) = operands.lhs_block_scale, operands.rhs_block_scales or ()
+    left, (right,) = operands.lhs_block_scale, operands.rhs_block_scales
     left = left.swapaxes(-1, -2) if layouts.transpose_lhs else left
     right = right if layouts.transpose_rhs else right.swapaxes(-1, -2)
     return dataclasses.replace(

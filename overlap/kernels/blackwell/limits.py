@@ -39,9 +39,7 @@ def tensor_memory_columns(config: Config, *, block_scaled: bool = False) -> int:
     return ACCUMULATORS * config.tile_n + scales
 
 
-def smem_bytes(
-    config: Config, dtype: Any, out_dtype: Any, transport: str = "", *, block_scaled: bool = False
-) -> int:
+def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "", *, block_scaled: bool = False) -> int:
     """Shared memory of one CTA in bytes, barriers included; with the buffers of a transport."""
     row_bytes = config.tile_k * jnp.dtype(dtype).itemsize
     operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * row_bytes
