@@ -9,8 +9,7 @@ from overlap import primitives
 from overlap.collectives import one_shot
 from overlap.collectives.one_shot import _Body
 from overlap.kernels.hooks import Boxes, Tile
-from overlap.kernels.hopper import mainloop as hopper
-from overlap.kernels.tma import exchange, store
+from overlap.kernels.tma import exchange, finish, store
 from overlap.primitives import Handshake, handshake
 from overlap.primitives.integers import remainder
 from tests.spread_defects import NOTHING, change_fields, leave_out_a_peer, with_words, within
@@ -64,7 +63,7 @@ def send_to_another_tiles_place(patch):
 
 def send_both_halves_to_one_place(patch):
     send = exchange.send_boxes
-    patch.setattr(exchange, "send_boxes", lambda *args: send(*args[:6], 0 * args[6], *args[7:]))
+    patch.setattr(exchange, "send_boxes", lambda *args: send(*args[:5], 0 * args[5], *args[6:]))
 
 
 def overwrite_what_is_being_sent(patch):
@@ -159,7 +158,7 @@ def add_the_own_part_unrounded(patch):
         return dataclasses.replace(made, **{name: x for name, x in fields.items() if name != "only_terms"})
 
     change_body(patch, "tile_at", with_device)
-    with_words(patch, hopper, "dataclasses", replace=replace)
+    with_words(patch, finish, "dataclasses", replace=replace)
     change_fields(
         patch, one_shot, "Exchange", terms=lambda terms: terms - 1,
         term_at=lambda term_at: lambda tile, n: term_at(tile, n + jnp.where(n < tile.me, 0, 1)),

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap import primitives
 from overlap.collectives import pull, scattered
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
-from overlap.kernels.tma import drawn, exchange
+from overlap.kernels.tma import drawn, exchange, staging
 from overlap.primitives import Ring, atomics, board, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
@@ -77,8 +77,8 @@ def announce_another_tile(patch):
 def store_both_halves_in_one_place(patch):
     store = exchange.store_boxes
     patch.setattr(
-        exchange, "store_boxes", lambda boxes, views, buffers, config, warpgroup, first: store(
-            boxes, views, buffers, config, 0 * warpgroup, first)
+        exchange, "store_boxes", lambda boxes, views, buffers, warpgroup, first: store(
+            boxes, views, buffers, 0 * warpgroup, first)
     )  # fmt: skip
 
 
@@ -231,14 +231,23 @@ def load_terms_into_slots_in_use(patch):
     within(patch, exchange, "load_terms", barrier_wait=NOTHING)
 
 
+def count_more_copies(patch, more):
+    """What is told of the copies of a step, beside the barrier that counts them."""
+    types = staging.buffer_types
+
+    def counted(*args):
+        fields = types(*args)
+        return fields | {"copies": fields["copies"] + more}
+
+    patch.setattr(staging, "buffer_types", counted)
+
+
 def count_an_arrival_too_few(patch):
-    copies = exchange.copies_per_step
-    patch.setattr(exchange, "copies_per_step", lambda *args: copies(*args) - 1)
+    count_more_copies(patch, -1)
 
 
 def count_an_arrival_too_many(patch):
-    copies = exchange.copies_per_step
-    patch.setattr(exchange, "copies_per_step", lambda *args: copies(*args) + 1)
+    count_more_copies(patch, 1)
 
 
 def read_terms_without_waiting(patch):

@@ -52,6 +52,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "matmul_reduce_scatter": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
     "explain": lambda: {"mesh": mesh()},
     "autotune": lambda: {"layer": fused, "x": matrix(64, 64), "w": matrix(64, 64)},
+    "core_count_of_devices": dict,
     "emulate": lambda: {"f": fused, "x": matrix(64, 64)},
     "run_sequence": lambda: {
         "emulation": emulation,

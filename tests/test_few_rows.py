@@ -7,8 +7,8 @@ import pytest
 
 import overlap
 from overlap.emulation import emulate
+from overlap.kernels.hopper import mainloop
 from overlap.kernels.hopper.limits import rows_loaded
-from overlap.kernels.tma import staging
 from tests import oracle, several_sides_cases
 from tests.product_cases import check_exactly, integers
 from tests.several_sides_cases import Form
@@ -92,6 +92,6 @@ def test_no_rows_are_loaded_and_none_multiplied_that_are_not_there(m, loaded, bu
 
 def test_negative_control_with_a_row_too_few_the_result_is_wrong(monkeypatch):
     """What is in the rest of a slot is no number here, so that it shows wherever it gets to."""
-    monkeypatch.setattr(staging, "rows_loaded", lambda *args: rows_loaded(*args) - 8)
+    monkeypatch.setattr(mainloop, "rows_loaded", lambda *args: rows_loaded(*args) - 8)
     with pytest.raises(AssertionError):
         check_exactly((20, 264, 136), NARROW, cores=2)

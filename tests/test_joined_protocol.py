@@ -13,7 +13,7 @@ from overlap import primitives
 from overlap.collectives import joined, pull
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
-from overlap.kernels.hopper import mainloop as hopper
+from overlap.kernels.tma import produce
 from overlap.primitives.integers import remainder
 from tests import several_sides_cases
 from tests.handshake_cases import change_own_chunks
@@ -141,7 +141,7 @@ def lay_the_shards_in_the_order_of_steps(patch):
 
 def _in_the_mainloop(patch, name, function):
     """Replaces a function of `jax.numpy` there alone."""
-    patch.setattr(hopper, "jnp", types.SimpleNamespace(**{**vars(jnp), name: function}))
+    patch.setattr(produce, "jnp", types.SimpleNamespace(**{**vars(jnp), name: function}))
 
 
 def fill_a_slot_too_many(patch):

@@ -19,12 +19,12 @@ from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.frame.operands import Operands, Plan
 from overlap.kernels import partial_sums, product_kernel
-from overlap.kernels.grid import RANK_AXIS, THREAD_AXIS
+from overlap.kernels.grid import GRID_AXIS, RANK_AXIS
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
-from overlap.kernels.tma import staging
+from overlap.kernels.tma import finish, produce, staging
 from overlap.primitives import handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
@@ -121,17 +121,16 @@ def do_not_wait_for_the_parts(patch):
 
 
 def raise_the_flag_with_the_first_sums(patch):
-    make = product_kernel.PartialSums
+    together = finish.finish_together
 
-    def early(sums, flags):
-        class Early(Moved):
-            def __setitem__(self, index, value):
-                primitives.signal(flags.at[index[0], 0, lax.axis_index(THREAD_AXIS)])
-                self.ref[index] = value
+    def early(partial, shape, part, hand_over, *rest):
+        def signal_and_hand_over(sums):
+            primitives.signal(partial.flags.at[lax.axis_index(GRID_AXIS), part.rank, part.warpgroup])
+            hand_over(sums)
 
-        return make(Early(sums, lambda *index: index), flags)
+        together(partial, shape, part, signal_and_hand_over, *rest)
 
-    patch.setattr(product_kernel, "PartialSums", early)
+    patch.setattr(finish, "finish_together", early)
     patch.setattr(partial_sums, "signal", NOTHING)
 
 
@@ -188,7 +187,7 @@ def one_slot_for_both_ranks(patch):
 
 
 def do_not_drain_the_slots(patch):
-    patch.setattr(hopper, "wait_stores_read", lambda *n: None if n == (0,) else primitives.wait_stores_read(*n))
+    patch.setattr(finish, "wait_stores_read", lambda *n: None if n == (0,) else primitives.wait_stores_read(*n))
 
 
 def count_the_slots_anew_for_each_piece(patch):
@@ -203,17 +202,17 @@ def count_the_slots_anew_for_each_piece(patch):
 
 def refill_when_the_own_cta_has_consumed(patch):
     patch.setattr(
-        staging, "_consumed", lambda _, arrivals, stages: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+        hopper, "_consumed", lambda config, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
     )
 
 
 def refill_after_half_of_the_arrivals(patch):
-    consumed = staging._consumed
-    patch.setattr(staging, "_consumed", lambda cluster, arrivals, stages: consumed(cluster, arrivals // 2, stages))
+    consumed = hopper._consumed
+    patch.setattr(hopper, "_consumed", lambda config, arrivals: consumed(config, arrivals // 2))
 
 
 def leave_without_the_peer(patch):
-    patch.setattr(hopper, "_wait_until_consumed", NOTHING)
+    patch.setattr(produce, "wait_until_consumed", NOTHING)
 
 
 def leave_before_the_last_slot_is_consumed(patch):
@@ -222,7 +221,7 @@ def leave_before_the_last_slot_is_consumed(patch):
         def _slot(fill):
             plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
 
-    patch.setattr(hopper, "_wait_until_consumed", wait)
+    patch.setattr(produce, "wait_until_consumed", wait)
 
 
 def count_no_cut_tiles_at_the_end(patch):

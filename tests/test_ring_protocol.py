@@ -14,8 +14,8 @@ from overlap.collectives import ring
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
+from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.stream_k import StreamK
-from overlap.kernels.tma import staging
 from overlap.primitives import Ring, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import quotient, remainder
@@ -243,7 +243,7 @@ def forget_the_arrival_of_the_forwarder(patch):
 
 def refill_when_the_own_cta_has_consumed(patch):
     patch.setattr(
-        staging, "_consumed", lambda _, arrivals, stages: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+        hopper, "_consumed", lambda config, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
     )
 
 

@@ -55,7 +55,8 @@ def check_walk(work):
             before += piece.k_steps
             carriers[piece.tile].append((piece.k_first, piece.k_steps, cta, piece.part, piece.parts))
             if ordinal < whole or not work.cuts:
-                assert piece == Piece(cta + ordinal * work.num_ctas, 0, work.k_steps, ordinal * work.k_steps, 1, 0)
+                steps = work.k_steps
+                assert piece == Piece(cta + ordinal * work.num_ctas, 0, steps, ordinal * steps, 1, 0, ordinal)
         assert work.total_steps(cta) == before
         if not work.cuts:
             continue

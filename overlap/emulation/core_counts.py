@@ -20,8 +20,10 @@ def core_count_of_devices() -> Iterator[None]:
         RuntimeError: the default device has the attribute: it is no CPU device.
 
     Example:
-        >>> with emulate(cores=4), core_count_of_devices():
-        ...     jax.local_devices()[0].core_count
+        >>> from overlap import emulation
+        >>> with emulation.emulate(cores=4), emulation.core_count_of_devices():
+        ...     cores = jax.local_devices()[0].core_count
+        >>> cores
         4
     """
     kind = type(jax.local_devices()[0])

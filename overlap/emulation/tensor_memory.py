@@ -42,6 +42,8 @@ def occupy(cta: Any, count: int) -> None:
 def _record(thread: Any, view: View, what: str, *, write: bool) -> tuple[int, int]:
     """Checks an access that `thread` issues now and waits for later; returns its component and time."""
     machine = thread.machine
+    if thread.warp is not None:
+        raise ProtocolError(f"a {what} by one warp: only whole warpgroups access tensor memory, outside of warp_map")
     component, time = thread.pool.take(thread.knowledge.seen)
     if machine.detector is not None:
         access = Access(thread, view, what, thread.instruction, component, time, write=write)

@@ -288,3 +288,39 @@ def pack_scales_of_half_rows(scales, columns):
     split = scales.reshape(2, parts, 32, blocks // 4, 4).transpose(3, 0, 2, 1, 4)
     packed = split.reshape(1, blocks // 4, 64, parts * 4)
     return jnp.concatenate([packed, jnp.zeros((*packed.shape[:3], 16 - parts * 4), scales.dtype)], axis=-1)
+
+
+def pair_with_operand_in_tensor_memory(x, y, *, defects=NO_DEFECTS):
+    """x[256, k] @ y[k, n] by one pair, each CTA with its half of x in tensor memory."""
+    (m, k), n = x.shape, y.shape[1]
+
+    def body(x_gmem, y_gmem, out_gmem, x_smem, y_smem, x_tmem, acc_tmem, loaded, met, done):
+        rank = lax.axis_index("pair")
+        rows = pl.ds(rank * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, loaded)
+        plgpu.copy_gmem_to_smem(y_gmem.at[:, pl.ds(rank * (n // 2), n // 2)], y_smem, loaded)
+        plgpu.barrier_wait(loaded)
+        plgpu.async_store_tmem(x_tmem, x_smem[...])
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+        plgpu.tcgen05_mma(acc_tmem, x_tmem, y_smem, done, accumulate=False, collective_axis="pair")
+        plgpu.barrier_wait(done)
+        out_gmem[rows] = plgpu.async_load_tmem(acc_tmem)
+
+    orders = "plain barrier" not in defects
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
+        scratch_types=[
+            tiled((ROWS, k), x.dtype),
+            tiled((k, n // 2), y.dtype),
+            plgpu.TMEM((ROWS, k), x.dtype, packed=True, collective=True),
+            plgpu.TMEM((ROWS, n), jnp.float32, collective=True),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.ClusterBarrier(collective_axes=("pair",), orders_tensor_core=orders),
+            plgpu.Barrier(orders_tensor_core=True),
+        ],
+        cluster=(2,),
+        cluster_names=("pair",),
+    )(x, y)

@@ -95,6 +95,19 @@ def test_stores_and_loads_are_waited_for(defect, words):
         assert words in str(caught.value)
 
 
+def test_a_pair_with_an_operand_in_tensor_memory():
+    x, y = normal(256, 64, dtype=np.float16), normal(64, 128, dtype=np.float16, seed=1)
+    run = tensor_kernels.pair_with_operand_in_tensor_memory
+    for completion in COMPLETIONS:
+        with emulate(completion=completion):
+            out = np.asarray(jax.jit(run)(x, y))
+        np.testing.assert_allclose(out, x.astype(np.float32) @ y.astype(np.float32), rtol=1e-4, atol=1e-4)
+    plain = jax.jit(functools.partial(run, defects=frozenset({"plain barrier"})))
+    with pytest.raises(RaceError, match="tensor memory store of x_tmem") as caught, emulate():
+        plain(x, y).block_until_ready()
+    assert caught.value.kind == TENSOR
+
+
 def test_jax_refuses_a_commit_on_a_barrier_that_does_not_order_the_tensor_core():
     def body(out, barrier):
         plgpu.tcgen05_commit_arrive(barrier)

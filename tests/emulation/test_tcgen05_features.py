@@ -126,6 +126,17 @@ def test_what_nobody_has_stored():
         )
 
 
+def test_a_warp_cannot_load():
+    def body(o, tmem):
+        @plgpu.warp_map
+        def _warp(warp):
+            o[...] = plgpu.async_load_tmem(tmem)
+
+    with pytest.raises(ProtocolError, match="only whole warpgroups access tensor memory"):
+        scratch = [plgpu.TMEM((128, 64), jnp.float32)]
+        run_kernel(body, out_type=out_type((128, 64)), scratch_types=scratch)
+
+
 def test_reductions_and_leading_dimensions():
     x = normal(2, 128, 64)
 

@@ -64,18 +64,13 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     if config.tile_m != TILE_M:
         raise ValueError(f"`tile_m` must be {TILE_M} on {target.kind}, the rows of tensor memory, got {config.tile_m}")
     limits.check_tile_k(sizes, config)
-    unit = TILE_N_UNIT * config.cluster
+    # A right operand whose rows run along n is loaded in boxes of 128 bytes of these.
+    width = TILE_N_UNIT if sizes.layouts.transpose_rhs else SWIZZLE_BYTES // jnp.dtype(sizes.dtype).itemsize
+    unit = width * config.cluster
     if config.tile_n % unit or config.tile_n > TMA_BOX_LIMIT:
         raise ValueError(
-            f"`tile_n` must be a multiple of {unit} (for cluster={config.cluster}) and at most {TMA_BOX_LIMIT}, got "
-            f"{config.tile_n}"
-        )
-    width, columns = SWIZZLE_BYTES // jnp.dtype(sizes.dtype).itemsize, rhs_columns(config)
-    if not sizes.layouts.transpose_rhs and columns % width:
-        raise ValueError(
-            f"`tile_n` must be a multiple of {width * config.cluster} for an `rhs` that lies as [k, n] (each CTA loads "
-            f"whole boxes of {width} columns), got {config.tile_n}: name another one, or give `rhs` as [n, k] "
-            "(transpose_rhs=True)"
+            f"`tile_n` must be a multiple of {unit} (for cluster={config.cluster} and {jnp.dtype(sizes.dtype).name} "
+            f"operands, transpose_rhs={sizes.layouts.transpose_rhs}) and at most {TMA_BOX_LIMIT}, got {config.tile_n}"
         )
     if config.cluster > 1 and config.cluster_along != "m":
         raise ValueError(

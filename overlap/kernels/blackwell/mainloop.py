@@ -87,46 +87,62 @@ class Buffers(staging.Buffers):
         return tuple(self.term_boxes)
 
     def accumulator(self, piece: Piece, columns: Any) -> Any:
-        """Columns of the accumulator of a piece; the two take turns."""
-        first = remainder(piece.ordinal, ACCUMULATORS) * self.wg_tile.columns
+        """Columns of the accumulator of a piece."""
+        first = _turn(piece.ordinal) * self.wg_tile.columns
         return self.accumulators.at[:, pl.ds(first + columns.start, columns.size)]
+
+
+def _turn(ordinal: Any) -> Any:
+    """Which accumulator a piece has: the two take turns."""
+    return remainder(ordinal, ACCUMULATORS)
+
+
+def _await_drained(buffers: Buffers, ordinal: Any) -> None:
+    """Waits until the epilogue has read what a piece's accumulator had before; the first two have theirs at once."""
+    pl.when(ordinal >= ACCUMULATORS)(lambda: plgpu.barrier_wait(buffers.drained.at[_turn(ordinal)]))
+
+
+def _tell_drained(buffers: Buffers, ordinal: Any) -> None:
+    """Says that all of a piece's accumulator has been read, so that the next product may overwrite it."""
+    plgpu.wait_load_tmem()
+    plgpu.barrier_arrive(buffers.drained.at[_turn(ordinal)])
 
 
 def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The multiplier's part of one piece."""
     del tile
-    config, layouts = loop.config, loop.layouts
-    turn = remainder(piece.ordinal, ACCUMULATORS)
+    config = loop.config
     pair = RANK_AXIS if config.cluster > 1 else None
-    lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
-
-    @pl.when(piece.ordinal >= ACCUMULATORS)
-    def _wait_until_drained() -> None:
-        plgpu.barrier_wait(buffers.drained.at[turn])
+    _await_drained(buffers, piece.ordinal)
 
     def issue() -> None:
         @pl.loop(0, piece.k_steps)
         def _step(k: Any) -> None:
-            slot = remainder(piece.before + k, config.stages)
-            plgpu.barrier_wait(buffers.full.at[slot])
-            lhs, rhs = lhs_mma.at[slot], rhs_mma.at[slot]
-            of_blocks = scales.to_tensor_memory(buffers.scales, slot, pair)
-            plgpu.tcgen05_mma(
-                buffers.accumulator(piece, pl.ds(0, config.tile_n)),
-                lhs.transpose((1, 0)) if layouts.transpose_lhs else lhs,
-                rhs.transpose((1, 0)) if layouts.transpose_rhs else rhs,
-                buffers.consumed.at[slot],
-                accumulate=k > 0,
-                collective_axis=pair,
-                **of_blocks,
-            )
+            _issue_step(loop, buffers, piece, k, pair)
 
-        plgpu.tcgen05_commit_arrive(buffers.accumulated.at[turn], collective_axis=pair)
+        plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)
 
     if pair is None:
         issue()
     else:
         pl.when(rank(config) == 0)(issue)
+
+
+def _issue_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -> None:
+    """Has the tensor cores multiply the operand tiles of a k step once they are here, and give their stage back."""
+    config, layouts = loop.config, loop.layouts
+    slot = remainder(piece.before + k, config.stages)
+    plgpu.barrier_wait(buffers.full.at[slot])
+    lhs_mma, rhs_mma = buffers.lhs[1].at[slot], buffers.rhs[1].at[slot]
+    plgpu.tcgen05_mma(
+        buffers.accumulator(piece, pl.ds(0, config.tile_n)),
+        lhs_mma.transpose((1, 0)) if layouts.transpose_lhs else lhs_mma,
+        rhs_mma.transpose((1, 0)) if layouts.transpose_rhs else rhs_mma,
+        buffers.consumed.at[slot],
+        accumulate=k > 0,
+        collective_axis=pair,
+        **scales.to_tensor_memory(buffers.scales, slot, pair),
+    )
 
 
 def _wait_until_drained(pieces: Any, buffers: Buffers) -> None:
@@ -136,9 +152,8 @@ def _wait_until_drained(pieces: Any, buffers: Buffers) -> None:
     """
 
     @pl.loop(pieces, pieces + ACCUMULATORS)
-    def _turn(ordinal: Any) -> None:
-        turn = remainder(ordinal, ACCUMULATORS)
-        pl.when(ordinal >= ACCUMULATORS)(lambda: plgpu.barrier_wait(buffers.drained.at[turn]))
+    def _ordinal(ordinal: Any) -> None:
+        _await_drained(buffers, ordinal)
 
 
 def _load_as_values(block_gmem: Any) -> jax.Array:
@@ -163,6 +178,11 @@ class _Terms:
         slot = remainder(step, TERM_BUFFERS)
         exchange.load_term(self.loop, self.buffers, self.tile, step, slot, self.buffers.term_loaded.at[slot])
 
+    def _await_all_threads(self, slot: Any) -> None:
+        """Waits until all threads have read a box, so that the next one may take its place."""
+        plgpu.barrier_arrive(self.buffers.term_added.at[slot])
+        plgpu.barrier_wait(self.buffers.term_added.at[slot])
+
     def __call__(self, index: int) -> list[jax.Array]:
         """What is added to box `index`."""
 
@@ -171,9 +191,7 @@ class _Terms:
             slot = remainder(step, TERM_BUFFERS)
             plgpu.barrier_wait(self.buffers.term_loaded.at[slot])
             values = exchange.term_values(self.buffers, slot, 0)
-            # All threads have read it before the next box takes its place.
-            plgpu.barrier_arrive(self.buffers.term_added.at[slot])
-            plgpu.barrier_wait(self.buffers.term_added.at[slot])
+            self._await_all_threads(slot)
             pl.when(step + TERM_BUFFERS < self.steps)(lambda: self._load(step + TERM_BUFFERS))
             return values
 
@@ -182,7 +200,7 @@ class _Terms:
 
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The epilogue's part of one piece."""
-    turn, width, others = remainder(piece.ordinal, ACCUMULATORS), loop.config.epilogue_tile_n, loop.hooks.exchange
+    width, others = loop.config.epilogue_tile_n, loop.hooks.exchange
     terms = None if others is None else _Terms(loop, buffers, tile)
 
     def block(row: int, rows: int, columns: slice) -> jax.Array:
@@ -196,7 +214,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
     if others is not None and terms is not None and others.sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
-    plgpu.barrier_wait(buffers.accumulated.at[turn])
+    plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
     sums = Sums(
         warpgroup=0,
         corner=(0, 0),
@@ -207,9 +225,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         before_terms=None if terms is None else terms.begin,
     )
     finish(loop, buffers, tile, piece, sums)
-    # The next product may overwrite what has been read.
-    plgpu.wait_load_tmem()
-    plgpu.barrier_arrive(buffers.drained.at[turn])
+    _tell_drained(buffers, piece.ordinal)
     if others is not None and others.sends is None:
         exchange.tell_stored(buffers, piece.ordinal)
 

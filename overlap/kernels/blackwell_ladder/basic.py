@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.hopper.staging import swizzled
 from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS
+from overlap.kernels.tma.staging import swizzled
 from overlap.primitives.integers import remainder
 
 
