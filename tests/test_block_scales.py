@@ -26,10 +26,14 @@ from tests.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, F32, Product
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(["mk", "km"], ["nk", "kn"])))
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_by_xla(left, right, batch):
-    product = Product(5, 24, 40, 96, left=left, right=right, batch=batch, both=len(batch) == 2)
+    product = Product(5, 32, 48, 96, left=left, right=right, batch=batch, both=len(batch) == 2)
     np.testing.assert_array_equal(product(), product.exact)
     assert product(preferred_element_type=None).dtype == jnp.bfloat16
-    assert overlap.explain(overlap.matmul, product.lhs, product.rhs, **product.transposes, **product.scales)
+    types = jax.tree.map(jax.typeof, (product.lhs, product.rhs, product.scales))
+    lhs, rhs, scales = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    with emulating("blackwell"):
+        explained = overlap.explain(overlap.matmul, lhs, rhs, implementation="fused", **product.transposes, **scales)
+    assert explained.implementation == "fused" and explained.config.tile_n <= 128
 
 
 @functools.cache
@@ -47,9 +51,9 @@ COLLECTIVES = [  # the operation, its keywords, specs of both operands (k is the
 ]
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(("devices", "check_vma"), [(2, True), (4, False)])
 @pytest.mark.parametrize(("operation", "keywords", "lhs", "rhs", "out"), COLLECTIVES)
-def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices):
+def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices, check_vma):
     product = Product(6, 32, 64, 256)
     specs = dict(lhs=lhs, rhs=rhs, lhs_scale=lhs, rhs_scale=rhs)
 
@@ -60,7 +64,7 @@ def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices):
 
     def mapped(**more):
         one = functools.partial(call, **more)
-        return jax.jit(jax.shard_map(one, mesh=mesh(devices), in_specs=(specs,), out_specs=out, check_vma=False))
+        return jax.jit(jax.shard_map(one, mesh=mesh(devices), in_specs=(specs,), out_specs=out, check_vma=check_vma))
 
     arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales)
     np.testing.assert_array_equal(mapped()(arrays), product.exact)
@@ -195,6 +199,10 @@ WRONG = [
         "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype bfloat16: cast one of them",
     ),
     (wrong(rhs_scale=[ones(40, 3)]), "`rhs_scale`"),
+    (
+        wrong(lhs_scale=ones(24, 6, dtype=E4M3)),
+        r"\(24, 6\) scales blocks of 16 .* \(nvfp4\), and only blocks of 32 with",
+    ),
     (
         wrong(lhs=ones(24, 96, dtype=jnp.float4_e2m1fn), rhs=ones(40, 96, dtype=jnp.float4_e2m1fn)),
         "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype float4_e2m1fn: cast one of them",

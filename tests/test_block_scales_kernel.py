@@ -2,14 +2,16 @@
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
-from overlap.choice import space, tables
+from overlap.choice import crossover, dispatch, space, tables
 from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels import target
@@ -117,16 +119,26 @@ def swapped(patch):
     patch.setattr(scales, "to_tensor_memory", other)
 
 
+def of_the_peer_not_awaited(patch):
+    """The first CTA of a pair does not wait for the scales that the second one loads."""
+
+    def copy(*args, leader_tracked=None, collective_axes=None, **rest):
+        shared = dict(leader_tracked=leader_tracked, collective_axes=collective_axes)
+        is_replicated = leader_tracked is plgpu.CopyPartition.REPLICATED
+        plgpu.copy_gmem_to_smem(*args, **rest, **({} if is_replicated else shared))
+
+    patch.setattr(scales, "plgpu", types.SimpleNamespace(**{**vars(plgpu), "copy_gmem_to_smem": copy}))
+
+
 DEFECTS = of_another_step, of_another_row_of_tiles, into_a_stage_that_is_still_read, not_awaited, swapped
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+@pytest.mark.parametrize(("defect", "cluster"), [*itertools.product(DEFECTS, [1, 2]), (of_the_peer_not_awaited, 2)])
 def test_a_defect_is_reported(defect, cluster, monkeypatch):
     jax.clear_caches()
     defect(monkeypatch)
     try:
-        of_order = defect in (into_a_stage_that_is_still_read, not_awaited)
+        of_order = defect in (into_a_stage_that_is_still_read, not_awaited, of_the_peer_not_awaited)
         with pytest.raises(EmulationError if of_order else AssertionError):
             Product(4, 384, 128, 640).check(2, config=config(cluster=cluster, stages=2))
     finally:
@@ -149,7 +161,20 @@ def test_wrong_configurations_and_devices():
         NotImplementedError, match=r'Hopper take no scales of blocks: .*implementation="xla", which runs'
     ):
         product("fused")
-    assert overlap.explain(overlap.matmul, product.lhs, product.rhs, **product.scales, **product.transposes)
+
+
+def test_xla_runs_what_the_kernel_cannot(monkeypatch):
+    product, unaligned = Product(16, 128, 128, 128), Product(16, 128, 120, 128, right="kn")
+
+    def reason(kind, product):
+        monkeypatch.setattr(dispatch, "target", lambda mesh=None: kind)
+        explained = overlap.explain(overlap.matmul, product.lhs, product.rhs, **product.scales, **product.transposes)
+        assert explained.implementation == "xla" and explained.config is None
+        return explained.reason
+
+    assert "the tensor cores of Hopper take no scales of blocks" in reason(H200, product)
+    assert "needs the rows of rhs to be multiples of 16 bytes, got n=120" in reason(B200, unaligned)
+    assert reason(B200, product) == crossover.NOTHING_MEASURED
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])

@@ -22,6 +22,8 @@ from overlap.kernels.layouts import OperandLayouts
 
 # What is exact in it: a product of 8 bits and a power of two.
 _DEQUANTIZED = jnp.bfloat16
+# What such a scale would be taken for.
+_NVFP4_BLOCK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,11 @@ class _Operand:
     @property
     def scale_shape(self) -> tuple[int, ...]:
         """The shape of its scale."""
+        return self._scale_shape(BLOCK)
+
+    def _scale_shape(self, block: int) -> tuple[int, ...]:
         shape = list(self.array.shape)
-        shape[self.k_axis] //= BLOCK
+        shape[self.k_axis] //= block
         return tuple(shape)
 
     @property
@@ -57,6 +62,12 @@ class _Operand:
         if dtype == SCALE_DTYPE:
             return True
         shape = tuple(getattr(scale, "shape", ()))
+        if dtype == jnp.float8_e4m3fn and shape == self._scale_shape(_NVFP4_BLOCK):
+            raise ValueError(
+                f"`{self.scale_name}` of dtype {dtype} and shape {shape} scales blocks of {_NVFP4_BLOCK} elements "
+                f"along k={self.k} (nvfp4), and only blocks of {BLOCK} with scales of dtype {SCALE_DTYPE.name} are "
+                f"taken yet: multiply `{self.name}` by it in bfloat16 before the call"
+            )
         if self.k < 2 * BLOCK or shape != self.scale_shape:
             return False
         raise ValueError(

@@ -111,8 +111,8 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
     blocks = {name for name in _SCALES if getattr(given.get(name), "dtype", None) == SCALE_DTYPE}
     for name in _SCALES:
         if name in given:
-            of_blocks = name in blocks
-            operands[name] = given[name] if of_blocks else arguments.factor(name, given[name], wide)
+            scale = given[name]
+            operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
     if keywords.get("activation") is not None:
         # What it captures belongs to the whole, and each device gets its part of that like of the rest.
         applied, scalars = activations.traced(keywords["activation"], wide)
