@@ -47,6 +47,7 @@ class Product:
         with emulating("blackwell"), emulate(cores=cores, **settings or {}) as run:
             actual = self("fused", **more)
             run.check()
+        assert run.counts["mmas"] > 0
         np.testing.assert_array_equal(np.asarray(actual), self.exact)
         return run
 

@@ -20,9 +20,9 @@ from overlap.kernels.block_scales import BLOCK, SCALE_DTYPE
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.layouts import OperandLayouts
 
-# What is exact in it: a product of 8 bits and a power of two.
+# An 8-bit float times a power of two is exact in it, unless it overflows or underflows.
 _DEQUANTIZED = jnp.bfloat16
-# What such a scale would be taken for.
+# Elements along k that share a scale of dtype float8_e4m3fn in nvfp4, which is refused.
 _NVFP4_BLOCK = 16
 
 
@@ -62,7 +62,7 @@ class _Operand:
         if dtype == SCALE_DTYPE:
             return True
         shape = tuple(getattr(scale, "shape", ()))
-        if dtype == jnp.float8_e4m3fn and shape == self._scale_shape(_NVFP4_BLOCK):
+        if dtype == jnp.float8_e4m3fn and self.k >= 2 * _NVFP4_BLOCK and shape == self._scale_shape(_NVFP4_BLOCK):
             raise ValueError(
                 f"`{self.scale_name}` of dtype {dtype} and shape {shape} scales blocks of {_NVFP4_BLOCK} elements "
                 f"along k={self.k} (nvfp4), and only blocks of {BLOCK} with scales of dtype {SCALE_DTYPE.name} are "

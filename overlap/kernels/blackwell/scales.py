@@ -5,8 +5,9 @@ all of them, since either CTA multiplies its rows with the columns of both. The 
 step, and count on its barrier `full`. The multiplier has the tensor cores copy them to tensor memory, and then issues
 the product that reads them there: these run in the order in which one thread issues them.
 
-Tensor memory has a place for the scales of every stage. So what a product reads there is overwritten only when its
-stage has been given back (`consumed`), behind that product; nothing else orders a copy behind a product.
+Tensor memory has a place for the scales of every stage. So what a product reads there is overwritten only after its
+stage has been given back (`consumed`). This does not rely on the order of a product and a later copy of the same thread,
+which the PTX ISA does not list among the pairs that it orders.
 """
 
 from __future__ import annotations
