@@ -32,6 +32,7 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     options = dict(case.config)
     layout, out, batch = options.pop("layout", "nn"), options.pop("out", None), tuple(options.pop("batch", ()))
     rhs_dtype, epilogue = options.pop("rhs_dtype", case.dtype), options.pop("epilogue", None)
+    of_blocks = options.pop("block_scales", False)
     config = overlap.Config.of(**options) if options else None
     activations = {"all": jax.nn.gelu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
     left, right = (letter == "t" for letter in layout)
@@ -41,8 +42,15 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
         assembly.struct(mesh, (*batch, *((n, k) if right else (k, n))), rhs_dtype),
     ]
     names = EPILOGUES.get(epilogue, ())
+    if of_blocks:
+        names = (*(name for name in names if not name.endswith("_scale")), "lhs_scale", "rhs_scale")
     shapes = {"bias": (n,), "addend": (*batch, m, n), "lhs_scale": (m, 1), "rhs_scale": (n,)}
     dtypes = {"addend": out or case.dtype}
+    if of_blocks:
+        # Scales of blocks, shaped as their operands.
+        shapes |= {"lhs_scale": (*batch, *((k // 32, m) if left else (m, k // 32)))}
+        shapes |= {"rhs_scale": (*batch, *((n, k // 32) if right else (k // 32, n)))}
+        dtypes |= dict.fromkeys(("lhs_scale", "rhs_scale"), "float8_e8m0fnu")
     structs += [assembly.struct(mesh, shapes[name], dtypes.get(name, "f32")) for name in names]
 
     def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:

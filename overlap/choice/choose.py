@@ -67,7 +67,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
         return entry.config, f"{source}: {entry.problem.shape}{other}"
     config = heuristic(problem, target)
     if config is None:
-        return default_config(problem.dtype), "default"
+        return default_config(problem.dtype, block_scaled=problem.block_scaled), "default"
     # While problems are collected to be tuned, a miss is no news.
     if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))

@@ -45,6 +45,7 @@ class Problem:
       devices: how many take part.
       layout: which operands are stored transposed; "nt": the right one.
       batch: how many such products one call computes.
+      block_scaled: whether the operands have scales of blocks.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Problem:
     devices: int = 1
     layout: Layout = "nn"
     batch: int = 1
+    block_scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -67,7 +69,8 @@ class Problem:
         layout = f" {self.layout}" if self.layout != "nn" else ""
         batch = f"{self.batch} × " if self.batch > 1 else ""
         op = _PUBLIC.get(self.op, self.op)
-        return f"{op} {batch}{self.shape} {dtypes}{layout}{devices}"
+        scales = " with scales of blocks" if self.block_scaled else ""
+        return f"{op} {batch}{self.shape} {dtypes}{layout}{scales}{devices}"
 
     @property
     def shape(self) -> str:
@@ -196,7 +199,8 @@ class Problem:
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
         layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.transport(config)
         m, n = (self.m, self.n) if transport == "one_shot" else self.block
-        limits.check(limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, transport), config, target)
+        sizes = limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, transport, block_scaled=self.block_scaled)
+        limits.check(sizes, config, target)
 
     def check_blocks(self, config: Config) -> None:
         """Raises NotImplementedError if the devices cannot have equal blocks of a sum that all are to have."""

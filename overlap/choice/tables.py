@@ -73,6 +73,7 @@ class Entry:
           ValueError, TypeError, KeyError: anything else is missing, unknown or of the wrong kind.
         """
         data = dict(data)
+        data.setdefault("block_scaled", False)  # (Tables written before there were such problems lack it.)
         problem = Problem(**{field.name: data.pop(field.name) for field in dataclasses.fields(Problem)})
         if not all(isinstance(size, int) and size > 0 for size in (problem.m, problem.n, problem.k, problem.devices)):
             raise ValueError(f"sizes must be positive ints, got {problem}")

@@ -144,7 +144,9 @@ def all_gather_lhs_matmul(
         [m_shard, 1], the same for all leading indices, or [..., m_shard, 1]; or a scalar, which must be the same on all
         devices of the axis.
       rhs_scale: a factor of the product, in float32: [n_shard] or [1, n_shard], one value per column of this device; or
-        a scalar. Several right operands have one scalar, or a list with one such entry for each.
+        a scalar. Several right operands have one scalar, or a list with one such entry for each. Or both are scales of
+        blocks, as in `matmul` (by XLA only): of the shards' shapes with k / 32 in place of k, those of `lhs` gathered
+        with it.
       transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. By XLA only.
       transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
       return_gathered: whether to return the gathered `lhs` as well. The backward pass then keeps that, D times the

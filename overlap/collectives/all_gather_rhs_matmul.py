@@ -137,7 +137,8 @@ def all_gather_rhs_matmul(
       activation: an elementwise function of float32 values, as for `overlap.matmul`.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or one value per column of this device's `rhs`, gathered
-        with these: [n_shard] (gather_dimension=1) or [n].
+        with these: [n_shard] (gather_dimension=1) or [n]. Or both are scales of blocks, as in `matmul` (by XLA only):
+        of the shards' shapes with k / 32 in place of k, those of `rhs` gathered with it.
       transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. It is read as it is; the fused kernel then takes a
         single matrix, so leading dimensions of 1 only.
       transpose_rhs: `rhs` lies transposed in memory: [n_shard, k] with gather_dimension=0, [n, k_shard] with 1.

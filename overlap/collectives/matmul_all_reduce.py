@@ -116,7 +116,8 @@ def matmul_all_reduce(
       activation: an elementwise function of float32 values, as for `overlap.matmul`; of the sum.
       lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
         which may differ from device to device.
-      rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar.
+      rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar. Or
+        both are scales of blocks, as in `matmul` (by XLA only): of the shards' shapes with k / 32 in place of k.
       transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. It is read as it is.
       transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. It is read as it is.
       preferred_element_type: dtype of the result, and of what travels; that of the operands by default, bfloat16 for

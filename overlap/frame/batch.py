@@ -14,7 +14,7 @@ from overlap.frame.operands import Operands, Plan, Results, in_f32, sizes
 from overlap.kernels import launch
 
 # Dimensions of each field without a batch, of those that a kernel may have a batch of.
-_RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2}
+_RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2, "lhs_block_scale": 2, "rhs_block_scales": 2}
 
 
 def batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, fused: Callable[..., Any]) -> Results:
@@ -71,6 +71,7 @@ def _epilogue_by_xla(
 ) -> Any:
     """The vectors have no batch in the kernel: the products by the kernel (`bare`), their epilogue by XLA."""
     axis, nothing = None, dict[str, Any](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
+    nothing |= dict(lhs_block_scale=None, rhs_block_scales=None)
     matrices, is_batched_matrices = operands.matrices, is_batched.matrices
     if plan.operation.reduces:
         # Each device's product has scales of its own, before the sum.

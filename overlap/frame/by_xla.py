@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from overlap.frame import block_scales
 from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.layouts import OperandLayouts
 
@@ -17,6 +18,7 @@ Applied = Callable[[jax.Array], jax.Array] | None
 
 def products(operands: Operands, layouts: OperandLayouts, out_dtype: Any, activation: Applied) -> tuple[jax.Array, ...]:
     """activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i]) for each right operand."""
+    operands = block_scales.dequantized(operands, layouts)
     bare = not operands.has_epilogue and activation is None
     wide = out_dtype if bare else accumulator(operands.lhs.dtype)
     outs = tuple(times(operands.lhs, rhs, layouts, wide) for rhs in operands.rhs_list)
@@ -60,7 +62,7 @@ def whole(operands: Operands, plan: Any, activation: Applied) -> tuple[tuple[jax
     What is summed over devices travels in the result's dtype.
     """
     operation, out_dtype = plan.operation, plan.out_dtype
-    gathered = operation.gathered(operands, plan.layouts)
+    gathered = block_scales.gathered(operands, lambda given: operation.gathered(given, plan.layouts))
     if not operation.reduces:
         outs = products(gathered, plan.layouts, out_dtype, activation)
         return outs, operation.kept(gathered.lhs, operands.lhs)

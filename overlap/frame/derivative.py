@@ -22,6 +22,8 @@ def derivative(
     operands: Operands, tangents: Operands, plan: Plan, evaluate: Callable[[], Any], fused: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """The results, and the linear map of the tangents, for `Primitive`; `fused`: the operation itself."""
+    if operands.is_block_scaled:
+        return evaluate(), _tangents_by_xla(operands, tangents, plan)
     products: Any = None
     if plan.activation is None:
         results = evaluate()
@@ -36,6 +38,20 @@ def derivative(
         backward=functools.partial(_cotangents, plan),
     )  # fmt: skip
     return results, tangent
+
+
+def _tangents_by_xla(operands: Operands, tangents: Operands, plan: Plan) -> Any:
+    """XLA's tangents of the results, in either mode."""
+    leaves, structure = jax.tree.flatten(operands)
+    directions = structure.flatten_up_to(tangents)
+    moved = {i: x for i, x in enumerate(directions) if not isinstance(x, ad.Zero)}
+
+    def of_moved(*given: Any) -> Any:
+        changed = dict(zip(moved, given, strict=True))
+        values = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
+        return by_xla.whole(values, plan, plan.applied(values))
+
+    return jax.jvp(of_moved, [leaves[i] for i in moved], list(moved.values()))[1]
 
 
 def _cotangents(plan: Plan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from overlap.frame import activation as activations
-from overlap.frame import arguments, scales
+from overlap.frame import arguments, block_scales, scales
 from overlap.frame.operands import Operands, Results, accumulator, sizes
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.layouts import OperandLayouts
@@ -105,7 +105,9 @@ def normalize(
     result = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
     of = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
-    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, of, wide)
+    blocks = block_scales.normalize(lhs_scale, rhs_scale, lhs, rhs_list, container is not None, layouts)
+    left_blocks, right_blocks = blocks or (None, None)
+    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, of, wide) if blocks is None else (None, None)
     applied: Any = activation
     by_xla = activation
     if activation is not None and scalars is None:
@@ -115,7 +117,8 @@ def normalize(
     operands = Operands(
         _flat(lhs, 2), tuple(_flat(x, 2) for x in rhs_list), None if row_scale is None else _flat(row_scale, 1),
         column_scales, _biases(bias, result, container, wide), _addends(addend, result, batch, container, out_dtype),
-        scalars or (),
+        scalars or (), None if left_blocks is None else _flat(left_blocks, 2),
+        None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
     )  # fmt: skip
     epilogue = dict(addend=addend, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
     given = tuple(name for name, value in epilogue.items() if value is not None)

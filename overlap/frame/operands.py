@@ -3,6 +3,8 @@
 A product computes this, without the parts that it is not given:
 
     out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
+
+Operands of 8 bits may have scales of blocks: each 32 elements along k are then multiplied by one before the product.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Operands:
       biases: [n] in f32 for each right operand, added to each row.
       addends: [(batch,) m, n] for each right operand, added to the product.
       scalars: what the activation captures, each of a dtype of its own.
+      lhs_block_scale: as `lhs`, with k / 32 in place of k.
+      rhs_block_scales: likewise for each right operand; both or neither.
     """
 
     lhs: Any
@@ -54,11 +58,14 @@ class Operands:
     biases: tuple[Any, ...] | None = None
     addends: tuple[Any, ...] | None = None
     scalars: tuple[Any, ...] = ()
+    lhs_block_scale: Any = None
+    rhs_block_scales: tuple[Any, ...] | None = None
 
     @property
     def matrices(self) -> Operands:
         """The product alone, without what belongs to its epilogue."""
-        return Operands(self.lhs, self.rhs_list)
+        scales = {name: getattr(self, name) for name in ("lhs_block_scale", "rhs_block_scales")}
+        return Operands(self.lhs, self.rhs_list, **scales)
 
     @property
     def has_epilogue(self) -> bool:
@@ -70,11 +77,18 @@ class Operands:
         """Whether the product has scales."""
         return self.row_scale is not None or self.column_scales is not None
 
+    @property
+    def is_block_scaled(self) -> bool:
+        """Whether the operands have scales of blocks."""
+        return self.lhs_block_scale is not None
+
     def of_one(self, index: int) -> Operands:
         """Those of one right operand."""
         rhs, *of_rhs = self.of_each[index]
         scales, biases, addends = (None if x is None else (x,) for x in of_rhs)
-        return dataclasses.replace(self, rhs_list=(rhs,), column_scales=scales, biases=biases, addends=addends)
+        blocks = self.rhs_block_scales and (self.rhs_block_scales[index],)
+        of_rhs = dict(column_scales=scales, biases=biases, addends=addends, rhs_block_scales=blocks)
+        return dataclasses.replace(self, rhs_list=(rhs,), **of_rhs)
 
     @property
     def of_each(self) -> list[tuple[Any, Any, Any, Any]]:
@@ -127,7 +141,8 @@ class Plan:
     def types(self, operands: Operands, m: int, out_dtype: Any = None, **more: Any) -> OperandTypes:
         """What the mainloop must know of the operands; `m`: of how many rows a tile may take some."""
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
-        return OperandTypes(m, *dtypes, self.layouts, addend=operands.addends is not None, **more)
+        has_addend, scaled = operands.addends is not None, operands.is_block_scaled
+        return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, **more)
 
     def vectors(self, operands: Operands, row_scale: Any = None) -> epilogue.Vectors:
         """What the epilogue reads, filled up to whole tiles; `row_scale` is so already."""
@@ -146,7 +161,8 @@ def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int,
     """Batch (None if no operand has that dimension), m, n of each right operand, and k."""
     m, k = layouts.m_k(operands.lhs.shape)
     widths = tuple(layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list)
-    ranks = [(operands.lhs, 2), *((x, 2) for x in operands.rhs_list), *((x, 2) for x in operands.addends or ())]
+    blocks = (operands.lhs_block_scale, *(operands.rhs_block_scales or ()))
+    ranks = [(x, 2) for x in (operands.lhs, *operands.rhs_list, *(operands.addends or ()), *blocks)]
     if operands.row_scale is not None:
         ranks.append((operands.row_scale, 1))
     batches = {x.shape[0] for x, rank in ranks if x is not None and len(x.shape) > rank}
@@ -157,12 +173,16 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
     """Without leading dimensions, where they can be more rows: tiles are then full of them. Arrays may be types."""
     lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
     (addend,) = operands.addends or (None,)
-    if len(lhs.shape) == 2 or layouts.transpose_lhs or len(rhs.shape) > 2:
+    of_rhs = (rhs, *(operands.rhs_block_scales or ()))
+    if len(lhs.shape) == 2 or layouts.transpose_lhs or any(len(x.shape) > 2 for x in of_rhs):
         return operands
     if addend is not None and len(addend.shape) == 2:
         return operands
     if rows is not None:
         rows = arguments.each(lambda x: jnp.broadcast_to(x, lhs.shape[:-1]), rows)
+    blocks = operands.lhs_block_scale
+    if blocks is not None:
+        blocks = arguments.each(lambda x: jnp.broadcast_to(x, (*lhs.shape[:-1], x.shape[-1])), blocks)
 
     def folded(x: Any, *last: int) -> Any:
         shape = math.prod(lhs.shape[:-1]), *last
@@ -171,6 +191,7 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
     return dataclasses.replace(
         operands, lhs=folded(lhs, lhs.shape[-1]), row_scale=folded(rows),
         addends=None if addend is None else (folded(addend, addend.shape[-1]),),
+        lhs_block_scale=None if blocks is None else folded(blocks, blocks.shape[-1]),
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ class Operation:
       spreads: whether all devices have the whole sum, if `reduces`; else each has a block.
       transport: how data travels between devices in the fused kernel; empty: nothing does.
       epilogue: the keywords of the epilogue that the fused kernel takes.
+      takes_block_scales: whether it takes scales of blocks.
       batched_together: the fields of `Operands` that have a batch in the kernel if any has.
     """
 
@@ -49,6 +50,7 @@ class Operation:
     spreads = False
     transport = ""
     epilogue = frozenset()
+    takes_block_scales = False
     batched_together = frozenset()
 
     @property
@@ -76,7 +78,12 @@ class Operation:
         raise NotImplementedError
 
     def check_keywords(self, call: Call) -> None:
-        """Raises NotImplementedError if the fused kernel has no such epilogue."""
+        """Raises NotImplementedError if the fused kernel has no such epilogue, or takes no scales of blocks."""
+        if call.operands.is_block_scaled and not self.takes_block_scales:
+            raise NotImplementedError(
+                f"the fused kernel of `{self.name}` takes no `lhs_scale` and `rhs_scale` of blocks yet: "
+                'use implementation="xla", which runs by default'
+            )
         for name in call.given:
             if name not in self.epilogue:
                 raise NotImplementedError(

@@ -142,6 +142,8 @@ class Config:
 assert len(Config().fields) == sum(len(dataclasses.fields(x)) for x in (Config, *_PARTS.values())) - len(_PARTS)
 
 
-def default_config(dtype: Any) -> Config:
-    """The configuration for large problems of a dtype."""
-    return Config(tile_k=SWIZZLE_BYTES // jnp.dtype(dtype).itemsize if jnp.dtype(dtype).itemsize <= 2 else 64)
+def default_config(dtype: Any, *, block_scaled: bool = False) -> Config:
+    """The configuration for large problems of a dtype; with scales of blocks a tile has fewer columns."""
+    itemsize = jnp.dtype(dtype).itemsize
+    tile_k = SWIZZLE_BYTES // itemsize if itemsize <= 2 else 64
+    return Config(tile_n=128 if block_scaled else Config.tile_n, tile_k=tile_k)

@@ -170,6 +170,8 @@ class Hooks:
         and the addend's values there (or None); it returns what is stored. The sum of the parts of an `Exchange` is an
         addend.
       exchange: for products of which peers compute a part. Needs tiles that are drawn (`Loop.counter`).
+      block_scales_at: from a tile to the references that hold the scales of blocks of its rows and of its columns, each
+        [tiles, k steps, words] as `block_scales.packed` returns it.
     """
 
     load_lhs: Callable[[Tile, Callable[[Any], None]], None]
@@ -184,3 +186,4 @@ class Hooks:
     addend_at: Callable[[Tile], Any] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
     exchange: Exchange | None = None
+    block_scales_at: Callable[[Tile], tuple[Any, Any]] | None = None

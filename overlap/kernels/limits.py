@@ -33,6 +33,7 @@ class Sizes:
         sums as well, to all devices; "one_shot": all parts to all devices); empty: nothing moves.
       m_name: what the caller calls `m`.
       n_name: likewise `n`.
+      block_scaled: whether the operands have scales of blocks.
     """
 
     m: int
@@ -44,6 +45,7 @@ class Sizes:
     transport: Literal["", "pull", "ring", "push", "spread", "one_shot"] = ""
     m_name: str = "m"
     n_name: str = "n"
+    block_scaled: bool = False
 
 
 def check(sizes: Sizes, config: Config, target: Target) -> None:

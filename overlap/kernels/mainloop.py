@@ -38,6 +38,7 @@ class OperandTypes:
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
       exchanges: whether parts of tiles are exchanged with peers (`Hooks.exchange`).
       sends: whether they are sent to them from shared memory (`Exchange.sends`).
+      block_scaled: whether the operands have scales of blocks (`Hooks.block_scales_at`).
     """
 
     m: int
@@ -49,6 +50,7 @@ class OperandTypes:
     addend: bool = False
     exchanges: bool = False
     sends: bool = False
+    block_scaled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

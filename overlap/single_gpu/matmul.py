@@ -19,6 +19,7 @@ from overlap.frame.normalize import ARRAYS, Call, normalize
 from overlap.frame.operands import Operands, Plan, Results, accumulator, as_rows, sizes
 from overlap.frame.operation import Operation
 from overlap.kernels import launch
+from overlap.kernels.block_scales import SCALE_DTYPE
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
@@ -33,11 +34,13 @@ class Matmul(Operation):
 
     name = "matmul"
     epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
+    takes_block_scales = True
 
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
         batch, m, (n,), k = sizes(as_rows(operands, layouts), layouts)
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
-        return Problem(self.name, m, n, k, *dtypes, layout=layout, batch=batch or 1)  # pyright: ignore[reportArgumentType]
+        scaled = operands.is_block_scaled
+        return Problem(self.name, m, n, k, *dtypes, layout=layout, batch=batch or 1, block_scaled=scaled)  # pyright: ignore[reportArgumentType]
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         del mesh
@@ -105,7 +108,11 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
     wide = accumulator(operands["lhs"].dtype)
-    operands |= {name: arguments.factor(name, given[name], wide) for name in _SCALES if name in given}
+    blocks = {name for name in _SCALES if getattr(given.get(name), "dtype", None) == SCALE_DTYPE}
+    for name in _SCALES:
+        if name in given:
+            scale = given[name]
+            operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
     if keywords.get("activation") is not None:
         # What it captures belongs to the whole, and each device gets its part of that like of the rest.
         applied, scalars = activations.traced(keywords["activation"], wide)
@@ -125,6 +132,8 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         "rhs": ("n", "k") if keywords.get("transpose_rhs") else ("k", "n"),
         "addend": ("m", "n"),
     }
+    # Those of blocks lie as their operand.
+    matrices |= {name: matrices[name.removesuffix("_scale")] for name in blocks}
 
     def dimensions(name: str, x: jax.Array) -> tuple[Any, ...]:
         if name in matrices:
@@ -196,7 +205,10 @@ def matmul(
         What the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) is left to XLA.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
-      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
+      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column. Or both are
+        scales of *blocks* (mxfp8): float8_e8m0fnu, of the operands' shapes with k / 32 in place of k, for float8
+        operands and k a multiple of 32. Each 32 elements along k are multiplied by one before the product, by the
+        tensor cores of Blackwell, or by XLA in bfloat16. They have no derivative.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
       transpose_lhs: `lhs` lies transposed in memory. It is read as it is.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from overlap.frame import by_xla
 from overlap.frame.operands import Operands, Plan, sizes
-from overlap.kernels import epilogue
+from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -43,7 +43,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     given = operands if split == 1 else operands.matrices
     kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
     leading = (batches * split,) if batch is not None or split > 1 else ()
-    inputs = _matrices(given, out_dtype), _vectors(given, plan) if split == 1 else epilogue.Vectors()
+    inputs = _matrices(given, out_dtype, plan), _vectors(given, plan) if split == 1 else epilogue.Vectors()
     out_type = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)
     out = kernel.launch(inputs, out_type, functools.partial(_Body, kernel, order, k_steps, plan.program))
     if split == 1:
@@ -53,11 +53,22 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     return by_xla.finish((product,), operands, plan.out_dtype, plan.computed(operands))[0]
 
 
-def _matrices(operands: Operands, out_dtype: Any) -> Operands:
+def _matrices(operands: Operands, out_dtype: Any, plan: Plan) -> Operands:
     """The operands that the mainloop loads. An addend passes through the buffer of the result."""
-    addends = operands.addends
-    return dataclasses.replace(
+    addends, config, layouts = operands.addends, plan.config, plan.layouts
+    assert config is not None
+    matrices = dataclasses.replace(
         operands.matrices, addends=None if addends is None else tuple(x.astype(out_dtype) for x in addends)
+    )
+    if operands.rhs_block_scales is None:
+        return matrices
+    left, (right,) = operands.lhs_block_scale, operands.rhs_block_scales
+    left = left.swapaxes(-1, -2) if layouts.transpose_lhs else left
+    right = right if layouts.transpose_rhs else right.swapaxes(-1, -2)
+    return dataclasses.replace(
+        matrices,
+        lhs_block_scale=block_scales.packed(left, config.tile_m),
+        rhs_block_scales=(block_scales.packed(right, config.tile_n),),
     )
 
 
@@ -103,7 +114,14 @@ class _Body:
             out_at=lambda tile: out_gmem.at[tile.step] if len(out_gmem.shape) == 3 else out_gmem,
             addend_at=None if matrices.addends is None else lambda tile: self._of_batch(matrices.addends[0], tile),
             epilogue_at=self._epilogue_at if self.kernel.config.split_k == 1 else None,
+            block_scales_at=self._block_scales_at if self.kernel.types.block_scaled else None,
         )
+
+    def _block_scales_at(self, tile: Tile) -> tuple[Any, Any]:
+        matrices, _ = self.refs.inputs
+        scales = matrices.lhs_block_scale, matrices.rhs_block_scales[0]
+        left, right = (self._of_batch(ref, tile, rank=3) for ref in scales)
+        return left, right
 
     def _of_batch(self, ref: Any, tile: Tile, rank: int = 2) -> Any:
         """An operand's part for the batch element of a tile, if it has a batch."""

@@ -15,6 +15,7 @@ from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.collectives.matmul_all_reduce import matmul_all_reduce
 from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
+from overlap.kernels.block_scales import ones_for
 from overlap.kernels.config import Config
 from overlap.single_gpu.matmul import matmul
 
@@ -37,9 +38,14 @@ class Operation:
 
 
 def _matmul(problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str) -> jax.Array:
+    scales: dict[str, Any] = {}
+    if problem.block_scaled:
+        # They change neither the product nor its time.
+        left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
+        scales = {"lhs_scale": ones_for(lhs, left), "rhs_scale": ones_for(rhs, right)}
     return matmul(
         lhs, rhs, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
-        transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
+        transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs, **scales,
     )  # fmt: skip
 
 

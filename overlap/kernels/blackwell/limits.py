@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from overlap.kernels.block_scales import PIECE_BLOCKS, PIECE_BYTES, PIECE_ROWS
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.tma import limits
-from overlap.kernels.tma.limits import BARRIER_BYTES, EXCHANGING, TILE_N_UNIT, TMA_BOX_LIMIT
+from overlap.kernels.tma.limits import BARRIER_BYTES, EXCHANGING, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
+from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -23,6 +25,8 @@ ACCUMULATORS = 2
 TERM_BUFFERS = 2
 # Where the tensor memory begins that has been allocated.
 ADDRESS_BYTES = 4
+# Of scales of blocks: one for each operand.
+SCALE_PIECES = 2
 
 
 def rhs_columns(config: Config) -> int:
@@ -30,7 +34,14 @@ def rhs_columns(config: Config) -> int:
     return config.tile_n // config.cluster
 
 
-def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") -> int:
+def tensor_memory_columns(config: Config, *, block_scaled: bool = False) -> int:
+    """Columns of tensor memory that the accumulators take, and the scales of blocks of all stages."""
+    # A piece is 4 columns of 32 lanes, and all four quarters of the lanes have a copy.
+    scales = SCALE_PIECES * config.stages * PIECE_BLOCKS if block_scaled else 0
+    return ACCUMULATORS * config.tile_n + scales
+
+
+def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "", *, block_scaled: bool = False) -> int:
     """Shared memory of one CTA in bytes, barriers included; with the buffers of a transport."""
     row_bytes = config.tile_k * jnp.dtype(dtype).itemsize
     operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * row_bytes
@@ -40,8 +51,12 @@ def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") 
     term_barriers = 2 * TERM_BUFFERS + 1 if transport in EXCHANGING else 0
     barriers = 2 * config.stages + 2 * ACCUMULATORS + term_barriers
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, config.tile_m)
-    buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes
-    return buffer_bytes + barriers * BARRIER_BYTES + ADDRESS_BYTES
+    # The compiler rounds the buffer of each operand up.
+    scale_bytes = ceil_div(config.stages * PIECE_BYTES, RESERVED_BYTES) * RESERVED_BYTES if block_scaled else 0
+    buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes + SCALE_PIECES * scale_bytes
+    # A buffer in tensor memory of its own for the accumulators, and for the scales of each operand.
+    addresses = 1 + (SCALE_PIECES if block_scaled else 0)
+    return buffer_bytes + barriers * BARRIER_BYTES + addresses * ADDRESS_BYTES
 
 
 def check_types(sizes: Sizes) -> None:
@@ -72,5 +87,21 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
             "`cluster` must be 1 by the transport 'ring' on Blackwell (of a pair's operands only the first CTA knows "
             f"that they are there), got {config.cluster}: leave it out of `config`"
         )
+    if sizes.block_scaled:
+        _check_block_scales(config)
     limits.check_stores(sizes, config, config.tile_n)
-    limits.check_fits(smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport), sizes, config, target)
+    needed = smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport, block_scaled=sizes.block_scaled)
+    limits.check_fits(needed, sizes, config, target)
+
+
+def _check_block_scales(config: Config) -> None:
+    if config.tile_n > PIECE_ROWS:
+        raise ValueError(
+            f"`tile_n` must be at most {PIECE_ROWS} for scales of blocks (in tensor memory they lie beside "
+            f"{ACCUMULATORS} accumulators, {PIECE_ROWS} columns of the right operand at a time), got {config.tile_n}"
+        )
+    if (columns := tensor_memory_columns(config, block_scaled=True)) > TENSOR_MEMORY_COLUMNS:
+        raise ValueError(
+            f"the config needs {columns} columns of tensor memory, and there are {TENSOR_MEMORY_COLUMNS}: reduce "
+            f"`stages` ({config.stages}) or `tile_n` ({config.tile_n})"
+        )

@@ -20,6 +20,8 @@ Each loads its own rows of the left operand and half of the columns of the right
 the loads of both, and its multiplier issues the products for both; the tensor cores then tell both CTAs. An accumulator
 is drained when both epilogues have read their part of it.
 
+Scales of blocks are loaded beside the operand tiles, and reach the products through tensor memory: `scales.py`.
+
 What peers have computed of a tile (`Hooks.exchange`) comes through buffers of its own, which the epilogue fills and
 empties: so the next tile's operands need not wait behind it.
 
@@ -32,6 +34,7 @@ Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` operand t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -41,7 +44,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat_mosaic
-from overlap.kernels.blackwell import limits
+from overlap.kernels.blackwell import limits, scales
 from overlap.kernels.blackwell.limits import ACCUMULATORS, TERM_BUFFERS, TILE_M, rhs_columns
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
@@ -77,6 +80,7 @@ class Buffers(staging.Buffers):
     term_boxes: Any = ()
     term_loaded: Any = None
     term_added: Any = None
+    scales: scales.ScaleBuffers | None = None
 
     @property
     def terms(self) -> tuple[Any, ...]:
@@ -137,6 +141,7 @@ def _issue_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -
         buffers.consumed.at[slot],
         accumulate=k > 0,
         collective_axis=pair,
+        **scales.to_tensor_memory(buffers.scales, slot, pair),
     )
 
 
@@ -242,6 +247,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
         mail_readers=3,
         pairs=config.cluster > 1,
         terms_in_stages=False,
+        copies_beside=scales.COPIES if types.block_scaled else 0,
         # Tiles are drawn two ahead, and the epilogue tells of one before it begins the next one.
         stored_barriers=staging.MAIL_SLOTS,
     )
@@ -283,6 +289,7 @@ class Blackwell:
             accumulated=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True),
             drained=_drained(config),
             **(of_terms if types.exchanges else {}),
+            scales=scales.buffer_types(config) if types.block_scaled else None,
         )
 
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
@@ -304,11 +311,14 @@ class Blackwell:
             else:
                 drawn.for_each(loop, buffers, role)
 
+        load_beside = None if buffers.scales is None else functools.partial(scales.load, loop, buffers)
+        produce_piece = functools.partial(produce.produce, load_beside=load_beside)
+
         def load() -> None:
             if loop.counter is not None:
-                drawn.deal(loop, buffers, produce.produce)
+                drawn.deal(loop, buffers, produce_piece)
                 return
-            for_each_piece(produce.produce)
+            for_each_piece(produce_piece)
             if loop.config.cluster > 1:
                 produce.wait_until_consumed(work.total_steps(group), buffers, loop.config)
 

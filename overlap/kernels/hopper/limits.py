@@ -45,6 +45,11 @@ def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") 
 def check_types(sizes: Sizes) -> None:
     """Whether the tensor cores and the epilogue take these dtypes and layouts. Raises NotImplementedError."""
     limits.check_dtypes(sizes)
+    if sizes.block_scaled:
+        raise NotImplementedError(
+            "the tensor cores of Hopper take no scales of blocks: use scales of rows and columns, or "
+            'implementation="xla", which runs by default'
+        )
     layouts = sizes.layouts
     if jnp.dtype(sizes.dtype) in FLOAT8 and not layouts.k_major:
         raise NotImplementedError(

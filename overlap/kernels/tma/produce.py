@@ -53,8 +53,13 @@ def _stages(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Stage, st
     return lhs, dataclasses.replace(rhs, shared_by=RANK_AXIS)
 
 
-def produce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The producer's part of one piece."""
+def produce(
+    loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, load_beside: Callable[[Tile, Any, Any], None] | None = None
+) -> None:
+    """The producer's part of one piece.
+
+    `load_beside(tile, step, slot)` starts what other copies belong to a k step (`Plan.copies_beside`).
+    """
     hooks, config = loop.hooks, loop.config
     if hooks.before_load is not None:
         hooks.before_load(tile)
@@ -69,7 +74,12 @@ def produce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
         load_lhs = functools.partial(load_operand, lhs_gmem, lhs_stage)
-        load_rhs = functools.partial(load_operand, rhs_gmem, rhs_stage)
+
+        def load_rhs(k: Any) -> None:
+            load_operand(rhs_gmem, rhs_stage, k)
+            if load_beside is not None:
+                load_beside(tile, tile.k_first + k, remainder(piece.before + k, config.stages))
+
         early: Any = 0
         if hooks.before_lhs is not None:
             # At the start all slots are free, and the right operand may fill its part of them.

@@ -136,6 +136,7 @@ class Plan:
       mail_readers: how many roles read which tile has been drawn.
       pairs: whether the CTAs of a cluster load a part of each operand for a product that is one for both.
       terms_in_stages: whether what peers have computed of a tile comes through the stages of the operands.
+      copies_beside: how many copies of a k step there are beside those of its operand tiles.
       stored_barriers: how many tiles may have been stored without the forwarder having looked.
     """
 
@@ -149,6 +150,7 @@ class Plan:
     mail_readers: int
     pairs: bool = False
     terms_in_stages: bool = True
+    copies_beside: int = 0
     stored_barriers: int = 1
 
 
@@ -179,7 +181,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: Plan) -> dict[str, A
     term = (stages, in_one // wg_tile.rows, wg_tile.rows, out_width)
     terms = box_views(term, types) if types.exchanges and plan.terms_in_stages else ()
     in_lhs, in_rhs = (terms, ()) if lhs_has_room else ((), terms)
-    copies = copies_per_step(dtype, layouts, plan)
+    copies = copies_per_step(dtype, layouts, plan) + plan.copies_beside
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
     addend_barriers = wg_tile.warpgroups * out_boxes

@@ -1,0 +1,90 @@
+"""Scales of blocks on Blackwell: from global memory beside the operand tiles, through tensor memory into the products.
+
+Of each k step a CTA needs one piece of scales for its rows, and one for the columns of its tile: of a pair's tile, for
+all of them, since either CTA multiplies its rows with the columns of both. The pieces are loaded into the stage of that
+step, and count on its barrier `full`. The multiplier has the tensor cores copy them to tensor memory, and then issues
+the product that reads them there: these run in the order in which one thread issues them.
+
+Tensor memory has a place for the scales of every stage. So what a product reads there is overwritten only after its
+stage has been given back (`consumed`). This does not rely on the order of a product and a later copy of the same thread,
+which the PTX ISA does not list among the pairs that it orders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.kernels.blackwell.limits import SCALE_PIECES
+from overlap.kernels.block_scales import PIECE_BLOCKS, PIECE_ROWS, PIECE_WORDS, SCALE_DTYPE
+from overlap.kernels.config import Config
+from overlap.kernels.grid import RANK_AXIS, rank
+from overlap.kernels.hooks import Tile
+from overlap.kernels.mainloop import Loop
+
+if TYPE_CHECKING:
+    from overlap.kernels.blackwell.mainloop import Buffers
+
+# Copies of a k step: one for each piece.
+COPIES = SCALE_PIECES
+# A piece as the tensor cores copy it: 32 groups of 16 bytes.
+_MMA_SHAPE = (1, 1, 32, 16)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaleBuffers:
+    """The scales of each stage: in shared memory a pair of views (words for TMA, groups for the tensor cores)."""
+
+    lhs: Any
+    rhs: Any
+    lhs_tmem: Any
+    rhs_tmem: Any
+
+
+def buffer_types(config: Config) -> ScaleBuffers:
+    """The types of these buffers, for `pl.run_scoped`."""
+
+    def in_smem() -> Any:
+        words = plgpu.SMEM((config.stages, 1, 1, PIECE_WORDS), jnp.int32)
+        return plgpu.RefUnion(words, plgpu.SMEM((config.stages, *_MMA_SHAPE), SCALE_DTYPE))
+
+    def in_tmem() -> Any:
+        shape, pairs = (PIECE_ROWS, config.stages * PIECE_BLOCKS), config.cluster > 1
+        return plgpu.TMEM(shape, SCALE_DTYPE, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pairs)
+
+    return ScaleBuffers(in_smem(), in_smem(), in_tmem(), in_tmem())
+
+
+def load(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any) -> None:
+    """The producer's part: starts the copies of the scales of k step `step` into stage `slot`."""
+    scales, config = buffers.scales, loop.config
+    assert loop.hooks.block_scales_at is not None and scales is not None
+    lhs_gmem, rhs_gmem = loop.hooks.block_scales_at(tile)
+    own, columns, at_step = pl.ds(tile.m, 1), pl.ds(tile.n, 1), pl.ds(step, 1)
+    of_lhs: dict[str, Any] = {}
+    of_rhs: dict[str, Any] = {}
+    if config.cluster > 1:
+        # The first CTA's barrier counts what both load: of the left operand each its own, of the right one each all.
+        own = pl.ds(tile.m - rank(config), config.cluster)
+        of_lhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.PARTITIONED(0)}
+        of_rhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.REPLICATED}
+    full = buffers.full.at[slot]
+    plgpu.copy_gmem_to_smem(lhs_gmem.at[own, at_step], scales.lhs[0].at[slot], full, **of_lhs)
+    plgpu.copy_gmem_to_smem(rhs_gmem.at[columns, at_step], scales.rhs[0].at[slot], full, **of_rhs)
+
+
+def to_tensor_memory(scales: ScaleBuffers | None, slot: Any, pair: str | None) -> dict[str, Any]:
+    """The multiplier's part: copies the scales of a stage to tensor memory; returns them as its product takes them."""
+    if scales is None:
+        return {}
+    place = pl.ds(slot * PIECE_BLOCKS, PIECE_BLOCKS)
+    a_scale, b_scale = scales.lhs_tmem.at[:, place], scales.rhs_tmem.at[:, place]
+    plgpu.async_copy_scales_to_tmem(scales.lhs[1].at[slot], a_scale, collective_axis=pair)
+    plgpu.async_copy_scales_to_tmem(scales.rhs[1].at[slot], b_scale, collective_axis=pair)
+    return {"a_scale": a_scale, "b_scale": b_scale}
