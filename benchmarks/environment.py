@@ -13,6 +13,7 @@ import jax
 import jaxlib.version
 
 HOPPER_PEAK_TFLOPS = 989.4
+BLACKWELL_PEAK_TFLOPS = 2250.0
 _NVLINK_VARIABLES = ("XLA_FLAGS", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -42,9 +43,10 @@ def describe(layout: str, devices: int, code: Mapping[str, str]) -> dict[str, st
 
 
 def peak_tflops(kind: str, operand_bits: int = 16) -> float | None:
-    """Dense TFLOP/s of the data sheet for float operands of 16 or 8 bits, for Hopper's SXM modules; else None."""
-    is_hopper = any(name in kind for name in ("H100", "H200", "H800", "GH200"))
-    return HOPPER_PEAK_TFLOPS * 16 / operand_bits if is_hopper else None
+    """Dense TFLOP/s of the data sheet for float operands of 16 or 8 bits, for SXM modules that are known; else None."""
+    known = (HOPPER_PEAK_TFLOPS, ("H100", "H200", "H800", "GH200")), (BLACKWELL_PEAK_TFLOPS, ("B200",))
+    peak = next((peak for peak, names in known if any(name in kind for name in names)), None)
+    return None if peak is None else peak * 16 / operand_bits
 
 
 def clocks() -> str:

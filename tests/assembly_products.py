@@ -74,6 +74,7 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
     op, out, epilogue = options.pop("op"), options.pop("out"), options.pop("epilogue", None)
     layout, batch = options.pop("layout", "nn"), tuple(options.pop("batch", ()))
     rhs_dtype, keeps = options.pop("rhs_dtype", case.dtype), options.pop("return_gathered", False)
+    transport = options.pop("transport", None)
     keywords: dict[str, Any] = dict(
         preferred_element_type=out, config=overlap.Config.of(**options), implementation="fused"
     )
@@ -99,7 +100,7 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
     def call(lhs: jax.Array, rhs: jax.Array, *scales: jax.Array) -> Any:
         given = dict(zip(("lhs_scale", "rhs_scale"), scales))
         return overlap.all_gather_lhs_matmul(
-            lhs, rhs, "x", transpose_rhs=transposed, return_gathered=keeps, **given, **keywords
+            lhs, rhs, "x", transpose_rhs=transposed, return_gathered=keeps, transport=transport, **given, **keywords
         )
 
     every = (None,) * len(batch)

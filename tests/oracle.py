@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.kernels.target import current_target
 
 X, W, Y = P("x", None), P(None, "x"), P(None, "x")
 ALLOWED = 2.0  # Times the error of the unfused product.
@@ -89,8 +90,19 @@ def rounded(values: jax.Array) -> jax.Array:
     return lax.reduce_precision(values, info.nexp, info.nmant)
 
 
-def fused(lhs: jax.Array, rhs: jax.Array, **kwargs: Any) -> jax.Array:
-    return overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused", **kwargs)
+def fitting(config: Any) -> Any:
+    """A configuration that was written for Hopper, as this device's mainloop has it."""
+    if config is None or not current_target().is_blackwell:
+        return config
+    # An accumulator has 128 rows, and pairs of CTAs lie one below the other, each with whole boxes of columns.
+    tile_n = max(128, config.tile_n // 128 * 128) if config.cluster > 1 else config.tile_n
+    return config.replace(tile_m=128, tile_n=tile_n, cluster_along="m")
+
+
+def fused(lhs: jax.Array, rhs: jax.Array, config: Any = None, **kwargs: Any) -> jax.Array:
+    return overlap.all_gather_lhs_matmul(
+        lhs, rhs, "x", implementation="fused", config=fitting(config), **kwargs
+    )
 
 
 def distance(actual: jax.Array, expected: jax.Array) -> jax.Array:

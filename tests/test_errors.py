@@ -108,7 +108,7 @@ def test_outside_shard_map():
     ("target", "fragment"),
     [
         (Target("gpu", "NVIDIA A100-SXM4-80GB", 108), "Hopper"),
-        (Target("gpu", "NVIDIA B200", 148), "Blackwell"),
+        (Target("gpu", "NVIDIA GeForce RTX 5090", 170), "a Hopper or a Blackwell GPU"),
         (Target("tpu", "TPU v5", 1), "tpu"),
     ],
 )

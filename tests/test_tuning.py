@@ -303,7 +303,7 @@ def test_a_miss_is_logged_once_with_the_command_that_mends_it(caplog):
 
 def test_what_no_configuration_can_run_gets_the_default_in_silence(caplog):
     with caplog.at_level(logging.INFO, "overlap"):
-        for of, target in ((problem(dtype="float32"), H200), (problem(), Target("gpu", "NVIDIA B200", 148))):
+        for of, target in ((problem(dtype="float32"), H200), (problem(), Target("gpu", "NVIDIA A100", 108))):
             config, source = choice(of, target)
             assert source == "default"
             with pytest.raises(NotImplementedError):

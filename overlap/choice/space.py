@@ -143,7 +143,7 @@ def _needless(shape: Config, problem: Problem) -> bool:
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     """The usual configuration of a tile shape, with as many stages as fit and are filled; None if none can run."""
     epilogue = ("epilogue_tile_n", "epilogue_slots")
-    for values in itertools.product(*(FINE[name] for name in epilogue)):
+    for values in itertools.product(*(_values(name, target) for name in epilogue)):
         least = shape.replace(**dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
         if not problem.accepts(least, target):
             continue
@@ -152,6 +152,12 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
         deeper = (dataclasses.replace(least, stages=stages) for stages in STAGES if stages <= filled)
         return next((config for config in deeper if problem.accepts(config, target)), least)
     return None
+
+
+def _values(name: str, target: Target) -> tuple[Any, ...]:
+    """The values of a fine field, the usual one first."""
+    # There one warpgroup stores what two do on Hopper: it fills a buffer while the other one is read.
+    return (2, 1) if target.is_blackwell and name == "epilogue_slots" else FINE[name]
 
 
 def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.kernels.target import current_target
 
 # (turns of a loop on one device take about so long)
 _US_PER_TURN = 18.0
@@ -118,7 +119,8 @@ def _all_reduce(rows: int, **options: Any) -> Callable[..., Any]:
         size, me, k = lax.axis_size(axis), lax.axis_index(axis), shard.shape[0]
         other = jnp.resize(weights, (size * rows, size * k))
         part = lax.dynamic_slice_in_dim(other, me * k, k, axis=1)
-        config = overlap.Config.of(tile_m=64, tile_n=128, **options)
+        tile_m = 128 if current_target().is_blackwell else 64
+        config = overlap.Config.of(tile_m=tile_m, tile_n=128, **options)
         out = overlap.matmul_all_reduce(part, shard, axis, config=config, implementation="fused")
         return [(out, _exact(other, whole, out.dtype))]
 

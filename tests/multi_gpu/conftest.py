@@ -9,21 +9,22 @@ MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpus(n): needs n Hopper GPUs in the job")
+    config.addinivalue_line("markers", "gpus(n): needs n Hopper or Blackwell GPUs in the job")
     overlap.initialize()
 
 
-def hopper_gpus() -> int:
+def gpus_with_kernels() -> int:
     if jax.default_backend() != "gpu":
         return 0
-    return sum(getattr(d, "compute_capability", "") == "9.0" for d in jax.devices())
+    return sum(getattr(d, "compute_capability", "") in ("9.0", "10.0", "10.3") for d in jax.devices())
 
 
 def pytest_collection_modifyitems(items):
-    available = hopper_gpus()
+    available = gpus_with_kernels()
     for item in items:
         if (mark := item.get_closest_marker("gpus")) and available < mark.args[0]:
-            item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} Hopper GPUs, found {available}"))
+            reason = f"needs {mark.args[0]} Hopper or Blackwell GPUs, found {available}"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_generate_tests(metafunc):

@@ -51,7 +51,7 @@ def operands(mesh, along, m, shard, dtype, seed):
 
 
 def fused(along, config=None):
-    return call(along, config=config, implementation="fused")
+    return call(along, config=oracle.fitting(config), implementation="fused")
 
 
 def unfused(along):
@@ -102,7 +102,7 @@ def test_transposed_rows(devices, along, monkeypatch):
     late_pulls(monkeypatch, 1)
     mesh, (m, shards) = make_mesh(x=devices), SHAPES[1]
     lhs, rhs = operands(mesh, along, m, shards[along], jnp.bfloat16, seed=7)
-    config = overlap.Config.of(tile_n=192, stages=3)
+    config = oracle.fitting(overlap.Config.of(tile_n=192, stages=3))
 
     def same(lhs, rhs):
         of_rows = fused(along, config)(lhs, rhs)

@@ -38,7 +38,7 @@ EXACT = [
 def test_every_bit(devices, form, config):
     mesh, launches = oracle.make_mesh(x=devices), []
     fused = several_sides_cases.on_mesh(
-        form, mesh, several_sides_cases.call(form, implementation="fused", config=config)
+        form, mesh, several_sides_cases.call(form, implementation="fused", config=oracle.fitting(config))
     )
     for seed in range(3):  # Three launches in a row, each with operands of its own.
         arrays = several_sides_cases.operands(form, devices, seed)

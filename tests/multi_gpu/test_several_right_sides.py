@@ -30,7 +30,7 @@ EXACT = [
 @pytest.mark.parametrize(("form", "config"), EXACT, ids=str)
 def test_every_bit(devices, form, config, transport):
     mesh, launches = oracle.make_mesh(x=devices), []
-    body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
+    body = several_sides_cases.call(form, implementation="fused", config=oracle.fitting(config), transport=transport)
     fused = several_sides_cases.on_mesh(form, mesh, body)
     for seed in range(3):  # Three launches in a row, each with operands of its own.
         arrays = several_sides_cases.operands(form, devices, seed)

@@ -83,7 +83,7 @@ def unfused(layer):
 
 
 def fused(layer, config=None):
-    return lambda arrays: layer(arrays, "fused", config)
+    return lambda arrays: layer(arrays, "fused", oracle.fitting(config))
 
 
 def exact(layer):

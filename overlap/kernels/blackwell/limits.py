@@ -25,6 +25,8 @@ ACCUMULATORS = 2
 TERM_BUFFERS = 2
 # Of scales of blocks: one for each operand.
 SCALE_PIECES = 2
+# Where the tensor memory begins that has been allocated.
+ADDRESS_BYTES = 4
 
 
 def rhs_columns(config: Config) -> int:
@@ -45,13 +47,14 @@ def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "", 
     operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * row_bytes
     epilogue_bytes = limits.epilogue_bytes(config, config.tile_m, jnp.dtype(out_dtype))
     term_bytes = TERM_BUFFERS * config.tile_m * SWIZZLE_BYTES if transport in EXCHANGING else 0
-    term_barriers = 2 * TERM_BUFFERS if transport in EXCHANGING else 0
+    # Two for each buffer; and a second one for tiles that have been stored.
+    term_barriers = 2 * TERM_BUFFERS + 1 if transport in EXCHANGING else 0
     barriers = 2 * config.stages + 2 * ACCUMULATORS + term_barriers
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, config.tile_m)
     # The compiler rounds the buffer of each operand up.
     scale_bytes = ceil_div(config.stages * PIECE_BYTES, RESERVED_BYTES) * RESERVED_BYTES if block_scaled else 0
-    buffers = operand_bytes + epilogue_bytes + term_bytes + transport_bytes + SCALE_PIECES * scale_bytes
-    return buffers + barriers * BARRIER_BYTES
+    buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes + SCALE_PIECES * scale_bytes
+    return buffer_bytes + barriers * BARRIER_BYTES + ADDRESS_BYTES
 
 
 def check_types(sizes: Sizes) -> None:

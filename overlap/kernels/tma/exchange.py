@@ -91,7 +91,7 @@ def load_term(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any, ba
             to = buffers.terms[2].at[slot, warpgroup], barrier
             with_reference(part.ref, lambda ref, place=place, to=to: _load_piece(ref, place, *to))
             continue
-        box_gmem = part.ref.at[place].at[_rows(step, boxes_smem.shape[2])]
+        box_gmem = part.ref.at[place].at[_rows(place, boxes_smem.shape[2])]
         plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[slot, warpgroup], barrier)
 
 
