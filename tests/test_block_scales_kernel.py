@@ -19,6 +19,7 @@ from overlap.kernels.blackwell import limits, scales
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.limits import Sizes
 from overlap.kernels.target import emulating
+from overlap.kernels.tma.limits import RESERVED_BYTES
 from overlap.tuning import operations
 from tests import assembly
 from tests.block_scale_cases import E4M3, E5M2, Product, config
@@ -219,4 +220,8 @@ def test_assembled(group, options, tmp_path):
     )  # fmt: skip
     (report,) = assembly.assemble_case(case, ptx=str(tmp_path / "ptx"))
     assert f"tcgen05.mma.{group}.kind::mxf8f6f4.block_scale.scale_vec::1X" in (tmp_path / "ptx").read_text()
+    sizes = overlap.Config(**fields, **{name: x for name, x in options.items() if name in ("stages", "cluster")})
+    out_dtype = options.get("out", "bfloat16")
+    needed = limits.smem_bytes(sizes, E4M3, out_dtype, block_scaled=True)
+    assert needed <= report.shared_memory_bytes <= needed + RESERVED_BYTES
     assert report.remarks == () and (report.architecture, report.spills, report.stack_frame_bytes) == ("sm_100a", 0, 0)

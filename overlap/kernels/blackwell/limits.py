@@ -23,10 +23,10 @@ TENSOR_MEMORY_COLUMNS = 512
 ACCUMULATORS = 2
 # Buffers for what peers have computed of a tile, so that one box is on its way while another one is added.
 TERM_BUFFERS = 2
-# Where the tensor memory begins that has been allocated.
-ADDRESS_BYTES = 4
 # Of scales of blocks: one for each operand.
 SCALE_PIECES = 2
+# Where the tensor memory begins that has been allocated.
+ADDRESS_BYTES = 4
 
 
 def rhs_columns(config: Config) -> int:
@@ -54,9 +54,7 @@ def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "", 
     # The compiler rounds the buffer of each operand up.
     scale_bytes = ceil_div(config.stages * PIECE_BYTES, RESERVED_BYTES) * RESERVED_BYTES if block_scaled else 0
     buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes + SCALE_PIECES * scale_bytes
-    # A buffer in tensor memory of its own for the accumulators, and for the scales of each operand.
-    addresses = 1 + (SCALE_PIECES if block_scaled else 0)
-    return buffer_bytes + barriers * BARRIER_BYTES + addresses * ADDRESS_BYTES
+    return buffer_bytes + barriers * BARRIER_BYTES + ADDRESS_BYTES
 
 
 def check_types(sizes: Sizes) -> None:
