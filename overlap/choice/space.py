@@ -133,6 +133,8 @@ def _needless(shape: Config, problem: Problem) -> bool:
         return True
     if not shape.joined:
         return False
+    if problem.block_scaled:
+        return True
     # Rows that fill the tiles of their own shard need not wait for any others; nor should many rows.
     shards = problem.batch * problem.devices
     filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)

@@ -71,7 +71,8 @@ class AllGather(Operation):
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
         op = self.name if self.along == "m" else f"{self.name}_{self.along}"
         # Several right operands count as one.
-        return Problem(op, m, sum(widths), k, *dtypes, self.ring.size, layout, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
+        scaled = operands.is_block_scaled
+        return Problem(op, m, sum(widths), k, *dtypes, self.ring.size, layout, max(batch or 1, 1), scaled)  # pyright: ignore[reportArgumentType]
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         del call
@@ -93,7 +94,10 @@ class AllGather(Operation):
         for name, n in zip(call.names, call.sizes[2], strict=True):
             transport = self.transport if several else ""
             try:
-                limits.check(limits.Sizes(problem.m, n, k, *dtypes, call.layouts, transport, m_name), config, target)
+                of_one = limits.Sizes(
+                    problem.m, n, k, *dtypes, call.layouts, transport, m_name, block_scaled=problem.block_scaled
+                )
+                limits.check(of_one, config, target)
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
         require_peers(self.ring, target, mesh)
@@ -222,7 +226,7 @@ class AllGather(Operation):
                 "the fused kernel takes one matrix as a transposed `lhs`, and `jax.vmap` maps over several: transpose "
                 f"it, or {_XLA}"
             )
-        if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
+        if any((*is_batched.rhs_list, *(is_batched.column_scales or ()), *(is_batched.rhs_block_scales or ()))):
             if not self.takes_lists:
                 return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped as well: {_XLA}"
             return (
@@ -234,10 +238,13 @@ class AllGather(Operation):
 
 
 def folded(operands: Operands, *, keep: bool) -> Operands:
-    """Operands whose scale of rows has the batch of the left one; `keep` it, or fold it into the rows."""
-    lhs, rows = operands.lhs, operands.row_scale
+    """Operands whose scales of rows or blocks have the batch of the left one; `keep` it, or fold it into the rows."""
+    lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
+    if blocks is not None:
+        blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))
     if rows is not None and rows.ndim < lhs.ndim - 1:
         rows = jnp.broadcast_to(rows, lhs.shape[:-1])
     if not keep:
         lhs, rows = lhs.reshape(-1, lhs.shape[-1]), None if rows is None else rows.reshape(-1)
-    return dataclasses.replace(operands, lhs=lhs, row_scale=rows)
+        blocks = None if blocks is None else blocks.reshape(-1, blocks.shape[-1])
+    return dataclasses.replace(operands, lhs=lhs, row_scale=rows, lhs_block_scale=blocks)

@@ -51,6 +51,11 @@ class AllGatherLhs(AllGather):
     transposes = frozenset({"rhs"})
     has_batch = True
 
+    @property
+    def takes_block_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # (What passes on its neighbour's rows does not bring their scales.)
+        return TRANSPORTS[self.transport].brings_scales
+
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         others = super().circumstances(call, mesh)
         if self.ring.size == 1:
@@ -62,7 +67,7 @@ class AllGatherLhs(AllGather):
         config: Any = plan.config
         if self.ring.size == 1:
             outs, gathered = self._on_one_device(operands, plan)
-        elif config.joined and self.transport == "pull":
+        elif config.joined and self.transport == "pull" and not operands.is_block_scaled:
             outs, gathered = joined.launch(operands, plan, self.ring, returns_gathered=self.returns_gathered)
         else:
             outs, gathered = gathered_lhs.launch(
@@ -145,8 +150,8 @@ def all_gather_lhs_matmul(
         devices of the axis.
       rhs_scale: a factor of the product, in float32: [n_shard] or [1, n_shard], one value per column of this device; or
         a scalar. Several right operands have one scalar, or a list with one such entry for each. Or both are scales of
-        blocks, as in `matmul` (by XLA only): of the shards' shapes with k / 32 in place of k, those of `lhs` gathered
-        with it.
+        blocks, as in `matmul`: of the shards' shapes with k / 32 in place of k, those of `lhs` gathered with its rows
+        (by the transport "pull").
       transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. By XLA only.
       transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
       return_gathered: whether to return the gathered `lhs` as well. The backward pass then keeps that, D times the

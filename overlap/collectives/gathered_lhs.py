@@ -3,7 +3,7 @@
     producer     for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
                      a peer's tile: wait for the flag of its row block; then load from scratch
                      an own tile:   load from lhs
-    transport    brings the peers' shards (by pull the scales of their rows as well) into scratch and raises the flags
+    transport    brings the peers' shards (by pull the scales of their rows or blocks, too) into scratch, raises flags
 
 Several right operands share one gather: their tiles lie side by side in the list of tiles (`AllGatherSchedule`).
 
@@ -24,9 +24,9 @@ from jax.experimental import pallas as pl
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
 from overlap.frame.operands import Operands, Plan
-from overlap.kernels import epilogue
+from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import Hooks, OneOf, Tile
+from overlap.kernels.hooks import BlockScales, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import Ring
@@ -39,21 +39,23 @@ def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, 
     assert config is not None
     *batch, m_shard, k = lhs.shape
     widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list]
+    has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
     schedule = AllGatherSchedule.of(
         ring.size, lhs.shape, widths, lhs.dtype.itemsize, config, keeps_own=keeps_own,
-        scaled=operands.row_scale is not None and transport.brings_scales,
+        scaled=has_scales and transport.brings_scales, scale_steps=blocks[0].shape[1] if blocks else 0,
     )  # fmt: skip
     if schedule.batch == 1:
         batch = []
     work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
     row_scale = _filled_rows(operands.row_scale, schedule, plan, ring)
-    inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale)
+    inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale), blocks
+    scales = blocks[0] if blocks else row_scale
     out_types = (
         [jax.ShapeDtypeStruct((*batch, ring.size, m_shard, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
-        [jax.ShapeDtypeStruct((ring.size - 1, *row_scale.shape), row_scale.dtype)] if schedule.scaled else [],
+        [_of_peers(scales, schedule)] if schedule.scaled else [],
     )
-    # Among the inputs: the scales of rows come behind the right operands.
+    # Among the inputs: the scales of rows come behind the right operands, as those of their blocks do.
     read = (0, *([1 + len(widths)] if schedule.scaled else []))
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}", plan.target, config,
@@ -65,6 +67,23 @@ def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, 
     rows = (*operands.lhs.shape[:-2], ring.size * m_shard)
     gathered = scratch.reshape(*rows, k) if keeps_own else None
     return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered
+
+
+def _packed(operands: Operands, plan: Plan) -> Any:
+    """The scales of blocks as tiles take them, [tiles, k steps, words] of all rows and of each right operand."""
+    if operands.rhs_block_scales is None:
+        return ()
+    config: Any = plan.config
+    tile = config.tile_m, config.tile_n
+    left, right = block_scales.of_tiles(operands.lhs_block_scale, operands.rhs_block_scales, plan.layouts, tile)
+    return left.reshape(-1, *left.shape[-2:]), right
+
+
+def _of_peers(scales: jax.Array, schedule: AllGatherSchedule) -> jax.ShapeDtypeStruct:
+    """Where the peers' scales are to lie."""
+    peers, (first, *rest) = schedule.devices - 1, scales.shape
+    shape = (peers * first, *rest) if schedule.scale_steps else (peers, *scales.shape)
+    return jax.ShapeDtypeStruct(shape, scales.dtype)
 
 
 def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: Plan, ring: Ring) -> Any:
@@ -104,8 +123,8 @@ class _Body:
         kernel: ProductKernel, schedule: AllGatherSchedule, ring: Ring, transport: Transport, operation: str, refs: Refs
     ) -> _Body:
         """The body of one device, from the references that the launch made."""
-        (lhs_gmem, _, vectors), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
-        scales = (vectors.row_scale, *scales_gmem) if scales_gmem else None
+        (lhs_gmem, _, vectors, blocks), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
+        scales = (blocks[0] if blocks else vectors.row_scale, *scales_gmem) if scales_gmem else None
         shards = Shards(operation, ring, schedule, kernel.config, kernel.work.parts, lhs_gmem, scratch_gmem, scales)
         return _Body(kernel, transport, shards, refs, ring.me())
 
@@ -117,12 +136,13 @@ class _Body:
         return Tile(step, m, n, side=side, batch=batch)
 
     def hooks(self) -> Hooks:
-        _, rhs_gmem, vectors = self.refs.inputs
+        _, rhs_gmem, vectors, blocks = self.refs.inputs
         hooks = Hooks(
             load_lhs=self._load_rows,
             rhs_at=lambda tile: OneOf(rhs_gmem, tile.side),
             out_at=self._out_at,
             epilogue_at=self._epilogue_at if jax.tree.leaves(vectors) else None,
+            block_scales_at=self._block_scales_at if blocks else None,
         )
         return self.transport.hook_in(hooks, self.shards, self.refs.flags, self.refs.smem)
 
@@ -131,6 +151,17 @@ class _Body:
         pl.when(tile.step == 0)(lambda: load(shards.within(shards.lhs_gmem, tile.batch)))
         slot = shards.schedule.slot(self.me, tile.step)
         pl.when(tile.step > 0)(lambda: load(shards.within(shards.scratch_gmem, tile.batch, slot)))
+
+    def _block_scales_at(self, tile: Tile) -> BlockScales:
+        (*_, (_, rhs_gmem)), schedule = self.refs.inputs, self.shards.schedule
+        assert self.shards.scales is not None
+        own, of_peers = self.shards.scales
+        place = tile.batch * schedule.row_blocks + tile.m
+        # (The second tile of a cluster may lie wholly below the last row, where nothing comes.)
+        is_own = jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks)
+        lhs_tile = place + jnp.where(is_own, 0, (tile.step - 1) * own.shape[0])
+        lhs = OneOf((own, of_peers), jnp.where(is_own, 0, 1))
+        return BlockScales(lhs, lhs_tile, OneOf(rhs_gmem, tile.side), tile.n)
 
     def _out_at(self, tile: Tile) -> OneOf:
         # A dimension of its own for the shards, so that the last rows of one are clipped there.
@@ -141,7 +172,7 @@ class _Body:
     def _epilogue_at(self, tile: Tile) -> Any:
         # Both vectors are filled up as the tiles are: by batch element and by right operand.
         # Scales that came by themselves lie in the order of arrival.
-        (_, _, vectors), schedule, config = self.refs.inputs, self.shards.schedule, self.kernel.config
+        (_, _, vectors, _), schedule, config = self.refs.inputs, self.shards.schedule, self.kernel.config
         mainloop, scales = self.kernel.mainloop, self.shards.scales
         shard = 0 if scales else schedule.shard(self.me, tile.step)
         first_row = (shard * schedule.batch + tile.batch) * schedule.filled_rows(config)

@@ -22,7 +22,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
@@ -144,11 +143,11 @@ def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int,
     return flags, HANDSHAKE_FLAGS, *([(1,)] if copies_own else [])
 
 
-def smem_types(config: Config, plan: PullPlan, dtype: Any, scale_rows: int = 0, results: Any = None) -> tuple[Any, Any]:
-    """Chunk buffers with their barriers; scales of so many rows come first, through the same memory, `results` last."""
+def smem_types(config: Config, plan: PullPlan, dtype: Any, scales: Any = None, results: Any = None) -> tuple[Any, Any]:
+    """Chunk buffers with their barriers. `scales`, of this type, come first through the same memory, `results` last."""
     slots = plgpu.SMEM((config.pull.chunk_slots, plan.rows, plan.cols), dtype)
-    if scale_rows:
-        slots = plgpu.RefUnion(slots, plgpu.SMEM((1, scale_rows), jnp.float32))
+    if scales is not None:
+        slots = plgpu.RefUnion(slots, scales)
     if results is not None:
         slots = plgpu.RefUnion(slots, plgpu.SMEM((config.pull.chunk_slots, results.rows, results.cols), dtype))
     return slots, plgpu.Barrier(num_arrivals=1, num_barriers=config.pull.chunk_slots)

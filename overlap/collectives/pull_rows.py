@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -12,9 +13,11 @@ from overlap.collectives import pull
 from overlap.collectives.pull import Chunks, Communicator
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards
+from overlap.kernels.block_scales import PIECE_BYTES, PIECE_WORDS
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import send_tile, signal, wait_stores_landed
+from overlap.primitives.integers import largest_divisor
 
 
 def _pull_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, index: Any) -> None:
@@ -30,6 +33,37 @@ def _pull_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, inde
     send_tile(scales_smem, scratch_gmem.at[(step - 1, *place)])
     wait_stores_landed()
     signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + row)])
+
+
+def _pull_block_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, index: Any) -> None:
+    """The same for scales of blocks, those of some k steps at a time."""
+    assert shards.scales is not None
+    (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
+    step, element, block = schedule.scales(index)
+    tile, count = element * schedule.row_blocks + block, scales_smem.shape[0]
+    of_peer = shards.ring.remote(own_gmem, shards.ring.peer(step))
+
+    @pl.loop(0, schedule.scale_steps // count)
+    def _chunk(number: Any) -> None:
+        steps = pl.ds(number * count, count)
+        plgpu.copy_gmem_to_smem(
+            of_peer.at[tile, steps], scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        )
+        plgpu.barrier_wait(loaded.at[0])
+        send_tile(scales_smem, scratch_gmem.at[(step - 1) * own_gmem.shape[0] + tile, steps])
+        wait_stores_landed()
+
+    signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + block * schedule.block_rows)])
+
+
+def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
+    """Shared memory through which scales are pulled; None if there are none."""
+    if not schedule.scaled:
+        return None
+    if not schedule.scale_steps:
+        return plgpu.SMEM((1, schedule.block_rows), jnp.float32)
+    steps = largest_divisor(schedule.scale_steps, max(config.pull.chunk_bytes // PIECE_BYTES, 1))
+    return plgpu.SMEM((steps, PIECE_WORDS), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +116,15 @@ class PullTransport:
         return pull.flag_shapes(schedule.flags, copies_own=schedule.keeps_own)
 
     def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
-        return pull.smem_types(config, schedule.plan, dtype, schedule.block_rows if schedule.scaled else 0)
+        return pull.smem_types(config, schedule.plan, dtype, _scales_type(schedule, config))
 
     def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
         (row_flags, *rest), (slots_smem, loaded) = flags, smem
         schedule, pull_scales = shards.schedule, None
         if shards.scales is not None:
             slots_smem, scales_smem = slots_smem
-            pull_scales = lambda index: _pull_scales(shards, row_flags, scales_smem, loaded, index)  # noqa: E731
+            of_kind = _pull_block_scales if schedule.scale_steps else _pull_scales
+            pull_scales = lambda index: of_kind(shards, row_flags, scales_smem, loaded, index)  # noqa: E731
 
         def communicate() -> None:
             places = _Places(shards, row_flags, shards.ring.me())

@@ -37,7 +37,8 @@ class AllGatherSchedule:
       batch: how many batch elements a shard has; its rows are counted through them.
       sides: tile columns of each right operand; () for a single one.
       keeps_own: whether the peers' shards lie where they belong among all, beside a copy of the own one.
-      scaled: whether the scales of its rows are pulled with each row block, by one copy more.
+      scaled: whether scales of its rows are pulled with each row block, as one transfer more.
+      scale_steps: k steps whose blocks have scales of their own, where these are scales of blocks; 0: of whole rows.
     """
 
     devices: int
@@ -48,18 +49,19 @@ class AllGatherSchedule:
     sides: tuple[int, ...] = ()
     keeps_own: bool = False
     scaled: bool = False
+    scale_steps: int = 0
 
     @staticmethod
     def of(
         devices: int, lhs_shard: Sequence[int], widths: Sequence[int], itemsize: int, config: Config, *,
-        keeps_own: bool = False, scaled: bool = False,
+        keeps_own: bool = False, scaled: bool = False, scale_steps: int = 0,
     ) -> AllGatherSchedule:  # fmt: skip
         """The schedule of a problem: the shape of one shard of the left operand, [(batch,) m_shard, k], and n each."""
         (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
         batch, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
         order = TileOrder(batch * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
         plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
-        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled)
+        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled, scale_steps)
 
     @property
     def tiles(self) -> int:

@@ -36,7 +36,8 @@ class Shards:
       lhs_gmem: [(batch,) m_shard, k], this device's shard.
       scratch_gmem: [(batch,) slots, m_shard, k], where the peers' shards are to lie.
       scales: of `AllGatherSchedule.scaled` rows, [1, n] of this device's in f32, each batch element filled up to whole
-        tiles, and [D - 1, 1, n], where those of the peers are to lie.
+        tiles, and [D - 1, 1, n], where those of the peers are to lie. Or scales of blocks (`scale_steps`), [tiles, k
+        steps, words] of this device's, and [(D - 1) · tiles, k steps, words].
     """
 
     operation: str

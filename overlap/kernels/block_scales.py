@@ -7,10 +7,13 @@ kernel, so that one copy loads a piece. Source: the PTX ISA on tcgen05, scale fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from overlap.kernels.layouts import OperandLayouts
 from overlap.primitives.integers import ceil_div
 
 # Elements along k that share a scale.
@@ -21,6 +24,15 @@ PIECE_ROWS, PIECE_BLOCKS = 128, 4
 PIECE_WORDS = PIECE_ROWS
 PIECE_BYTES = PIECE_ROWS * PIECE_BLOCKS
 _GROUPS = 32
+
+
+def of_tiles(
+    lhs_scale: jax.Array, rhs_scales: Sequence[jax.Array], layouts: OperandLayouts, tile: tuple[int, int]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The scales of operands in these layouts, packed for tiles of so many rows and columns."""
+    left = lhs_scale.swapaxes(-1, -2) if layouts.transpose_lhs else lhs_scale
+    right = [scale if layouts.transpose_rhs else scale.swapaxes(-1, -2) for scale in rhs_scales]
+    return packed(left, tile[0]), tuple(packed(scale, tile[1]) for scale in right)
 
 
 def packed(scales: jax.Array, tile: int) -> jax.Array:

@@ -146,6 +146,23 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockScales:
+    """Where the scales of blocks of a tile lie, [tiles, k steps, words] as `block_scales.packed` returns them.
+
+    Attributes:
+      lhs: of the tile's rows, a reference or a `OneOf`.
+      lhs_tile: which tile they are of there.
+      rhs: of its columns, likewise.
+      rhs_tile: which tile these are of there.
+    """
+
+    lhs: Any
+    lhs_tile: Any
+    rhs: Any
+    rhs_tile: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Hooks:
     """Where a fused operation enters the mainloop (the pipeline callbacks).
 
@@ -170,8 +187,8 @@ class Hooks:
         and the addend's values there (or None); it returns what is stored. The sum of the parts of an `Exchange` is an
         addend.
       exchange: for products of which peers compute a part. Needs tiles that are drawn (`Loop.counter`).
-      block_scales_at: from a tile to the references that hold the scales of blocks of its rows and of its columns, each
-        [tiles, k steps, words] as `block_scales.packed` returns it.
+      block_scales_at: from a tile to where the scales of its blocks lie; None: it has none. Those of the rows are here
+        when the rows are (`before_load`).
     """
 
     load_lhs: Callable[[Tile, Callable[[Any], None]], None]
@@ -186,4 +203,4 @@ class Hooks:
     addend_at: Callable[[Tile], Any] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
     exchange: Exchange | None = None
-    block_scales_at: Callable[[Tile], tuple[Any, Any]] | None = None
+    block_scales_at: Callable[[Tile], BlockScales] | None = None

@@ -20,7 +20,7 @@ from overlap.frame import by_xla
 from overlap.frame.operands import Operands, Plan, sizes
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import Hooks, Tile
+from overlap.kernels.hooks import BlockScales, Hooks, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.tile_order import TileOrder
@@ -62,14 +62,10 @@ def _matrices(operands: Operands, out_dtype: Any, plan: Plan) -> Operands:
     )
     if operands.rhs_block_scales is None:
         return matrices
-    left, (right,) = operands.lhs_block_scale, operands.rhs_block_scales
-    left = left.swapaxes(-1, -2) if layouts.transpose_lhs else left
-    right = right if layouts.transpose_rhs else right.swapaxes(-1, -2)
-    return dataclasses.replace(
-        matrices,
-        lhs_block_scale=block_scales.packed(left, config.tile_m),
-        rhs_block_scales=(block_scales.packed(right, config.tile_n),),
+    left, (right,) = block_scales.of_tiles(
+        operands.lhs_block_scale, operands.rhs_block_scales, layouts, (config.tile_m, config.tile_n)
     )
+    return dataclasses.replace(matrices, lhs_block_scale=left, rhs_block_scales=(right,))
 
 
 def _vectors(operands: Operands, plan: Plan) -> epilogue.Vectors:
@@ -117,11 +113,11 @@ class _Body:
             block_scales_at=self._block_scales_at if self.kernel.types.block_scaled else None,
         )
 
-    def _block_scales_at(self, tile: Tile) -> tuple[Any, Any]:
+    def _block_scales_at(self, tile: Tile) -> BlockScales:
         matrices, _ = self.refs.inputs
         scales = matrices.lhs_block_scale, matrices.rhs_block_scales[0]
         left, right = (self._of_batch(ref, tile, rank=3) for ref in scales)
-        return left, right
+        return BlockScales(left, tile.m, right, tile.n)
 
     def _of_batch(self, ref: Any, tile: Tile, rank: int = 2) -> Any:
         """An operand's part for the batch element of a tile, if it has a batch."""

@@ -6,8 +6,8 @@ step, and count on its barrier `full`. The multiplier has the tensor cores copy 
 the product that reads them there: these run in the order in which one thread issues them.
 
 Tensor memory has a place for the scales of every stage. So what a product reads there is overwritten only after its
-stage has been given back (`consumed`). Nothing relies on the order of a product and a later copy of the same thread: the
-PTX ISA does not list such a pair among those that it orders.
+stage has been given back (`consumed`). Nothing relies on the order of a product and a later copy of the same thread:
+the PTX ISA does not list such a pair among those that it orders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlap.kernels.blackwell.limits import SCALE_PIECES
 from overlap.kernels.block_scales import PIECE_BLOCKS, PIECE_ROWS, PIECE_WORDS, SCALE_DTYPE
 from overlap.kernels.config import Config
 from overlap.kernels.grid import RANK_AXIS, rank
-from overlap.kernels.hooks import Tile
+from overlap.kernels.hooks import Tile, with_reference
 from overlap.kernels.mainloop import Loop
 
 if TYPE_CHECKING:
@@ -65,18 +65,19 @@ def load(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any) -> None
     """The producer's part: starts the copies of the scales of k step `step` into stage `slot`."""
     scales, config = buffers.scales, loop.config
     assert loop.hooks.block_scales_at is not None and scales is not None
-    lhs_gmem, rhs_gmem = loop.hooks.block_scales_at(tile)
-    own, columns, at_step = pl.ds(tile.m, 1), pl.ds(tile.n, 1), pl.ds(step, 1)
+    given = loop.hooks.block_scales_at(tile)
+    own, columns, at_step = pl.ds(given.lhs_tile, 1), pl.ds(given.rhs_tile, 1), pl.ds(step, 1)
     of_lhs: dict[str, Any] = {}
     of_rhs: dict[str, Any] = {}
     if config.cluster > 1:
         # The first CTA's barrier counts what both load: of the left operand each its own, of the right one each all.
-        own = pl.ds(tile.m - rank(config), config.cluster)
+        own = pl.ds(given.lhs_tile - rank(config), config.cluster)
         of_lhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.PARTITIONED(0)}
         of_rhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.REPLICATED}
     full = buffers.full.at[slot]
-    plgpu.copy_gmem_to_smem(lhs_gmem.at[own, at_step], scales.lhs[0].at[slot], full, **of_lhs)
-    plgpu.copy_gmem_to_smem(rhs_gmem.at[columns, at_step], scales.rhs[0].at[slot], full, **of_rhs)
+    lhs_smem, rhs_smem = scales.lhs[0].at[slot], scales.rhs[0].at[slot]
+    with_reference(given.lhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[own, at_step], lhs_smem, full, **of_lhs))
+    with_reference(given.rhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[columns, at_step], rhs_smem, full, **of_rhs))
 
 
 def to_tensor_memory(scales: ScaleBuffers | None, slot: Any, pair: str | None) -> dict[str, Any]:
