@@ -58,25 +58,27 @@ class Config:
     """The tunable sizes of a (fused) matmul.
 
     Attributes:
-      tile_m: rows of the output tile of one CTA: 64, 128 or 256.
+      tile_m: rows of the output tile of one CTA: 64, 128 or 256; 128 on Blackwell.
       tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64), 256 at most.
       tile_k: depth of one stage, in elements; its bytes must be 128, the widest swizzle.
       stages: operand tiles in flight, at least 2; shared memory limits them.
-      epilogue_tile_n: columns that a warpgroup stores at a time.
-      epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored. A
-        divisor of the stores of a tile.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles (of a cluster) per band of the order (`TileOrder`).
       stream_k: into how many parts each tile of the last, partial wave may be cut along k, so that cores that would
         idle take a share (`StreamK`); 1: none is.
       split_k: into how many parts the contraction is cut, each a tile of its own, summed by XLA in f32 in a fixed order
         afterwards: for results of few tiles (plain matmul only, and not together with `stream_k`).
-      cluster: how many CTAs (1 or 2) compute adjacent tiles and share the loads of the operand common to them.
-      cluster_along: in which dimension they are adjacent: "m" (they share the right operand) or "n" (the left one).
+      cluster: how many CTAs (1 or 2) compute adjacent tiles and share the loads of the operand common to them. On
+        Blackwell two compute one tile of twice the rows, with one product.
+      cluster_along: in which dimension they are adjacent: "m" (they share the right operand) or "n" (the left one; not
+        on Blackwell).
       joined: whether the gathered rows of all shards are tiled as those of one matrix, so that few rows per shard fill
         a tile together (`all_gather_lhs_matmul` by the transport "pull" only; elsewhere it means nothing).
       one_shot: whether each device sends its part of all of the result to all others, and adds up all of it itself: for
         few rows (`matmul_all_reduce` only; elsewhere it means nothing).
+      epilogue_tile_n: columns that a warpgroup stores at a time.
+      epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored. A
+        divisor of the stores of a tile.
       pull: sizes of what communicates in chunks (fused operations only; not the transport "ring").
     """
 
@@ -84,8 +86,6 @@ class Config:
     tile_n: int = 256
     tile_k: int = 64
     stages: int = 4
-    epilogue_tile_n: int = 64
-    epilogue_slots: int = 1
     order_minor: Literal["m", "n"] = "m"
     order_width: int = 8
     stream_k: int = 1
@@ -94,6 +94,8 @@ class Config:
     cluster_along: Literal["m", "n"] = "m"
     joined: bool = False
     one_shot: bool = False
+    epilogue_tile_n: int = 64
+    epilogue_slots: int = 1
     pull: PullSizes = PullSizes()
 
     def __post_init__(self) -> None:
