@@ -261,7 +261,7 @@ def test_types_are_for_explain(op):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([*overlap.Config().fields, "hopper", "pull"]),
+    st.sampled_from([*overlap.Config().fields, "pull"]),
     st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", None, [], np.zeros(2), (1,), 2**70]),
 )
 def test_configurations(name, value):
@@ -272,7 +272,7 @@ def test_configurations(name, value):
         else isinstance(value, bool)
         if name in ("joined", "one_shot")
         else False
-        if name in ("hopper", "pull")
+        if name == "pull"
         else type(value) is int and value > 0
     )
     config, error = outcome(lambda: overlap.Config.of(**{name: value}))
