@@ -6,13 +6,8 @@ step, and count on its barrier `full`. The multiplier has the tensor cores copy 
 the product that reads them there: these run in the order in which one thread issues them.
 
 Tensor memory has a place for the scales of every stage. So what a product reads there is overwritten only after its
-<<<<<<< HEAD
 stage has been given back (`consumed`). Nothing relies on the order of a product and a later copy of the same thread:
 the PTX ISA does not list such a pair among those that it orders.
-=======
-stage has been given back (`consumed`). Nothing relies on the order of a product and a later copy of one thread: the
-PTX ISA does not list such a pair among those that it orders.
->>>>>>> scales
 """
 
 from __future__ import annotations
