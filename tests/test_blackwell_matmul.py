@@ -19,6 +19,7 @@ from overlap.kernels import limits
 from overlap.kernels.limits import Sizes
 from overlap.kernels.target import current_target, emulating
 from tests.blackwell_cases import B200, ONE, PAIR, product
+from tests.oracle import make_mesh
 from tests.product_cases import integers
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -143,6 +144,18 @@ def test_wrong_configurations(fields, words):
     config = overlap.Config.of(**({"tile_m": 128, "tile_n": 128, "stages": 2} | fields))
     with pytest.raises(ValueError, match=words):
         limits.check(Sizes(4096, 4096, 4096, BF16, BF16), config, B200)
+
+
+def test_a_ring_is_chosen_without_pairs():
+    """A problem does not say how its operand travels: the best configuration for pulling has pairs."""
+    lhs, rhs = jax.ShapeDtypeStruct((512, 256), BF16), jax.ShapeDtypeStruct((256, 512), BF16)
+    with emulating("blackwell"):
+        given = overlap.all_gather_lhs_matmul, lhs, rhs, "x"
+        by = {
+            transport: overlap.explain(*given, mesh=make_mesh(x=2), transport=transport, implementation="fused").config
+            for transport in ("pull", "ring")
+        }
+    assert (by["pull"].cluster, by["ring"].cluster) == (2, 1)
 
 
 def test_pairs_cannot_pass_tiles_on():

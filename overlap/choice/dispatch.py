@@ -14,6 +14,7 @@ from overlap import emulation
 from overlap.choice.choose import choose_config, xla_is_faster
 from overlap.choice.crossover import NOT_MEASURED
 from overlap.choice.problem import Problem
+from overlap.choice.space import candidates
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
 
@@ -89,6 +90,27 @@ def target(mesh: Any = None) -> Target:
     return current_target(mesh)
 
 
+def _first_that_fits(
+    config: Config, source: str, problem: Problem, device: Target, check: Callable[[Config, Target], None]
+) -> tuple[Config, str]:
+    """What was chosen, or the next best that the operation takes: a `Problem` does not say all about a call."""
+
+    def fits(config: Config) -> bool:
+        try:
+            check(config, device)
+        except ValueError:
+            return False
+        except NotImplementedError:
+            # No configuration mends that.
+            return True
+        return True
+
+    if fits(config):
+        return config, source
+    other = next((other for other in candidates(problem, device) if fits(other)), None)
+    return (config, source) if other is None else (other, "heuristic")
+
+
 def decide(
     op: str,
     implementation: str | None,
@@ -117,7 +139,7 @@ def decide(
         return Explanation(op, "xla", None, "asked for", device)
     source = "given"
     if config is None:
-        config, source = choose_config(problem, device)
+        config, source = _first_that_fits(*choose_config(problem, device), problem, device, check)
     untried, transport = circumstances.untried, (circumstances.transport, circumstances.transport_reason)
     at_once = device.num_cores if circumstances.needs_all_ctas else config.cluster * config.stream_k
     if implementation == "fused":
