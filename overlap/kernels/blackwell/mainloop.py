@@ -32,6 +32,7 @@ Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` operand t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -109,16 +110,22 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     del tile
     config = loop.config
     pair = RANK_AXIS if config.cluster > 1 else None
-    _await_drained(buffers, piece.ordinal)
 
     def issue() -> None:
+        _await_drained(buffers, piece.ordinal)
+
         @pl.loop(0, piece.k_steps)
         def _step(k: Any) -> None:
             _issue_step(loop, buffers, piece, k, pair)
 
         plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)
 
-    if pair is None:
+    _by_the_first(config, issue)
+
+
+def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
+    """Has the first CTA of a pair do something for both."""
+    if config.cluster == 1:
         issue()
     else:
         pl.when(rank(config) == 0)(issue)
@@ -141,9 +148,9 @@ def _issue_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -
 
 
 def _wait_until_drained(pieces: Any, buffers: Buffers) -> None:
-    """Waits until both CTAs of the pair have read what was summed up last.
+    """Waits until both CTAs of a pair have read what was summed up last.
 
-    A CTA must be there as long as the other one may arrive at its barriers.
+    A CTA must be there as long as the other one may arrive at its barriers, which are those of the first one.
     """
 
     @pl.loop(pieces, pieces + ACCUMULATORS)
@@ -250,10 +257,12 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
 def _drained(config: Config) -> Any:
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
-    # An arrival counts in both CTAs.
+    # Both CTAs arrive at the first one's, whose multiplier waits. (The second one's would not be waited for by anybody:
+    # if it waited as well, it could fall two phases behind.)
     return plgpu.ClusterBarrier(
-        collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True
-    )
+        collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True,
+        leader_tracked=True,
+    )  # fmt: skip
 
 
 class Blackwell:
@@ -315,7 +324,7 @@ class Blackwell:
         def multiply() -> None:
             for_each_piece(_multiply)
             if loop.config.cluster > 1:
-                _wait_until_drained(work.pieces(group), buffers)
+                _by_the_first(loop.config, lambda: _wait_until_drained(work.pieces(group), buffers))
 
         def forward() -> None:
             if hooks.before_forwarding is not None:
