@@ -200,6 +200,17 @@ class _Terms:
         return exchange.summed(self.exchange.terms, term)
 
 
+def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
+    """Waits, in a pair, for what the producer has waited for: the scales of gathered rows are there as well.
+
+    The second CTA's producer arrives nowhere: its copies count at the first one's barrier. So what it has seen is not
+    known to this CTA's epilogue, however long ago it was. (It is there: this takes one look.)
+    """
+    for wait in (loop.hooks.before_load, loop.hooks.before_lhs):
+        if wait is not None:
+            wait(tile)
+
+
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The epilogue's part of one piece."""
     width, others = loop.config.epilogue_tile_n, loop.hooks.exchange
@@ -217,6 +228,8 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     if others is not None and terms is not None and others.sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
     plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
+    if loop.config.cluster > 1 and loop.hooks.epilogue_at is not None:
+        _await_what_came_with_the_rows(loop, tile)
     sums = Sums(
         warpgroup=0,
         corner=(0, 0),
