@@ -60,10 +60,10 @@ def emulated_gpu() -> str:
       >>> overlap._settings.emulated_gpu()
       'hopper'
     """
-    text = os.environ.get(EMULATED_GPU_VARIABLE, "").strip().lower() or EMULATED_GPUS[0]
-    if text not in EMULATED_GPUS:
+    text = os.environ.get(EMULATED_GPU_VARIABLE, "").strip()
+    if (name := text.lower() or EMULATED_GPUS[0]) not in EMULATED_GPUS:
         raise RuntimeError(
             f"`{EMULATED_GPU_VARIABLE}` must be {' or '.join(EMULATED_GPUS)}, got {text!r}: correct the variable, or "
             f"unset it for {EMULATED_GPUS[0]}"
         )
-    return text
+    return name

@@ -87,7 +87,8 @@ def _of_sums(along: str, config: overlap.Config = SUMS, **sizes: Any) -> Callabl
 
 _KERNELS: dict[str, Callable[[int], Kernel]] = {
     "pull": _of_rows(ROWS, ONE),
-    "pull, pairs": _of_rows(dataclasses.replace(ROWS, m=264), PAIR),
+    # Columns for both halves of a pair's right operand, and what the epilogue reads of the peers by itself.
+    "pull, pairs": _of_rows(dataclasses.replace(ROWS, m=264, widths=(136,), scales=("rows",)), PAIR),
     "pull, scales, several": _of_rows(
         dataclasses.replace(ROWS, widths=(64, 136), container=list, scales=("rows", "columns")), ONE
     ),

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import overlap
-from overlap import _compat
+from overlap import _compat, _settings
 from overlap.choice.problem import Problem
 from overlap.cli import picture
 from overlap.cli.devices import why_not_gpus
@@ -131,7 +131,7 @@ def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row
         rows += more
     if all(row.ok for row in rows):
         step("the picture")
-        title = f"emulated: {devices} devices of {_EMULATED_CTAS} CTAs"
+        title = f"emulated: {devices} {_settings.emulated_gpu().capitalize()} devices of {_EMULATED_CTAS} CTAs"
         picture.draw(panels, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
     return rows, devices
 

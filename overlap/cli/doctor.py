@@ -291,9 +291,13 @@ def _wait_limit(facts: list[Fact]) -> Fact:
 
 
 def _emulator(facts: list[Fact]) -> Fact:
+    try:
+        stands_for = _settings.emulated_gpu()
+    except RuntimeError as error:
+        return Fact("emulator", _PROBLEM, str(error))
     if any(fact.subject == "wait limit" and fact.status == _PROBLEM for fact in facts):
         return Fact("emulator", _NOTE, "not tried: see the wait limit")
     works, answer = _ask(_EMULATED_RUN, timeout_s=300, JAX_PLATFORMS="cpu")
     if works and not answer.startswith("WRONG"):
-        return Fact("emulator", _OK, answer)
+        return Fact("emulator", _OK, f"{answer}; a CPU stands for a {stands_for.capitalize()} GPU")
     return Fact("emulator", _PROBLEM, answer, "run `make test`; if it fails too, this is a bug to report")

@@ -41,7 +41,8 @@ def spans_of(events: Iterable[Event], op: str, devices: int) -> list[Span]:
 
     A wgmma does not know whose rows it multiplies; the store of the tile that follows it does. So a tile lasts from a
     thread's first wgmma after its last store to its next store. Of a tile to which parts of peers are added that is
-    from the end of its last wgmma on.
+    from the end of its last wgmma on. On Blackwell another thread stores, while the next tile is multiplied: there the
+    tiles of a CTA have as many stores each, in the order of the tiles.
 
     Args:
       events: of `overlap.emulation.emulate(record=True)`.
@@ -50,26 +51,55 @@ def spans_of(events: Iterable[Event], op: str, devices: int) -> list[Span]:
     """
     spans = []
     tiles: dict[tuple[int, int, str], tuple[int, int]] = {}  # start of the first wgmma, end of the last one
-    for event in sorted(events, key=lambda event: event.start):
+    in_order = sorted(events, key=lambda event: event.start)
+    for (first, last), stored in _tensor_core_tiles(in_order):
+        spans += _tile(first.start, last.end, stored, op, devices)
+    for event in in_order:
         thread = event.device, event.cta, event.thread
         if event.kind == "remote_copy" and event.peer is not None:
             spans += _travel(event, event.peer)
         elif event.kind == "wgmma":
             start, _ = tiles.get(thread, (event.start, 0))
             tiles[thread] = start, event.end
-        elif event.kind == "copy" and thread in tiles and (stored := _STORED.match(event.target)):
-            start, end = tiles.pop(thread)
-            output, index = map(int, stored.groups())
-            if op == "all_gather_lhs_matmul":  # [shards, m_shard, n]
-                spans.append(Span(event.device, event.cta, "multiplies", index, start, event.start))
-                continue
-            # The own block, or parts of the peers' in steps: [steps, boxes, …].
-            whose = event.device if output == 0 else (event.device + 1 + index) % devices
-            end = end if output == 0 else event.start
-            spans.append(Span(event.device, event.cta, "multiplies", whose, start, end))
-            if output == 0:
-                spans.append(Span(event.device, event.cta, "adds", whose, end, event.start))
+        elif event.kind == "copy" and thread in tiles and _STORED.match(event.target):
+            spans += _tile(*tiles.pop(thread), event, op, devices)
     return spans
+
+
+def _tile(start: int, end: int, stored: Event, op: str, devices: int) -> Iterator[Span]:
+    """A tile that was multiplied from `start` to `end`, and then stored."""
+    match = _STORED.match(stored.target)
+    assert match is not None
+    device, cta, (output, index) = stored.device, stored.cta, map(int, match.groups())
+    if op == "all_gather_lhs_matmul":  # [shards, m_shard, n]
+        yield Span(device, cta, "multiplies", index, start, stored.start)
+        return
+    # The own block, or parts of the peers' in steps: [steps, boxes, …].
+    whose = device if output == 0 else (device + 1 + index) % devices
+    yield Span(device, cta, "multiplies", whose, start, end if output == 0 else stored.start)
+    if output == 0:
+        yield Span(device, cta, "adds", whose, end, stored.start)
+
+
+def _tensor_core_tiles(events: Iterable[Event]) -> Iterator[tuple[tuple[Event, Event], Event]]:
+    """Of each tile of Blackwell's tensor cores the first and the last product, and the first store."""
+    products: dict[tuple[int, int], list[list[Event]]] = {}
+    stores: dict[tuple[int, int], list[Event]] = {}
+    for event in events:
+        cta = event.device, event.cta
+        if event.kind == "mma":
+            tiles = products.setdefault(cta, [])
+            # Two tiles in a row have different accumulators.
+            if tiles and tiles[-1][-1].target == event.target:
+                tiles[-1].append(event)
+            else:
+                tiles.append([event])
+        elif event.kind == "copy" and not event.thread.count(".") and _STORED.match(event.target):
+            stores.setdefault(cta, []).append(event)
+    for cta, tiles in products.items():
+        each = len(stores[cta]) // len(tiles)
+        for number, tile in enumerate(tiles):
+            yield (tile[0], tile[-1]), stores[cta][number * each]
 
 
 def _travel(event: Event, peer: int) -> Iterator[Span]:

@@ -23,7 +23,8 @@ from overlap.tuning import autotune, search
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.progress import shown
 
-_H200 = Target("gpu", "NVIDIA H200", 132)
+# What a CPU stands for: a Hopper or a Blackwell GPU.
+_STANDS_FOR = Target("gpu", "NVIDIA H200", 132), Target("gpu", "NVIDIA B200", 148)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         problems = _problems(arguments, target)
         settings = search.Settings.for_platform(target.platform, arguments.max_configs)
         if arguments.dry_run:
-            return _dry_run(problems, target if target.platform == "gpu" else _H200, settings)
+            return _dry_run(problems, target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell], settings)
         file = autotune.result_file(target, arguments.out)
         if note := autotune.emulation_note(problems, target, settings):
             errors.print(f"tune: {note}", style="yellow", markup=False, highlight=False)
@@ -113,7 +114,8 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
         for config in configs[: settings.max_configs]:
             us = predicted_us(config, problem, target)
             table.add_row(space.differences(config), f"{waves(config, problem, target):.2f}", f"{us:.1f}")
-        console.print(table)
+        if configs:
+            console.print(table)
     return 0
 
 

@@ -138,7 +138,7 @@ def multiply(thread: Any, ctas: Sequence[Operands], *, accumulate: bool) -> None
     thread.tick()
     run = thread.machine.run
     run.count("mmas")
-    event = run.event(thread, "mma", ctas[0].a, ctas[0].b, None)
+    event = run.event(thread, "mma", ctas[0].a, ctas[0].accumulator, None)
 
     def compute() -> None:
         _multiply(ctas, accumulate=accumulate)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -113,16 +114,22 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     del tile
     config = loop.config
     pair = RANK_AXIS if config.cluster > 1 else None
-    _await_drained(buffers, piece.ordinal)
 
     def issue() -> None:
+        _await_drained(buffers, piece.ordinal)
+
         @pl.loop(0, piece.k_steps)
         def _step(k: Any) -> None:
             _issue_step(loop, buffers, piece, k, pair)
 
         plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)
 
-    if pair is None:
+    _by_the_first(config, issue)
+
+
+def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
+    """Has the first CTA of a pair do something for both."""
+    if config.cluster == 1:
         issue()
     else:
         pl.when(rank(config) == 0)(issue)
@@ -146,9 +153,9 @@ def _issue_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -
 
 
 def _wait_until_drained(pieces: Any, buffers: Buffers) -> None:
-    """Waits until both CTAs of the pair have read what was summed up last.
+    """Waits until both CTAs of a pair have read what was summed up last.
 
-    A CTA must be there as long as the other one may arrive at its barriers.
+    A CTA must be there as long as the other one may arrive at its barriers, which are those of the first one.
     """
 
     @pl.loop(pieces, pieces + ACCUMULATORS)
@@ -198,6 +205,17 @@ class _Terms:
         return exchange.summed(self.exchange.terms, term)
 
 
+def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
+    """Waits, in a pair, for what the producer has waited for: the scales of gathered rows are there as well.
+
+    The second CTA's producer arrives nowhere: its copies count at the first one's barrier. So what it has seen is not
+    known to this CTA's epilogue, however long ago it was. (It is there: this takes one look.)
+    """
+    for wait in (loop.hooks.before_load, loop.hooks.before_lhs):
+        if wait is not None:
+            wait(tile)
+
+
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The epilogue's part of one piece."""
     width, others = loop.config.epilogue_tile_n, loop.hooks.exchange
@@ -215,6 +233,8 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     if others is not None and terms is not None and others.sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
     plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
+    if loop.config.cluster > 1 and loop.hooks.epilogue_at is not None:
+        _await_what_came_with_the_rows(loop, tile)
     sums = Sums(
         warpgroup=0,
         corner=(0, 0),
@@ -256,10 +276,12 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
 def _drained(config: Config) -> Any:
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
-    # An arrival counts in both CTAs.
+    # Both CTAs arrive at the first one's, whose multiplier waits. (The second one's would not be waited for by anybody:
+    # if it waited as well, it could fall two phases behind.)
     return plgpu.ClusterBarrier(
-        collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True
-    )
+        collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True,
+        leader_tracked=True,
+    )  # fmt: skip
 
 
 class Blackwell:
@@ -325,7 +347,7 @@ class Blackwell:
         def multiply() -> None:
             for_each_piece(_multiply)
             if loop.config.cluster > 1:
-                _wait_until_drained(work.pieces(group), buffers)
+                _by_the_first(loop.config, lambda: _wait_until_drained(work.pieces(group), buffers))
 
         def forward() -> None:
             if hooks.before_forwarding is not None:
