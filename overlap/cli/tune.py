@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         problems = _problems(arguments, target)
         settings = search.Settings.for_platform(target.platform, arguments.max_configs)
         if arguments.dry_run:
-            return _dry_run(problems, target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell], settings)
+            listed = target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell]
+            return _dry_run(problems, listed, settings)
         file = autotune.result_file(target, arguments.out)
         if note := autotune.emulation_note(problems, target, settings):
             errors.print(f"tune: {note}", style="yellow", markup=False, highlight=False)

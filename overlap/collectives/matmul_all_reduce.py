@@ -104,7 +104,7 @@ def matmul_all_reduce(
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
-        `axis_name`. float16, bfloat16, or (with `transpose_rhs`) float8 in the fused kernel.
+        `axis_name`. float16, bfloat16, or float8 (on Hopper with `transpose_rhs`) in the fused kernel.
       rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype (float8 kinds
         may be mixed). By XLA also with leading dimensions: those of `lhs`, or `lhs` has none.
       axis_name: the mesh axis to sum over, or a tuple of axes, whose devices then count row-major in the order of the

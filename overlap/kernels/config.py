@@ -59,7 +59,8 @@ class Config:
 
     Attributes:
       tile_m: rows of the output tile of one CTA: 64, 128 or 256; 128 on Blackwell.
-      tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64), 256 at most.
+      tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64), 256 at most. On
+        Blackwell of 128 if `cluster` is 2, and of twice that if the right operand is float8 as [k, n].
       tile_k: depth of one stage, in elements; its bytes must be 128, the widest swizzle.
       stages: operand tiles in flight, at least 2; shared memory limits them.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".

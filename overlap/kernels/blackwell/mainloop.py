@@ -206,10 +206,11 @@ class _Terms:
 
 
 def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
-    """Waits, in a pair, for what the producer has waited for: the scales of gathered rows are there as well.
+    """Waits for what the producer has waited for: the scales of gathered rows are there as well. It takes one look.
 
-    The second CTA's producer arrives nowhere: its copies count at the first one's barrier. So what it has seen is not
-    known to this CTA's epilogue, however long ago it was. (It is there: this takes one look.)
+    What the producer has seen reaches the epilogue only through the tensor cores, if they pass on what was known to
+    those who had them multiply; and of a pair's second CTA not even so, since its copies count at the first one's
+    barrier and its producer arrives nowhere.
     """
     for wait in (loop.hooks.before_load, loop.hooks.before_lhs):
         if wait is not None:
@@ -233,7 +234,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     if others is not None and terms is not None and others.sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
     plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
-    if loop.config.cluster > 1 and loop.hooks.epilogue_at is not None:
+    if loop.hooks.epilogue_at is not None:
         _await_what_came_with_the_rows(loop, tile)
     sums = Sums(
         warpgroup=0,

@@ -4,6 +4,8 @@ They are the seven lessons of "Writing high-performance matrix multiplication ke
 documentation, written like Hopper's ladder (`overlap/kernels/ladder/`) and with the pieces of it that fit. Read them in
 the order of `RUNGS`.
 
+On a CPU they run inside `overlap.emulation.emulate()` (or after `overlap.emulation.enable()`).
+
 NOTHING OF THIS HAS RUN ON A BLACKWELL GPU. The lessons have run emulated and in JAX's interpreter, and are assembled
 for sm_100a (`tests/test_blackwell_ladder.py`). `GUIDE_UTILIZATION` are the guide's figures for its own kernels, not
 measurements of these ones.
