@@ -18,6 +18,7 @@ import pytest
 import overlap
 from overlap.choice.problem import Problem
 from overlap.cli import demo, doctor, main, picture, spans
+from overlap.kernels.target import emulating
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.programs import Call
 from tests.command import run_overlap
@@ -122,6 +123,22 @@ def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded, op):
     for lane in ("receives", "sends"):
         assert {(span.device, span.shard) for span in recorded[op] if span.lane == lane} == pairs
     assert all(span.start < span.end for span in recorded[op] if span.lane == "multiplies")
+
+
+@pytest.mark.one_jax
+def test_the_spans_on_blackwell_are_its_whole_work():
+    """Where another thread stores a tile than the one that has it multiplied."""
+    devices, mesh, config = range(2), demo._mesh(2), demo._EMULATED_CONFIG
+    for problem in demo._EMULATED:
+        with emulating("blackwell"):
+            found = demo._emulated(demo._of(problem, 2), mesh, lambda text: None)[1]
+        rows = demo._EMULATED[0]
+        tiles = (rows.m // config.tile_m) * (rows.n // config.tile_n)
+        multiplied = Counter((span.device, span.shard) for span in found if span.lane == "multiplies")
+        assert multiplied == {(device, shard): tiles for device in devices for shard in devices}
+        assert all(span.start < span.end for span in found if span.lane == "multiplies")
+        added = Counter((span.device, span.shard) for span in found if span.lane == "adds")
+        assert added == ({(device, device): tiles for device in devices} if "scatter" in problem.op else {})
 
 
 @pytest.mark.one_jax

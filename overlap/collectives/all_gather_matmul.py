@@ -134,7 +134,8 @@ def all_gather_lhs_matmul(
 
     Args:
       lhs: [..., m_shard, k] per shard; globally [..., D · m_shard, k], rows sharded over the D devices of `axis_name`.
-        In the fused kernel float16, bfloat16, or float8 (on Hopper with `transpose_rhs`), which then crosses the links as such.
+        In the fused kernel float16, bfloat16, or float8 (on Hopper with `transpose_rhs`), which then crosses the links
+        as such.
         Where each leading index has few rows, those of all shards are computed as one product (`joined.py`).
       rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype (float8 kinds
         may be mixed). Or a list or tuple of such matrices, each with its own n_shard; nothing is concatenated. By XLA
