@@ -72,8 +72,10 @@ def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices, check_v
     text = mapped().lower(arrays).as_text()
     gathers = re.findall(r'"stablehlo.all_gather"[^\n]*: \(tensor<[^>]*x(\w+)>', text)
     assert set(gathers) <= {"ui8", "f8E4M3FN", "f8E5M2"} and len(gathers) in (0, 2)
-    with pytest.raises(NotImplementedError, match=f"`{operation.__name__}` takes no `lhs_scale` and .* of blocks yet"):
-        mapped(implementation="fused")(arrays)
+    if operation is not overlap.all_gather_lhs_matmul:
+        refused = f"`{operation.__name__}` takes no `lhs_scale` and .* of blocks yet"
+        with pytest.raises(NotImplementedError, match=refused):
+            mapped(implementation="fused")(arrays)
 
 
 def test_several_right_operands_and_the_gathered_one():
