@@ -3,12 +3,13 @@
 TMA clips a box at the edges of an array (a load then fills zeros, a store drops), but only in dimensions of the array
 itself: a box over a *tiled* view of an array cannot end inside a tile. So every box here is one swizzle atom (128
 bytes) wide and goes to or from the array as it is; a wider tile is several boxes side by side. The same bytes are what
-wgmma wants to see as a tiled and swizzled buffer. Each buffer is therefore a union of two views:
+the tensor cores (wgmma, tcgen05) want to see as a tiled and swizzled buffer. Each buffer is therefore a union of two
+views:
 
-    box: swizzled rows of 128 bytes, for TMA        mma: tiled and swizzled, for wgmma and for stores from registers
+    box: swizzled rows of 128 bytes, for TMA    mma: tiled and swizzled, for tensor cores and for stores from registers
 
 An operand whose rows run along k (`[m, k]`, `[n, k]`) is one box per step; one whose rows run along m or n is a box for
-every 64 of these, which wgmma sees as 64 × 64 tiles. Rows must begin at multiples of 16 bytes; nothing else is asked.
+every 64 of these, which tensor cores see as 64 × 64 tiles. Rows must begin at multiples of 16 bytes; nothing else is asked.
 
 TMA takes several times as long for a row that it fills with zeros as for one that it loads. So of a left operand that
 has fewer rows than a tile only these are loaded. What is in the rest of its slots does not matter: it gets only into
@@ -58,6 +59,9 @@ class Buffers:
     are two further views: of each slot the first boxes, one for each warpgroup. `mail` and the barriers around it pass
     on which tile has been drawn (`drawn.py`). What is sent to peers from shared memory, and comes so,
     has a third view: boxes as pieces of memory, [..., elements].
+
+    Static are, beside these numbers: what a warpgroup stores (`wg_tile`), how many `copies` fill a stage, and `pairs`,
+    `terms_in_stages` and `stored_barriers` as in `Plan`.
     """
 
     lhs: Any
@@ -103,7 +107,7 @@ def atom(dtype: Any) -> int:
 
 
 def swizzled(dtype: Any, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
-    """The layout that wgmma and TMA share: tiles of `rows` × 128 bytes, swizzled."""
+    """The layout that tensor cores and TMA share: tiles of `rows` × 128 bytes, swizzled."""
     return (
         plgpu.TilingTransform((rows, atom(dtype))),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
@@ -287,7 +291,7 @@ def half(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
     """One warpgroup's part of an operand as [.., k] or, if its columns are not k, transposed to that.
 
     Args:
-      mma_smem: the slot, as wgmma sees it.
+      mma_smem: the slot, as the tensor cores see it.
       which: the index of the half, in units of `size`.
       size: rows (or columns) of the half.
       k_columns: the slot is [tile, k], else [k, tile].
