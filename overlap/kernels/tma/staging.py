@@ -9,7 +9,8 @@ views:
     box: swizzled rows of 128 bytes, for TMA    mma: tiled and swizzled, for tensor cores and for stores from registers
 
 An operand whose rows run along k (`[m, k]`, `[n, k]`) is one box per step; one whose rows run along m or n is a box for
-every 64 of these, which tensor cores see as 64 × 64 tiles. Rows must begin at multiples of 16 bytes; nothing else is asked.
+every 64 of these, which tensor cores see as 64 × 64 tiles. Rows must begin at multiples of 16 bytes; nothing else is
+asked.
 
 TMA takes several times as long for a row that it fills with zeros as for one that it loads. So of a left operand that
 has fewer rows than a tile only these are loaded. What is in the rest of its slots does not matter: it gets only into
