@@ -297,7 +297,7 @@ def wait_for_a_reader_less(patch):
     patch.setattr(blackwell, "_plan", lambda *args: dataclasses.replace(plan(*args), mail_readers=2))
 
 
-def draw_each_tile_as_the_first(patch):
+def tell_of_every_tile_at_the_first_barrier(patch):
     patch.setattr(exchange, "_stored", lambda buffers, ordinal: buffers.stored.at[0])
 
 
@@ -312,7 +312,7 @@ EXCHANGED = [
     (never_tell_of_stored_tiles, "scatter m", "deadlock"),
     (wait_for_a_reader_more, "scatter m", "deadlock"),
     (wait_for_a_reader_less, "scatter m", ""),
-    (draw_each_tile_as_the_first, "scatter m", ""),
+    (tell_of_every_tile_at_the_first_barrier, "scatter m", ""),
     (overwrite_sums_that_are_being_read, "scatter m", "accumulators"),
     (tell_drained_before_loads_are_back, "scatter n", "accumulators"),
     (overwrite_sums_that_are_being_read, "pull", "accumulators"),

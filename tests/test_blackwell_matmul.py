@@ -76,13 +76,13 @@ def test_everything_that_an_epilogue_does(config):
     lhs, rhs, exact = operands()
     rows, columns = 2.0 ** integers(2, 136, 1), 2.0 ** integers(3, 136)
     bias, addend = integers(4, 136), integers(5, 2, 136, 136)
+    config = config.replace(epilogue_tile_n=32)
     call = jax.jit(
         lambda lhs, rhs, **given: overlap.matmul(
             lhs, rhs, config=config, activation=lambda x: jnp.maximum(x, 0) + 1, preferred_element_type=jnp.float32,
             implementation="fused", **given,
         )
     )  # fmt: skip
-    config = config.replace(epilogue_tile_n=32)
     given = {"lhs_scale": rows, "rhs_scale": columns, "bias": bias, "addend": addend.astype(jnp.float32)}
     with emulating("blackwell"), emulate(cores=4):
         result = call(lhs, rhs, **given)

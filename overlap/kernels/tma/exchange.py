@@ -1,12 +1,16 @@
 """Parts of tiles, to peers and from them (`Hooks.exchange`): how they pass through shared memory.
 
 A part is stored box by box, each box one piece of memory: so it can be copied to a peer in large pieces. What peers
-have computed of an own tile comes through the slots of the operands as further steps behind the k steps, a box of each
-warpgroup in one step, box after box and within these part after part. So the loads are on their way while the last
-products are computed, and they are added in an order that does not depend on who was first.
+have computed of an own tile is loaded box after box and within these part after part, a box of each warpgroup at a
+time, and added in an order that does not depend on who was first.
 
-That a tile has been stored is told to the forwarder warp a few k steps into the next tile: its stores have landed by
-then, so that the tensor cores wait neither for them nor for a signal.
+Two things differ between mainloops:
+
+    where parts come     Through the stages of the operands, as further steps behind the k steps: so the loads are on
+                         their way while the last products are computed (`Plan.terms_in_stages`: `load_terms`,
+                         `sum_of_terms`). Or through buffers of their own.
+    when the forwarder   If those who store multiply as well: a few k steps into the next tile, when the stores have
+    is told of a tile    landed (`STEPS_UNTIL_LANDED`), so that no tensor core waits for them. Else at once.
 """
 
 from __future__ import annotations
