@@ -1,8 +1,8 @@
 """The figures of the chips that `benchmarks.forecast` computes with, and where each one comes from.
 
-Five origins: the *data sheet* (or white paper, or the PTX ISA); *measured* by us; *model*, a constant of
-`overlap/choice/rates.py`, which serves to rank configurations and says what it was fitted to; *fitted* to the Hopper
-ladder; *assumed*. Nothing is fitted to Blackwell.
+Five origins: the *data sheet* (or white paper, or the PTX ISA); *measured* by us; *model*, a constant of the model by
+which the library ranked configurations until 2026-11-23 (what ranks them now is fitted to another formula, and its
+figures mean something else); *fitted* to the Hopper ladder; *assumed*. Nothing is fitted to Blackwell.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from overlap.choice import model
-from overlap.choice.rates import HOPPER
-
 Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 
 # The only two figures that are fitted to the measured Hopper ladder: least squares of the relative errors. The first
@@ -22,9 +19,10 @@ Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 COPY_LATENCY_CYCLES = 1100.0
 CTA_START_CYCLES = 1750.0
 # Sustained bandwidth as a fraction of the data sheet's, as our H200s reach it: 4.0 of 4.8 TB/s, 350 of 450 GB/s.
-_HBM_SHARE = HOPPER.hbm_bytes_per_us / 4.8e6
-_NVLINK_SHARE = HOPPER.pulled_bytes_per_us / 0.45e6
-_L2_SHARE = HOPPER.l2_bytes / 50e6
+_HBM_BYTES_PER_US, _NVLINK_BYTES_PER_US, _L2_BYTES = 4.0e6, 0.35e6, 40e6
+_HBM_SHARE = _HBM_BYTES_PER_US / 4.8e6
+_NVLINK_SHARE = _NVLINK_BYTES_PER_US / 0.45e6
+_L2_SHARE = _L2_BYTES / 50e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,21 +111,21 @@ H200 = Chip(
     clock_exponent=1 / 3,
     macs_16bit=2048,
     macs_8bit=4096,
-    sustained=HOPPER.tensor_core_rate / 4096,
+    sustained=3600 / 4096,
     mma_rows=64,
     smem_limit_bytes=227 * 1024,
-    smem_bytes_per_cycle=HOPPER.smem_bytes_per_cycle,
+    smem_bytes_per_cycle=100.0,
     smem_write_bytes_per_cycle=128.0,
-    l2_bytes_per_cycle=HOPPER.l2_bytes_per_cycle,
-    store_bytes_per_cycle=HOPPER.store_bytes_per_cycle,
+    l2_bytes_per_cycle=55.0,
+    store_bytes_per_cycle=64.0,
     tmem_bytes_per_cycle=float("inf"),
-    l2_bytes=HOPPER.l2_bytes,
-    hbm_bytes_per_us=HOPPER.hbm_bytes_per_us,
+    l2_bytes=_L2_BYTES,
+    hbm_bytes_per_us=_HBM_BYTES_PER_US,
     copy_latency_cycles=COPY_LATENCY_CYCLES,
     cta_start_cycles=CTA_START_CYCLES,
-    drain_cycles=HOPPER.tile_cycles,
-    nvlink_bytes_per_us=HOPPER.pulled_bytes_per_us,
-    launch_us=model.LAUNCH_US,
+    drain_cycles=600.0,
+    nvlink_bytes_per_us=_NVLINK_BYTES_PER_US,
+    launch_us=3.0,
     origins=MappingProxyType(
         {
             "sms": ("data sheet", "H200 SXM"),

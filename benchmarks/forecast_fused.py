@@ -8,7 +8,7 @@ from typing import Literal
 
 from benchmarks.forecast_chips import Chip
 from benchmarks.forecast_lessons import Lesson, Matmul
-from benchmarks.forecast_model import best
+from benchmarks.forecast_model import HIDDEN_COST, best
 from overlap.choice import model
 from overlap.primitives.integers import ceil_div
 
@@ -77,7 +77,7 @@ def forecast_fused(chip: Chip, problem: Fused, lessons: Sequence[Lesson]) -> Fus
     tiles = ceil_div(problem.product.m, lesson.tile_m * lesson.cluster) * ceil_div(problem.n, lesson.tile_n)
     waves = ceil_div(tiles, at_once)
     # What travels draws power and bandwidth from the product beside it.
-    hidden_us = model.HIDDEN_COST * min(roof_us, nvlink_us)
+    hidden_us = HIDDEN_COST * min(roof_us, nvlink_us)
     if problem.operation == "all_gather_lhs_matmul":
         gather_us = model.GATHER_US + nvlink_us
         # Behind the last rows come the tiles of a shard, or at least one tile.

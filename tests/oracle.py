@@ -100,9 +100,7 @@ def fitting(config: Any) -> Any:
 
 
 def fused(lhs: jax.Array, rhs: jax.Array, config: Any = None, **kwargs: Any) -> jax.Array:
-    return overlap.all_gather_lhs_matmul(
-        lhs, rhs, "x", implementation="fused", config=fitting(config), **kwargs
-    )
+    return overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused", config=fitting(config), **kwargs)
 
 
 def distance(actual: jax.Array, expected: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import overlap
 from overlap.emulation import DeadlockError, emulate
-from overlap.kernels.hopper.limits import halves
+from overlap.kernels.hopper.limits import warpgroup_tile
 from overlap.kernels.partial_sums import share
 from overlap.kernels.stream_k import Piece, StreamK
 from tests import oracle
@@ -152,7 +152,7 @@ def test_results_are_exact(cores, shape, config):
     assert work.cuts
     run = check_exactly(shape, config, cores=cores)
     # It was cut: each warpgroup of a CTA that has a part of a tile raises a flag, if its half of the tile has rows.
-    half, _ = halves(config)
+    half, _ = warpgroup_tile(config)
     busy = 1 if shape[0] <= half < config.tile_m else 2
     assert run.counts["signals"] == busy * handed_over(work)
 

@@ -85,7 +85,7 @@ def test_the_fastest_is_found_and_losers_are_dropped_early(bench):
     assert outcome.result.tried == 24 == len(set(bench.compiled)) - 1
     counts = sorted(bench.samples[config] for config in configs[:24])
     assert counts[0] == 1 + 1  # Dropped after the first halving.
-    assert counts[-1] == 1 + 3 + 7  # Waves, halvings (24, 12, 6), finals.
+    assert counts[-1] == 1 + 3 + 5  # Waves, halvings (24, 12, 6), finals.
     assert sum(count > 4 for count in counts) == 5  # Four finalists, and the heuristic's choice.
 
 

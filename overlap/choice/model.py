@@ -5,6 +5,8 @@ What differs between architectures is in `rates.py`.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
@@ -14,13 +16,9 @@ from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
-# What is hidden is not quite free: it draws power. It also tells apart what something else bounds.
-HIDDEN_COST = 0.1
-HIDDEN_LOADS_COST = 0.02
 F32_BYTES = 4
-LAUNCH_US = 3.0
-NEXT_LAUNCH_US = 1.5
-ZERO_FLAGS_US = 2.0
+# Between full clocks and those that the power limit allows: likewise.
+_LIMITED = 8.0
 # From the start until the first rows of a peer may be multiplied.
 GATHER_US = 6.0
 # From the end of a peer's tile until its part of it may be added.
@@ -29,8 +27,6 @@ SCATTER_US = 6.0
 # whole way.
 SPREAD_US = 8.0
 ONE_SHOT_US = 6.0
-# Two CTAs begin and end together.
-CLUSTER_US = 0.5
 
 
 def copied_sooner_than_received(copied_bytes: float, received_bytes: float) -> bool:
@@ -55,26 +51,19 @@ def waves(config: Config, problem: Problem, target: Target) -> float:
     return work.total_steps(0) / work.k_steps
 
 
-def predicted_us(config: Config, problem: Problem, target: Target) -> float:
-    """The model's time for one call, in microseconds."""
-    rates, work, itemsize = rates_of(target), work_of(config, problem, target), problem.itemsize
-    out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
+def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
+    """The model's time for one call, in microseconds. `rates`: by default those of the target."""
+    rates, work, itemsize = rates or rates_of(target), work_of(config, problem, target), problem.itemsize
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
-    depth = waves(config, problem, target) * work.k_steps * config.tile_k
-    epilogues = work.full_waves + (work.left > 0)
-    store_cycles = elements * out_bytes / rates.store_bytes_per_cycle + rates.tile_cycles
-    mainloop_cycles = depth * _cycles_per_depth(config, problem, rates, active, target)
-    if rates.overlaps_epilogue:
-        # All but the last one run beside the products of the next tile.
-        cycles = max(mainloop_cycles, (epilogues - 1) * store_cycles) + store_cycles
-    else:
-        cycles = mainloop_cycles + epilogues * store_cycles
     hbm_rate = rates.hbm_bytes_per_us * active / target.num_cores
     weights, (*_, products) = problem.n * problem.k * itemsize, problem.grid(config)
     again = products - 1 if problem.pulls and problem.gathered == "m" and weights > rates.l2_bytes else 0
-    on_cores, from_hbm = cycles / rates.cycles_per_us, (problem.bytes_per_device + again * weights) / hbm_rate
-    us = max(on_cores, from_hbm) + HIDDEN_COST * min(on_cores, from_hbm) + LAUNCH_US
+    hbm_bytes = problem.bytes_per_device + again * weights
+    per_depth = _PerDepth.of(config, problem, rates, active, target)
+    cycles = _core_cycles(config, problem, rates, target, per_depth)
+    us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
+    us = _at_power_limit(us, work, config, per_depth, hbm_bytes, rates) + rates.launch_us
     if work.cuts:
         # All CTAs come to it at the end, when nothing else is left to do.
         added = (work.parts - 1) / rates.add_bytes_per_cycle
@@ -87,37 +76,106 @@ def predicted_us(config: Config, problem: Problem, target: Target) -> float:
     elif problem.pulls and problem.scattered:
         us = _with_scatter(us, work, config, problem, rates)
     if work.cuts:
-        us += ZERO_FLAGS_US
+        us += rates.zero_flags_us
     if config.cluster > 1:
-        us += CLUSTER_US
+        us += rates.cluster_us
     if config.split_k > 1:
         # The partial results are read again, mostly from the L2, and summed by a kernel of its own.
         partial_bytes = config.split_k * problem.batch * problem.m * problem.n * F32_BYTES
-        us += NEXT_LAUNCH_US + partial_bytes / rates.sum_bytes_per_us
+        us += rates.next_launch_us + partial_bytes / rates.sum_bytes_per_us
     return us
 
 
-def _cycles_per_depth(config: Config, problem: Problem, rates: Rates, active: int, target: Target) -> float:
-    """Cycles of one core per element of depth, if so many are active: the tensor cores, their reads, the loads."""
-    itemsize = problem.itemsize
-    l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
-    multiply = config.tile_m * config.tile_n * itemsize / rates.tensor_core_rate
-    read = rates.smem_reads(config) * itemsize / rates.smem_bytes_per_cycle
-    lhs_row, rhs_row = problem.row_bytes
-    m, *_ = problem.grid(config)
-    loaded = rates.rows_loaded(config, m, problem.transpose_lhs)
-    # Per tile; those of the last one are shared out to all that lie above it.
-    empty = 0 if problem.transpose_lhs else loaded - m / ceil_div(m, loaded)
-    lhs_load = (loaded - empty) * _lines(lhs_row) * itemsize / l2_rate + empty * rates.empty_row_cycles / config.tile_k
-    rhs_load = config.tile_n * _lines(rhs_row) * itemsize / l2_rate
-    shared = rhs_load if config.cluster_along == "m" else lhs_load
-    load = lhs_load + rhs_load - shared * (1 - 1 / config.cluster)
-    return max(multiply, read, load) + HIDDEN_LOADS_COST * load + rates.step_cycles / config.tile_k
+def _at_once(exponent: float, *times: float) -> float:
+    """How long it takes to do several things at the same time: the longest counts, and the others a little."""
+    longest = max(times)
+    return longest * sum((time / longest) ** exponent for time in times) ** (1 / exponent) if longest else 0.0
 
 
-def _with_gather(
-    us: float, work: StreamK, config: Config, problem: Problem, rates: Rates, hbm_rate: float
+@dataclasses.dataclass(frozen=True)
+class _PerDepth:
+    """What one element of depth costs a core.
+
+    Attributes:
+      cycles: how long it takes.
+      multiplied: multiply-adds, times bytes of an operand's element.
+      loaded: bytes that come from the L2.
+      read: bytes that the tensor cores read of shared memory.
+    """
+
+    cycles: float
+    multiplied: float
+    loaded: float
+    read: float
+
+    @staticmethod
+    def of(config: Config, problem: Problem, rates: Rates, active: int, target: Target) -> _PerDepth:
+        """`active`: how many cores are at work."""
+        itemsize = problem.itemsize
+        l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
+        multiplied = config.tile_m * config.tile_n * itemsize
+        read = rates.smem_reads(config) * itemsize
+        lhs_row, rhs_row = problem.row_bytes
+        m, *_ = problem.grid(config)
+        rows = rates.rows_loaded(config, m, problem.transpose_lhs)
+        # Per tile; those of the last one are shared out to all that lie above it.
+        empty = 0 if problem.transpose_lhs else rows - m / ceil_div(m, rows)
+        lhs, rhs = (
+            rows * itemsize * (rates.unaligned_lines if row_bytes % SWIZZLE_BYTES else 1.0)
+            for rows, row_bytes in ((rows - empty, lhs_row), (config.tile_n, rhs_row))
+        )
+        shared = rhs if config.cluster_along == "m" else lhs
+        loaded = lhs + rhs - shared * (1 - 1 / config.cluster)
+        load = loaded / l2_rate + empty * rates.empty_row_cycles / config.tile_k
+        if config.cluster > 1 and config.cluster_along == "n":
+            load -= empty * rates.empty_row_cycles / config.tile_k * (1 - 1 / config.cluster)
+        step = rates.step_cycles + (rates.cluster_step_cycles if config.cluster > 1 else 0.0)
+        busy = _at_once(
+            rates.overlap_exponent, multiplied / rates.tensor_core_rate, read / rates.smem_bytes_per_cycle, load
+        )
+        return _PerDepth(busy + step / config.tile_k, multiplied, loaded, read)
+
+
+def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target, per_depth: _PerDepth) -> float:
+    """Cycles of the busiest core: its products and its stores."""
+    work = work_of(config, problem, target)
+    out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
+    mainloop = waves(config, problem, target) * work.k_steps * config.tile_k * per_depth.cycles
+    tiles = work.full_waves + (work.left > 0)
+    elements = config.tile_m * config.tile_n
+    # A store that finds no free buffer waits until one has been read.
+    waits = max(rates.stores(config) - config.epilogue_slots, 0)
+    store = elements * out_bytes / rates.store_bytes_per_cycle + rates.tile_cycles + waits * rates.store_wait_cycles
+    if rates.overlaps_epilogue:
+        # All but the last one run beside the products of the next tile.
+        return max(mainloop, (tiles - 1) * store) + store
+    if config.schedule == "pingpong":
+        # Each warpgroup has every second tile, and stores while the other one multiplies.
+        if problem.pulls and problem.gathered:
+            mainloop *= rates.gathering_in_turn
+        turn = mainloop / max(tiles, 1) + store
+        return max(mainloop + tiles * rates.turn_cycles, ceil_div(tiles, 2) * turn - store) + store
+    return mainloop + tiles * store
+
+
+def _at_power_limit(
+    us: float, work: StreamK, config: Config, per_depth: _PerDepth, hbm_bytes: float, rates: Rates
 ) -> float:
+    """How long it takes at the clocks that the power limit allows, if it takes `us` at full ones."""
+    depth = work.tiles * config.cluster * work.k_steps * config.tile_k
+    energy_us = (
+        depth * (
+            per_depth.multiplied / rates.multiplied_per_us
+            + per_depth.loaded / rates.loaded_per_us
+            + per_depth.read / rates.read_per_us
+        )
+        + hbm_bytes / rates.moved_per_us
+    )  # fmt: skip
+    # The lower the clocks, the lower the voltage: so they need not fall as far as power must.
+    return us * (1 + (energy_us / us) ** _LIMITED) ** (rates.clock_exponent / _LIMITED) if us else us
+
+
+def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates, hbm_rate: float) -> float:
     """The time of the products and of the gather beside them."""
     gather_us = GATHER_US + problem.received_bytes_per_device / rates.pulled_bytes_per_us
     if not config.joined:
@@ -153,8 +211,3 @@ def _with_one_shot(us: float, work: StreamK, config: Config, problem: Problem, r
     of_wave = min(work.tiles, work.num_ctas) * min(rows, config.tile_m) * config.tile_n
     sent = min(of_wave, products * rows * columns) * jnp.dtype(problem.out_dtype).itemsize * (problem.devices - 1)
     return us + ceil_div(work.tiles, work.num_ctas) * (ONE_SHOT_US + sent / rates.sent_bytes_per_us)
-
-
-def _lines(row_bytes: int) -> int:
-    """How many lines of the cache one row of a box touches."""
-    return 1 if row_bytes % SWIZZLE_BYTES == 0 else 2

@@ -22,6 +22,7 @@ SHAPE: dict[str, tuple[Any, ...]] = {
     "tile_m": (128, 256, 64),
     "tile_n": (256, 192, 128, 64),
     "tile_k": (64, 128),
+    "schedule": ("cooperative", "pingpong"),
     "cluster": (1, 2),
     "cluster_along": ("m", "n"),
     "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
@@ -33,11 +34,15 @@ SHAPE: dict[str, tuple[Any, ...]] = {
 FINE: dict[str, tuple[Any, ...]] = {
     # Wider ones bring nothing that was measured, and some need more registers than there are.
     "epilogue_tile_n": (64, 32),
-    "epilogue_slots": (1, 2),
+    "epilogue_slots": (1, 2, 3, 4),
     "order_minor": ("m", "n"),
     "order_width": (8, 16, 4),
 }
 PULLS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_slots": (2, 4)}
+# Of a product that is less than one wave so many cores may share a tile; more parts are better summed by XLA.
+MOST_SHARED = 6
+# Two CTAs that load 32 rows each for both were measured to be a tenth slower than without.
+LEAST_ROWS_TO_SHARE = 128
 # Joined rows make few tiles, which more cores may share; more rows than these are better multiplied as they arrive.
 MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024
@@ -92,7 +97,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     names = [name for name in SHAPE if name not in cuts]
     for values in itertools.product(*(SHAPE[name] for name in names)):
         whole = dataclasses.replace(_usual(problem), **dict(zip(names, values, strict=True)))
-        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole, problem):
+        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole, problem, target):
             continue
         yield whole
         work = work_of(whole, problem, target)
@@ -101,6 +106,8 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
             for parts in SHAPE["split_k"][1:]:
                 if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
                     yield dataclasses.replace(whole, split_k=parts)
+                    if parts <= MOST_SHARED:
+                        yield dataclasses.replace(whole, stream_k=parts)
             continue
         seen = {work.workers}
         for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
@@ -126,10 +133,17 @@ def _adjacent(shape: Config, problem: Problem) -> int:
     return -(-size // tile)
 
 
-def _needless(shape: Config, problem: Problem) -> bool:
+def _needless(shape: Config, problem: Problem, target: Target) -> bool:
     if shape.cluster == 1 and shape.cluster_along != Config().cluster_along:
         return True
+    if shape.cluster_along == "n" and shape.tile_m < LEAST_ROWS_TO_SHARE:
+        return True
     if shape.one_shot and not (problem.spreads and problem.pulls):
+        return True
+    if shape.schedule == "pingpong" and (
+        shape.joined or shape.one_shot or not work_of(shape, problem, target).full_waves or target.is_blackwell
+    ):
+        # With one tile a CTA there is nobody to take turns with.
         return True
     if not shape.joined:
         return False
@@ -145,6 +159,9 @@ def _needless(shape: Config, problem: Problem) -> bool:
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     """The usual configuration of a tile shape, with as many stages as fit and are filled; None if none can run."""
     epilogue = ("epilogue_tile_n", "epilogue_slots")
+    if shape.schedule == "pingpong" and shape.order_minor == "m" and shape.tile_m < LEAST_ROWS_TO_SHARE:
+        # A band of as many rows as with larger tiles.
+        shape = dataclasses.replace(shape, order_width=2 * shape.order_width)
     for values in itertools.product(*(_values(name, target) for name in epilogue)):
         least = shape.replace(**dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
         if not problem.accepts(least, target):

@@ -13,7 +13,11 @@ FLOAT16 = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 # The widest swizzle: every architecture's tensor cores read rows of so many bytes, and lines of the cache are as wide.
 SWIZZLE_BYTES = 128
-_CHOICES: dict[str, tuple[Any, ...]] = {"order_minor": ("m", "n"), "cluster_along": ("m", "n")}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": ("cooperative", "pingpong"),
+    "order_minor": ("m", "n"),
+    "cluster_along": ("m", "n"),
+}
 _SWITCHES = ("joined", "one_shot")
 
 
@@ -28,8 +32,9 @@ def _require_valid(sizes: Any) -> None:
             if not isinstance(value, bool):
                 raise ValueError(f"`{field.name}` must be True or False, got {value!r}")
         elif field.name in _CHOICES:
-            if not (isinstance(value, str) and value in _CHOICES[field.name]):
-                raise ValueError(f"`{field.name}` must be 'm' or 'n', got {value!r}")
+            first, second = _CHOICES[field.name]
+            if not (isinstance(value, str) and value in (first, second)):
+                raise ValueError(f"`{field.name}` must be {first!r} or {second!r}, got {value!r}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{field.name}` must be an int of at least 1, got {value!r}")
 
@@ -63,6 +68,9 @@ class Config:
         Blackwell of 128 if `cluster` is 2, and of twice that if the right operand is float8 as [k, n].
       tile_k: depth of one stage, in elements; its bytes must be 128, the widest swizzle.
       stages: operand tiles in flight, at least 2; shared memory limits them.
+      schedule: "cooperative": the two compute warpgroups of a CTA share each tile. "pingpong": each has tiles of its
+        own, in turn, so that one stores its tile while the other one multiplies. On Blackwell a tile is always stored
+        beside the products of the next, and there is no "pingpong".
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles (of a cluster) per band of the order (`TileOrder`).
       stream_k: into how many parts each tile of the last, partial wave may be cut along k, so that cores that would
@@ -87,6 +95,7 @@ class Config:
     tile_n: int = 256
     tile_k: int = 64
     stages: int = 4
+    schedule: Literal["cooperative", "pingpong"] = "cooperative"
     order_minor: Literal["m", "n"] = "m"
     order_width: int = 8
     stream_k: int = 1

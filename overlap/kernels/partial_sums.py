@@ -41,7 +41,8 @@ class PartialSums:
 
     Attributes:
       sums: [workers, cluster · tile_m, tile_n] in f32: what each adds to the columns that others finish.
-      flags: [workers, cluster, compute warpgroups]: whether a warpgroup's part of that is there.
+      flags: [workers, cluster, parts of a tile]: whether a warpgroup's part of that is there; at most as many parts as
+        compute warpgroups.
     """
 
     sums: Any
@@ -60,13 +61,13 @@ def partial_sums_flags(work: StreamK, config: Config, compute_warpgroups: int) -
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One warpgroup's part of a tile that several CTAs share.
+    """One warpgroup's part of a piece of a tile that several CTAs share.
 
     Attributes:
       index: which part of the k steps this CTA has carried.
       count: how many parts there are; static.
       rank: this CTA's place in its cluster.
-      warpgroup: this warpgroup's index.
+      of_tile: which part of the tile this warpgroup has.
       corner: first row and column of the warpgroup's values within the cluster's sums.
       width: columns of a piece, which one CTA finishes.
     """
@@ -74,7 +75,7 @@ class Part:
     index: Any
     count: int
     rank: Any
-    warpgroup: Any
+    of_tile: Any
     corner: tuple[Any, Any]
     width: int
 
@@ -105,14 +106,14 @@ def finish_together(
     """
     (first_row, first_column), (rows, columns), me = part.corner, shape, lax.axis_index(GRID_AXIS)
     hand_over(partial.sums.at[me, pl.ds(first_row, rows), pl.ds(first_column, columns)])
-    signal(partial.flags.at[me, part.rank, part.warpgroup])
+    signal(partial.flags.at[me, part.rank, part.of_tile])
     begin, end = share(part.index, columns // part.width, part.count)
 
     @pl.when(begin < end)
     def _wait() -> None:
         @pl.loop(me - part.index, me - part.index + part.count)
         def _part(worker: Any) -> None:
-            wait_at_least(partial.flags.at[worker, part.rank, part.warpgroup], 1)
+            wait_at_least(partial.flags.at[worker, part.rank, part.of_tile], 1)
 
     @pl.loop(begin, end)
     def _piece(index: Any) -> None:

@@ -102,7 +102,7 @@ def autotune(
     Args:
       fn: a function of arrays.
       *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
-      max_configs: configurations tried per problem, at most (default: 48; on a CPU 3).
+      max_configs: configurations tried per problem, at most (default: 12; on a CPU 3).
       budget_s: after so many seconds the search ends with what it has found.
       path: a file to write to instead of the user's table.
       save: whether to write the results. On a CPU, where kernels run emulated, only a file named by `path` is written.

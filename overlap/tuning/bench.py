@@ -58,14 +58,19 @@ class Bench:
         self.operation = OPERATIONS[problem.op]
         self.iterations = effort.iterations(problem)
         self.mesh = mesh_of(devices)
-        operands = draw_operands(problem, self.mesh, seed)
-        out = jax.eval_shape(call_program(problem, functools.partial(unfused, problem), self.mesh), *operands)
-        sharding = NamedSharding(self.mesh, specs(problem)[2])
-        self._blank = jax.jit(functools.partial(jnp.zeros, out.shape, out.dtype), out_shardings=sharding)
+        drawn = jax.eval_shape(lambda: draw_operands(problem, self.mesh, seed))
+        out = jax.eval_shape(call_program(problem, functools.partial(unfused, problem), self.mesh), *drawn)
+        shardings = [NamedSharding(self.mesh, spec) for spec in specs(problem)]
+        self._blank = jax.jit(functools.partial(jnp.zeros, out.shape, out.dtype), out_shardings=shardings[2])
         self._error = error_program(problem, self.mesh)
-        self._loop: Loop | None = Loop(problem, None, self.iterations, operands, self._blank())
-        changed, fixed = gathered_first(problem, *operands)
-        self._arguments = jax.tree.map(_struct, ((changed, self._loop.out), fixed))
+        # The operands are drawn when they are needed: until then others may compile.
+        self._loop: Loop | None = None
+        lhs, rhs, out = (
+            jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            for array, sharding in zip((*drawn, out), shardings, strict=True)
+        )
+        changed, fixed = gathered_first(problem, lhs, rhs)
+        self._arguments = (changed, out), fixed
 
     def _call(self, config: Config | None) -> Any:
         implementation = "xla" if config is None else "fused"
@@ -111,7 +116,3 @@ class Bench:
         operands = draw_operands(self.problem, self.mesh, self._seed)
         self._loop = Loop(self.problem, None, self.iterations, operands, out)
         return self._loop
-
-
-def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,7 +1,7 @@
 """The search for the fastest configuration of one problem: compiled in parallel, checked, halved, compared.
 
     waves     as many configurations as there are workers are compiled at a time, the best guesses first; each is
-              checked against XLA's result, and timed once
+              checked against XLA's result, and timed once. While the first ones are compiled, XLA's is checked
     halving   the slower half drops out, the others are timed again, until a few finalists are left
     finals    these, XLA and the heuristic's choice take turns for several rounds; medians decide
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import math
 import os
 import statistics
@@ -46,9 +47,10 @@ class Settings:
       seed: of the operands and of the order within a round.
     """
 
-    max_configs: int = 48
+    # Of 55 problems at random, measured on an H200, the best of the model's first 12 is within 0.2% of the best of 18.
+    max_configs: int = 12
     finalists: int = 4
-    rounds: int = 7
+    rounds: int = 5
     workers: int = dataclasses.field(default_factory=lambda: min(16, os.cpu_count() or 1))
     effort: Effort = dataclasses.field(default_factory=Effort)
     seed: int = 0
@@ -178,7 +180,9 @@ def search(
         return outcome
     race = _Race(outcome, settings, deadline, progress, interrupted, len(configs))
     try:
-        race.start(Bench(problem, devices, settings.effort, settings.seed))
+        bench = Bench(problem, devices, settings.effort, settings.seed)
+        race.compile_ahead(bench, configs[: settings.workers])
+        race.start(bench)
         race.waves(configs)
         race.halve()
         race.finals()
@@ -186,6 +190,8 @@ def search(
         outcome.complete, outcome.interrupted = False, isinstance(end, KeyboardInterrupt)
     except Exception as error:  # Out of memory, say; the next problem may fit.
         outcome.complete, outcome.note = False, _one_line(error)
+    finally:
+        race.close()
     # What was never measured is no trial.
     outcome.trials = [trial for trial in outcome.trials if trial.samples_us or trial.status != "ok"]
     outcome.result = outcome.summarize(target)
@@ -213,6 +219,8 @@ class _Race:
         self.total = count * 1.2 + 0.1 * settings.rounds * (min(settings.finalists, count) + 2)
         self.done = 0.0
         self.alive: list[Trial] = []
+        self.pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self.ahead: dict[Config, concurrent.futures.Future[Any]] = {}
         self.random = np.random.default_rng(settings.seed)
         self.xla = Trial(None)
         self.error_bound = math.nan  # Nothing passes before XLA's error is known.
@@ -223,9 +231,20 @@ class _Race:
         if self.interrupted():
             raise KeyboardInterrupt
 
+    def compile_ahead(self, bench: Bench, configs: Sequence[Config]) -> None:
+        """Has the first configurations compiled while other things are done."""
+        self.bench = bench
+        if self.settings.workers > 1:  # Else in this thread, which has the caller's contexts (the emulator's).
+            self.pool = concurrent.futures.ThreadPoolExecutor(self.settings.workers)
+            self.ahead = {config: self.pool.submit(bench.compile, config) for config in configs}
+
+    def close(self) -> None:
+        """Ends all threads; what has not begun is not compiled."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
     def start(self, bench: Bench) -> None:
         """XLA's implementation: the bound of the error, and a warm machine."""
-        self.bench = bench
         self._step("XLA", 0.0)
         self.outcome.trials.append(self.xla)
         self.xla.program = bench.compile(None)
@@ -277,23 +296,26 @@ class _Race:
             self._check(trial)
 
     def _compiled(self, wave: Sequence[Trial]) -> Iterator[Trial]:
-        def compile_one(trial: Trial) -> Trial:
-            try:
-                trial.program = self.bench.compile(trial.config)
-            except Exception as error:  # Whatever a configuration raises, the others go on.
-                trial.status = _one_line(error)
-            return trial
-
-        if self.settings.workers == 1:  # In this thread, which has the caller's contexts (the emulator's).
-            yield from map(compile_one, wave)
+        if self.pool is None:
+            for trial in wave:
+                self._finish_compiling(trial, functools.partial(self.bench.compile, trial.config))
+                yield trial
             return
-        pool = concurrent.futures.ThreadPoolExecutor(self.settings.workers)
+        compiling = {self._future(trial): trial for trial in wave}
+        for future in concurrent.futures.as_completed(compiling):
+            trial = compiling[future]
+            self._finish_compiling(trial, future.result)
+            yield trial
+
+    def _future(self, trial: Trial) -> concurrent.futures.Future[Any]:
+        assert self.pool is not None and trial.config is not None
+        return self.ahead.pop(trial.config, None) or self.pool.submit(self.bench.compile, trial.config)
+
+    def _finish_compiling(self, trial: Trial, program: Callable[[], Any]) -> None:
         try:
-            futures = [pool.submit(compile_one, trial) for trial in wave]
-            for future in concurrent.futures.as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            trial.program = program()
+        except Exception as error:  # Whatever a configuration raises, the others go on.
+            trial.status = _one_line(error)
 
     def _check(self, trial: Trial) -> None:
         if trial.status != "ok":

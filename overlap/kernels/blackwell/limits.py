@@ -66,6 +66,11 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     """Whether a configuration fits itself, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
     if config.tile_m != TILE_M:
         raise ValueError(f"`tile_m` must be {TILE_M} on {target.kind}, the rows of tensor memory, got {config.tile_m}")
+    if config.schedule != "cooperative":
+        raise ValueError(
+            f"`schedule` must be 'cooperative' on {target.kind}, where a tile is stored beside the products of the "
+            f"next in any case, got {config.schedule!r}: leave it out of `config`"
+        )
     limits.check_tile_k(sizes, config)
     # A right operand whose rows run along n is loaded in boxes of 128 bytes of these.
     width = TILE_N_UNIT if sizes.layouts.transpose_rhs else SWIZZLE_BYTES // jnp.dtype(sizes.dtype).itemsize

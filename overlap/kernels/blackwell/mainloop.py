@@ -139,7 +139,7 @@ def _issue_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -
     """Has the tensor cores multiply the operand tiles of a k step once they are here, and give their stage back."""
     config, layouts = loop.config, loop.layouts
     slot = remainder(piece.before + k, config.stages)
-    plgpu.barrier_wait(buffers.full.at[slot])
+    plgpu.barrier_wait(buffers.full_at(piece, slot))
     lhs_mma, rhs_mma = buffers.lhs[1].at[slot], buffers.rhs[1].at[slot]
     plgpu.tcgen05_mma(
         buffers.accumulator(piece, pl.ds(0, config.tile_n)),
@@ -238,6 +238,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         _await_what_came_with_the_rows(loop, tile)
     sums = Sums(
         warpgroup=0,
+        part=0,
         corner=(0, 0),
         block=block,
         hand_over=hand_over,
@@ -256,7 +257,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
     arrivals = 1 + types.forwards
     return staging.Plan(
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
-        warpgroups=1,
+        parts=1,
         # What is passed on is passed on as whole tiles.
         rows=config.tile_m if types.forwards else rows_loaded(config, types.m, layouts.transpose_lhs),
         rhs_columns=rhs_columns(config),

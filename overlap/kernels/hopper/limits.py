@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.tma import limits
-from overlap.kernels.tma.limits import BARRIER_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
+from overlap.kernels.tma.limits import BARRIER_BYTES, EXCHANGING, TILE_N_UNIT, TMA_BOX_LIMIT
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -19,10 +19,16 @@ COMPUTE_WARPGROUPS = 2
 MAX_ACCUMULATOR_REGISTERS = 128
 WARPGROUP_THREADS = 128
 WGMMA_M = 64
+LARGEST_TILE_M_IN_TURN = 128
 
 
-def halves(config: Config) -> tuple[int, int]:
-    """Rows and columns of the half tile of one compute warpgroup: cut across the rows if both keep 64 of them."""
+def warpgroup_tile(config: Config) -> tuple[int, int]:
+    """Rows and columns that one compute warpgroup accumulates.
+
+    All of a tile if they take turns; else half of it, cut across the rows if both keep 64 of them.
+    """
+    if config.schedule == "pingpong":
+        return config.tile_m, config.tile_n
     if config.tile_m >= COMPUTE_WARPGROUPS * WGMMA_M:
         return config.tile_m // COMPUTE_WARPGROUPS, config.tile_n
     return config.tile_m, config.tile_n // COMPUTE_WARPGROUPS
@@ -36,10 +42,14 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
 def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") -> int:
     """Shared memory of one CTA in bytes, barriers included; with the chunk buffers of a transport in chunks."""
     operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
-    wg_m, _ = halves(config)
+    wg_m, _ = warpgroup_tile(config)
     epilogue_bytes = limits.epilogue_bytes(config, COMPUTE_WARPGROUPS * wg_m, jnp.dtype(out_dtype))
+    # Each slot has two barriers; if the warpgroups take turns, and so wait at barriers of their own, one more. And what
+    # they have stored is told by turns.
+    taking_turns = config.schedule == "pingpong"
+    barriers = (3 if taking_turns else 2) * config.stages + (taking_turns and transport in EXCHANGING)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
-    return operand_bytes + epilogue_bytes + transport_bytes + 2 * config.stages * BARRIER_BYTES
+    return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
 
 
 def check_types(sizes: Sizes) -> None:
@@ -63,8 +73,13 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     """Whether a configuration fits itself, the dtypes, the registers and the shared memory. Raises ValueError."""
     if config.tile_m not in (64, 128, 256):
         raise ValueError(f"`tile_m` must be 64, 128 or 256, got {config.tile_m}")
+    if config.schedule == "pingpong" and config.tile_m > LARGEST_TILE_M_IN_TURN:
+        raise ValueError(
+            f"`tile_m` must be at most {LARGEST_TILE_M_IN_TURN} with schedule='pingpong', where one warpgroup computes "
+            f"a whole tile, got {config.tile_m}"
+        )
     limits.check_tile_k(sizes, config)
-    wg_m, wg_n = halves(config)
+    wg_m, wg_n = warpgroup_tile(config)
     if wg_n % TILE_N_UNIT or config.tile_n > TMA_BOX_LIMIT:
         unit = TILE_N_UNIT * config.tile_n // wg_n if wg_n else 2 * TILE_N_UNIT
         raise ValueError(
@@ -73,8 +88,8 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         )
     if (registers := wg_m * wg_n // WARPGROUP_THREADS) > MAX_ACCUMULATOR_REGISTERS:
         raise ValueError(
-            f"a tile of {config.tile_m} × {config.tile_n} needs {registers} registers per thread for its accumulator, "
-            f"and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
+            f"a tile of {config.tile_m} × {config.tile_n} (schedule={config.schedule!r}) needs {registers} registers "
+            f"per thread for its accumulator, and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
         )
     limits.check_stores(sizes, config, wg_n)
     limits.check_fits(smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport), sizes, config, target)

@@ -2,8 +2,8 @@
 
 Plain `matmul` is this loop without hooks; a fused collective is this loop with a tile order and hooks of its own.
 
-A CTA has three warpgroups. Two *compute* warpgroups hold the two halves of the accumulator (`limits.halves`). The third
-gives up its registers and is split into warps with roles, each with a long loop of its own:
+A CTA has three warpgroups. Two *compute* warpgroups multiply. The third gives up its registers and is split into warps
+with roles, each with a long loop of its own:
 
     producer      for each output tile, for each k: wait until the slot is free, load the operand tiles by TMA
     communicator  a hook's own loop, e.g. pulling the peers' shards
@@ -11,6 +11,14 @@ gives up its registers and is split into warps with roles, each with a long loop
 
 They meet at two mbarriers per slot: `full` (the tiles have landed) and `consumed` (nobody reads the slot any more). A
 compute warpgroup leaves one wgmma in flight, so it gives back slot k − 1 only after it has issued slot k.
+
+What the compute warpgroups do with the tiles is `Config.schedule`:
+
+    cooperative   both hold a half of each tile: larger tiles, so each loaded byte is multiplied more often
+    pingpong      each holds tiles of its own, in turn: while one stores a tile, the other multiplies the next
+
+In the second case nothing keeps them apart but the operands: these are loaded tile after tile, so the next tile's
+products begin when those of the one before end. Each has `full` barriers of its own (`Plan.taking_turns`).
 
 Two CTAs may form a *cluster* (`Config.cluster`): they compute adjacent tiles, and each loads one half of the operand
 common to them into the shared memory of both. A slot is then free when both have consumed it. One of their tiles may
@@ -27,7 +35,8 @@ is.
 Constraints: see `check_types` and `check_config` in `limits.py`. Source: the Mosaic GPU pipelining guide and CUTLASS's
 cooperative persistent kernel.
 
-Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` slots; wg_*: one compute warpgroup's half.
+Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` slots; wg_*: what one compute warpgroup
+accumulates.
 """
 
 from __future__ import annotations
@@ -46,7 +55,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.hopper import limits
-from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, WGMMA_M, halves, rows_loaded
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, WGMMA_M, rows_loaded, warpgroup_tile
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import drawn, exchange, produce, staging
@@ -67,21 +76,29 @@ TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
 
 
+def _part_index(config: Config, warpgroup: Any) -> tuple[Any, Any, Any]:
+    """Which part of its tiles a compute warpgroup has: counted over all, along m, and along n."""
+    wg_m, wg_n = warpgroup_tile(config)
+    if (wg_m, wg_n) == (config.tile_m, config.tile_n):
+        return 0, 0, 0
+    return (warpgroup, warpgroup, 0) if wg_m < config.tile_m else (warpgroup, 0, warpgroup)
+
+
 def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> jax.Array:
     """A compute warpgroup's products of one piece, summed in f32."""
-    config, layouts, (wg_m, wg_n) = loop.config, loop.layouts, halves(loop.config)
-    half_m, half_n = (warpgroup, 0) if wg_m < config.tile_m else (0, warpgroup)
+    config, layouts, (wg_m, wg_n) = loop.config, loop.layouts, warpgroup_tile(loop.config)
+    _, part_m, part_n = _part_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
     def multiply(k: Any, acc: Any) -> None:
         slot = remainder(piece.before + k, config.stages)
-        plgpu.barrier_wait(buffers.full.at[slot])
-        lhs_half = staging.half(lhs_mma.at[slot], half_m, wg_m, not layouts.transpose_lhs)
-        rhs_half = staging.half(rhs_mma.at[slot], half_n, wg_n, layouts.transpose_rhs)
+        plgpu.barrier_wait(buffers.full_at(piece, slot))
+        lhs_part = staging.part(lhs_mma.at[slot], part_m, wg_m, not layouts.transpose_lhs)
+        rhs_part = staging.part(rhs_mma.at[slot], part_n, wg_n, layouts.transpose_rhs)
         plgpu.wgmma(
             acc,
-            lhs_half.transpose((1, 0)) if layouts.transpose_lhs else lhs_half,
-            rhs_half.transpose((1, 0)) if layouts.transpose_rhs else rhs_half,
+            lhs_part.transpose((1, 0)) if layouts.transpose_lhs else lhs_part,
+            rhs_part.transpose((1, 0)) if layouts.transpose_rhs else rhs_part,
         )
 
     def accumulate(acc: Any) -> jax.Array:
@@ -94,7 +111,7 @@ def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> j
             plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + k - 1, config.stages)])
 
         first: Any = 1
-        if loop.hooks.exchange is not None and loop.hooks.exchange.sends is None:
+        if _tells_later(loop):
             # The stores of the tile before have landed meanwhile.
             first = min(exchange.STEPS_UNTIL_LANDED, loop.work.k_steps)
             pl.loop(1, first)(step)
@@ -107,10 +124,20 @@ def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> j
     return values
 
 
+def _tells_later(loop: Loop) -> bool:
+    """Whether the forwarder is told of a tile during the products of the next: nobody else keeps the tensor cores busy.
+
+    Who takes turns waits for its stores at once, since the other warpgroup multiplies meanwhile. What is sent to peers
+    from shared memory is told at once in any case.
+    """
+    exchanged = loop.hooks.exchange
+    return exchanged is not None and exchanged.sends is None and loop.config.schedule == "cooperative"
+
+
 def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> None:
     """A compute warpgroup's part of one piece: the products, then the stores."""
-    wg_m, wg_n = halves(loop.config)
-    half_m, half_n = (warpgroup, 0) if wg_m < loop.config.tile_m else (0, warpgroup)
+    wg_m, wg_n = warpgroup_tile(loop.config)
+    part, part_m, part_n = _part_index(loop.config, warpgroup)
     values = _accumulate(loop, buffers, piece, warpgroup)
 
     def hand_over(sums_gmem: Any) -> None:
@@ -118,13 +145,24 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
 
     sums = Sums(
         warpgroup=warpgroup,
-        corner=(half_m * wg_m, half_n * wg_n),
+        part=part,
+        corner=(part_m * wg_m, part_n * wg_n),
         block=lambda row, rows, columns: values[row : row + rows, columns],
         hand_over=hand_over,
         load=_load_as_accumulator,
-        terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, warpgroup),
+        terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, part),
     )
     finish(loop, buffers, tile, piece, sums)
+    exchanged = loop.hooks.exchange
+    if exchanged is not None and exchanged.sends is None and not _tells_later(loop):
+        exchange.tell_stored(buffers, piece.ordinal)
+
+
+def _own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> None:
+    """A compute warpgroup's part of a tile that may be the other one's."""
+    pl.when(remainder(piece.ordinal, COMPUTE_WARPGROUPS) == warpgroup)(
+        lambda: _compute(loop, buffers, tile, piece, warpgroup)
+    )
 
 
 def _load_as_accumulator(block_gmem: Any) -> jax.Array:
@@ -138,22 +176,26 @@ def _registers(hooks: Hooks) -> tuple[int, int]:
 
 
 def _plan(config: Config, types: OperandTypes) -> staging.Plan:
-    wg_m, wg_n = halves(config)
+    wg_m, wg_n = warpgroup_tile(config)
+    in_turn = config.schedule == "pingpong"
     # What is passed on is passed on as whole tiles.
     loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.layouts.transpose_lhs)
-    warpgroups = COMPUTE_WARPGROUPS if wg_m == config.tile_m else ceil_div(loaded, wg_m)
+    in_all = config.tile_m * config.tile_n // (wg_m * wg_n)
+    parts = in_all if wg_m == config.tile_m else ceil_div(loaded, wg_m)
     # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
     tile_rows = staging.SMALL_TILE_ROWS if types.layouts.k_major else staging.atom(types.dtype)
     return staging.Plan(
         wg_tile=staging.WarpgroupTile(wg_m, wg_n, WGMMA_M, COMPUTE_WARPGROUPS),
-        warpgroups=warpgroups,
+        parts=parts,
         rows=loaded,
         rhs_columns=config.tile_n,
         lhs_tile_rows=tile_rows,
         rhs_tile_rows=tile_rows,
         # The forwarder gives slots back as well.
-        consumed=_consumed(config, warpgroups + types.forwards),
-        mail_readers=warpgroups + 1,
+        consumed=_consumed(config, parts + types.forwards),
+        mail_readers=(COMPUTE_WARPGROUPS if in_turn else parts) + 1,
+        stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
+        taking_turns=COMPUTE_WARPGROUPS if in_turn else 1,
     )
 
 
@@ -214,14 +256,18 @@ class Hopper:
         def announce() -> None:
             drawn.for_each(loop, buffers, exchange.announce)
 
-        @pl.when(warpgroup < buffers.warpgroups)
+        in_turn = buffers.taking_turns > 1
+
+        @pl.when(warpgroup < (COMPUTE_WARPGROUPS if in_turn else buffers.parts))
         def _compute_role() -> None:
             plgpu.set_max_registers(of_compute, action="increase")
-            if loop.counter is None:
+            if loop.counter is None and in_turn:
+                for_each_piece(_compute, warpgroup, first=warpgroup, every=COMPUTE_WARPGROUPS)
+            elif loop.counter is None:
                 for_each_piece(_compute, warpgroup)
             else:
-                filled = drawn.for_each(loop, buffers, _compute, warpgroup)
-                if hooks.exchange is not None and hooks.exchange.sends is None:
+                filled = drawn.for_each(loop, buffers, _own_turns if in_turn else _compute, warpgroup)
+                if _tells_later(loop):
                     pl.when(filled > 0)(lambda: exchange.tell_stored(buffers))
             # Shared memory must outlive the stores that read it.
             wait_stores_read()

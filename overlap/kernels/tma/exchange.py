@@ -72,11 +72,12 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     def load(step: Any) -> None:
         fill = first + step
         slot = remainder(fill, config.stages)
+        full = buffers.full_at(piece, slot)
         pl.when(fill >= config.stages)(lambda: plgpu.barrier_wait(buffers.consumed.at[slot]))
-        load_term(loop, buffers, tile, step, slot, buffers.full.at[slot])
+        load_term(loop, buffers, tile, step, slot, full)
         # The slot is full when as many copies have arrived as of operands.
-        for _ in range(buffers.copies - buffers.warpgroups):
-            plgpu.barrier_arrive(buffers.full.at[slot])
+        for _ in range(buffers.copies - buffers.parts):
+            plgpu.barrier_arrive(full)
 
     @pl.when(exchange.has_terms(tile))
     def _load_all() -> None:
@@ -85,18 +86,18 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
 
 def load_term(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any, barrier: Any) -> None:
-    """Starts the copies of one box of each warpgroup: of box `step // terms` what peer `step % terms` has computed."""
+    """Starts the copies of one box of each part: of box `step // terms` what peer `step % terms` has computed."""
     exchange, count, boxes_smem = _exchange(loop), box_count(buffers), buffers.terms[0]
     index = quotient(step, exchange.terms)
-    part = exchange.term_at(tile, step - index * exchange.terms)
-    for warpgroup in range(buffers.warpgroups):
-        place = part.first + warpgroup * count + index
+    of_peer = exchange.term_at(tile, step - index * exchange.terms)
+    for number in range(buffers.parts):
+        place = of_peer.first + number * count + index
         if exchange.sends is not None:
-            to = buffers.terms[2].at[slot, warpgroup], barrier
-            with_reference(part.ref, lambda ref, place=place, to=to: _load_piece(ref, place, *to))
+            to = buffers.terms[2].at[slot, number], barrier
+            with_reference(of_peer.ref, lambda ref, place=place, to=to: _load_piece(ref, place, *to))
             continue
-        box_gmem = part.ref.at[place].at[_rows(place, boxes_smem.shape[2])]
-        plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[slot, warpgroup], barrier)
+        box_gmem = of_peer.ref.at[place].at[_rows(place, boxes_smem.shape[2])]
+        plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[slot, number], barrier)
 
 
 def _load_piece(ref: Any, place: Any, piece_smem: Any, barrier: Any) -> None:
@@ -104,23 +105,23 @@ def _load_piece(ref: Any, place: Any, piece_smem: Any, barrier: Any) -> None:
     plgpu.copy_gmem_to_smem(ref.at[place], piece_smem.at[pl.ds(0, elements)], barrier, oob_mode=IN_BOUNDS)
 
 
-def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any, index: int) -> list[jax.Array]:
-    """What is added to box `index` of a compute warpgroup's part of a tile: values for each block of rows."""
+def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, part: Any, index: int) -> list[jax.Array]:
+    """What is added to box `index` of part `part` of a tile: values for each block of rows."""
     first = piece.before + piece.k_steps + index * _exchange(loop).terms
 
     def term(step: Any) -> list[jax.Array]:
         slot = remainder(first + step, loop.config.stages)
-        plgpu.barrier_wait(buffers.full.at[slot])
-        values = term_values(buffers, slot, warpgroup)
+        plgpu.barrier_wait(buffers.full_at(piece, slot))
+        values = term_values(buffers, slot, part)
         plgpu.barrier_arrive(buffers.consumed.at[slot])
         return values
 
     return summed(_exchange(loop).terms, term)
 
 
-def term_values(buffers: Buffers, slot: Any, warpgroup: Any) -> list[jax.Array]:
-    """A box of a warpgroup, as a peer has computed it: values for each block of rows."""
-    of_slot, block_rows = buffers.terms[1].at[slot, warpgroup], buffers.wg_tile.block_rows
+def term_values(buffers: Buffers, slot: Any, part: Any) -> list[jax.Array]:
+    """A box of a part of a tile, as a peer has computed it: values for each block of rows."""
+    of_slot, block_rows = buffers.terms[1].at[slot, part], buffers.wg_tile.block_rows
     blocks = range(0, buffers.wg_tile.rows, block_rows)
     return [of_slot[pl.ds(above, block_rows)].astype(jnp.float32) for above in blocks]
 
@@ -139,20 +140,18 @@ def summed(terms: int, term: Callable[[Any], list[jax.Array]]) -> list[jax.Array
     return sums
 
 
-def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, warpgroup: Any, first: int) -> None:
-    """Starts the stores of boxes of a compute warpgroup's part of a peer's tile, from its box number `first` on."""
+def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, part: Any, first: int) -> None:
+    """Starts the stores of boxes of part `part` of a peer's tile, from its box number `first` on."""
     count, rows, _ = box_views.shape
-    begin = boxes.first + warpgroup * box_count(buffers) + first
+    begin = boxes.first + part * box_count(buffers) + first
     for box in range(count):
         to_gmem = boxes.ref.at[begin + box, _rows(begin, rows)]
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 
-def send_boxes(
-    boxes: Boxes, sends: Sends, tile: Tile, pieces: Any, buffers: Buffers, warpgroup: Any, first: int
-) -> None:
-    """Starts the copies of boxes of a compute warpgroup's part of a tile to memory here (`boxes`) and on all peers."""
-    begin = warpgroup * box_count(buffers) + first
+def send_boxes(boxes: Boxes, sends: Sends, tile: Tile, pieces: Any, buffers: Buffers, part: Any, first: int) -> None:
+    """Starts the copies of boxes of part `part` of a tile to memory here (`boxes`) and on all peers."""
+    begin = part * box_count(buffers) + first
 
     def send(to: Boxes, *, last: bool) -> None:
         elements, count = to.ref.shape[-1], pieces.shape[0]

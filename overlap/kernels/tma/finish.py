@@ -28,6 +28,7 @@ class Sums:
 
     Attributes:
       warpgroup: the warpgroup's index.
+      part: which part of the tile it has, counted from 0.
       corner: first row and column of its part within the tile.
       block: from a first row, a number of rows and a slice of columns of the part to their f32 values.
       hand_over: from a reference as large as the part in global memory: stores all values there.
@@ -38,6 +39,7 @@ class Sums:
     """
 
     warpgroup: Any
+    part: Any
     corner: tuple[Any, Any]
     block: Callable[[int, int, slice], jax.Array]
     hand_over: Callable[[Any], None]
@@ -48,7 +50,7 @@ class Sums:
 
 def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -> None:
     """Stores, sends or exchanges one warpgroup's sums of a piece of a tile."""
-    part = WarpgroupPart(tile, sums.corner, sums.warpgroup, loop.hooks.epilogue_at)
+    part = WarpgroupPart(tile, sums.corner, sums.warpgroup, sums.part, loop.hooks.epilogue_at)
     if loop.hooks.exchange is not None:
         _finish_exchanged(loop, buffers, piece, sums, part, loop.hooks.exchange)
     elif loop.partial is None:
@@ -77,7 +79,7 @@ def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, part: W
     (row, column), width = sums.corner, buffers.out[0].shape[-1]
     place = rank(loop.config)
     corner = place * loop.config.tile_m + row, column
-    shared = Part(piece.part, loop.work.parts, place, sums.warpgroup, corner, width)
+    shared = Part(piece.part, loop.work.parts, place, sums.part, corner, width)
     shape = buffers.wg_tile.rows, buffers.wg_tile.columns
     finish_share = functools.partial(store, loop, buffers, part, width)
     finish_together(loop.partial, shape, shared, sums.hand_over, sums.load, finish_share)
@@ -91,7 +93,7 @@ def _finish_exchanged(
     of_peer = dataclasses.replace(part, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
     own = dataclasses.replace(part, terms=sums.terms)
     if (sends := others.sends) is not None:
-        pl.when(piece.before == 0)(sends.before)
+        pl.when(piece.ordinal < buffers.taking_turns)(sends.before)
         store_all(of_peer)
         # The peers wait for it, and this one for them.
         exchange.tell_stored(buffers, piece.ordinal)

@@ -21,25 +21,32 @@ from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange, staging
 from overlap.kernels.tma.staging import Buffers
-from overlap.primitives.integers import remainder
+from overlap.primitives.integers import quotient, remainder
 
 
-def for_each_piece(loop: Loop, buffers: Buffers, group: Any, role: Callable[..., None], *more: Any) -> None:
-    """Calls `role(loop, buffers, tile, piece, *more)` for each piece of work of a CTA, or of a cluster of them."""
+def for_each_piece(
+    loop: Loop, buffers: Buffers, group: Any, role: Callable[..., None], *more: Any, first: Any = 0, every: int = 1
+) -> None:
+    """Calls `role(loop, buffers, tile, piece, *more)` for pieces of work of a CTA, or of a cluster of them.
 
-    @pl.loop(0, loop.work.pieces(group))
-    def _piece(ordinal: Any) -> None:
+    That is for all of them, or for the one with the ordinal `first` and each `every`-th one behind it.
+    """
+    pieces = loop.work.pieces(group)
+
+    @pl.loop(0, pieces if every == 1 else quotient(pieces - first + every - 1, every))
+    def _piece(turn: Any) -> None:
+        ordinal = turn if every == 1 else first + turn * every
         piece = loop.work.piece(group, ordinal)
         role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
 
 
 def _stages(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Stage, staging.Stage]:
-    """Where the tiles of both operands are loaded to, and from where."""
+    """Where the tiles of both operands are loaded to, and from where; all stages, and without their barriers."""
     config, layouts = loop.config, loop.layouts
     lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
     lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
-    lhs = staging.Stage(lhs_box, buffers.full, lhs_start, layouts.transpose_lhs)
-    rhs = staging.Stage(rhs_box, buffers.full, rhs_start, not layouts.transpose_rhs)
+    lhs = staging.Stage(lhs_box, None, lhs_start, layouts.transpose_lhs)
+    rhs = staging.Stage(rhs_box, None, rhs_start, not layouts.transpose_rhs)
     if config.cluster == 1:
         return lhs, rhs
     if buffers.pairs:
@@ -69,7 +76,7 @@ def produce(
     def load_operand(operand: Any, stage: staging.Stage, k: Any) -> None:
         slot = remainder(piece.before + k, config.stages)
         choice, k_start = at_step(operand, tile.k_first + k, config.tile_k)
-        into = dataclasses.replace(stage, box_smem=stage.box_smem.at[slot], barrier=stage.barrier.at[slot])
+        into = dataclasses.replace(stage, box_smem=stage.box_smem.at[slot], barrier=buffers.full_at(piece, slot))
         with_reference(choice, lambda ref: staging.load_step(ref, k_start, into))
 
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
@@ -125,7 +132,7 @@ def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     @pl.loop(0, piece.k_steps)
     def _step(k: Any) -> None:
         slot = remainder(piece.before + k, stages)
-        plgpu.barrier_wait(buffers.full.at[slot])
+        plgpu.barrier_wait(buffers.full_at(piece, slot))
         hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
         plgpu.barrier_arrive(buffers.consumed.at[slot])
 

@@ -31,6 +31,8 @@ from overlap import _compat_mosaic
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.stream_k import Piece
+from overlap.primitives.integers import remainder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class WarpgroupTile:
     """What one compute warpgroup stores of an output tile.
 
     Attributes:
-      rows: of the warpgroup's part of the tile.
+      rows: of what one warpgroup accumulates: a part of the tile, or all of it.
       columns: likewise.
       block_rows: how many rows of its values are in registers at a time; an epilogue is called with so many.
       warpgroups: how many compute warpgroups there are.
@@ -55,14 +57,14 @@ class WarpgroupTile:
 class Buffers:
     """The mainloop's shared memory, each a pair of views (box, mma), and its barriers.
 
-    Of the left operand's slots only the first `rows` rows are loaded, for so many `warpgroups` to compute with.
-    Parts of tiles that peers have computed (`Hooks.exchange`) are loaded into the slots of one operand, of which they
-    are two further views: of each slot the first boxes, one for each warpgroup. `mail` and the barriers around it pass
-    on which tile has been drawn (`drawn.py`). What is sent to peers from shared memory, and comes so,
-    has a third view: boxes as pieces of memory, [..., elements].
+    Of the left operand's slots only the first `rows` rows are loaded, for so many `parts` of a tile to be computed
+    from, each by a warpgroup. What peers have computed of a tile (`Hooks.exchange`) is loaded into the slots of one
+    operand, of which it is two further views: of each slot the first boxes, one for each part. `mail` and the barriers
+    around it pass on which tile has been drawn (`drawn.py`). What is sent to peers from shared memory, and comes so, has
+    a third view: boxes as pieces of memory, [..., elements].
 
     Static are, beside these numbers: what a warpgroup stores (`wg_tile`), how many `copies` fill a stage, and `pairs`,
-    `terms_in_stages` and `stored_barriers` as in `Plan`.
+    `terms_in_stages`, `stored_barriers` and `taking_turns` as in `Plan`.
     """
 
     lhs: Any
@@ -71,12 +73,14 @@ class Buffers:
     full: Any
     consumed: Any
     rows: int = dataclasses.field(metadata={"static": True})
-    warpgroups: int = dataclasses.field(metadata={"static": True})
+    parts: int = dataclasses.field(metadata={"static": True})
     wg_tile: WarpgroupTile = dataclasses.field(metadata={"static": True})
     copies: int = dataclasses.field(metadata={"static": True})
     pairs: bool = dataclasses.field(metadata={"static": True})
     terms_in_stages: bool = dataclasses.field(metadata={"static": True})
     stored_barriers: int = dataclasses.field(metadata={"static": True})
+    stages: int = dataclasses.field(metadata={"static": True})
+    taking_turns: int = dataclasses.field(metadata={"static": True})
     addend_loaded: Any = None
     mail: Mail | None = None
     stored: Any = None
@@ -85,6 +89,12 @@ class Buffers:
     def terms(self) -> tuple[Any, ...]:
         """The views (box, mma) of parts of peers: [slot, box, rows, columns]; and as pieces, if they are sent."""
         return (*self.lhs[2:], *self.rhs[2:])
+
+    def full_at(self, piece: Piece, slot: Any) -> Any:
+        """The barrier of a slot that is filled for a piece."""
+        if self.taking_turns == 1:
+            return self.full.at[slot]
+        return self.full.at[remainder(piece.ordinal, self.taking_turns) * self.stages + slot]
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +142,7 @@ class Plan:
 
     Attributes:
       wg_tile: what each compute warpgroup stores.
-      warpgroups: how many of them have rows to compute with.
+      parts: of how many parts a tile consists, each computed by one warpgroup; those without rows do not count.
       rows: rows of the left operand that are loaded into a stage.
       rhs_columns: columns of the right operand that this CTA loads.
       lhs_tile_rows: rows of the tiles in which the tensor cores see the left operand.
@@ -143,10 +153,12 @@ class Plan:
       terms_in_stages: whether what peers have computed of a tile comes through the stages of the operands.
       copies_beside: how many copies of a k step there are beside those of its operand tiles.
       stored_barriers: how many tiles may have been stored without the forwarder having looked.
+      taking_turns: how many warpgroups have tiles of their own, in turn. Each waits for the operands of its own tiles
+        alone, at barriers of its own: whoever waits at a barrier must do so in each of its phases.
     """
 
     wg_tile: WarpgroupTile
-    warpgroups: int
+    parts: int
     rows: int
     rhs_columns: int
     lhs_tile_rows: int
@@ -157,6 +169,7 @@ class Plan:
     terms_in_stages: bool = True
     copies_beside: int = 0
     stored_barriers: int = 1
+    taking_turns: int = 1
 
 
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
@@ -168,7 +181,7 @@ def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
 def box_shape(plan: Plan, out_dtype: Any) -> tuple[int, int, int]:
     """How many boxes a tile of results is stored as, and rows and columns of each: those that the operand has."""
     width = atom(out_dtype)
-    return plan.warpgroups * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
+    return plan.parts * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
 
 
 def buffer_types(config: Config, types: OperandTypes, plan: Plan) -> dict[str, Any]:
@@ -180,8 +193,9 @@ def buffer_types(config: Config, types: OperandTypes, plan: Plan) -> dict[str, A
     out_width = atom(types.out_dtype)
     out_boxes = config.epilogue_tile_n // out_width
     out = (wg_tile.warpgroups, config.epilogue_slots, out_boxes, wg_tile.rows, out_width)
-    # In the slots of the operand that has room for a box of each warpgroup; a slot of terms is as large as one of that.
-    lhs_has_room = config.tile_m >= wg_tile.warpgroups * wg_tile.rows
+    # In the slots of the operand that has room for a box of each part; a slot of terms is as large as one of that.
+    parts = config.tile_m * config.tile_n // (wg_tile.rows * wg_tile.columns)
+    lhs_has_room = config.tile_m >= parts * wg_tile.rows
     in_one = config.tile_m if lhs_has_room else config.tile_n
     term = (stages, in_one // wg_tile.rows, wg_tile.rows, out_width)
     terms = box_views(term, types) if types.exchanges and plan.terms_in_stages else ()
@@ -194,20 +208,22 @@ def buffer_types(config: Config, types: OperandTypes, plan: Plan) -> dict[str, A
         "lhs": plgpu.RefUnion(*lhs_views, *in_lhs),
         "rhs": plgpu.RefUnion(*rhs_views, *in_rhs),
         "out": plgpu.RefUnion(*box_views(out, types)),
-        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=plan.taking_turns * stages),
         "consumed": plan.consumed,
         "rows": plan.rows,
-        "warpgroups": plan.warpgroups,
+        "parts": plan.parts,
         "wg_tile": wg_tile,
         "copies": copies,
         "pairs": plan.pairs,
         "terms_in_stages": plan.terms_in_stages,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
         "mail": _mail(plan.mail_readers) if types.exchanges else None,
-        "stored": plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stored_barriers)
+        "stored": plgpu.Barrier(num_arrivals=plan.parts, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
         "stored_barriers": plan.stored_barriers,
+        "stages": stages,
+        "taking_turns": plan.taking_turns,
     }
 
 
@@ -288,13 +304,13 @@ def _load_box(operand_gmem: Any, corner: tuple[Any, Any], box_smem: Any, stage: 
     plgpu.copy_gmem_to_smem(operand_gmem.at[piece], box_smem, barrier=stage.barrier, **sharing)
 
 
-def half(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
-    """One warpgroup's part of an operand as [.., k] or, if its columns are not k, transposed to that.
+def part(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
+    """A part of an operand's tile as [.., k] or, if its columns are not k, transposed to that.
 
     Args:
       mma_smem: the slot, as the tensor cores see it.
-      which: the index of the half, in units of `size`.
-      size: rows (or columns) of the half.
+      which: the index of the part, in units of `size`.
+      size: rows (or columns) of the part.
       k_columns: the slot is [tile, k], else [k, tile].
     """
     piece = pl.ds(which * size, size)

@@ -26,7 +26,8 @@ class WarpgroupPart:
     Attributes:
       tile: the tile.
       corner: first row and column of the part within the tile.
-      warpgroup: the warpgroup's index.
+      warpgroup: the warpgroup's index: whose buffers it passes through.
+      part: the part's index within the tile.
       epilogue_at: as in `Hooks`.
       terms: from the index of a box to the values that are added to it, for each block of rows; None for none.
       boxes: where it is stored as boxes; None: to `Hooks.out_at`.
@@ -36,6 +37,7 @@ class WarpgroupPart:
     tile: Tile
     corner: tuple[Any, Any]
     warpgroup: Any
+    part: Any
     epilogue_at: Callable[[Tile], Epilogue] | None
     terms: Callable[[int], list[jax.Array]] | None = None
     boxes: Boxes | None = None
@@ -97,10 +99,10 @@ def store(
     plgpu.commit_smem()
     if part.boxes is not None and pieces:
         sends: Any = hooks.exchange and hooks.exchange.sends
-        exchange.send_boxes(part.boxes, sends, tile, pieces[0], buffers, part.warpgroup, index * boxes)
+        exchange.send_boxes(part.boxes, sends, tile, pieces[0], buffers, part.part, index * boxes)
         return
     if part.boxes is not None:
-        exchange.store_boxes(part.boxes, box_views, buffers, part.warpgroup, index * boxes)
+        exchange.store_boxes(part.boxes, box_views, buffers, part.part, index * boxes)
         return
 
     def send(out_gmem: Any) -> None:

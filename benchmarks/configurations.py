@@ -1,0 +1,313 @@
+"""Times many configurations of many problems on one GPU: what the model of `overlap.choice` is fitted to and judged by.
+
+    python -m benchmarks.configurations --tasks tasks.jsonl --out times.csv --workers 14
+
+Compiling takes far longer than measuring, and would disturb it: who launches short kernels must not wait for a core of
+the host. So first processes compile all configurations, and then they take turns on the GPU: whoever has the lock
+measures all that it has compiled of a problem, interleaved. With several GPUs (`--gpus`) each process has one of them.
+
+A line of the task file is a problem, its configurations, and whether XLA's own product is measured beside them (which
+is compiled under the lock, since XLA searches for an algorithm on the GPU). Results are checked against XLA's. The CSV
+grows with each problem, so that a run that is cut short keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import pathlib
+import queue
+import random
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from overlap.choice.problem import Problem
+from overlap.kernels.config import Config
+
+PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
+XLA = "xla"
+FIELDS = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "status")
+# About how long one program runs (clocks wander within milliseconds at the power limit); how long the GPU works before
+# the first one that counts, since its clocks fall with its temperature; and the most calls of one program.
+_LAUNCH_US, _WARM_UP_S, _MOST_ITERATIONS = 12_000.0, 0.15, 600
+# How long a process waits for the others to have compiled.
+_PATIENCE_S = 600.0
+# Between two results in 16 bits that are right, each rounded once, lies half of this; in 8 bits the products of XLA
+# may keep more than ours.
+_MOST_DIFFERENCE = {2: 0.005, 1: 0.02}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem, the configurations to time, and whether to time XLA's product as well."""
+
+    problem: Problem
+    configs: tuple[Config, ...]
+    with_xla: bool = False
+
+    def to_json(self) -> str:
+        """One line of a task file."""
+        fields = {name: getattr(self.problem, name) for name in PROBLEM_FIELDS}
+        return json.dumps({"problem": fields, "configs": [changed(c) for c in self.configs], "xla": self.with_xla})
+
+    @staticmethod
+    def from_json(line: str) -> Task:
+        """The inverse of `to_json`."""
+        given = json.loads(line)
+        configs = tuple(Config.of(**fields) for fields in given["configs"])
+        return Task(Problem(**given["problem"]), configs, given["xla"])
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """The fields in which a configuration differs from `Config()`."""
+    usual = Config().fields
+    return {name: value for name, value in config.fields.items() if value != usual[name]}
+
+
+@functools.cache
+def _random_numbers(count: int, dtype: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key: Any, count: int) -> Any:
+        return jax.random.normal(key, (count,), jnp.bfloat16).astype(dtype)
+
+    return draw(jax.random.key(0), count)
+
+
+@dataclasses.dataclass
+class _Compiled:
+    """What a process has compiled of a task. Arrays are made when it is measured, so that they never lie idle.
+
+    Attributes:
+      task: the task.
+      iterations: calls in each program.
+      programs: by name; a loop each.
+      status: of those that did not compile.
+    """
+
+    task: Task
+    iterations: int
+    programs: dict[str, Any]
+    status: dict[str, str]
+
+
+class _Worker:
+    """What one process does with its tasks."""
+
+    def __init__(self, pool_elements: int, samples: int) -> None:
+        import jax
+
+        from overlap.tuning.programs import mesh_of
+
+        self.pool_elements, self.samples = pool_elements, samples
+        self.mesh = mesh_of(jax.devices()[:1])
+
+    def _operands(self, problem: Problem) -> tuple[Any, Any]:
+        """Normal numbers, cut from one stretch of them: drawing takes longer to compile than anything else."""
+        from overlap.tuning.operations import shapes
+
+        pool = _random_numbers(self.pool_elements, problem.dtype)
+        (lm, lk), (rk, rn) = shapes(problem)
+        return pool[: lm * lk].reshape(lm, lk), pool[-rk * rn :].reshape(rk, rn)
+
+    def _program(self, problem: Problem, config: Config | None, iterations: int) -> Any:
+        import jax
+
+        from overlap.tuning.operations import OPERATIONS, gathered_first, shapes
+        from overlap.tuning.programs import loop_program
+
+        call, implementation = OPERATIONS[problem.op].call, XLA if config is None else "fused"
+        operands = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes(problem)]
+        changed, fixed = gathered_first(problem, *operands)
+        out = jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)
+        one = lambda lhs, rhs: call(problem, lhs, rhs, config, implementation)  # noqa: E731
+        return loop_program(problem, one, self.mesh, iterations).lower((changed, out), fixed).compile()
+
+    def compile(self, task: Task) -> _Compiled:
+        """Compiles all configurations of a task."""
+        from overlap.tuning.timing import iterations_for
+
+        compiled = _Compiled(task, iterations_for(task.problem, _LAUNCH_US, 2, _MOST_ITERATIONS), {}, {})
+        for config in task.configs:
+            name = json.dumps(changed(config))
+            try:
+                compiled.programs[name] = self._program(task.problem, config, compiled.iterations)
+            except Exception as error:
+                compiled.status[name] = f"error: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return compiled
+
+    def prepare(self, compiled: _Compiled) -> tuple[Any, Any, Any]:
+        """All that a measurement needs beside the programs: a loop, the expected result, and how to compare with it."""
+        import jax.numpy as jnp
+
+        from overlap.tuning.timing import Loop
+
+        problem = compiled.task.problem
+        operands, out = self._operands(problem), jnp.zeros((problem.m, problem.n), problem.out_dtype)
+        loop = Loop(problem, None, compiled.iterations, operands, out)
+        expected = self._expected(problem, *operands)
+        return loop, expected, _difference_program().lower(out, expected).compile()
+
+    def measure(self, compiled: _Compiled, loop: Any, expected: Any, difference: Any) -> list[dict[str, Any]]:
+        """Measures and checks what was compiled; returns rows of the CSV."""
+        problem, programs, status = compiled.task.problem, compiled.programs, compiled.status
+        if compiled.task.with_xla:
+            programs[XLA] = self._program(problem, None, compiled.iterations)
+        samples: dict[str, list[float]] = {name: [] for name in programs}
+        chance = random.Random(0)
+        for turn in range(self.samples):
+            for name in chance.sample(sorted(programs), len(programs)):
+                loop.program = programs[name]
+                if turn == 0:
+                    loop.launch()
+                    error = float(difference(loop.out, expected))
+                    limit = _MOST_DIFFERENCE[problem.itemsize]
+                    status[name] = "ok" if error <= limit else f"wrong: {error:.2g} from XLA's result"
+                # As it is: what a program costs to begin, some 1%, is in all times alike.
+                samples[name].append(1e6 * loop.call_s(0))
+            if turn == 0:
+                loop.load(_WARM_UP_S)
+        return [self._row(problem, name, result, samples.get(name)) for name, result in status.items()]
+
+    def _expected(self, problem: Problem, lhs: Any, rhs: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        from overlap.tuning.operations import product
+
+        @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
+        def expected(lhs: Any, rhs: Any) -> Any:
+            return product(problem, lhs, rhs, preferred_element_type=jnp.float32).astype(problem.out_dtype)
+
+        return expected(lhs, rhs)
+
+    def _row(self, problem: Problem, name: str, status: str, times: list[float] | None) -> dict[str, Any]:
+        row = {field: getattr(problem, field) for field in PROBLEM_FIELDS} | {"config": name, "status": status}
+        if times is None:
+            return row | {"us": "nan", "spread": "nan", "samples": 0}
+        us = statistics.median(times)
+        return row | {"us": f"{us:.4g}", "spread": f"{(max(times) - min(times)) / us:.3f}", "samples": len(times)}
+
+
+@functools.cache
+def _difference_program() -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def difference(out: Any, expected: Any) -> Any:
+        # (A loop changes one element of an operand, and so one row of the result.)
+        out, expected = out[1:].astype(jnp.float32), expected[1:].astype(jnp.float32)
+        return jnp.sqrt(jnp.sum(jnp.square(out - expected)) / jnp.sum(jnp.square(expected)))
+
+    return jax.jit(difference)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """What the processes share."""
+
+    tasks: Any
+    results: Any
+    compiled: Any
+    locks: Any
+
+
+def _work(number: int, shared: _Shared, pool_elements: int, samples: int) -> None:
+    gpu = number % len(shared.locks)
+    if len(shared.locks) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    try:
+        worker, mine = _Worker(pool_elements, samples), []
+        while True:
+            try:
+                task = shared.tasks.get(timeout=1)
+            except queue.Empty:
+                break
+            mine.append(worker.compile(task))
+        began = time.monotonic()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            shared.compiled.wait(_PATIENCE_S)
+        print(
+            f"process {number}: {len(mine)} tasks; waited {time.monotonic() - began:.1f} s for the others", flush=True
+        )
+        for compiled in mine:
+            try:
+                prepared = worker.prepare(compiled)
+                with shared.locks[gpu]:
+                    shared.results.put(worker.measure(compiled, *prepared))
+            except Exception:
+                traceback.print_exc()
+            compiled.programs.clear()
+    finally:
+        shared.results.put(None)
+
+
+def measure(tasks: Sequence[Task], out: pathlib.Path, *, workers: int, samples: int, gpus: int, budget_s: float) -> int:
+    """Measures all tasks, or as many as the time allows; returns how many rows were written."""
+    context = multiprocessing.get_context("spawn")
+    workers = min(workers, len(tasks))
+    locks = [context.Lock() for _ in range(gpus)]
+    shared = _Shared(context.Queue(), context.Queue(), context.Barrier(workers), locks)
+    for task in tasks:
+        shared.tasks.put(task)
+    largest = max(max(t.problem.m * t.problem.k, t.problem.n * t.problem.k) for t in tasks)
+    processes = [
+        context.Process(target=_work, args=(number, shared, largest, samples), daemon=True) for number in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    deadline, running, written = time.monotonic() + budget_s, len(processes), 0
+    with out.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        while running and time.monotonic() < deadline:
+            try:
+                rows = shared.results.get(timeout=5)
+            except queue.Empty:
+                continue
+            if rows is None:
+                running -= 1
+                continue
+            writer.writerows(rows)
+            file.flush()
+            written += len(rows)
+    for process in processes:
+        process.terminate()
+    return written
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.configurations", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--tasks", type=pathlib.Path, required=True, help="one task a line, as JSON")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the CSV")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--gpus", type=int, default=1, help="on how many GPUs")
+    parser.add_argument("--samples", type=int, default=6, help="times of each program, of which the median counts")
+    parser.add_argument("--budget-s", type=float, default=480.0, help="seconds after which no more results are taken")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    tasks = [Task.from_json(line) for line in given.tasks.read_text(encoding="utf-8").splitlines() if line]
+    written = measure(
+        tasks, given.out, workers=given.workers, samples=given.samples, gpus=given.gpus, budget_s=given.budget_s
+    )
+    print(f"{written} rows", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

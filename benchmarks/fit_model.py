@@ -1,0 +1,180 @@
+"""Fits the rates of the model of `overlap.choice` to measurements, or says what its choices lose.
+
+    python -m benchmarks.fit_model                fits rates_h200.json to benchmarks/model/fitted.csv
+    python -m benchmarks.fit_model --judge        what choices by it lose on benchmarks/model/held_out.csv
+
+The measurements come from `benchmarks.configurations`. What matters is which of a problem's configurations is the
+fastest: so the fit weighs how far these are apart within a problem more than how long all of them take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import optimize
+
+from benchmarks.configurations import PROBLEM_FIELDS, XLA
+from benchmarks.model_tasks import TARGET
+from overlap.choice import model, rates
+from overlap.choice.problem import Problem
+from overlap.choice.rates import Rates
+from overlap.kernels.config import Config
+
+FOLDER = pathlib.Path(__file__).parent / "model"
+FITTED_TO, HELD_OUT = FOLDER / "fitted.csv", FOLDER / "held_out.csv"
+# Where each rate begins, and the factor that it may move away from there. The others are not seen in plain products, or
+# known from the data sheet. What power each thing draws is hard to tell apart, so it may not move far.
+FREE = {
+    "step_cycles": (12.0, 4.0), "cluster_step_cycles": (60.0, 4.0), "l2_bytes_per_cycle": (75.0, 1.6),
+    "l2_bytes_per_cycle_alone": (80.0, 1.6), "unaligned_lines": (1.9, 1.5), "overlap_exponent": (6.0, 1.5),
+    "empty_row_cycles": (6.0, 3.0), "store_bytes_per_cycle": (80.0, 2.5), "store_wait_cycles": (340.0, 3.0),
+    "tile_cycles": (2660.0, 3.0), "turn_cycles": (246.0, 4.0), "hbm_bytes_per_us": (4.5e6, 1.2),
+    "sum_bytes_per_us": (2.0e7, 3.0), "flag_cycles": (5900.0, 3.0), "add_bytes_per_cycle": (27.0, 3.0),
+    "launch_us": (5.0, 1.3), "next_launch_us": (3.8, 3.0), "zero_flags_us": (0.5, 3.0), "cluster_us": (0.3, 2.0),
+    "multiplied_per_us": (740e6, 1.8), "loaded_per_us": (1e8, 2.0), "read_per_us": (2.5e8, 2.0),
+    "moved_per_us": (4e7, 2.0), "clock_exponent": (0.5, 2.0),
+}  # fmt: skip
+# Of how long all configurations of a problem take, against how far they are apart.
+_WEIGHT_OF_ALL = 0.3
+# What is farther off than this is taken to be noise, more and more.
+_NOISE = 0.05
+
+
+class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
+    """Times by problem and configuration (None: XLA).
+
+    Attributes:
+      samples: of how many samples each problem's times are the medians.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+        self.samples: dict[Problem, int] = {}
+
+
+def load(path: pathlib.Path) -> Times:
+    """The times of a CSV; what failed is left out."""
+    times = Times()
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            given: dict[str, Any] = {name: row[name] for name in PROBLEM_FIELDS}
+            given |= {name: int(row[name]) for name in ("m", "n", "k")}
+            config = None if row["config"] == XLA else Config.of(**json.loads(row["config"]))
+            if row["status"] == "ok":
+                problem = Problem(**given)
+                times[problem][config], times.samples[problem] = float(row["us"]), int(row["samples"])
+    return times
+
+
+# --- The fit ----------------------------------------------------------------------------------------------------------
+
+
+def _residuals(times: Times, with_rates: Rates) -> list[float]:
+    residuals = []
+    for problem, of_problem in times.items():
+        logs = [
+            math.log(us / model.predicted_us(config, problem, TARGET, with_rates))
+            for config, us in of_problem.items()
+            if config is not None
+        ]
+        # What takes long is chosen with more care, and what was measured more often is known better.
+        weight = min(1.0, 0.3 + statistics.median(of_problem.values()) / 150.0) * math.sqrt(times.samples[problem])
+        middle = statistics.median(logs)
+        residuals += [weight * (x - middle) for x in logs]
+        residuals.append(_WEIGHT_OF_ALL * weight * middle * math.sqrt(len(logs)))
+    return residuals
+
+
+def fit(times: Times, others: Rates) -> Rates:
+    """The rates that explain the times best. `others`: has those that are not fitted."""
+    names = list(FREE)
+    first, room = np.log(list(FREE.values())).T
+
+    def at(x: Any) -> Rates:
+        return dataclasses.replace(others, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+    found = optimize.least_squares(
+        lambda x: np.array(_residuals(times, at(x))), first, bounds=(first - room, first + room), loss="soft_l1",
+        f_scale=_NOISE, diff_step=0.01, max_nfev=60,
+    )  # fmt: skip
+    return at(found.x)
+
+
+def _rounded(with_rates: Rates) -> dict[str, float]:
+    return {
+        name: float(f"{value:.4g}")
+        for name, value in dataclasses.asdict(with_rates).items()
+        if not isinstance(value, bool)
+    }
+
+
+# --- The judgement ----------------------------------------------------------------------------------------------------
+
+
+def losses(times: Times, with_rates: Rates | None = None) -> dict[Problem, tuple[float, Config]]:
+    """How much longer than the fastest measured configuration of each problem the model's choice among them takes."""
+    result = {}
+    for problem, of_problem in times.items():
+        measured = {config: us for config, us in of_problem.items() if config is not None}
+        chosen = min(measured, key=lambda config: model.predicted_us(config, problem, TARGET, with_rates))
+        result[problem] = measured[chosen] / min(measured.values()) - 1, chosen
+    return result
+
+
+def _at(values: Sequence[float], part: float) -> float:
+    return sorted(values)[min(int(part * len(values)), len(values) - 1)]
+
+
+def judgement(times: Times, with_rates: Rates | None = None) -> str:
+    """What choices by the model lose, in words."""
+    lost = [loss for loss, _ in losses(times, with_rates).values()]
+    text = (
+        f"{len(times)} problems: the model's choice takes longer than the best of the search by "
+        f"{100 * statistics.mean(lost):.1f}% in the mean, {100 * _at(lost, 0.95):.1f}% at the 95th percentile, "
+        f"{100 * max(lost):.1f}% at most"
+    )
+    ratios = {
+        problem: times[problem][None] / times[problem][chosen]
+        for problem, (_, chosen) in losses(times, with_rates).items()
+        if None in times[problem]
+    }
+    if ratios:
+        values = list(ratios.values())
+        text += (
+            f"\nXLA / chosen: geometric mean {math.exp(statistics.mean(map(math.log, values))):.3f}, "
+            f"5th percentile {_at(values, 0.05):.3f}, least {min(values):.3f} ({min(ratios, key=lambda p: ratios[p])})"
+        )
+    return text
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_model", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--judge", action="store_true", help="fit nothing")
+    parser.add_argument("--times", type=pathlib.Path, help="other measurements than those of benchmarks/model")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    times = load(given.times or (HELD_OUT if given.judge else FITTED_TO))
+    print(judgement(times), flush=True)
+    if given.judge:
+        return 0
+    found = fit(times, rates.HOPPER)
+    print(judgement(times, found))
+    text = json.dumps({"fitted to": f"{len(times)} problems on an NVIDIA H200", "rates": _rounded(found)}, indent=1)
+    rates.FILE.write_text(text + "\n", encoding="utf-8")
+    print(f"written to {rates.FILE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

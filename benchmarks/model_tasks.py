@@ -1,0 +1,112 @@
+"""Draws problems at random, and for each the configurations to time: what `benchmarks.configurations` is given.
+
+    python -m benchmarks.model_tasks --seed 1 --problems 220 --out tasks.jsonl             to fit the model to
+    python -m benchmarks.model_tasks --seed 2 --problems 60 --judge --out held_out.jsonl   to judge it by, with XLA
+
+Sizes are drawn evenly in their logarithms. To fit, configurations are drawn from everywhere that the search goes, the
+likely ones more often; to judge, they are the first of the search, as deep as the tuner goes, and some that are far from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.configurations import Task
+from overlap.choice import space
+from overlap.choice.problem import Problem
+from overlap.kernels.config import Config
+from overlap.kernels.target import Target
+
+TARGET = Target("gpu", "NVIDIA H200", 132)
+ROWS, COLUMNS, DEPTH = (64, 16384), (256, 32768), (256, 16384)
+# One call of the largest takes 3 ms; of the others 15 µs.
+MOST_FLOPS, FEW_FLOPS = 2e12, 1e10
+# Elements in a line of the cache: rows that are multiples of it are aligned.
+_LINE = 64
+_KINDS = (("bfloat16", 14), ("float16", 3), ("float8_e4m3fn", 3))
+_LAYOUTS = (("nn", 7), ("nt", 7), ("tn", 4), ("tt", 2))
+
+
+def _drawn(chance: random.Random, limits: tuple[int, int], unit: int) -> int:
+    low, high = map(math.log2, limits)
+    return max(round(2 ** chance.uniform(low, high) / unit), 1) * unit
+
+
+def _one_of(chance: random.Random, weighted: tuple[tuple[Any, int], ...]) -> Any:
+    values, weights = zip(*weighted, strict=True)
+    return chance.choices(values, weights)[0]
+
+
+def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bfloat16_only: bool) -> Problem:
+    """A problem; `aligned` and `few_rows`: which part has aligned rows, and which has at most 64 of them."""
+    while True:
+        dtype = "bfloat16" if bfloat16_only else _one_of(chance, _KINDS)
+        layout = "nt" if dtype.startswith("float8") else _one_of(chance, _LAYOUTS)
+        # (Rows in f8 begin every 16 bytes as well.)
+        unit = 2 * _LINE if dtype.startswith("float8") else _LINE
+        unit = unit if chance.random() < aligned else unit // 8
+        of_m = unit if layout[0] == "t" else 8
+        rows = (8, 64) if chance.random() < few_rows else ROWS
+        m, n, k = _drawn(chance, rows, of_m), _drawn(chance, COLUMNS, unit), _drawn(chance, DEPTH, unit)
+        flops = 2.0 * m * n * k
+        # Of what hardly takes longer than a launch a few suffice.
+        if flops <= MOST_FLOPS and (flops > FEW_FLOPS or chance.random() < 0.35):
+            return Problem("matmul", m, n, k, dtype, "bfloat16" if dtype.startswith("float8") else dtype, layout=layout)
+
+
+def _shape_of(config: Config) -> tuple[Any, ...]:
+    return tuple(getattr(config, name) for name in space.SHAPE)
+
+
+def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
+    """Fourteen configurations: the first shapes, some of those behind them, and fine choices of the first."""
+    ranked = space.candidates(problem, TARGET)
+    first: dict[Any, list[Config]] = {}
+    for config in ranked:
+        first.setdefault(_shape_of(config), []).append(config)
+    shapes = list(first.values())
+    bases = [configs[0] for configs in shapes]
+    chosen = bases[:6] + chance.sample(bases[6:30], min(4, len(bases[6:30])))
+    finer = [config for configs in shapes[:5] for config in configs[1:]]
+    return tuple(dict.fromkeys(chosen + chance.sample(finer, min(4, len(finer)))))
+
+
+def judged_configs(chance: random.Random, problem: Problem, count: int) -> tuple[Config, ...]:
+    """The first `count` of the search, and six shapes from anywhere else."""
+    ranked = space.candidates(problem, TARGET)
+    shapes = {_shape_of(config): config for config in reversed(ranked[count:])}
+    return tuple(ranked[:count] + chance.sample(list(shapes.values()), min(6, len(shapes))))
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.model_tasks", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--seed", type=int, required=True, help="of all that is drawn")
+    parser.add_argument("--problems", type=int, required=True, help="how many")
+    parser.add_argument("--judge", action="store_true", help="to judge the model: with XLA's product, in bfloat16")
+    parser.add_argument("--configs", type=int, default=16, help="with --judge: how many of the search's first")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the task file")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    chance, lines = random.Random(given.seed), []
+    for _ in range(given.problems):
+        if given.judge:
+            problem = draw_problem(chance, aligned=1.0, few_rows=0.0, bfloat16_only=True)
+            configs = judged_configs(chance, problem, given.configs)
+        else:
+            problem = draw_problem(chance, aligned=0.85, few_rows=0.1, bfloat16_only=False)
+            configs = draw_configs(chance, problem)
+        lines.append(Task(problem, configs, given.judge).to_json())
+    given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
