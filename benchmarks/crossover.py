@@ -2,10 +2,12 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
 
     python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
-    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv --out overlap/choice/crossover.csv
+    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/fitted.csv \
+        --out overlap/choice/crossover.csv
 
 (`--warmup-s 0.2 --budget-s 120` for a quick one.) Of several results for one problem the last one given counts. Only
-the method `fused`, whose configuration the library has chosen itself, is compared.
+the method `fused`, whose configuration the library has chosen itself, is compared. Of the measurements that the model
+is fitted to (`benchmarks.configurations`) that is the configuration which the model chooses among those measured.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+from benchmarks import fit_model
 from benchmarks.problems import TableProblem
 from overlap.choice import tables
 from overlap.choice.problem import Layout
@@ -35,6 +38,8 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
       ValueError: the file is no result of a benchmark.
     """
     times: dict[tuple[Any, ...], dict[str, float]] = {}
+    if path.resolve().parent == fit_model.FOLDER:
+        return _rows_of_configurations(path)
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             try:
@@ -49,6 +54,16 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
     pairs = {key: time for key, time in times.items() if len(time) == 2}
     name = _name(path)
     return [dict(zip(FIELDS, (*key, time["fused"], time["xla"], name), strict=True)) for key, time in pairs.items()]
+
+
+def _rows_of_configurations(path: pathlib.Path) -> list[dict[str, Any]]:
+    measured, rows = fit_model.load(path), []
+    for problem, (_, chosen) in fit_model.losses(measured).items():
+        times = measured[problem]
+        if None in times:
+            key = (getattr(problem, name) for name in _KEY)
+            rows.append(dict(zip(FIELDS, (*key, times[chosen], times[None], _name(path)), strict=True)))
+    return rows
 
 
 def _name(path: pathlib.Path) -> str:

@@ -26,7 +26,7 @@ from scipy import optimize
 
 from benchmarks.configurations import PROBLEM_FIELDS, XLA
 from benchmarks.model_tasks import TARGET
-from overlap.choice import model, rates
+from overlap.choice import crossover, model, rates
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates
 from overlap.kernels.config import Config
@@ -39,7 +39,7 @@ FREE = {
     "step_cycles": (12.0, 4.0), "cluster_step_cycles": (60.0, 4.0), "l2_bytes_per_cycle": (75.0, 1.6),
     "l2_bytes_per_cycle_alone": (80.0, 1.6), "unaligned_lines": (1.9, 1.5), "overlap_exponent": (6.0, 1.5),
     "empty_row_cycles": (6.0, 3.0), "store_bytes_per_cycle": (80.0, 2.5), "store_wait_cycles": (340.0, 3.0),
-    "tile_cycles": (2660.0, 3.0), "turn_cycles": (246.0, 4.0), "hbm_bytes_per_us": (4.5e6, 1.2),
+    "tile_cycles": (2660.0, 3.0), "turn_cycles": (246.0, 4.0), "in_turn": (1.0, 1.06), "hbm_bytes_per_us": (4.5e6, 1.2),
     "sum_bytes_per_us": (2.0e7, 3.0), "flag_cycles": (5900.0, 3.0), "add_bytes_per_cycle": (27.0, 3.0),
     "launch_us": (5.0, 1.3), "next_launch_us": (3.8, 3.0), "zero_flags_us": (0.5, 3.0), "cluster_us": (0.3, 2.0),
     "multiplied_per_us": (740e6, 1.8), "loaded_per_us": (1e8, 2.0), "read_per_us": (2.5e8, 2.0),
@@ -137,25 +137,29 @@ def _at(values: Sequence[float], part: float) -> float:
 
 
 def judgement(times: Times, with_rates: Rates | None = None) -> str:
-    """What choices by the model lose, in words."""
-    lost = [loss for loss, _ in losses(times, with_rates).values()]
-    text = (
+    """What choices by the model lose, and what a user gets against XLA, in words."""
+    lost = losses(times, with_rates)
+    parts = [loss for loss, _ in lost.values()]
+    lines = [
         f"{len(times)} problems: the model's choice takes longer than the best of the search by "
-        f"{100 * statistics.mean(lost):.1f}% in the mean, {100 * _at(lost, 0.95):.1f}% at the 95th percentile, "
-        f"{100 * max(lost):.1f}% at most"
+        f"{100 * statistics.mean(parts):.1f}% in the mean, {100 * _at(parts, 0.95):.1f}% at the 95th percentile, "
+        f"{100 * max(parts):.1f}% at most"
+    ]
+    pairs = {p: (of[None], of[lost[p][1]]) for p, of in times.items() if None in of}
+    if pairs:
+        chosen = {p: xla if crossover.xla_is_faster(p) else fused for p, (xla, fused) in pairs.items()}
+        lines.append(_ratios("XLA / fused", {p: xla / fused for p, (xla, fused) in pairs.items()}))
+        lines.append(_ratios("XLA / what the library chooses", {p: xla / chosen[p] for p, (xla, _) in pairs.items()}))
+        lines.append(_ratios("best of both / what it chooses", {p: min(both) / chosen[p] for p, both in pairs.items()}))
+    return "\n".join(lines)
+
+
+def _ratios(name: str, ratios: dict[Problem, float]) -> str:
+    values = list(ratios.values())
+    return (
+        f"{name}: geometric mean {math.exp(statistics.mean(map(math.log, values))):.3f}, "
+        f"5th percentile {_at(values, 0.05):.3f}, least {min(values):.3f} ({min(ratios, key=lambda p: ratios[p])})"
     )
-    ratios = {
-        problem: times[problem][None] / times[problem][chosen]
-        for problem, (_, chosen) in losses(times, with_rates).items()
-        if None in times[problem]
-    }
-    if ratios:
-        values = list(ratios.values())
-        text += (
-            f"\nXLA / chosen: geometric mean {math.exp(statistics.mean(map(math.log, values))):.3f}, "
-            f"5th percentile {_at(values, 0.05):.3f}, least {min(values):.3f} ({min(ratios, key=lambda p: ratios[p])})"
-        )
-    return text
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

@@ -4,7 +4,7 @@
     python -m benchmarks.model_tasks --seed 2 --problems 60 --judge --out held_out.jsonl   to judge it by, with XLA
 
 Sizes are drawn evenly in their logarithms. To fit, configurations are drawn from everywhere that the search goes, the
-likely ones more often; to judge, they are the first of the search, as deep as the tuner goes, and some that are far from them.
+likely ones more often; to judge, they are the first of the search, as deep as the tuner goes, and some from far behind.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
 
 # The fields of a Config in which a class shows. tile_k is the operand's bytes; of split_k > 1 remains that the result
 # is f32 and the epilogue XLA's; of stream_k > 1 that tiles are cut, if the problem has such.
-SEEN = frozenset({"tile_m", "tile_n", "tile_k", "epilogue_tile_n", "cluster", "split_k", "stream_k"})
+SEEN = frozenset({"tile_m", "tile_n", "tile_k", "schedule", "epilogue_tile_n", "cluster", "split_k", "stream_k"})
 # The others, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,
@@ -100,6 +100,7 @@ class KernelClass:
         cluster: CTAs per cluster.
         cuts: whether CTAs share tiles.
         epilogue: whether the epilogue does more than to convert; then bias, addend, scales and activation all at once.
+        schedule: as in `Config`.
     """
 
     op: str
@@ -112,14 +113,15 @@ class KernelClass:
     cluster: int
     cuts: bool
     epilogue: bool
+    schedule: str = "cooperative"
 
     @property
     def loop(self) -> tuple[Any, ...]:
         return self.op, self.layout, self.operand_bytes
 
     @property
-    def tile(self) -> tuple[int, ...]:
-        return self.tile_m, self.tile_n, self.epilogue_tile_n, self.out_bytes
+    def tile(self) -> tuple[Any, ...]:
+        return self.tile_m, self.tile_n, self.epilogue_tile_n, self.out_bytes, self.schedule
 
     @property
     def ending(self) -> tuple[Any, ...]:
@@ -158,6 +160,7 @@ def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass
         cluster=config.cluster,
         cuts=_cuts(config, problem),
         epilogue=epilogue and not split,
+        schedule=config.schedule,
     )
 
 
@@ -175,8 +178,10 @@ def every() -> list[KernelClass]:
         )
     )
     classes = [
-        KernelClass(op, layout, operand_bytes, *tile, cuts, epilogue)
+        KernelClass(op, layout, operand_bytes, *tile, cuts, epilogue, schedule)
         for op, (layouts, sizes, epilogues) in OPERATIONS.items()
+        # (What is sent in one shot has one tile a core, and so no turns.)
+        for schedule in space.SHAPE["schedule"][: 1 if op == ONE_SHOT else None]
         for layout, operand_bytes, tile, cuts in itertools.product(layouts, sizes, tiles, (False, True))
         for epilogue in (False, True)[: 1 + epilogues]
     ]
@@ -215,24 +220,28 @@ def cover() -> list[KernelClass]:
 
 # Where a compute thread needs more than 160 registers (`python -m tests.assembly_sweep`, the table of registers), and
 # three small tiles that need far more than their neighbours: tile, and the ending.
-MOST_REGISTERS: tuple[tuple[tuple[int, ...], tuple[bool, int, bool, bool]], ...] = (
-    ((256, 128, 64, 2), (True, 1, True, True)),
-    ((256, 128, 64, 2), (False, 2, True, True)),
-    ((256, 128, 64, 2), (False, 2, True, False)),
-    ((256, 128, 64, 2), (False, 1, False, True)),
-    ((256, 128, 64, 2), (False, 2, False, True)),
-    ((256, 128, 32, 4), (False, 2, False, True)),
-    ((128, 256, 64, 2), (False, 2, True, True)),
-    ((128, 256, 64, 2), (False, 1, True, True)),
-    ((128, 256, 64, 2), (False, 1, False, True)),
-    ((128, 256, 64, 2), (False, 2, False, True)),
-    ((128, 256, 64, 2), (True, 1, True, True)),
-    ((128, 256, 64, 4), (False, 2, True, True)),
-    ((128, 256, 64, 4), (False, 2, False, True)),
-    ((128, 192, 64, 4), (False, 2, True, True)),
-    ((64, 128, 64, 2), (True, 2, True, False)),
-    ((128, 64, 64, 2), (True, 1, True, False)),
-    ((256, 64, 64, 2), (True, 1, True, False)),
+MOST_REGISTERS: tuple[tuple[tuple[Any, ...], tuple[bool, int, bool, bool]], ...] = (
+    ((256, 128, 64, 2, "cooperative"), (True, 1, True, True)),
+    ((256, 128, 64, 2, "cooperative"), (False, 2, True, True)),
+    ((256, 128, 64, 2, "cooperative"), (False, 2, True, False)),
+    ((256, 128, 64, 2, "cooperative"), (False, 1, False, True)),
+    ((256, 128, 64, 2, "cooperative"), (False, 2, False, True)),
+    ((256, 128, 32, 4, "cooperative"), (False, 2, False, True)),
+    ((128, 256, 64, 2, "cooperative"), (False, 2, True, True)),
+    ((128, 256, 64, 2, "cooperative"), (False, 1, True, True)),
+    ((128, 256, 64, 2, "cooperative"), (False, 1, False, True)),
+    ((128, 256, 64, 2, "cooperative"), (False, 2, False, True)),
+    ((128, 256, 64, 2, "cooperative"), (True, 1, True, True)),
+    ((128, 256, 64, 4, "cooperative"), (False, 2, True, True)),
+    ((128, 256, 64, 4, "cooperative"), (False, 2, False, True)),
+    ((128, 192, 64, 4, "cooperative"), (False, 2, True, True)),
+    ((64, 128, 64, 2, "cooperative"), (True, 2, True, False)),
+    ((128, 64, 64, 2, "cooperative"), (True, 1, True, False)),
+    ((256, 64, 64, 2, "cooperative"), (True, 1, True, False)),
+    ((64, 256, 64, 2, "pingpong"), (False, 2, True, True)),
+    ((64, 256, 64, 4, "pingpong"), (False, 1, False, True)),
+    ((128, 128, 64, 2, "pingpong"), (True, 1, True, True)),
+    ((128, 128, 64, 4, "pingpong"), (False, 2, True, True)),
 )
 
 
@@ -336,7 +345,7 @@ def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
 def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
     return Config.of(
         tile_m=kernel.tile_m, tile_n=kernel.tile_n, tile_k=kernel.tile_k, epilogue_tile_n=kernel.epilogue_tile_n,
-        cluster=kernel.cluster, **fields | {"one_shot": kernel.op == ONE_SHOT},
+        cluster=kernel.cluster, schedule=kernel.schedule, **fields | {"one_shot": kernel.op == ONE_SHOT},
     )  # fmt: skip
 
 

@@ -113,9 +113,16 @@ def _registers_table(results: Sequence[Result]) -> list[str]:
         found.setdefault((kernel.tile, kernel.pulls, kernel.ending), []).append(result.registers)
     rows = []
     for tile in sorted({result.member.kernel.tile for result in results}):
-        tile_m, tile_n, width, out_bytes = tile
+        tile_m, tile_n, width, out_bytes, schedule = tile
         cells = [_span(found.get((tile, *ending), [])) for ending in endings]
-        rows.append([f"{tile_m}×{tile_n}", width, f"{8 * out_bytes} bit", *cells])
+        rows.append(
+            [
+                f"{tile_m}×{tile_n}" + (" in turn" if schedule == "pingpong" else ""),
+                width,
+                f"{8 * out_bytes} bit",
+                *cells,
+            ]
+        )
     return _table(["tile", "store", "result", *itertools.starmap(_words, endings)], rows)
 
 

@@ -262,13 +262,13 @@ def test_types_are_for_explain(op):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.sampled_from([*overlap.Config().fields, "pull"]),
-    st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", None, [], np.zeros(2), (1,), 2**70]),
+    st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", "pingpong", None, [], np.zeros(2), (1,), 2**70]),
 )
 def test_configurations(name, value):
-    is_one_of = isinstance(value, str) and value in ("m", "n")
+    words = {"order_minor": ("m", "n"), "cluster_along": ("m", "n"), "schedule": ("cooperative", "pingpong")}
     right = (
-        is_one_of
-        if name in ("order_minor", "cluster_along")
+        isinstance(value, str) and value in words[name]
+        if name in words
         else isinstance(value, bool)
         if name in ("joined", "one_shot")
         else False

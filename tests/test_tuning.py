@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_tables")
 def test_candidates_are_valid_few_and_different(shape, devices):
     of = problem(shape, devices=devices)
     configs = space.candidates(of, H200)
-    assert 20 < len(configs) < 800
+    assert 20 < len(configs) < 1000
     assert len(set(configs)) == len(configs)
     for config in configs:
         of.check(config, H200)
@@ -62,9 +62,11 @@ def test_the_heuristic_knows_the_usual_cases():
 
     # Large: the tile with the most work per byte.
     assert tile("8192x8192x8192") == (128, 256, 1)
-    # 3.4 waves: the last one is cut. 3.9: not worth it.
-    assert fields("4096x3584x8192").stream_k > 1
+    # 3.4 waves: the last one is cut, or of smaller tiles in turn. 3.9: neither is worth it.
+    assert fields("4096x3584x8192").stream_k > 1 or fields("4096x3584x8192").schedule == "pingpong"
     assert fields("4096x4096x4096").stream_k == 1
+    # Little depth: one warpgroup stores while the other multiplies.
+    assert fields("4096x32768x512").schedule == "pingpong"
     # Rows that lie across the cache's lines: what loads less.
     assert fields("4097x4104x4104").cluster == 2
     # One tile high: there is nothing to share.
@@ -89,7 +91,8 @@ def test_the_model_counts_waves_and_partial_tiles():
     assert waves(128 * 198, 128, stream_k=2) == 1.5
     assert waves(128 * 132 + 1, 128, cluster=2) == 2
     one, two = (model.predicted_us(Config(), problem(f"{m}x4096x4096"), H200) for m in (1024, 1152))
-    assert one * 1.8 < two < one * 2
+    # (In the second wave few cores draw little power, and run at higher clocks.)
+    assert one * 1.5 < two < one * 2
 
 
 def test_the_model_counts_empty_rows_and_weights_that_are_read_again():

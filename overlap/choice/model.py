@@ -21,6 +21,8 @@ F32_BYTES = 4
 _LIMITED = 8.0
 # From the start until the first rows of a peer may be multiplied.
 GATHER_US = 6.0
+# What each shard adds that has tiles of its own.
+APART_US = 1.0
 # From the end of a peer's tile until its part of it may be added.
 SCATTER_US = 6.0
 # From there until all devices have what has been added. Or, of parts that go to all devices from shared memory, the
@@ -113,11 +115,13 @@ class _PerDepth:
         """`active`: how many cores are at work."""
         itemsize = problem.itemsize
         l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
-        multiplied = config.tile_m * config.tile_n * itemsize
-        read = rates.smem_reads(config) * itemsize
         lhs_row, rhs_row = problem.row_bytes
         m, *_ = problem.grid(config)
         rows = rates.rows_loaded(config, m, problem.transpose_lhs)
+        # A warpgroup without rows does nothing.
+        busy_part = rates.rows_multiplied(config, rows) / config.tile_m
+        multiplied = busy_part * config.tile_m * config.tile_n * itemsize
+        read = busy_part * rates.smem_reads(config) * itemsize
         # Per tile; those of the last one are shared out to all that lie above it.
         empty = 0 if problem.transpose_lhs else rows - m / ceil_div(m, rows)
         lhs, rhs = (
@@ -151,8 +155,7 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
         return max(mainloop, (tiles - 1) * store) + store
     if config.schedule == "pingpong":
         # Each warpgroup has every second tile, and stores while the other one multiplies.
-        if problem.pulls and problem.gathered:
-            mainloop *= rates.gathering_in_turn
+        mainloop *= rates.gathering_in_turn if problem.pulls and problem.gathered else rates.in_turn
         turn = mainloop / max(tiles, 1) + store
         return max(mainloop + tiles * rates.turn_cycles, ceil_div(tiles, 2) * turn - store) + store
     return mainloop + tiles * store
@@ -181,7 +184,7 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rat
     if not config.joined:
         # Behind the last rows come the tiles of a shard, or at least one tile.
         last = max(1 / problem.devices, work.k_steps / max(work.total_steps(0), work.k_steps))
-        return max(us, gather_us + us * last)
+        return max(us, gather_us + us * last) + APART_US * (problem.devices - 1)
     # No product before the last rows. What fills the slots until then need not be waited for after that.
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     early_steps = min(config.stages, work.total_steps(0))

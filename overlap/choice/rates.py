@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 from overlap.kernels.blackwell.limits import rhs_columns
 from overlap.kernels.config import Config
@@ -40,8 +41,9 @@ class Rates:
       store_wait_cycles: until a buffer of the epilogue has been read.
       tile_cycles: filling the pipeline and draining it, per tile.
       turn_cycles: from one warpgroup's products to the other's, if they take turns.
-      gathering_in_turn: how much longer products take then beside a gather, whose buffers leave less room for stages.
-        Measured on 2 H200s: 1.03 to 1.11.
+      in_turn: how much longer all products of a core take then.
+      gathering_in_turn: likewise beside a gather, whose buffers leave less room for stages. Measured on 2 H200s: 1.03
+        to 1.11.
       hbm_bytes_per_us: of the whole device; a core alone draws no more than its share. Measured on an H200:
         16 × 8192 × 8192 on 64 cores moves 2.3 MB/µs, on 128 cores 2.9 (with the overhead of split tiles in it).
       l2_bytes: weights that are larger are read anew for each shard's tiles, which come one after the other.
@@ -78,6 +80,7 @@ class Rates:
     store_wait_cycles: float
     tile_cycles: float
     turn_cycles: float
+    in_turn: float
     gathering_in_turn: float
     hbm_bytes_per_us: float
     l2_bytes: float
@@ -108,6 +111,11 @@ class Rates:
         parts = config.tile_m * config.tile_n // (rows * columns)
         return parts * (rows / hopper.WGMMA_M) * (hopper.WGMMA_M + columns)
 
+    def rows_multiplied(self, config: Config, loaded: int) -> int:
+        """How many rows of a tile are multiplied if so many are loaded."""
+        rows, _ = hopper.warpgroup_tile(config)
+        return -(-loaded // rows) * rows
+
     def rows_loaded(self, config: Config, m: int, transpose_lhs: bool) -> int:
         """How many rows of its tiles are loaded of a left operand with `m` rows."""
         return hopper.rows_loaded(config, m, transpose_lhs)
@@ -119,6 +127,9 @@ class BlackwellRates(Rates):
     def smem_reads(self, config: Config) -> float:
         return config.tile_m + rhs_columns(config)
 
+    def rows_multiplied(self, config: Config, loaded: int) -> int:
+        return config.tile_m
+
     def stores(self, config: Config) -> int:
         return config.tile_n // config.epilogue_tile_n
 
@@ -127,9 +138,11 @@ class BlackwellRates(Rates):
 
 
 FILE = pathlib.Path(__file__).parent / "rates_h200.json"
-HOPPER = Rates(**json.loads(FILE.read_text(encoding="utf-8"))["rates"])
+_FITTED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))["rates"]
+HOPPER = Rates(**_FITTED)
 BLACKWELL = BlackwellRates(
-    **dataclasses.asdict(HOPPER)
+    overlaps_epilogue=True,
+    **_FITTED
     | dict(
         cycles_per_us=1700.0,
         tensor_core_rate=7200.0,
@@ -147,8 +160,7 @@ BLACKWELL = BlackwellRates(
         clock_exponent=0.0,
         pulled_bytes_per_us=0.7e6,
         sent_bytes_per_us=0.8e6,
-        overlaps_epilogue=True,
-    )
+    ),
 )
 
 

@@ -202,6 +202,8 @@ OTHER_CONFIGS = [
     overlap.Config(tile_n=128, stages=6),
     overlap.Config(order_minor="n", order_width=3),
     overlap.Config.of(stages=3, epilogue_slots=2),
+    overlap.Config(schedule="pingpong", tile_n=128, stages=5),
+    overlap.Config(schedule="pingpong", tile_m=64, tile_n=256, stages=4, stream_k=2, cluster=2),
 ]
 
 
@@ -210,6 +212,7 @@ RING_CONFIGS = [
     overlap.Config(tile_n=128, stages=6, order_minor="n", order_width=3),
     overlap.Config(cluster=2, stages=3),
     overlap.Config(cluster=2, cluster_along="n", stream_k=3),
+    overlap.Config(schedule="pingpong", tile_n=128, stages=5),
 ]
 
 

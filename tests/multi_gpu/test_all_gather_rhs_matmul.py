@@ -24,6 +24,8 @@ CONFIGS = [
     ("n", overlap.Config(cluster=2, stream_k=2)),
     ("n", overlap.Config.of(tile_n=192, chunk_bytes=1024, chunk_slots=4)),
     ("k", overlap.Config(cluster=2, cluster_along="n")),
+    ("n", overlap.Config(schedule="pingpong", tile_n=128, stages=5)),
+    ("k", overlap.Config(schedule="pingpong", tile_m=64, tile_n=192, stages=4)),
     ("k", overlap.Config.of(stream_k=2, order_minor="n", chunk_bytes=4096)),
 ]
 

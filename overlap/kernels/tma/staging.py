@@ -60,8 +60,8 @@ class Buffers:
     Of the left operand's slots only the first `rows` rows are loaded, for so many `parts` of a tile to be computed
     from, each by a warpgroup. What peers have computed of a tile (`Hooks.exchange`) is loaded into the slots of one
     operand, of which it is two further views: of each slot the first boxes, one for each part. `mail` and the barriers
-    around it pass on which tile has been drawn (`drawn.py`). What is sent to peers from shared memory, and comes so, has
-    a third view: boxes as pieces of memory, [..., elements].
+    around it pass on which tile has been drawn (`drawn.py`). What is sent to peers from shared memory, and comes so,
+    has a third view: boxes as pieces of memory, [..., elements].
 
     Static are, beside these numbers: what a warpgroup stores (`wg_tile`), how many `copies` fill a stage, and `pairs`,
     `terms_in_stages`, `stored_barriers` and `taking_turns` as in `Plan`.

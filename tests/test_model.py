@@ -1,0 +1,149 @@
+"""The model that ranks configurations: what it is fitted to, how, and what its choices lose; and how that is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from benchmarks import configurations, fit_model, model_tasks
+from benchmarks.configurations import Task
+from overlap.choice import crossover, model, rates
+from overlap.choice.problem import Problem
+from overlap.choice.rates import HOPPER, Rates
+from overlap.kernels.config import Config
+
+TARGET = model_tasks.TARGET
+
+
+def drawn(count: int, seed: int = 0, **given: float | bool) -> list[Problem]:
+    chance = random.Random(seed)
+    wanted = {"aligned": 0.85, "few_rows": 0.1, "bfloat16_only": False} | given
+    return [model_tasks.draw_problem(chance, **wanted) for _ in range(count)]  # pyright: ignore[reportArgumentType]
+
+
+# --- What is measured -------------------------------------------------------------------------------------------------
+
+
+def test_tasks_are_drawn_from_the_whole_space_and_can_run():
+    problems = drawn(60)
+    assert {p.layout for p in problems} == {"nn", "nt", "tn", "tt"}
+    assert {p.itemsize for p in problems} == {1, 2} and min(p.m for p in problems) < 64
+    assert all(2.0 * p.m * p.n * p.k <= model_tasks.MOST_FLOPS for p in problems)
+    assert all(row % 128 == 0 for p in drawn(30, aligned=1.0) for row in p.row_bytes)
+    chance = random.Random(1)
+    tasks = [Task(p, model_tasks.draw_configs(chance, p)) for p in problems[:12]]
+    for task in tasks:
+        assert 5 <= len(task.configs) == len(set(task.configs)) <= 14
+        assert all(task.problem.accepts(config, TARGET) for config in task.configs)
+        assert Task.from_json(task.to_json()) == task
+    assert {config.schedule for task in tasks for config in task.configs} == {"cooperative", "pingpong"}
+
+
+def test_the_command_draws_the_same_for_a_seed(tmp_path):
+    texts = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        out = tmp_path / name
+        model_tasks.main(["--seed", str(seed), "--problems", "3", "--judge", "--configs", "4", "--out", str(out)])
+        texts.append(out.read_text())
+    assert texts[0] == texts[1] != texts[2]
+    tasks = [Task.from_json(line) for line in texts[0].splitlines()]
+    assert len(tasks) == 3 and all(task.with_xla and 4 <= len(task.configs) <= 10 for task in tasks)
+
+
+def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
+    monkeypatch.setattr(configurations, "_LAUNCH_US", 0.0)
+    monkeypatch.setattr(configurations, "_WARM_UP_S", 0.0)
+    problem = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16", layout="nt")
+    good = Config.of(tile_m=64, tile_n=64, stages=2, schedule="pingpong")
+    task = Task(problem, (good, Config.of(tile_n=512)), with_xla=True)
+    worker = configurations._Worker(128 * 128, samples=2)
+    compiled = worker.compile(task)
+    loop, expected, difference = worker.prepare(compiled)
+    rows = {row["config"]: row for row in worker.measure(compiled, loop, expected, difference)}
+    (wrong,) = {json.dumps(configurations.changed(Config.of(tile_n=512)))} & rows.keys()
+    assert rows[wrong]["status"].startswith("error: ValueError") and rows[wrong]["us"] == "nan"
+    others = [row for name, row in rows.items() if name != wrong]
+    assert len(others) == 2 and all(row["status"] == "ok" and row["samples"] == 2 for row in others)
+    assert all(float(row["us"]) > 0 for row in others)
+    # What differs from XLA's result is no time.
+    again = worker.measure(worker.compile(task), loop, expected + 1, difference)
+    assert all(row["status"].startswith("wrong") for row in again if row["config"] != wrong)
+
+
+# --- The fit ----------------------------------------------------------------------------------------------------------
+
+
+def synthetic(with_rates: Rates, noise: float = 0.03) -> fit_model.Times:
+    """Times as of a device with such rates."""
+    times, chance = fit_model.Times(), random.Random(5)
+    for problem in drawn(30, 7, aligned=1.0, few_rows=0.0, bfloat16_only=True):
+        for config in model_tasks.draw_configs(chance, problem):
+            us = model.predicted_us(config, problem, TARGET, with_rates)
+            times[problem][config] = us * chance.lognormvariate(0.0, noise)
+        times.samples[problem] = 3
+    return times
+
+
+def test_the_fit_finds_the_rates_of_a_device(monkeypatch):
+    free = {"tile_cycles": (2000.0, 3.0), "l2_bytes_per_cycle": (75.0, 1.6), "launch_us": (5.0, 1.5)}
+    monkeypatch.setattr(fit_model, "FREE", free)
+    true = dataclasses.replace(HOPPER, tile_cycles=4000.0, l2_bytes_per_cycle=55.0, launch_us=4.0)
+    found = fit_model.fit(synthetic(true), HOPPER)
+    for name in free:
+        assert abs(np.log(getattr(found, name) / getattr(true, name))) < 0.15, name
+    assert found.step_cycles == HOPPER.step_cycles
+
+
+def test_the_rates_lie_beside_the_code_and_are_all_there():
+    fitted = json.loads(rates.FILE.read_text())["rates"]
+    names = {field.name for field in dataclasses.fields(Rates)}
+    assert names - fitted.keys() == {"overlaps_epilogue"} and fitted.keys() <= names
+    assert all(value > 0 for value in fitted.values())
+    assert fit_model.FREE.keys() <= fitted.keys()
+
+
+# --- What choices lose ------------------------------------------------------------------------------------------------
+
+
+def test_the_held_out_problems_are_none_of_those_fitted_to():
+    fitted, held_out = fit_model.load(fit_model.FITTED_TO), fit_model.load(fit_model.HELD_OUT)
+    assert len(fitted) >= 200 and len(held_out) >= 50
+    assert not fitted.keys() & held_out.keys()
+    assert all(None in of_problem for of_problem in held_out.values())
+
+
+def test_choices_lose_little_on_problems_that_the_model_has_not_seen():
+    """Of measurements that are kept: they change with the model, and not with this machine."""
+    times = fit_model.load(fit_model.HELD_OUT)
+    lost = [loss for loss, _ in fit_model.losses(times).values()]
+    assert statistics.mean(lost) <= 0.02 and fit_model._at(lost, 0.95) <= 0.05
+    text = fit_model.judgement(times)
+    assert len(text.splitlines()) == 4 and f"{len(times)} problems" in text
+
+
+def test_what_is_chosen_is_not_far_behind_the_better_of_both():
+    times = fit_model.load(fit_model.HELD_OUT)
+    ratios = []
+    for problem, (_, config) in fit_model.losses(times).items():
+        xla, fused = times[problem][None], times[problem][config]
+        ratios.append(min(xla, fused) / (xla if crossover.xla_is_faster(problem) else fused))
+    assert statistics.mean(ratios) >= 0.98 and fit_model._at(ratios, 0.05) >= 0.9
+
+
+@pytest.mark.parametrize("schedule", ["cooperative", "pingpong"])
+def test_more_work_takes_longer(schedule):
+    tile_n = 256 if schedule == "cooperative" else 128
+    config = Config(schedule=schedule, tile_n=tile_n)  # pyright: ignore[reportArgumentType]
+
+    def us(m: int, n: int, k: int, config: Config = config) -> float:
+        return model.predicted_us(config, Problem("matmul", m, n, k, "bfloat16", "bfloat16"), TARGET)
+
+    assert us(4096, 4096, 4096) < us(8192, 4096, 4096) < us(8192, 4096, 8192)
+    # Of short products the stores count; who takes turns hides them.
+    short, long = (us(8192, 8192, 512), us(8192, 8192, 1024))
+    assert short < long and (long < 1.75 * short) == (schedule == "cooperative")
