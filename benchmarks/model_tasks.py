@@ -60,7 +60,7 @@ def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bflo
             return Problem("matmul", m, n, k, dtype, "bfloat16" if dtype.startswith("float8") else dtype, layout=layout)
 
 
-def _shape_of(config: Config) -> tuple[Any, ...]:
+def shape_of(config: Config) -> tuple[Any, ...]:
     return tuple(getattr(config, name) for name in space.SHAPE)
 
 
@@ -69,7 +69,7 @@ def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
     ranked = space.candidates(problem, TARGET)
     first: dict[Any, list[Config]] = {}
     for config in ranked:
-        first.setdefault(_shape_of(config), []).append(config)
+        first.setdefault(shape_of(config), []).append(config)
     shapes = list(first.values())
     bases = [configs[0] for configs in shapes]
     chosen = bases[:6] + chance.sample(bases[6:30], min(4, len(bases[6:30])))
@@ -80,7 +80,7 @@ def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
 def judged_configs(chance: random.Random, problem: Problem, count: int) -> tuple[Config, ...]:
     """The first `count` of the search, and six shapes from anywhere else."""
     ranked = space.candidates(problem, TARGET)
-    shapes = {_shape_of(config): config for config in reversed(ranked[count:])}
+    shapes = {shape_of(config): config for config in reversed(ranked[count:])}
     return tuple(ranked[:count] + chance.sample(list(shapes.values()), min(6, len(shapes))))
 
 

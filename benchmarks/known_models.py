@@ -1,0 +1,128 @@
+"""The products of known models, for the table that is shipped with the library.
+
+    python -m benchmarks.known_models tasks --out tasks.jsonl          to be timed by `benchmarks.configurations`
+    python -m benchmarks.known_models table benchmarks/model/known.csv      the table, from what that has measured
+
+A dense layer has four products; tensor parallelism over `tp` devices divides the heads and the width of the MLP. The
+table holds the fastest configuration of each problem, with XLA's time beside it. Entries of other operations stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator
+
+from benchmarks import fit_model
+from benchmarks.configurations import Task
+from benchmarks.model_tasks import TARGET, shape_of
+from overlap.choice import space, tables
+from overlap.choice.problem import Problem
+from overlap.choice.tables import Entry
+
+TP, TOKENS = (8, 4, 2, 1), (4096, 1024)
+CONFIGS = 8
+TABLE = tables.SHIPPED / "h200.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The sizes of a transformer's layer.
+
+    Attributes:
+      hidden: width of the residual stream.
+      mlp: width of the gated MLP.
+      heads: query heads.
+      kv_heads: heads of keys and values; 0: what makes them is no product of this form.
+      head_size: width of a head.
+    """
+
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_size: int = 128
+
+    def products(self, tp: int) -> Iterator[tuple[int, int]]:
+        """(n, k) of one device's products, of those that `tp` divides."""
+        if self.kv_heads and self.kv_heads % tp == 0:
+            yield (self.heads + 2 * self.kv_heads) * self.head_size // tp, self.hidden
+        yield self.hidden, self.heads * self.head_size // tp
+        yield 2 * self.mlp // tp, self.hidden
+        yield self.hidden, self.mlp // tp
+
+
+# From the configurations that their authors publish with the weights.
+MODELS = {
+    "Llama 3 70B": Model(8192, 28672, 64, 8),
+    "Llama 3 8B": Model(4096, 14336, 32, 8),
+    "Qwen 3 32B": Model(5120, 25600, 64, 8),
+    "Gemma 3 27B": Model(5376, 21504, 32, 16),
+    "DeepSeek V3": Model(7168, 18432, 128, 0),
+}
+
+
+def problems() -> list[Problem]:
+    """The products of all models, those of many devices and many tokens first."""
+    found = (
+        Problem("matmul", tokens, n, k, "bfloat16", "bfloat16")
+        for tokens in TOKENS
+        for tp in TP
+        for model in MODELS.values()
+        for n, k in model.products(tp)
+    )
+    return list(dict.fromkeys(found))
+
+
+def task_of(problem: Problem) -> Task:
+    """The first configurations of the search, of shapes that differ."""
+    shapes = {shape_of(config): config for config in reversed(space.candidates(problem, TARGET))}
+    ranked = [config for config in space.candidates(problem, TARGET) if shapes[shape_of(config)] == config]
+    return Task(problem, tuple(ranked[:CONFIGS]), with_xla=True)
+
+
+def entries(times: fit_model.Times, jax_version: str, date: str) -> list[Entry]:
+    """The table's entries: of each problem the fastest configuration."""
+    result = []
+    for problem, of_problem in times.items():
+        fused = [(config, us) for config, us in of_problem.items() if config is not None]
+        (best, us), *rest = ranked = sorted(fused, key=lambda pair: pair[1])
+        others = {space.differences(config): other for config, other in rest[:2]}
+        others |= {"xla": of_problem[None]} if None in of_problem else {}
+        result.append(
+            Entry(problem, TARGET.kind, jax_version, best, us, others, tried=len(ranked), complete=True, date=date)
+        )
+    return result
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.known_models", description=(__doc__ or "").split("\n")[0]
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    tasks = commands.add_parser("tasks", help="write the task file")
+    tasks.add_argument("--out", type=pathlib.Path, required=True, help="the task file")
+    tasks.add_argument("--limit", type=int, help="only so many problems, the first ones")
+    table = commands.add_parser("table", help="write the table that is shipped")
+    table.add_argument("times", type=pathlib.Path, help="a CSV of benchmarks.configurations")
+    table.add_argument("--jax", required=True, help="the version of jax that it was measured with")
+    table.add_argument("--date", default=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    if given.command == "tasks":
+        lines = [task_of(problem).to_json() for problem in problems()[: given.limit]]
+        given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return 0
+    kept = [entry for entry in tables.read(TABLE) if entry.problem.op != "matmul"]
+    new = TABLE.with_suffix(".new")
+    tables.add(new, [*kept, *entries(fit_model.load(given.times), given.jax, given.date)])
+    new.replace(TABLE)
+    print(f"{len(tables.load(TABLE))} entries in {TABLE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
