@@ -1,4 +1,4 @@
-"""The model that ranks configurations: what it is fitted to, how, and what its choices lose; and how that is measured."""
+"""The model that ranks configurations: what it is fitted to, what its choices lose; and how that is measured."""
 
 from __future__ import annotations
 
