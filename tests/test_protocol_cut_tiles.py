@@ -125,7 +125,7 @@ def raise_the_flag_with_the_first_sums(patch):
 
     def early(partial, shape, part, hand_over, *rest):
         def signal_and_hand_over(sums):
-            primitives.signal(partial.flags.at[lax.axis_index(GRID_AXIS), part.rank, part.warpgroup])
+            primitives.signal(partial.flags.at[lax.axis_index(GRID_AXIS), part.rank, part.of_tile])
             hand_over(sums)
 
         together(partial, shape, part, signal_and_hand_over, *rest)

@@ -224,11 +224,12 @@ class Problem:
         """Whether a compute thread of Hopper may need a few registers more than it has: see `tests.assembly_sweep`.
 
         That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do;
-        or 256 rows to which parts of peers are added; or, where own tiles leave as well, the largest ones of 8 bits
-        or with 32-bit results.
+        or 128 rows of a warpgroup to which parts of peers are added; or, where own tiles leave as well, the largest
+        ones of 8 bits or with 32-bit results.
         """
         transport = self.transport(config)
-        if config.tile_m == 256 and transport in ("push", "spread"):
+        of_one_warpgroup = 128 if config.schedule == "pingpong" else 256
+        if config.tile_m == of_one_warpgroup and transport in ("push", "spread"):
             return True
         has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
         is_large = config.tile_m * config.tile_n >= 128 * 256

@@ -64,13 +64,14 @@ class Config:
 
     Attributes:
       tile_m: rows of the output tile of one CTA: 64, 128 or 256; 128 on Blackwell.
-      tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64), 256 at most. On
-        Blackwell of 128 if `cluster` is 2, and of twice that if the right operand is float8 as [k, n].
+      tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64 and the schedule
+        cooperative), 256 at most. On Blackwell of 128 if `cluster` is 2, and of twice that if the right operand is
+        float8 as [k, n].
       tile_k: depth of one stage, in elements; its bytes must be 128, the widest swizzle.
       stages: operand tiles in flight, at least 2; shared memory limits them.
       schedule: "cooperative": the two compute warpgroups of a CTA share each tile. "pingpong": each has tiles of its
-        own, in turn, so that one stores its tile while the other one multiplies. On Blackwell a tile is always stored
-        beside the products of the next, and there is no "pingpong".
+        own, in turn, so that one stores its tile while the other one multiplies; a tile is then 128 × 128 or 64 × 256
+        at most. On Blackwell a tile is always stored beside the products of the next, and there is no "pingpong".
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles (of a cluster) per band of the order (`TileOrder`).
       stream_k: into how many parts each tile of the last, partial wave may be cut along k, so that cores that would

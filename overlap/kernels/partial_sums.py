@@ -5,7 +5,8 @@ columns, as soon as all have done so:
 
     2 CTAs, a warpgroup's half of 4 boxes:    CTA 0 adds and stores boxes 0, 1;  CTA 1 adds and stores boxes 2, 3
 
-So what crosses the L2 is spread evenly over them. The two warpgroups of a CTA each work with their like in the others.
+So what crosses the L2 is spread evenly over them. Where two warpgroups of a CTA have a half of the tile each, they work
+with their like in the others.
 Its own sums, too, a CTA reads back: the accumulator is then dead, and its registers are free for several loads at once.
 
 The sums are added from the first part to the last, whoever adds them, so that results are deterministic.

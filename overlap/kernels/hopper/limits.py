@@ -76,7 +76,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     if config.schedule == "pingpong" and config.tile_m > LARGEST_TILE_M_IN_TURN:
         raise ValueError(
             f"`tile_m` must be at most {LARGEST_TILE_M_IN_TURN} with schedule='pingpong', where one warpgroup computes "
-            f"a whole tile, got {config.tile_m}"
+            f"a whole tile, got {config.tile_m}: reduce it, or leave `schedule` out"
         )
     limits.check_tile_k(sizes, config)
     wg_m, wg_n = warpgroup_tile(config)
@@ -90,6 +90,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         raise ValueError(
             f"a tile of {config.tile_m} × {config.tile_n} (schedule={config.schedule!r}) needs {registers} registers "
             f"per thread for its accumulator, and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
+            + (", or leave `schedule` out" if config.schedule == "pingpong" else "")
         )
     limits.check_stores(sizes, config, wg_n)
     limits.check_fits(smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport), sizes, config, target)

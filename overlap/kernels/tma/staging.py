@@ -14,7 +14,8 @@ asked.
 
 TMA takes several times as long for a row that it fills with zeros as for one that it loads. So of a left operand that
 has fewer rows than a tile only these are loaded. What is in the rest of its slots does not matter: it gets only into
-the same rows of the result, which are clipped when that is stored. A warpgroup whose half has no rows does nothing.
+the same rows of the result, which are clipped when that is stored. A warpgroup whose part of a tile has no rows does
+nothing.
 """
 
 from __future__ import annotations
