@@ -142,8 +142,11 @@ class KernelClass:
         }  # fmt: skip
         flags = [name for name in ("cuts", "epilogue") if getattr(self, name)]
         tile = f"{self.tile_m}x{self.tile_n}-{self.epilogue_tile_n}"
+        turn = ["pingpong"] if self.schedule == "pingpong" else []
         bits = f"{8 * self.operand_bytes}to{8 * self.out_bytes}"
-        return " ".join([op[self.op] + self.layout, bits, tile, *(["cluster"] if self.cluster > 1 else []), *flags])
+        return " ".join(
+            [op[self.op] + self.layout, bits, tile, *(["cluster"] if self.cluster > 1 else []), *turn, *flags]
+        )
 
 
 def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass:

@@ -60,6 +60,10 @@ SEEDED = {
     "count own slots alone": ("one", "deadlock", accumulate({"piece.before": "(piece.ordinal // 2 * piece.k_steps)"})),
     "refill one late": ("one", "TMA load, write", slip(produce, "produce", {">= config.stages": "> config.stages"})),
     "forwarder waits at one": ("ring", "deadlock", slip(produce, "forward", {FULL: ONE_FULL})),
+    "barriers for one": (
+        "one", "race|missed phase|deadlock",
+        plan({"taking_turns=COMPUTE_WARPGROUPS if in_turn else 1": "taking_turns=1"}),
+    ),
     # Who has which tiles.
     "both begin with the first": ("one", "missed phase|wgmma", run({"first=warpgroup": "first=0"})),
     "both have all": ("one", "missed phase|wgmma", run({"every=COMPUTE_WARPGROUPS": "every=1"})),
@@ -118,8 +122,6 @@ SEEDED = {
 HARMLESS = {
     # Who begins does not matter: buffers are each warpgroup's own, and barriers those of the tile.
     "the second begins": ("one", run({"first=warpgroup": "first=1 - warpgroup"})),
-    # The second warpgroup is then told to leave (`Hopper.run`), and the first one has all tiles.
-    "barriers for one": ("one", plan({"taking_turns=COMPUTE_WARPGROUPS if in_turn else 1": "taking_turns=1"})),
     # The producer has waited for all parts of the first tile before it loads the second: so the peers have begun.
     "only the first waits": ("one shot", exchanged({"< buffers.taking_turns": "< 1"})),
 }

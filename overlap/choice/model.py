@@ -153,7 +153,7 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
     if rates.overlaps_epilogue:
         # All but the last one run beside the products of the next tile.
         return max(mainloop, (tiles - 1) * store) + store
-    if config.schedule == "pingpong":
+    if config.in_turn:
         # Each warpgroup has every second tile, and stores while the other one multiplies.
         mainloop *= rates.gathering_in_turn if problem.pulls and problem.gathered else rates.in_turn
         turn = mainloop / max(tiles, 1) + store

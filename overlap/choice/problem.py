@@ -225,11 +225,14 @@ class Problem:
 
         That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do;
         or 128 rows of a warpgroup to which parts of peers are added; or, where own tiles leave as well, the largest
-        ones of 8 bits or with 32-bit results.
+        ones of 8 bits or with 32-bit results. And where the producer of a cluster serves two warpgroups in turn, beside
+        a gather.
         """
         transport = self.transport(config)
-        of_one_warpgroup = 128 if config.schedule == "pingpong" else 256
+        of_one_warpgroup = 128 if config.in_turn else 256
         if config.tile_m == of_one_warpgroup and transport in ("push", "spread"):
+            return True
+        if config.in_turn and config.cluster > 1 and transport == "pull":
             return True
         has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
         is_large = config.tile_m * config.tile_n >= 128 * 256

@@ -141,7 +141,7 @@ def _needless(shape: Config, problem: Problem, target: Target) -> bool:
         return True
     if shape.one_shot and not (problem.spreads and problem.pulls):
         return True
-    if shape.schedule == "pingpong" and (
+    if shape.in_turn and (
         shape.joined or shape.one_shot or not work_of(shape, problem, target).full_waves or target.is_blackwell
     ):
         # With one tile a CTA there is nobody to take turns with.
@@ -161,7 +161,7 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     """The usual configuration of a tile shape, with as many stages as fit and are filled; None if none can run."""
     epilogue = ("epilogue_tile_n", "epilogue_slots")
     low = shape.tile_m < LEAST_ROWS_TO_SHARE
-    if shape.schedule == "pingpong" and shape.order_minor == "m" and (low or problem.scattered):
+    if shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
         # A band of as many rows as with larger tiles. Where sums are scattered, one of twice as many was measured to be
         # up to 7% faster (2 H200s).
         shape = dataclasses.replace(shape, order_width=2 * shape.order_width)

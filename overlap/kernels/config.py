@@ -113,6 +113,11 @@ class Config:
         _require_valid(self)
 
     @property
+    def in_turn(self) -> bool:
+        """Whether each compute warpgroup has tiles of its own."""
+        return self.schedule == "pingpong"
+
+    @property
     def cluster_tile(self) -> tuple[int, int]:
         """Rows and columns of the output tile of one cluster."""
         if self.cluster_along == "m":

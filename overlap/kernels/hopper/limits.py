@@ -27,7 +27,7 @@ def warpgroup_tile(config: Config) -> tuple[int, int]:
 
     All of a tile if they take turns; else half of it, cut across the rows if both keep 64 of them.
     """
-    if config.schedule == "pingpong":
+    if config.in_turn:
         return config.tile_m, config.tile_n
     if config.tile_m >= COMPUTE_WARPGROUPS * WGMMA_M:
         return config.tile_m // COMPUTE_WARPGROUPS, config.tile_n
@@ -46,8 +46,7 @@ def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") 
     epilogue_bytes = limits.epilogue_bytes(config, COMPUTE_WARPGROUPS * wg_m, jnp.dtype(out_dtype))
     # Each slot has two barriers; if the warpgroups take turns, and so wait at barriers of their own, one more. And what
     # they have stored is told by turns.
-    taking_turns = config.schedule == "pingpong"
-    barriers = (3 if taking_turns else 2) * config.stages + (taking_turns and transport in EXCHANGING)
+    barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
     return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
 
@@ -73,7 +72,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     """Whether a configuration fits itself, the dtypes, the registers and the shared memory. Raises ValueError."""
     if config.tile_m not in (64, 128, 256):
         raise ValueError(f"`tile_m` must be 64, 128 or 256, got {config.tile_m}")
-    if config.schedule == "pingpong" and config.tile_m > LARGEST_TILE_M_IN_TURN:
+    if config.in_turn and config.tile_m > LARGEST_TILE_M_IN_TURN:
         raise ValueError(
             f"`tile_m` must be at most {LARGEST_TILE_M_IN_TURN} with schedule='pingpong', where one warpgroup computes "
             f"a whole tile, got {config.tile_m}: reduce it, or leave `schedule` out"
@@ -90,7 +89,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         raise ValueError(
             f"a tile of {config.tile_m} × {config.tile_n} (schedule={config.schedule!r}) needs {registers} registers "
             f"per thread for its accumulator, and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
-            + (", or leave `schedule` out" if config.schedule == "pingpong" else "")
+            + (", or leave `schedule` out" if config.in_turn else "")
         )
     limits.check_stores(sizes, config, wg_n)
     limits.check_fits(smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport), sizes, config, target)

@@ -131,7 +131,7 @@ def _tells_later(loop: Loop) -> bool:
     from shared memory is told at once in any case.
     """
     exchanged = loop.hooks.exchange
-    return exchanged is not None and exchanged.sends is None and loop.config.schedule == "cooperative"
+    return exchanged is not None and exchanged.sends is None and not loop.config.in_turn
 
 
 def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> None:
@@ -177,7 +177,7 @@ def _registers(hooks: Hooks) -> tuple[int, int]:
 
 def _plan(config: Config, types: OperandTypes) -> staging.Plan:
     wg_m, wg_n = warpgroup_tile(config)
-    in_turn = config.schedule == "pingpong"
+    in_turn = config.in_turn
     # What is passed on is passed on as whole tiles.
     loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.layouts.transpose_lhs)
     in_all = config.tile_m * config.tile_n // (wg_m * wg_n)
@@ -256,7 +256,7 @@ class Hopper:
         def announce() -> None:
             drawn.for_each(loop, buffers, exchange.announce)
 
-        in_turn = buffers.taking_turns > 1
+        in_turn = loop.config.in_turn
 
         @pl.when(warpgroup < (COMPUTE_WARPGROUPS if in_turn else buffers.parts))
         def _compute_role() -> None:
