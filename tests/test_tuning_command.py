@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import importlib
 import logging
 import os
@@ -132,17 +133,19 @@ def test_the_operations_ask_and_are_tuned(tmp_path, caplog):
     ]
 
 
-def test_progress_without_a_terminal_is_a_line_for_each_problem_and_now_and_then():
-    said = []
+def test_progress_without_a_terminal_is_a_line_for_each_problem_and_now_and_then(monkeypatch):
+    said, clock = [], itertools.count()  # Each look at the clock is a second later.
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     with progress.shown(said.append, every_s=1000) as report:
         for text, fraction in (("1x1x1: XLA", 0), ("1x1x1: compiling", 0.1), ("2x2x2: XLA", 0.5)):
             report(text, fraction)
-    assert said == ["  0% 1x1x1: XLA", " 50% 2x2x2: XLA"]
+    assert said == ["  0% 1x1x1: XLA", " 50% 2x2x2: XLA, about 3 s left"]
     said.clear()
     with progress.shown(said.append, every_s=0) as report:
         for fraction in (0.2, 0.3):
             report("1x1x1: checking 128x128x64", fraction)
-    assert said == [" 20% 1x1x1: checking 128x128x64", " 30% 1x1x1: checking 128x128x64"]
+    of_both = ("20%", 4), ("30%", 5)
+    assert said == [f" {part} 1x1x1: checking 128x128x64, about {left} s left" for part, left in of_both]
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, interrupt._handle])

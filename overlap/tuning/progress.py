@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 Progress = Callable[[str, float], None]  # what is being done, and the fraction that is done
 
 _LINE_EVERY_S = 10.0
+_LEAST_DONE = 0.05
 
 
 @contextmanager
@@ -31,24 +33,38 @@ def shown(say: Callable[[str], None], every_s: float = _LINE_EVERY_S) -> Iterato
 class _Lines:
     def __init__(self, say: Callable[[str], None], every_s: float) -> None:
         self._say, self._every_s = say, every_s
-        self._problem, self._said_at = "", 0.0
+        self._problem, self._said_at, self._began = "", 0.0, time.monotonic()
 
     def __call__(self, text: str, fraction: float) -> None:
         problem, now = text.partition(":")[0], time.monotonic()
         if problem != self._problem or now - self._said_at >= self._every_s:
             self._problem, self._said_at = problem, now
-            self._say(f"{fraction:4.0%} {text}")
+            self._say(f"{fraction:4.0%} {text}{_left(now - self._began, fraction)}")
+
+
+def _left(elapsed_s: float, fraction: float) -> str:
+    """How long the rest takes if it goes on as it has begun; nothing while too little is done to tell."""
+    if not _LEAST_DONE <= fraction < 1:
+        return ""
+    return f", about {math.ceil(elapsed_s * (1 - fraction) / fraction)} s left"
 
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.table import Column
 
     # The text gives way on a narrow terminal, not the clock.
     text_column = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
-    columns = (text_column, BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (text_column, BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda text, fraction: bar.update(task, description=text, completed=fraction)
