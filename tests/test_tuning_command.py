@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import importlib
+import itertools
 import logging
 import os
 import signal
