@@ -144,7 +144,9 @@ def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClas
     *_, of_the_first, of_the_second = (".version" + part for part in code.read_text().split(".version"))
     # Of parts, and of results that peers write.
     places = (kernel.op in assembly_space.SUMS) + (kernel.op == assembly_space.SPREAD)
-    assert [kernel.name for kernel in landing] == ["overlap_landing_place"] * places
+    # (XLA may make one kernel of two that are alike.)
+    assert {kernel.name for kernel in landing} == ({"overlap_landing_place"} if places else set())
+    assert len(landing) <= places
     assert told.name == "overlap_tell_addresses" and told.spills == 0 and "trap" not in of_the_first
     assert assembly_space.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
 

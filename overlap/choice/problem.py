@@ -224,20 +224,25 @@ class Problem:
         """Whether a compute thread of Hopper may need a few registers more than it has: see `tests.assembly_sweep`.
 
         That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do;
-        or 128 rows of a warpgroup to which parts of peers are added; or, where own tiles leave as well, the largest
-        ones of 8 bits, with 32-bit results, or of one warpgroup. And a producer, if it serves two warpgroups in turn
-        beside a gather, in a cluster or with the smallest tiles.
+        or, where parts of peers are added, 128 rows of a warpgroup or the largest tile of one in turn; or, where own
+        tiles leave as well, the largest ones of 8 bits or with 32-bit results. And a producer, if it serves two
+        warpgroups in turn beside a gather, in a cluster or with the smallest tiles, or cut tiles of 256 × 64 in one.
         """
         transport = self.transport(config)
-        of_one_warpgroup = 128 if config.in_turn else 256
-        if config.tile_m == of_one_warpgroup and transport in ("push", "spread"):
+        fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
+        if transport in ("push", "spread") and (config.tile_m == 256 or fills_warpgroup):
             return True
         if config.in_turn and transport == "pull" and (config.cluster > 1 or config.tile_m * config.tile_n <= 64 * 64):
             return True
+        if (
+            transport == "pull"
+            and (config.tile_m, config.tile_n) == (256, 64)
+            and min(config.cluster, config.stream_k) > 1
+        ):
+            return True
         has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
         is_large = config.tile_m * config.tile_n >= 128 * 256
-        fills_warpgroup = config.in_turn and config.tile_m * config.tile_n >= 64 * 256
-        if transport == "spread" and (fills_warpgroup or (is_large and (self.itemsize == 1 or has_wide_results))):
+        if transport == "spread" and is_large and (self.itemsize == 1 or has_wide_results):
             return True
         wide = config.tile_m == 256 and has_wide_results
         return wide and config.cluster > 1 and config.stream_k > 1
