@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 
 import overlap
-from overlap.cli import tune_arguments
+from overlap.cli import trace_arguments, tune_arguments
 
 __all__ = ["main"]
 
@@ -94,6 +94,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune_arguments.add_arguments(tune)
     tune.set_defaults(run=_tune)
+
+    trace = commands.add_parser(
+        "trace",
+        help="record what each part of a kernel does when, on all GPUs",
+        description="Runs one call of a fused operation with marks in its kernel, and writes when each role of each "
+        "CTA waited, loaded, multiplied, stored and copied, on all GPUs by one clock: a file for ui.perfetto.dev, and "
+        "a picture. Without GPUs emulated.",
+    )
+    trace_arguments.add_arguments(trace)
+    trace.set_defaults(run=_trace)
     return parser
 
 
@@ -114,6 +124,16 @@ def _tune(arguments: argparse.Namespace) -> int:
     from overlap.cli import tune
 
     return tune.run(arguments)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"trace needs {' and '.join(missing)}: pip install 'overlap[cli]'", file=sys.stderr)
+        return 1
+    from overlap.cli import trace
+
+    return trace.run(arguments)
 
 
 def _soak(arguments: argparse.Namespace) -> int:

@@ -34,9 +34,11 @@ from overlap.primitives import (
     draw,
     each_drawn,
     fence_async_proxy,
+    marks,
     pull_chunks,
     wait_at_least,
 )
+from overlap.primitives.marks import Work
 
 WHY = "all peers of a host are one hop away behind its switch"
 
@@ -107,6 +109,7 @@ class Communicator:
         if self.own_first:
             self._copy_own()
         handshake.await_peers()
+        marks.now(Work.COPY)
         if self.pull_scales is not None:
             pull_scales, looks = self.pull_scales, handshake.looks
             first += self.scale_pieces

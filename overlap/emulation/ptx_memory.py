@@ -9,10 +9,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from . import ptx
 from .clocks import EMPTY, covers
 from .errors import ProtocolError, RaceError
-from .memory import Buffer, Cells
+from .memory import Buffer, Cells, View
 from .orders import Orders, fence_sc
 from .registers import LANES, WARPS, Frame, Unreadable, signed, typed, width_of
 from .sync import Semaphore, Write, next_serial
@@ -162,6 +164,23 @@ def _store_words(
     thread.tick()
 
 
+def _store_bytes(thread: Any, buffer: Buffer, offset: int, value: bytes) -> None:
+    """A plain store to an array that is none of semaphores."""
+    if offset % len(value):
+        raise ProtocolError(f"byte {offset} of {buffer.name} is no address for {len(value)} bytes: it must be a multiple")
+    if not 0 <= offset <= buffer.data.nbytes - len(value):
+        raise ProtocolError(
+            f"bytes {offset} to {offset + len(value)} are out of bounds for {buffer.name} of device {buffer.device}, "
+            f"which has {buffer.data.nbytes}"
+        )
+    if buffer.space != "gmem" or buffer.device != thread.device:
+        raise Unreadable(f"an inline store to {buffer.name} of device {buffer.device} ({buffer.space}) is not emulated")
+    stored = np.ndarray((len(value),), np.uint8, buffer.bytes, offset)
+    view = View(buffer, stored, (1,), f"[bytes {offset} to {offset + len(value)}]")
+    thread.access(view, "store", write=True)
+    stored[:] = np.frombuffer(value, np.uint8)
+
+
 def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     order, scope, _, kind = _access(i)
     if order == "acquire":
@@ -172,7 +191,11 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     base, offset, get, nbytes = frame.get(address.base), address.offset, typed(frame, value, kind), width_of(kind) // 8
 
     def run(thread: Any) -> None:
-        words = _words_at(base(thread) + offset, nbytes)
+        where = base(thread) + offset
+        if order == "weak" and isinstance(array := _arrays.get(where >> 32), Buffer):
+            _store_bytes(thread, array, (where & 0xFFFFFFFF) - _MIDDLE, get(thread).to_bytes(nbytes, "little"))
+            return
+        words = _words_at(where, nbytes)
         for word in words:
             if order == "weak":
                 _require_order(thread, word, i.text, reads=False)

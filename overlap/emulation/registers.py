@@ -17,7 +17,8 @@ Getter = Callable[[Any], Any]
 LANES, WARPS = 32, 4
 
 # Of a thread, in nanoseconds, if time is to pass. It stands still by default: then no wait runs out, and who waits for
-# what nobody does is in a deadlock. A loop that only looks at words blocks its thread unless there is a clock.
+# what nobody does is in a deadlock. A loop that only looks at words blocks its thread unless there is a clock. What
+# counts cycles (%clock) counts the scheduler's steps by default.
 CLOCK: Callable[[Any], int] | None = None
 
 
@@ -33,6 +34,10 @@ def _time(thread: Any) -> int:
     return 0 if CLOCK is None else CLOCK(thread)
 
 
+def _cycles(thread: Any) -> int:
+    return thread.machine.world.now if CLOCK is None else CLOCK(thread)
+
+
 SPECIAL: dict[str, Getter] = {
     "%laneid": lambda thread: 0,
     "%tid.x": _hardware_thread,
@@ -41,8 +46,8 @@ SPECIAL: dict[str, Getter] = {
     "%warpid": lambda thread: _hardware_thread(thread) // LANES,
     "%globaltimer": _time,
     "%globaltimer_lo": lambda thread: _time(thread) & 0xFFFFFFFF,
-    "%clock64": _time,
-    "%clock": lambda thread: _time(thread) & 0xFFFFFFFF,
+    "%clock64": _cycles,
+    "%clock": lambda thread: _cycles(thread) & 0xFFFFFFFF,
 }
 # What tells a thread of the hardware from the others of its emulated one: its lane, its warp.
 VARIES = {"%laneid": {"lane"}, "%tid.x": {"lane", "warp"}, "%warpid": {"warp"}}

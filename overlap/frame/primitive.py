@@ -17,6 +17,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from overlap.kernels.varying import varying
+from overlap.primitives import marks
 
 _operation_p = core.Primitive("overlap_operation")
 _operation_p.multiple_results = True
@@ -40,6 +41,9 @@ class Primitive:
 
     def __call__(self, operands: Any, plan: Any) -> Any:
         """Runs the operation."""
+        if marks.current() is not None:
+            # Inline: what its kernel records leaves it by the side, which no primitive lets through.
+            return self.run(operands, plan)
         leaves, structure = jax.tree.flatten(operands)
         traced, types = jax.make_jaxpr(
             lambda *leaves: self.run(jax.tree.unflatten(structure, leaves), plan), return_shape=True

@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels import limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
-from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS
+from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, cta
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.launch import sealed
 from overlap.kernels.mainloop import Loop, Mainloop, OperandTypes
 from overlap.kernels.partial_sums import PartialSums, partial_sums_flags, partial_sums_type
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
-from overlap.primitives import addresses, shared_flags
+from overlap.primitives import addresses, marks, shared_flags
 from overlap.primitives.integers import in_32_bits
 
 
@@ -111,10 +111,16 @@ class ProductKernel:
         leaves, structure = jax.tree.flatten(inputs)
         results_types, out_structure = jax.tree.flatten(out_types)
         sums_flags = [partial_sums_flags(work, config, self.mainloop.compute_warpgroups)] if work.cuts else []
+        sums_types = [partial_sums_type(work, config)] if work.cuts else []
         counters = [(1,)] if self.draws else []
+        recording = marks.current()
+        ctas = self.target.num_cores // config.cluster * config.cluster
+        entries_types = [] if recording is None else [recording.entries_type(ctas)]
+        roles: dict[int, str] = {}
 
         def body(*refs: Any) -> None:
-            given, (outs, sums) = refs[: len(leaves)], _split(refs[len(leaves) :], len(results_types))
+            given, (outs, rest) = refs[: len(leaves)], _split(refs[len(leaves) :], len(results_types))
+            sums, entries = _split(rest, len(sums_types))
             shapes = (*self.flags, *counters, *sums_flags)
             flags = shared_flags(*shapes, told=bool(self.peers_read)) if shapes else ()
             own, rest = _split(flags, len(self.flags))
@@ -123,15 +129,21 @@ class ProductKernel:
             trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
 
             def run(buffers: Any, *smem: Any) -> None:
-                of_call = body_of(Refs(*trees, own, smem))
+                of_call = body_of(Refs(*trees, own, smem[: len(self.smem)]))
                 next_tile = counter[0].at[0] if counter else None
                 loop = Loop(work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial, next_tile)
-                self.mainloop.run(loop, buffers)
+                if recording is None:
+                    self.mainloop.run(loop, buffers)
+                    return
+                with marks.on(marks.Tape(entries[0], smem[-1], cta(config), recording.capacity, roles)):
+                    self.mainloop.run(loop, buffers)
 
-            pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *self.smem, collective_axes=THREAD_AXIS)
+            smem_types = [*self.smem, *([] if recording is None else [marks.counts_type()])]
+            pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *smem_types, collective_axes=THREAD_AXIS)
 
-        sums_types = [partial_sums_type(work, config)] if work.cuts else []
-        results = sealed(self._kernel(body, (*results_types, *sums_types)), self.name)(*leaves)
+        results = sealed(self._kernel(body, (*results_types, *sums_types, *entries_types)), self.name)(*leaves)
+        if recording is not None:
+            recording.kernels.append(marks.RecordedKernel(self.name, roles, results[-1]))
         return jax.tree.unflatten(out_structure, results[: len(results_types)])
 
     def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.primitives import marks
 from overlap.primitives.atomics import draw, loop_while
 from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
+from overlap.primitives.marks import Work
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
@@ -178,7 +180,13 @@ def pull_chunks(
     def load(number: Any, slot: Any) -> None:
         if ready is not None:
             wait = ready
-            pl.when(number < end)(lambda: wait(*at(number - begin)))
+
+            def wait_for_it() -> None:
+                marks.now(Work.AWAIT_TILE, number=number - begin)
+                wait(*at(number - begin))
+                marks.now(Work.COPY, number=number - begin)
+
+            pl.when(number < end)(wait_for_it)
 
         def start(shard: Any, place: Any, slot_smem: Any) -> None:
             bounds = IN_BOUNDS if send is None else None
@@ -200,6 +208,7 @@ def pull_chunks(
 
     def carry(state: Any) -> Any:
         slot, count, (oldest, *others, following) = state
+        marks.now(Work.COPY, number=oldest - begin)
         plgpu.barrier_wait(loaded.at[slot])
         in_its_size(oldest, slot, forward)
         # While the store is under way.

@@ -51,9 +51,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from overlap.primitives import atomics, board, clique
+from overlap.primitives import atomics, board, clique, marks
 from overlap.primitives.addresses import require_told
 from overlap.primitives.flags import fence_async_proxy, signal, wait_at_least
+from overlap.primitives.marks import Work
 from overlap.primitives.peers import Ring
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
@@ -135,6 +136,7 @@ class Handshake:
         self._begin(look_and_speak)
 
     def _begin(self, look: Callable[[Any], None]) -> Any:
+        marks.now(Work.AWAIT_PEERS)
         # CTA 0 is nearly always there, and need not wait for a number; else whoever has drawn the first one raises it.
         pl.when(self.cta == 0)(self._raise)
         first = atomics.draw(self.counter, self.items)
@@ -161,6 +163,7 @@ class Handshake:
         with its last CTA.
         """
         assert self.transfers
+        marks.now(Work.LEAVE)
 
         @pl.when(completed > 0)
         def _count() -> None:

@@ -23,6 +23,7 @@ from overlap.kernels.block_scales import SCALE_DTYPE
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
+from overlap.primitives import marks
 from overlap.single_gpu import product
 
 _SCALES = ("lhs_scale", "rhs_scale")
@@ -67,7 +68,8 @@ class Matmul(Operation):
         # The cache of `jax.jit` keeps its static arguments.
         kept = plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.alone)
         rows = as_rows(operands, plan.layouts)
-        out = _launch(rows, kept)
+        # What a kernel records leaves it by the side, which neither a cached nor a sealed function lets through.
+        out = (_launch if marks.current() is None else product.launch)(rows, kept)
         return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
 
 

@@ -55,8 +55,9 @@ from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
 from overlap.kernels.tma.limits import rows_loaded
-from overlap.primitives import converge_warp, wait_stores_read
+from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import remainder
+from overlap.primitives.marks import Work
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -111,12 +112,13 @@ def _tell_drained(buffers: Buffers, ordinal: Any) -> None:
 
 def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The multiplier's part of one piece."""
-    del tile
     config = loop.config
     pair = RANK_AXIS if config.cluster > 1 else None
 
     def issue() -> None:
+        marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
         _await_drained(buffers, piece.ordinal)
+        marks.now(Work.MULTIPLY, tile.step, piece.tile)
 
         @pl.loop(0, piece.k_steps)
         def _step(k: Any) -> None:
@@ -233,7 +235,9 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
     if others is not None and terms is not None and others.sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
+    marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
     plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
+    marks.now(Work.STORE, tile.step, piece.tile)
     if loop.hooks.epilogue_at is not None:
         _await_what_came_with_the_rows(loop, tile)
     sums = Sums(
@@ -356,24 +360,26 @@ class Blackwell:
                 hooks.before_forwarding()
             for_each_piece(produce.forward)
 
-        @pl.when(warpgroup == EPILOGUE_WARPGROUP)
-        def _epilogue_role() -> None:
+        def store() -> None:
             for_each_piece(_store)
             # Shared memory must outlive the stores that read it.
             wait_stores_read()
+
+        pl.when(warpgroup == EPILOGUE_WARPGROUP)(marks.playing("epilogue", store))
 
         @pl.when(warpgroup == TRANSFER_WARPGROUP)
         def _transfer_role() -> None:
             @plgpu.warp_map
             def _roles(warp: Any) -> None:
-                pl.when(warp == PRODUCER_WARP)(load)
-                pl.when(warp == MULTIPLIER_WARP)(multiply)
+                pl.when(warp == PRODUCER_WARP)(marks.playing("producer", load))
+                pl.when(warp == MULTIPLIER_WARP)(marks.playing("multiplier", multiply))
                 if hooks.communicate is not None:
-                    pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
+                    pl.when(warp == COMMUNICATOR_WARP)(marks.playing("communicator", hooks.communicate))
                 if hooks.in_smem is not None:
-                    pl.when(warp == FORWARDER_WARP)(forward)
+                    pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", forward))
                 if hooks.exchange is not None:
-                    pl.when(warp == FORWARDER_WARP)(lambda: for_each_piece(exchange.announce))
+                    announce = functools.partial(for_each_piece, exchange.announce)
+                    pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", announce))
                 converge_warp()
 
 

@@ -42,6 +42,7 @@ accumulates.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -61,8 +62,9 @@ from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
 from overlap.kernels.tma.staging import Buffers
-from overlap.primitives import converge_warp, wait_stores_read
+from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, remainder
+from overlap.primitives.marks import Work
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -84,15 +86,16 @@ def _part_index(config: Config, warpgroup: Any) -> tuple[Any, Any, Any]:
     return (warpgroup, warpgroup, 0) if wg_m < config.tile_m else (warpgroup, 0, warpgroup)
 
 
-def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> jax.Array:
+def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> jax.Array:
     """A compute warpgroup's products of one piece, summed in f32."""
     config, layouts, (wg_m, wg_n) = loop.config, loop.layouts, warpgroup_tile(loop.config)
     _, part_m, part_n = _part_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
-    def multiply(k: Any, acc: Any) -> None:
+    def multiply(k: Any, acc: Any, have_landed: Callable[[], None] = lambda: None) -> None:
         slot = remainder(piece.before + k, config.stages)
         plgpu.barrier_wait(buffers.full_at(piece, slot))
+        have_landed()
         lhs_part = staging.part(lhs_mma.at[slot], part_m, wg_m, not layouts.transpose_lhs)
         rhs_part = staging.part(rhs_mma.at[slot], part_n, wg_n, layouts.transpose_rhs)
         plgpu.wgmma(
@@ -102,7 +105,8 @@ def _accumulate(loop: Loop, buffers: Buffers, piece: Piece, warpgroup: Any) -> j
         )
 
     def accumulate(acc: Any) -> jax.Array:
-        multiply(0, acc)
+        marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
+        multiply(0, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
 
         def step(k: Any) -> None:
             multiply(k, acc)
@@ -138,7 +142,8 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
     """A compute warpgroup's part of one piece: the products, then the stores."""
     wg_m, wg_n = warpgroup_tile(loop.config)
     part, part_m, part_n = _part_index(loop.config, warpgroup)
-    values = _accumulate(loop, buffers, piece, warpgroup)
+    values = _accumulate(loop, buffers, tile, piece, warpgroup)
+    marks.now(Work.STORE, tile.step, piece.tile)
 
     def hand_over(sums_gmem: Any) -> None:
         sums_gmem[...] = values
@@ -257,10 +262,9 @@ class Hopper:
             drawn.for_each(loop, buffers, exchange.announce)
 
         in_turn = loop.config.in_turn
+        compute_warpgroups = COMPUTE_WARPGROUPS if in_turn else buffers.parts
 
-        @pl.when(warpgroup < (COMPUTE_WARPGROUPS if in_turn else buffers.parts))
-        def _compute_role() -> None:
-            plgpu.set_max_registers(of_compute, action="increase")
+        def compute() -> None:
             if loop.counter is None and in_turn:
                 for_each_piece(_compute, warpgroup, first=warpgroup, every=COMPUTE_WARPGROUPS)
             elif loop.counter is None:
@@ -272,19 +276,24 @@ class Hopper:
             # Shared memory must outlive the stores that read it.
             wait_stores_read()
 
+        @pl.when(warpgroup < compute_warpgroups)
+        def _compute_role() -> None:
+            plgpu.set_max_registers(of_compute, action="increase")
+            marks.playing("compute", compute, warpgroup, compute_warpgroups)()
+
         @pl.when(warpgroup == TRANSFER_WARPGROUP)
         def _transfer_role() -> None:
             plgpu.set_max_registers(of_transfer, action="decrease")
 
             @plgpu.warp_map
             def _roles(warp: Any) -> None:
-                pl.when(warp == PRODUCER_WARP)(load)
+                pl.when(warp == PRODUCER_WARP)(marks.playing("producer", load))
                 if hooks.communicate is not None:
-                    pl.when(warp == COMMUNICATOR_WARP)(hooks.communicate)
+                    pl.when(warp == COMMUNICATOR_WARP)(marks.playing("communicator", hooks.communicate))
                 if hooks.in_smem is not None:
-                    pl.when(warp == FORWARDER_WARP)(forward)
+                    pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", forward))
                 if hooks.exchange is not None:
-                    pl.when(warp == FORWARDER_WARP)(announce)
+                    pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", announce))
                 converge_warp()
 
 

@@ -28,9 +28,10 @@ from overlap.kernels.hooks import Boxes, Exchange, Sends, Tile, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma.staging import Buffers
-from overlap.primitives import wait_stores_landed
+from overlap.primitives import marks, wait_stores_landed
 from overlap.primitives.copies import IN_BOUNDS
 from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.marks import Work
 
 # K steps of the next tile after which the stores of one have landed: some 6 µs of the largest tile.
 STEPS_UNTIL_LANDED = 8
@@ -81,7 +82,9 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
     @pl.when(exchange.has_terms(tile))
     def _load_all() -> None:
+        marks.now(Work.AWAIT_ROWS, tile.step, piece.tile)
         exchange.await_terms(tile)
+        marks.now(Work.LOAD, tile.step, piece.tile)
         pl.loop(0, count * exchange.terms)(load)
 
 
@@ -181,7 +184,9 @@ def _stored(buffers: Buffers, ordinal: Any) -> Any:
 
 def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The forwarder's part of a tile."""
+    marks.now(Work.AWAIT_TILE, tile.step, piece.tile)
     plgpu.barrier_wait(_stored(buffers, piece.ordinal))
+    marks.now(Work.FORWARD, tile.step, piece.tile)
     hooks, is_own = _exchange(loop), _exchange(loop).is_own(tile)
     if hooks.sends is not None:
         hooks.part_stored(tile)

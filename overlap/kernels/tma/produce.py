@@ -21,7 +21,9 @@ from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange, staging
 from overlap.kernels.tma.staging import Buffers
+from overlap.primitives import marks
 from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.marks import Work
 
 
 def for_each_piece(
@@ -69,7 +71,9 @@ def produce(
     """
     hooks, config = loop.hooks, loop.config
     if hooks.before_load is not None:
+        marks.now(Work.AWAIT_ROWS, tile.step, piece.tile)
         hooks.before_load(tile)
+    marks.now(Work.LOAD, tile.step, piece.tile)
     tile = dataclasses.replace(tile, k_first=tile.k_first + piece.k_first)
     lhs_stage, rhs_stage = _stages(loop, buffers, tile)
 
@@ -92,7 +96,9 @@ def produce(
             # At the start all slots are free, and the right operand may fill its part of them.
             early = jnp.where(piece.before == 0, jnp.minimum(piece.k_steps, config.stages), 0)
             pl.loop(0, early)(load_rhs)
+            marks.now(Work.AWAIT_ROWS, tile.step, piece.tile)
             hooks.before_lhs(tile)
+            marks.now(Work.LOAD, tile.step, piece.tile)
             pl.loop(0, early)(load_lhs)
 
         @pl.loop(early, piece.k_steps)
@@ -127,6 +133,7 @@ def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The forwarder's part of one piece; it passes tiles on as they are."""
     hooks, stages = loop.hooks, loop.config.stages
     assert hooks.in_smem is not None
+    marks.now(Work.FORWARD, tile.step, piece.tile)
     lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]
 
     @pl.loop(0, piece.k_steps)

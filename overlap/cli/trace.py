@@ -1,0 +1,200 @@
+"""`python -m overlap trace`: what each role of each CTA on each GPU does when, in one call of a fused operation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from overlap import _compat, _settings, emulation
+from overlap.choice import dispatch
+from overlap.choice.problem import LAYOUTS, Problem, default_out_dtype
+from overlap.cli import trace_files
+from overlap.cli.devices import why_not_gpus
+from overlap.cli.tune_arguments import DTYPES
+from overlap.kernels.config import Config
+from overlap.primitives.marks import Work
+from overlap.tuning import trace
+from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.programs import draw_operands, mesh_of
+from overlap.tuning.timeline import Timeline
+
+_ON_GPUS, _EMULATED = "1024x4096x4096", "256x256x256"
+_EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
+# Emulated, small tiles: several for each CTA show more than one.
+_EMULATED_CONFIG = Config(tile_n=128)
+# Marks of each role: more than the largest problems of the benchmarks make.
+_CAPACITY = 2048
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command. Returns 0, 1 if there is no trace or the result is wrong, 2 for wrong arguments."""
+    console, errors = Console(), Console(stderr=True)
+    try:
+        picture = _outputs(arguments)
+        emulated_because = "asked for with --emulate" if arguments.emulate else why_not_gpus()
+        problem, config = _problem(arguments, emulated_because), _config(arguments.config)
+        mesh = _mesh(problem, arguments, emulated_because)
+        problem = dataclasses.replace(problem, devices=mesh.size)
+        if problem.scattered:
+            problem = _divisible(problem)
+        errors.print(f"… {problem} on {_kind(mesh)}", soft_wrap=True, markup=False, highlight=False)
+        recorded = _record(problem, mesh, config, emulated_because)
+    except (ValueError, NotImplementedError) as error:
+        errors.print(f"trace: {error}", style="red", markup=False, highlight=False)
+        return 2
+    if not recorded.same_bits:
+        errors.print("The recorded call's result differs from an ordinary one's; nothing was written.", style="red")
+        return 1
+    trace_files.write_trace(recorded.timelines, arguments.out)
+    for timeline in recorded.timelines:
+        console.print(_table(timeline, mesh))
+        _remarks(console, timeline, emulated_because)
+    trace_files.draw(recorded.timelines[0], picture, f"{problem} ({_kind(mesh)})")
+    console.print(
+        f"The trace, for https://ui.perfetto.dev: {arguments.out}; its picture: {picture}", soft_wrap=True,
+        markup=False, highlight=False,
+    )  # fmt: skip
+    return 0
+
+
+def _outputs(arguments: argparse.Namespace) -> pathlib.Path:
+    """Where the picture goes; both files are looked at before anything runs."""
+    name = arguments.out.name.removesuffix(".gz").removesuffix(".json")
+    picture = arguments.picture or arguments.out.with_name(f"{name}.png")
+    for option, path in (("--out", arguments.out), ("--picture", picture)):
+        if not path.parent.is_dir():
+            raise ValueError(f"{option}: there is no folder {path.parent}")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{option} must name a file, got {path}, which is none: name another one")
+    return picture
+
+
+def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Problem:
+    """The problem, as if of one device."""
+    if arguments.op not in OPERATIONS:
+        raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
+    text = arguments.shape or (_ON_GPUS if emulated_because is None else _EMULATED)
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
+    if match is None or any(int(size) == 0 for size in match.groups()):
+        raise ValueError(f"--shape must be MxNxK with positive sizes, got {text!r}")
+    if arguments.dtype not in DTYPES and arguments.dtype not in DTYPES.values():
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
+    layout = next((layout for layout in LAYOUTS if layout == arguments.layout), None)
+    if layout is None:
+        raise ValueError(f"--layout must be one of {', '.join(LAYOUTS)}, got {arguments.layout!r}")
+    if arguments.devices is not None and arguments.devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
+    dtype = DTYPES.get(arguments.dtype, arguments.dtype)
+    m, n, k = map(int, match.groups())
+    return Problem(arguments.op, m, n, k, dtype, default_out_dtype(dtype), layout=layout)
+
+
+def _divisible(problem: Problem) -> Problem:
+    """The same problem, if the devices divide what they scatter."""
+    size = problem.m if problem.scattered == "m" else problem.n
+    if size % problem.devices and not problem.spreads:
+        raise ValueError(
+            f"--shape: the {problem.devices} devices must divide {problem.scattered}, got {problem.scattered}={size}: "
+            f"round it to a multiple of {problem.devices}"
+        )
+    return problem
+
+
+def _config(text: str | None) -> Config | None:
+    if text is None:
+        return None
+    fields: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"--config must be NAME=VALUE,…, got {part!r} in it")
+        fields[name] = int(value) if re.fullmatch(r"-?\d+", value) else {"True": True, "False": False}.get(value, value)
+    try:
+        return Config.of(**fields)
+    except TypeError as error:
+        raise ValueError(f"--config: {error}") from error
+
+
+def _mesh(problem: Problem, arguments: argparse.Namespace, emulated_because: str | None) -> jax.sharding.Mesh:
+    if emulated_because is not None:
+        if _compat.backends_are_initialized():
+            raise ValueError("the number of CPU devices must be set before devices are used")
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", arguments.devices or _EMULATED_DEVICES)
+    if jax.process_count() > 1:
+        raise ValueError("a trace is of one process with all GPUs: run it without mpirun or srun")
+    available = jax.devices()
+    wanted = 1 if problem.op == "matmul" else arguments.devices or len(available)
+    if wanted > len(available):
+        raise ValueError(f"--devices must be at most {len(available)} on this machine, got {wanted}")
+    return mesh_of(available[:wanted])
+
+
+def _record(
+    problem: Problem, mesh: jax.sharding.Mesh, config: Config | None, emulated_because: str | None
+) -> trace.Trace:
+    operands = draw_operands(problem, mesh, 0)
+    if emulated_because is None:
+        return trace.record(problem, operands, mesh, config, _CAPACITY)
+    # Copies that complete at random moments and threads that take turns look most like hardware.
+    settings = {"completion": "random", "scheduler": "round_robin"}
+    with emulation.emulate(cores=_EMULATED_CTAS, **settings) as emulated:
+        recorded = trace.record(problem, operands, mesh, config or _EMULATED_CONFIG, _CAPACITY, repeat=False)
+    emulated.check()
+    return recorded
+
+
+def _kind(mesh: jax.sharding.Mesh) -> str:
+    target = dispatch.target(mesh)
+    if target.platform == "gpu":
+        return f"{mesh.size} × {target.kind}"
+    return f"{mesh.size} emulated {_settings.emulated_gpu().capitalize()} devices of {_EMULATED_CTAS} CTAs"
+
+
+# Of the roles of each mainloop: what the table shows.
+_COLUMNS = (
+    ("multiply", ("compute", "multiplier"), (Work.MULTIPLY,)),
+    ("wait for operands", ("compute", "multiplier"), (Work.AWAIT_OPERANDS,)),
+    ("store", ("compute", "epilogue"), (Work.STORE,)),
+    ("producer waits for rows", ("producer",), (Work.AWAIT_ROWS,)),
+    ("copies between GPUs", ("communicator",), (Work.COPY,)),
+)
+
+
+def _table(timeline: Timeline, mesh: jax.sharding.Mesh) -> Table:
+    """Of each device when it began and ended, and what its roles spend their time on."""
+    table = Table(title=f"{timeline.kernel}, {_kind(mesh)}", title_justify="left")
+    table.add_column("device", justify="right")
+    for heading in (f"begins, {timeline.unit}", f"ends, {timeline.unit}", *(name for name, _, _ in _COLUMNS)):
+        table.add_column(heading, justify="right")
+    digits = 0 if timeline.unit == "steps" else 1
+    for device in range(timeline.devices):
+        of_device = [span for span in timeline.spans if span.device == device]
+        cells = [f"{min(s.start for s in of_device):.{digits}f}", f"{max(s.end for s in of_device):.{digits}f}"]
+        for _, roles, works in _COLUMNS:
+            share = max(sum(timeline.share(device, role, work) for work in works) for role in roles)
+            cells.append(f"{share:.0%}" if share else "–")
+        table.add_row(str(device), *cells)
+    return table
+
+
+def _remarks(console: Console, timeline: Timeline, emulated_because: str | None) -> None:
+    if emulated_because is not None:
+        text = f"Emulated: {emulated_because}. The order of events is a GPU's, the times are not."
+    else:
+        text = (
+            "Shares of all CTAs' time from the first mark to the last. Marks cost a little: compare with a time that "
+            "was measured without them."
+        )
+        if timeline.devices > 1:
+            text += f" The GPUs' clocks agree to ± {timeline.clock_error:.2f} µs."
+    if timeline.missing:
+        text += f" {timeline.missing} marks had no room: the ends of some roles are missing."
+    console.print(text, style="italic dim", highlight=False)

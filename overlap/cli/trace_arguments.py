@@ -1,0 +1,35 @@
+"""The arguments of `python -m overlap trace`, apart from the command: to parse them needs neither rich nor jax."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from overlap.cli.tune_arguments import DTYPES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument(
+        "--op", default="all_gather_lhs_matmul",
+        help="all_gather_lhs_matmul (default), all_gather_rhs_matmul_n or _k, matmul_reduce_scatter or "
+        "matmul_reduce_scatter_n, matmul_all_reduce, matmul",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shape", metavar="MxNxK", help="per shard for a collective (default: 1024x4096x4096; emulated 256x256x256)"
+    )
+    parser.add_argument("--dtype", default="bf16", help=f"of the operands: {', '.join(DTYPES)} (default: bf16)")
+    parser.add_argument("--layout", default="nn", help="how matmul's operands are stored: nn (default), nt, tn or tt")
+    parser.add_argument("--devices", type=int, help="for a collective (default: all visible GPUs, or 4 emulated)")
+    parser.add_argument(
+        "--config", metavar="NAME=VALUE,…", help="fields of overlap.Config, such as tile_n=128,stages=4 (default: as "
+        "a call without config= would choose)",
+    )  # fmt: skip
+    parser.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("overlap-trace.json.gz"),
+        help="the trace, for ui.perfetto.dev; compressed if the name ends with .gz (default: overlap-trace.json.gz)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--picture", type=pathlib.Path, help="the picture, a PNG (default: beside the trace, overlap-trace.png)"
+    )

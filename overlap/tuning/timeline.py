@@ -1,0 +1,160 @@
+"""From what the roles of kernels have marked (`overlap.primitives.marks`) to spans of work on one time.
+
+Three clocks are put together. A core counts cycles, exactly. All cores of a GPU have one clock of nanoseconds, which
+may tick coarsely: a straight line through all entries of a CTA says when a cycle was, more finely than it ticks. And
+`clocks.offsets` says how far the GPUs' clocks are apart. Emulated, all devices count the scheduler's steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from overlap.primitives import marks
+from overlap.primitives.marks import Work
+from overlap.tuning.clocks import Offset
+
+_CLOCK, _TIME = 1, 2
+# What a core can run at, in cycles per nanosecond: where a kernel is too short to tell, the middle of it.
+_USUAL_RATE = 1.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One thing that one role of one CTA did.
+
+    Attributes:
+      device: its position on the mesh.
+      cta: which CTA of the device.
+      role: such as "producer" or "compute 0".
+      work: what it did.
+      shard: the step of the shard that it was about; 0: the device's own.
+      number: of the tile, or of the chunk.
+      start, end: microseconds since the first mark of any device; emulated, steps of the scheduler.
+    """
+
+    device: int
+    cta: int
+    role: str
+    work: Work
+    shard: int
+    number: int
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What happened in one launch of a kernel.
+
+    Attributes:
+      kernel: its name.
+      devices: how many.
+      unit: of all times, "µs" or "steps".
+      spans: in the order of devices, CTAs and roles, and of time within a role.
+      missing: entries for which there was no room.
+      clock_error: by how much two devices' times may be apart, in `unit`.
+    """
+
+    kernel: str
+    devices: int
+    unit: str
+    spans: list[Span]
+    missing: int
+    clock_error: float
+
+    @property
+    def end(self) -> float:
+        """When the last role of all ended."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def share(self, device: int, role: str, work: Work) -> float:
+        """The part of the launch that a device's roles of this kind ("compute" for all of them) spend on something."""
+        of_role = [span for span in self.spans if span.device == device and span.role.startswith(role)]
+        lanes = {(span.cta, span.role) for span in of_role}
+        whole = self.end * len(lanes)
+        return sum(span.end - span.start for span in of_role if span.work == work) / whole if whole else 0.0
+
+
+def timeline(name: str, roles: dict[int, str], entries: Any, offsets: Sequence[Offset]) -> Timeline:
+    """The timeline of one launch.
+
+    Args:
+      name: the kernel's.
+      roles: from rows to the names of roles.
+      entries: int32 [devices * CTAs, rows, entries, words], as the devices wrote them.
+      offsets: of the clock of each device.
+
+    Raises:
+      RuntimeError: a role has made no entries: the kernel was not recorded.
+    """
+    words = np.ascontiguousarray(entries).view(np.uint32).reshape(len(offsets), -1, *entries.shape[1:])
+    capacity = words.shape[3] - 2
+    times_ns = np.ascontiguousarray(words[..., _TIME:]).view(np.int64)[..., 0]
+    emulated = not times_ns[:, :, sorted(roles), 1].any()
+    # Nanoseconds since 1970 are too many for a float.
+    first_ns = times_ns[0, 0, min(roles), 1]
+    spans: list[Span] = []
+    missing = 0
+    for device, of_device in enumerate(words):
+        counts = of_device[:, :, 0, 0].astype(np.int64)
+        if not counts[:, sorted(roles)].all():
+            raise RuntimeError(f"device {device} has roles without marks in {name}: was the kernel recorded?")
+        missing += int(np.maximum(counts - capacity, 0)[:, sorted(roles)].sum())
+        made = {
+            (cta, row): of_device[cta, row, 1 : 1 + min(int(counts[cta, row]), capacity)]
+            for cta in range(of_device.shape[0])
+            for row in sorted(roles)
+        }
+        times = _steps(made) if emulated else _nanoseconds(made, int(first_ns), offsets[device].ns)
+        for (cta, row), lane in made.items():
+            spans += _spans(device, cta, roles[row], lane[:, 0], times[cta, row])
+    begin = min(span.start for span in spans)
+    scale = 1.0 if emulated else 1e-3
+    moved = [
+        dataclasses.replace(span, start=(span.start - begin) * scale, end=(span.end - begin) * scale) for span in spans
+    ]
+    error = 0.0 if emulated else max(offset.error_ns for offset in offsets) * scale
+    return Timeline(name, len(offsets), "steps" if emulated else "µs", moved, missing, error)
+
+
+def _spans(device: int, cta: int, role: str, what: Any, times: Any) -> list[Span]:
+    """What a role did from each of its marks to the next."""
+    spans = []
+    for word, start, end in zip(what[:-1], times[:-1], times[1:], strict=True):
+        work, shard, number = marks.unpack(int(word))
+        if work != Work.IDLE:
+            spans.append(Span(device, cta, role, work, shard, number, float(start), float(end)))
+    return spans
+
+
+def _steps(made: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+    return {place: lane[:, _CLOCK].astype(np.float64) for place, lane in made.items()}
+
+
+def _nanoseconds(made: dict[tuple[int, int], Any], first_ns: int, ahead_ns: float) -> dict[tuple[int, int], Any]:
+    """When each entry of a device was made after `first_ns`, by the first device's clock."""
+    ctas = sorted({cta for cta, _ in made})
+    cycles: dict[int, Any] = {}
+    ns: dict[int, Any] = {}
+    for cta in ctas:
+        lanes = [lane for (of, _), lane in made.items() if of == cta]
+        clock = np.concatenate([lane[:, _CLOCK] for lane in lanes])
+        # 32 bits of a counter that wraps every few seconds.
+        cycles[cta] = (clock - clock[0]).view(np.int32).astype(np.float64)
+        times_ns = np.concatenate([np.ascontiguousarray(lane[:, _TIME:]).view(np.int64)[:, 0] for lane in lanes])
+        ns[cta] = (times_ns - first_ns).astype(np.float64)
+    # One rate for all cores of the GPU, a line of its own for each.
+    x = np.concatenate([cycles[cta] - cycles[cta].mean() for cta in ctas])
+    y = np.concatenate([ns[cta] - ns[cta].mean() for cta in ctas])
+    slope = float(x @ y / (x @ x)) if x.any() and y.any() else 1 / _USUAL_RATE
+    times: dict[tuple[int, int], Any] = {}
+    for cta in ctas:
+        fitted = iter(slope * (cycles[cta] - cycles[cta].mean()) + ns[cta].mean() - ahead_ns)
+        for (of, row), lane in made.items():
+            if of == cta:
+                times[of, row] = np.array([next(fitted) for _ in lane])
+    return times

@@ -1,0 +1,100 @@
+"""Records one call of an operation: what each role of each CTA on each device does when."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from overlap.choice.problem import Problem
+from overlap.kernels.config import Config
+from overlap.primitives import marks
+from overlap.tuning import clocks
+from overlap.tuning.operations import AXIS, OPERATIONS, specs
+from overlap.tuning.programs import Call, call_program
+from overlap.tuning.timeline import Timeline, timeline
+
+# Launches before the one that is kept: code and clocks are then warm, and the devices no longer apart.
+_AHEAD = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One recorded call.
+
+    Attributes:
+      timelines: of its kernels, in the order in which they run.
+      same_bits: whether its result has the same bits as that of a call that is not recorded.
+    """
+
+    timelines: list[Timeline]
+    same_bits: bool
+
+
+def record(
+    problem: Problem,
+    operands: tuple[jax.Array, jax.Array],
+    mesh: Mesh,
+    config: Config | None,
+    capacity: int,
+    *,
+    repeat: bool = True,
+) -> Trace:
+    """Runs a fused call with marks, and once without.
+
+    Args:
+      problem: the operation and its sizes.
+      operands: lhs and rhs on the mesh, whose only axis is `AXIS`.
+      mesh: devices of this process.
+      config: sizes of the kernel; None: the model's or the table's.
+      capacity: how many marks each role has room for.
+      repeat: whether some launches go ahead of the one that is kept.
+
+    Raises:
+      NotImplementedError, ValueError: as the operation, with implementation="fused".
+    """
+    call = functools.partial(_call, problem, config)
+    expected = jax.block_until_ready(call_program(problem, call, mesh)(*operands))
+    run, made = program(problem, call, mesh, capacity)
+    for _ in range(_AHEAD if repeat else 0):
+        run(*operands)
+    result, entries = jax.block_until_ready(run(*operands))
+    # Behind the launch: clocks hardly drift in a millisecond.
+    offsets = clocks.offsets(mesh) if mesh.size > 1 else [clocks.Offset(0.0, 0.0)]
+    timelines = [
+        timeline(name, roles, np.asarray(of_kernel), offsets)
+        for (name, roles), of_kernel in zip(made, entries, strict=True)
+    ]
+    return Trace(timelines, _bits(result) == _bits(expected))
+
+
+def program(problem: Problem, call: Call, mesh: Mesh, capacity: int) -> tuple[Any, list[tuple[str, dict[int, str]]]]:
+    """A program of one call with marks: (lhs, rhs) -> (result, entries of each kernel).
+
+    Returns:
+      The jitted program, and a list that has each kernel's name and roles once the program has been traced.
+    """
+    made: list[tuple[str, dict[int, str]]] = []
+
+    def recorded(lhs: jax.Array, rhs: jax.Array) -> Any:
+        with marks.recording(capacity) as recording:
+            result = call(lhs, rhs)
+        made[:] = [(kernel.name, kernel.roles) for kernel in recording.kernels]
+        return result, [kernel.entries for kernel in recording.kernels]
+
+    lhs, rhs, out = specs(problem)
+    mapped = jax.shard_map(recorded, mesh=mesh, in_specs=(lhs, rhs), out_specs=(out, P(AXIS)), check_vma=False)
+    return jax.jit(mapped), made
+
+
+def _call(problem: Problem, config: Config | None, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return OPERATIONS[problem.op].call(problem, lhs, rhs, config, "fused")
+
+
+def _bits(array: jax.Array) -> bytes:
+    return np.asarray(array).tobytes()

@@ -1,0 +1,44 @@
+"""Kernels with marks in them (`overlap.primitives.marks`), and the exchange of clocks: cases for `tests.assembly`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests import assembly
+from tests.assembly import Case
+
+if TYPE_CHECKING:
+    import jax
+
+
+def traced(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """A call of `case.config["of"]` with marks, or without if `case.config["off"]`; the rest are fields of `Config`."""
+    import functools
+
+    import overlap
+    from overlap.choice.problem import Problem
+    from overlap.tuning import trace
+    from overlap.tuning.operations import OPERATIONS, shapes, specs
+    from overlap.tuning.programs import call_program
+
+    options = dict(case.config)
+    op, off = options.pop("of"), options.pop("off", False)
+    config = overlap.Config.of(**options) if options else None
+    problem = Problem(op, *case.shape, "bfloat16", "bfloat16", devices=mesh.size)
+    call = functools.partial(lambda lhs, rhs: OPERATIONS[op].call(problem, lhs, rhs, config, "fused"))
+    program = call_program(problem, call, mesh) if off else trace.program(problem, call, mesh, 64)[0]
+    structs = []
+    for shape, spec in zip(shapes(problem), specs(problem)[:2], strict=True):
+        whole = tuple(size * (mesh.size if axis else 1) for size, axis in zip(shape, spec, strict=True))
+        structs.append(assembly.struct(mesh, whole, case.dtype, spec))
+    return program, tuple(structs)
+
+
+def clocks(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel that compares the clocks."""
+    import jax.numpy as jnp
+
+    from overlap.tuning import clocks
+
+    run = clocks.program(mesh)
+    return (lambda x: (run(), x)), (assembly.struct(mesh, (8,), jnp.float32),)
