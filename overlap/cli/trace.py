@@ -84,16 +84,16 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
     if match is None or any(int(size) == 0 for size in match.groups()):
         raise ValueError(f"--shape must be MxNxK with positive sizes, got {text!r}")
-    if arguments.dtype not in DTYPES and arguments.dtype not in DTYPES.values():
+    dtype: str = DTYPES.get(arguments.dtype, arguments.dtype)
+    if dtype not in DTYPES.values():
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
-    layout = next((layout for layout in LAYOUTS if layout == arguments.layout), None)
-    if layout is None:
+    layouts = [layout for layout in LAYOUTS if layout == arguments.layout]
+    if not layouts:
         raise ValueError(f"--layout must be one of {', '.join(LAYOUTS)}, got {arguments.layout!r}")
     if arguments.devices is not None and arguments.devices < 1:
         raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
-    dtype = DTYPES.get(arguments.dtype, arguments.dtype)
     m, n, k = map(int, match.groups())
-    return Problem(arguments.op, m, n, k, dtype, default_out_dtype(dtype), layout=layout)
+    return Problem(arguments.op, m, n, k, dtype, default_out_dtype(dtype), layout=layouts[0])
 
 
 def _divisible(problem: Problem) -> Problem:
@@ -123,9 +123,7 @@ def _config(text: str | None) -> Config | None:
 
 
 def _mesh(problem: Problem, arguments: argparse.Namespace, emulated_because: str | None) -> jax.sharding.Mesh:
-    if emulated_because is not None:
-        if _compat.backends_are_initialized():
-            raise ValueError("the number of CPU devices must be set before devices are used")
+    if emulated_because is not None and not _compat.backends_are_initialized():
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices or _EMULATED_DEVICES)
     if jax.process_count() > 1:
@@ -144,9 +142,8 @@ def _record(
     if emulated_because is None:
         return trace.record(problem, operands, mesh, config, _CAPACITY)
     # Copies that complete at random moments and threads that take turns look most like hardware.
-    settings = {"completion": "random", "scheduler": "round_robin"}
-    with emulation.emulate(cores=_EMULATED_CTAS, **settings) as emulated:
-        recorded = trace.record(problem, operands, mesh, config or _EMULATED_CONFIG, _CAPACITY, repeat=False)
+    with emulation.emulate(cores=_EMULATED_CTAS, completion="random", scheduler="round_robin") as emulated:
+        recorded = trace.record(problem, operands, mesh, config or _EMULATED_CONFIG, _CAPACITY, emulated=True)
     emulated.check()
     return recorded
 

@@ -167,7 +167,9 @@ def _store_words(
 def _store_bytes(thread: Any, buffer: Buffer, offset: int, value: bytes) -> None:
     """A plain store to an array that is none of semaphores."""
     if offset % len(value):
-        raise ProtocolError(f"byte {offset} of {buffer.name} is no address for {len(value)} bytes: it must be a multiple")
+        raise ProtocolError(
+            f"byte {offset} of {buffer.name} is no address for {len(value)} bytes: it must be a multiple"
+        )
     if not 0 <= offset <= buffer.data.nbytes - len(value):
         raise ProtocolError(
             f"bytes {offset} to {offset + len(value)} are out of bounds for {buffer.name} of device {buffer.device}, "

@@ -57,6 +57,7 @@ class Timeline:
       spans: in the order of devices, CTAs and roles, and of time within a role.
       missing: entries for which there was no room.
       clock_error: by how much two devices' times may be apart, in `unit`.
+      origin: what the first device's clock showed at time 0: nanoseconds; emulated, the scheduler's step.
     """
 
     kernel: str
@@ -65,6 +66,7 @@ class Timeline:
     spans: list[Span]
     missing: int
     clock_error: float
+    origin: int = 0
 
     @property
     def end(self) -> float:
@@ -118,7 +120,8 @@ def timeline(name: str, roles: dict[int, str], entries: Any, offsets: Sequence[O
         dataclasses.replace(span, start=(span.start - begin) * scale, end=(span.end - begin) * scale) for span in spans
     ]
     error = 0.0 if emulated else max(offset.error_ns for offset in offsets) * scale
-    return Timeline(name, len(offsets), "steps" if emulated else "µs", moved, missing, error)
+    origin = round(begin) + (0 if emulated else int(first_ns))
+    return Timeline(name, len(offsets), "steps" if emulated else "µs", moved, missing, error, origin)
 
 
 def _spans(device: int, cta: int, role: str, what: Any, times: Any) -> list[Span]:

@@ -43,7 +43,7 @@ def record(
     config: Config | None,
     capacity: int,
     *,
-    repeat: bool = True,
+    emulated: bool = False,
 ) -> Trace:
     """Runs a fused call with marks, and once without.
 
@@ -53,7 +53,7 @@ def record(
       mesh: devices of this process.
       config: sizes of the kernel; None: the model's or the table's.
       capacity: how many marks each role has room for.
-      repeat: whether some launches go ahead of the one that is kept.
+      emulated: whether CPU devices run it: their time is one, and the first launch is as good as any.
 
     Raises:
       NotImplementedError, ValueError: as the operation, with implementation="fused".
@@ -61,11 +61,12 @@ def record(
     call = functools.partial(_call, problem, config)
     expected = jax.block_until_ready(call_program(problem, call, mesh)(*operands))
     run, made = program(problem, call, mesh, capacity)
-    for _ in range(_AHEAD if repeat else 0):
+    for _ in range(0 if emulated else _AHEAD):
         run(*operands)
     result, entries = jax.block_until_ready(run(*operands))
     # Behind the launch: clocks hardly drift in a millisecond.
-    offsets = clocks.offsets(mesh) if mesh.size > 1 else [clocks.Offset(0.0, 0.0)]
+    one_time = [clocks.Offset(0.0, 0.0)] * mesh.size
+    offsets = one_time if emulated or mesh.size == 1 else clocks.offsets(mesh)
     timelines = [
         timeline(name, roles, np.asarray(of_kernel), offsets)
         for (name, roles), of_kernel in zip(made, entries, strict=True)

@@ -309,6 +309,37 @@ def test_what_goes_wrong_when_it_runs(text):
         on_words(lambda words, out: inline(text, words.at[0]))
 
 
+def test_plain_stores_to_ordinary_buffers():
+    def act(words, out):
+        inline("{ .reg .b64 w; mov.u64 w, 0x200000001; st.global.b64 [$0+8], w; st.global.b32 [$0+4], 7; }", out)
+        inline("st.global.b32 [$0], 9;", out.at[0])
+
+    assert on_words(act, results=4) == [9, 7, 1, 2]
+    for text, said in (
+        ("st.global.b64 [$0+4], 0;", "byte 4 of output 0 is no address for 8 bytes"),
+        ("st.global.b32 [$0+16], 0;", "bytes 16 to 20 are out of bounds for output 0 of device 0, which has 16"),
+        ("st.global.b32 [$0+-4], 0;", "bytes -4 to 0 are out of bounds"),
+    ):
+        with pytest.raises(ProtocolError, match=said):
+            on_words(lambda words, out, text=text: inline(text, out), results=4)
+
+
+def test_plain_stores_of_two_ctas_to_one_place_are_a_race():
+    own = lambda words, out: inline("st.global.b32 [$0], 1;", out.at[lax.axis_index("cta")])  # noqa: E731
+    assert on_words(own, ctas=2, results=2) == [1, 1]
+    with pytest.raises(RaceError, match=r"race on output 0:\n.*bytes 0 to 4"):
+        on_words(lambda words, out: inline("st.global.b32 [$0], 1;", out), ctas=2)
+
+
+def test_cycles_are_steps_of_the_scheduler():
+    def act(words, out):
+        for index in range(3):
+            out[index] = inline("nanosleep.u32 40; mov.u32 $0, %clock;", dtype=jnp.int32)
+
+    first, second, third = on_words(act, results=3)
+    assert 0 < first < second < third
+
+
 def test_ordinary_buffers_and_other_functions():
     with pytest.raises(EmulationError, match="inline PTX on output 0, which is no array of semaphores"):
         on_words(lambda words, out: inline("st.relaxed.gpu.global.b32 [$0], 1;", out))

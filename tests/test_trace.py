@@ -1,0 +1,330 @@
+"""`python -m overlap trace`: marks in kernels, the clocks of several GPUs, and the files that are written."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import itertools
+import json
+import re
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import overlap
+from overlap.choice import dispatch
+from overlap.choice.problem import Problem
+from overlap.cli import main
+from overlap.emulation import emulate
+from overlap.kernels.target import Target
+from overlap.primitives import marks
+from overlap.primitives.marks import ROWS, WORDS, Work
+from overlap.tuning import clocks, trace
+from overlap.tuning.clocks import Offset
+from overlap.tuning.programs import draw_operands, mesh_of
+from overlap.tuning.timeline import timeline
+from tests import assembly
+from tests.assembly import Case, assemble_case
+
+CORES = 3
+PRODUCT = Problem("matmul", 512, 384, 256, "bfloat16", "bfloat16")
+GATHER = Problem("all_gather_lhs_matmul", 256, 256, 128, "bfloat16", "bfloat16", devices=2)
+SCATTER = Problem("matmul_reduce_scatter", 512, 256, 128, "bfloat16", "bfloat16", devices=2)
+ONE_SHOT = Problem("matmul_all_reduce", 64, 256, 128, "bfloat16", "bfloat16", devices=2)
+
+CASES = {
+    "product": (PRODUCT, {}),
+    "pingpong": (PRODUCT, {"schedule": "pingpong", "tile_m": 128}),
+    "gather": (GATHER, {}),
+    "scatter": (SCATTER, {}),
+    "one shot": (ONE_SHOT, {"one_shot": True, "tile_m": 64}),
+}
+
+
+@functools.cache
+def recorded(case, capacity=256):
+    """A trace of one emulated call, and the emulator's own events of the launch with marks."""
+    problem, config = CASES[case]
+    mesh = mesh_of(jax.devices()[: problem.devices])
+    with emulate(cores=CORES, completion="random", scheduler="round_robin", record=True) as run:
+        made = trace.record(
+            problem, draw_operands(problem, mesh, 0), mesh, overlap.Config.of(tile_n=128, **config), capacity,
+            emulated=True,
+        )  # fmt: skip
+    run.check()
+    # The one before is the call without marks.
+    launch = max(event.launch for event in run.events)
+    return made, [event for event in run.events if event.launch == launch]
+
+
+def numbers(timeline, device, role, work):
+    return [s.number for s in timeline.spans if (s.device, s.role, s.work) == (device, role, work)]
+
+
+def by_lane(spans):
+    lanes = defaultdict(list)
+    for span in spans:
+        lanes[span.device, span.cta, span.role].append(span)
+    return lanes
+
+
+# --- Marks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_marks_say_when_the_emulator_saw_it(case):
+    problem, _ = CASES[case]
+    made, events = recorded(case)
+    (timeline,) = made.timelines
+    assert made.same_bits
+    assert (timeline.unit, timeline.devices, timeline.missing) == ("steps", problem.devices, 0)
+    lanes = by_lane(timeline.spans)
+    for spans in lanes.values():
+        for before, after in itertools.pairwise(spans):
+            assert before.start <= before.end == after.start
+    # Every product lies in a span of that warpgroup's that says so.
+    products = [event for event in events if event.kind == "wgmma"]
+    assert products
+    multiplied = {lane: [s for s in spans if s.work == Work.MULTIPLY] for lane, spans in lanes.items()}
+    for event in products:
+        of_warpgroup = multiplied[event.device, event.cta, f"compute {event.thread.removeprefix('wg')}"]
+        step = event.start - timeline.origin
+        assert any(span.start <= step <= span.end for span in of_warpgroup), event
+    # Each device multiplies each tile once (each warpgroup its half, or its own ones), and loads it before that.
+    for device in range(problem.devices):
+        tiles = [s.number for lane, spans in multiplied.items() for s in spans if lane[0] == device]
+        each = 1 if case == "pingpong" else 2
+        assert sorted(tiles) == sorted([*range(max(tiles) + 1)] * each), (device, tiles)
+    for (device, cta, role), spans in multiplied.items():
+        # (A tile to which something is added is loaded for twice: the last span of it comes first here.)
+        backwards = reversed(lanes[device, cta, "producer"])
+        loaded = {s.number: s.start for s in backwards if s.work == Work.LOAD}
+        for span in spans if role.startswith("compute") else ():
+            assert loaded[span.number] <= span.start
+
+
+def test_the_comparison_can_fail(monkeypatch):
+    """Marks that come too late, after the products, are noticed."""
+    now = marks.now
+    monkeypatch.setattr(
+        marks, "now", lambda work, *rest, **more: None if work == Work.MULTIPLY else now(work, *rest, **more)
+    )
+    recorded.cache_clear()
+    with pytest.raises(AssertionError):
+        test_marks_say_when_the_emulator_saw_it("product")
+    recorded.cache_clear()
+
+
+def test_all_chunks_are_copied_once():
+    made, _ = recorded("gather")
+    for device in range(2):
+        carried = [
+            s.number
+            for s in made.timelines[0].spans
+            if (s.device, s.role, s.work) == (device, "communicator", Work.COPY)
+        ]
+        # Chunk 0 stands for the first ones on their way as well.
+        assert set(carried) == set(range(max(carried) + 1))
+        assert sorted(n for n in carried if n) == list(range(1, max(carried) + 1))
+        assert max(carried) > CORES
+
+
+def test_rows_are_waited_for_before_they_are_multiplied():
+    made, _ = recorded("gather")
+    peers = [s for s in made.timelines[0].spans if s.work == Work.AWAIT_ROWS and s.shard == 1]
+    assert len(peers) == 2 * 4  # Of both devices, the four tiles of the peer's shard.
+    assert sum(s.end - s.start for s in peers) > 0
+
+
+def test_a_role_with_more_marks_than_room_says_so():
+    made, _ = recorded("product", capacity=4)
+    (timeline,) = made.timelines
+    assert made.same_bits
+    assert timeline.missing > 0
+    assert max(map(len, by_lane(timeline.spans).values())) <= 4
+
+
+def test_on_blackwell():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OVERLAP_EMULATED_GPU", "blackwell")
+        overlap._settings.emulated_gpu.cache_clear()
+        try:
+            made, _ = recorded.__wrapped__("gather")
+        finally:
+            patch.undo()
+            overlap._settings.emulated_gpu.cache_clear()
+    (timeline,) = made.timelines
+    assert made.same_bits
+    assert {s.role for s in timeline.spans} == {"epilogue", "producer", "communicator", "multiplier"}
+    for device in range(2):
+        tiles = [
+            s.number for s in timeline.spans if (s.device, s.role, s.work) == (device, "multiplier", Work.MULTIPLY)
+        ]
+        assert sorted(tiles) == list(range(max(tiles) + 1))
+
+
+def test_a_kernel_that_is_not_recorded_is_as_if_there_were_no_marks(monkeypatch):
+    mesh = mesh_of(jax.devices()[:2])
+    shapes = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
+
+    def call(lhs, rhs):
+        return overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused")
+
+    def traced(program):
+        # What it is made of, without addresses of Python objects.
+        return re.sub(r"\d{9,}", "", str(program.trace(*shapes).jaxpr))
+
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    as_it_is = traced(trace.call_program(GATHER, call, mesh))
+    with_marks = traced(trace.program(GATHER, call, mesh, 16)[0])
+    monkeypatch.setattr(marks, "now", lambda *args, **keywords: None)
+    monkeypatch.setattr(marks, "role", lambda *args, **keywords: contextlib.nullcontext())
+    assert "wgmma" in as_it_is
+    assert traced(trace.call_program(GATHER, call, mesh)) == as_it_is
+    # (The control: with marks it is another kernel, with a further result.)
+    assert f"132,{ROWS},18,{WORDS}" in with_marks
+    assert f"132,{ROWS},18,{WORDS}" not in as_it_is
+
+
+@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+@pytest.mark.parametrize(
+    ("target", "op", "config"),
+    [
+        ("h200", "all_gather_lhs_matmul", {}),
+        ("h200", "matmul", {"schedule": "pingpong", "tile_m": 128, "tile_n": 128}),
+        pytest.param("b200", "matmul_reduce_scatter", {}, marks=pytest.mark.slow),
+        ("h200", None, {}),
+    ],
+)
+def test_assembled(target, op, config):
+    what, config = ("clocks", {}) if op is None else ("traced", {"of": op, **config})
+    devices = 1 if op == "matmul" else 4
+    for report in assemble_case(
+        Case(f"tests.traced_cases:{what}", devices, (4096, 4096, 4096), "bf16", target, config)
+    ):
+        assert report.spill_store_bytes == report.spill_load_bytes == 0
+        assert not [warning for warning in report.warnings if "wgmma" in warning]
+
+
+# --- Clocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("completion", ["late", "random"])
+def test_the_exchange_of_clocks_is_emulated(completion):
+    with emulate(cores=2, completion=completion) as run:
+        offsets = clocks.offsets(mesh_of(jax.devices()[:3]))
+    run.check()
+    assert offsets == [Offset(0.0, 0.0)] * 3  # Emulated time stands still.
+
+
+@given(
+    ahead=st.integers(-(10**12), 10**12),
+    trips=st.lists(st.tuples(st.integers(300, 90_000), st.integers(300, 90_000)), min_size=1, max_size=80),
+    tick=st.sampled_from([1, 32, 1024]),
+)
+@settings(max_examples=50, deadline=None)
+def test_offsets_are_within_their_error(ahead, trips, tick):
+    sent, answered, returned, now = [], [], [], 5_000_000
+    for there, back in trips:
+        sent.append(now)
+        answered.append(now + there + ahead)
+        now += there + back
+        returned.append(now)
+        now += 700
+
+    def ticked(times):
+        return [time // tick * tick for time in times]
+
+    found = clocks.offset(ticked(sent), ticked(answered), ticked(returned))
+    assert abs(found.ns - ahead) <= found.error_ns + tick
+    assert found.error_ns <= min(there for there, _ in trips) + min(back for _, back in trips) + tick
+
+
+def test_one_time_for_all_devices():
+    """Two GPUs, whose clocks are apart and tick coarsely, and whose cores count from anywhere: the truth is found."""
+    rng = np.random.default_rng(0)
+    ahead_ns, rate, tick_ns, ctas, count = (0, 123_456_789), (1.62, 1.81), 1024, 5, 40
+    truth = np.sort(rng.uniform(0, 200_000, (2, ctas, count)))  # Nanoseconds since an event.
+    entries = np.zeros((2 * ctas, ROWS, count + 2, WORDS), np.uint32)
+    for device in range(2):
+        for cta in range(ctas):
+            lane = entries[device * ctas + cta, 2]
+            cycles = (truth[device, cta] * rate[device] + rng.integers(0, 2**32)).astype(np.uint64)
+            time = (truth[device, cta] + 1.7e18).astype(np.uint64) * 0 + np.uint64(1_763_900_000_000_000_000)
+            time = (time + (truth[device, cta] + ahead_ns[device]).astype(np.uint64)) // tick_ns * tick_ns
+            lane[0, 0] = count
+            lane[1 : count + 1, 0] = [int(Work.LOAD) + (n << 8) for n in range(count)]
+            lane[1 : count + 1, 1] = cycles & 0xFFFFFFFF
+            lane[1 : count + 1, 2], lane[1 : count + 1, 3] = time & 0xFFFFFFFF, time >> np.uint64(32)
+    found = timeline("kernel", {2: "producer"}, entries.view(np.int32), [Offset(0, 0), Offset(ahead_ns[1], 80)])
+    assert (found.unit, found.clock_error) == ("µs", 0.08)
+    starts = np.array([span.start for span in found.spans]).reshape(2, ctas, count - 1)
+    error_us = starts - (truth[..., :-1] - truth.min()) / 1e3
+    # Less than the tick: each CTA's own line is some 0.1 µs off.
+    assert np.abs(error_us - error_us.mean()).max() < 0.3
+    assert [span.number for span in found.spans[: count - 1]] == list(range(count - 1))
+
+
+def test_a_kernel_without_marks_is_an_error():
+    with pytest.raises(RuntimeError, match="device 0 has roles without marks in kernel: was the kernel recorded"):
+        timeline("kernel", {2: "producer"}, np.zeros((2, ROWS, 4, WORDS), np.int32), [Offset(0, 0)])
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_trace_and_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "my.json.gz"
+    status = main(
+        ["trace", "--op", "matmul_reduce_scatter", "--shape", "1024x256x128", "--devices", "2", "--out", str(out)]
+    )
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my.json.gz", "my.png"]
+    assert (tmp_path / "my.png").read_bytes().startswith(b"\x89PNG")
+    assert said.out.replace("\n", "").endswith(f"{out}; its picture: {tmp_path / 'my.png'}")
+    events = json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(processes.values()) == [f"device {d}: overlap_matmul_reduce_scatter_m" for d in range(2)]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    work = [e for e in events if e["ph"] == "X"]
+    assert {threads[e["pid"], e["tid"]] for e in work} >= {f"CTA 3 {r}" for r in ("compute 1", "forwarder", "producer")}
+    assert {e["name"] for e in work} >= {"load", "multiply", "store", "copy between GPUs", "wait for rows", "forward"}
+    ends = defaultdict(float)
+    for e in work:
+        lane = e["pid"], e["tid"]
+        assert ends[lane] - 1e-3 <= e["ts"] and e["dur"] >= 0
+        ends[lane] = e["ts"] + e["dur"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--op", "zz"], "--op must be one of matmul, all_gather_lhs_matmul"),
+        (["--shape", "0x1x2"], "--shape must be MxNxK with positive sizes, got '0x1x2'"),
+        (["--shape", "256x256x100"], "multiples of 16 bytes"),
+        (["--dtype", "zz"], "--dtype must be one of f16, bf16"),
+        (["--layout", "zz"], "--layout must be one of nn, nt, tn, tt, got 'zz'"),
+        (["--devices", "0"], "--devices must be at least 1, got 0"),
+        (["--devices", "99"], "--devices must be at most 8 on this machine, got 99"),
+        (["--config", "tile_n"], "--config must be NAME=VALUE"),
+        (["--config", "zz=3"], "zz"),
+        (["--config", "stages=99"], "bytes of shared memory"),
+        (["--op", "matmul_reduce_scatter", "--devices", "3"], "the 3 devices must divide m, got m=256"),
+        (["--out", "/nowhere/x.json"], "--out: there is no folder /nowhere"),
+        (["--out", "/dev/full"], "--out must name a file, got /dev/full"),
+        (["--picture", "/nowhere/x.png"], "--picture: there is no folder /nowhere"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", *arguments]) == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
