@@ -14,7 +14,7 @@ from rich.table import Table
 
 from overlap import _compat, _settings, emulation
 from overlap.choice import dispatch
-from overlap.choice.problem import LAYOUTS, Problem, default_out_dtype
+from overlap.choice.problem import LAYOUTS, Layout, Problem, default_out_dtype
 from overlap.cli import trace_files
 from overlap.cli.devices import why_not_gpus
 from overlap.cli.tune_arguments import DTYPES
@@ -84,10 +84,10 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
     if match is None or any(int(size) == 0 for size in match.groups()):
         raise ValueError(f"--shape must be MxNxK with positive sizes, got {text!r}")
-    dtype: str = DTYPES.get(arguments.dtype, arguments.dtype)
+    dtype = str(DTYPES.get(arguments.dtype, arguments.dtype))
     if dtype not in DTYPES.values():
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
-    layouts = [layout for layout in LAYOUTS if layout == arguments.layout]
+    layouts: list[Layout] = [layout for layout in LAYOUTS if layout == arguments.layout]
     if not layouts:
         raise ValueError(f"--layout must be one of {', '.join(LAYOUTS)}, got {arguments.layout!r}")
     if arguments.devices is not None and arguments.devices < 1:
