@@ -11,6 +11,8 @@ pytest.importorskip("hatchling", reason="hatchling, which builds the packages, i
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
+import overlap
+
 pytestmark = pytest.mark.one_jax
 # The tests do without: it calls `make test` on the machines that check what is submitted.
 NOT_IN_THE_SDIST = {".ci/run"}
@@ -41,6 +43,10 @@ def test_the_wheel_holds_the_library_alone(repository):
     tables = {"overlap/choice/crossover.csv", "overlap/choice/rates_h200.json", "overlap/choice/tables/h200.json"}
     assert {"overlap/py.typed", "overlap/__main__.py", "overlap/cli/__init__.py"} | tables < here
     assert {file.distribution_path for file in WheelBuilder(str(repository)).recurse_included_files()} == here
+
+
+def test_the_packages_have_the_version_that_the_library_says(repository):
+    assert tomllib.loads((repository / "pyproject.toml").read_text())["project"]["version"] == overlap.__version__
 
 
 def test_what_builds_and_checks_the_packages_is_pinned(repository):

@@ -3,6 +3,7 @@
 `make lint` checks the same types with pyright and mypy on tests/user_program.py.
 """
 
+import functools
 import inspect
 import typing
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
@@ -80,6 +82,18 @@ def test_another_value_is_refused_by_name(op, name, wrong):
         with pytest.raises(ValueError) as caught:
             refused()
         assert f"`{name}` must be None or one of {NAMES[op, name]}, got " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["implementation", "config"])
+@pytest.mark.parametrize("wrong", ["zz", 3, np.zeros(3)], ids=repr)
+def test_matmul_refuses_it_too_where_only_xla_can_run(name, wrong):
+    """With k sharded the kernel is out of the question before it is asked for."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    lhs = jax.device_put(jnp.ones((8, 16), jnp.bfloat16), NamedSharding(mesh, P(None, "x")))
+    rhs = jax.device_put(jnp.ones((16, 8), jnp.bfloat16), NamedSharding(mesh, P()))
+    for refused in (overlap.matmul, functools.partial(overlap.explain, overlap.matmul)):
+        with pytest.raises(ValueError, match=f"`{name}` must be None or "):
+            refused(lhs, rhs, **{name: wrong})
 
 
 @pytest.mark.one_jax

@@ -155,6 +155,7 @@ def decide(
     **keywords: Any,
 ) -> Explanation:  # fmt: skip
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
+    call.check_choice(config, implementation)
     arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ARRAYS[2:]}
     of_types = sharded.mesh_of(*jax.tree.leaves(arrays))
     explained = functools.partial(call.explain, prepare, config=config, implementation=implementation, mesh=mesh)
@@ -249,6 +250,7 @@ def matmul(
         {name: given[name] for name in ("activation", "preferred_element_type", "transpose_lhs", "transpose_rhs")},
     )
     arguments.require_values(**arrays)
+    call.check_choice(config, implementation)
     if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
         try:
             run = functools.partial(call.run, prepare, config=config, implementation=implementation)
