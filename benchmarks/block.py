@@ -15,7 +15,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,12 @@ from overlap.tuning.timing import elapsed_s, marginal_s
 
 ROWS, COLUMNS = P(AXIS, None), P(None, AXIS)
 SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)  # Of the tokens, and of the weights of gate, up and down.
-METHODS: dict[str, str | None] = {"fused": "fused", "chosen": None, "XLA": "plain"}
+Method = Literal["fused", "plain"] | None
+METHODS: dict[str, Method] = {"fused": "fused", "chosen": None, "XLA": "plain"}
 _US_PER_LOOP, _FLOPS_PER_US = 40e3, 650e6
 
 
-def mlp(implementation: str | None, x: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+def mlp(implementation: Method, x: Any, gate: Any, up: Any, down: Any) -> jax.Array:
     """The block on one device's shards, inside `jax.shard_map`."""
     if implementation == "plain":
         rows = lax.all_gather(x, AXIS, tiled=True)
@@ -53,12 +54,12 @@ def _normal(values: jax.Array, dtype: Any) -> jax.Array:
     return (wide * lax.rsqrt(jnp.mean(wide * wide) + 1e-12)).astype(dtype)
 
 
-def forward(implementation: str | None) -> Callable[..., Any]:
+def forward(implementation: Method) -> Callable[..., Any]:
     """One turn of the loop: from (tokens, weights) to the next."""
     return lambda x, weights: (_normal(mlp(implementation, x, *weights), x.dtype), weights)
 
 
-def with_backward(implementation: str | None) -> Callable[..., Any]:
+def with_backward(implementation: Method) -> Callable[..., Any]:
     """The same with all gradients; those of the weights are added to the weights, so that none can be left out."""
 
     def turn(x: Any, weights: Any) -> Any:

@@ -93,7 +93,8 @@ OPERATIONS = {
             [*wrong_array(K, N), [], (), [None], ["abc"], (array(K, N)[0], array(M, N)[0])],
         ),
         "lhs_scale": LHS_SCALE, "rhs_scale": ([None, *REAL], [*UNREAL, *ROWS]),
-        "transpose_rhs": ([False], FLAG[1]), "return_gathered": FLAG, "transport": ([None, "pull", "ring"], NAMES),
+        "transpose_rhs": ([False], FLAG[1]), "return_gathered": FLAG,
+        "transport": ([None, "pull", "ring"], [*NAMES, "push"]),
     }),
     overlap.all_gather_rhs_matmul: (
         OPERANDS | {
@@ -108,6 +109,7 @@ OPERATIONS = {
             "bias": ([None, *array(N)], wrong_array(N)[1:]), "activation": ACTIVATION,
             "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE, "transpose_rhs": ([False], FLAG[1]),
             "scatter_dimension": ([0, np.int64(0)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
+            "transport": ([None, "push", "ring"], [*NAMES, "pull"]),
         },
     ),
     overlap.matmul_all_reduce: (

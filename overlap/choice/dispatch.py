@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -19,7 +19,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
 
 Implementation = Literal["fused", "xla"]
-IMPLEMENTATIONS = ("fused", "xla")
+IMPLEMENTATIONS = get_args(Implementation)
 logger = logging.getLogger("overlap")
 _said: set[tuple[Any, ...]] = set()
 

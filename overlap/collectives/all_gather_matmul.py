@@ -11,12 +11,14 @@ Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
+from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
+from overlap.choice.dispatch import Implementation
 from overlap.collectives import gathered_lhs, joined
 from overlap.collectives.all_gather import AllGather, folded
 from overlap.collectives.axis import ring_of
@@ -26,11 +28,13 @@ from overlap.collectives.transport import Transport
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along
 from overlap.single_gpu.matmul import MATMUL
 
 NAME = "all_gather_lhs_matmul"
+GatherTransport = Literal["pull", "ring"]
 TRANSPORTS: dict[str, Transport] = {"pull": PullTransport(), "ring": RingTransport()}
 
 
@@ -109,24 +113,99 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
     return call.explain(_prepare, *args, **keywords)
 
 
+# --- The public function: its result is what `rhs` and `return_gathered` say ------------------------------------------
+
+
+class _Keywords[Each, EachScale](TypedDict, total=False):
+    """The keywords that all forms of a call have, with the types of what each right operand may have of its own."""
+
+    addend: Each | None
+    bias: Each | None
+    activation: Callable[[jax.Array], jax.Array] | None
+    lhs_scale: Scale | None
+    rhs_scale: EachScale | None
+    transpose_lhs: bool
+    transpose_rhs: bool
+    preferred_element_type: DTypeLike | None
+    config: Config | None
+    implementation: Implementation | None
+    transport: GatherTransport | None
+
+
+_OfOne = _Keywords[AnyArray, Scale]
+_OfSeveral = _Keywords[Sequence[AnyArray | None], Scale | Sequence[Scale]]
+
+
+# A single right operand. (mypy does not try True and False for a `bool`, so that has a form of its own.)
+@overload
 def all_gather_lhs_matmul(
-    lhs: jax.Array,
-    rhs: Any,
-    axis_name: str | tuple[str, ...],
+    lhs: AnyArray, rhs: AnyArray, axis_name: AxisName, *,
+    return_gathered: Literal[False] = False, **keywords: Unpack[_OfOne],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def all_gather_lhs_matmul(
+    lhs: AnyArray, rhs: AnyArray, axis_name: AxisName, *,
+    return_gathered: Literal[True], **keywords: Unpack[_OfOne],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def all_gather_lhs_matmul(
+    lhs: AnyArray, rhs: AnyArray, axis_name: AxisName, *,
+    return_gathered: bool, **keywords: Unpack[_OfOne],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+
+
+# A list of them. (A list of one kind of array is no list of both kinds: hence the type variable.)
+@overload
+def all_gather_lhs_matmul[Side: AnyArray](
+    lhs: AnyArray, rhs: list[Side], axis_name: AxisName, *,
+    return_gathered: Literal[False] = False, **keywords: Unpack[_OfSeveral],
+) -> list[jax.Array]: ...  # fmt: skip
+@overload
+def all_gather_lhs_matmul[Side: AnyArray](
+    lhs: AnyArray, rhs: list[Side], axis_name: AxisName, *,
+    return_gathered: Literal[True], **keywords: Unpack[_OfSeveral],
+) -> tuple[list[jax.Array], jax.Array]: ...  # fmt: skip
+@overload
+def all_gather_lhs_matmul[Side: AnyArray](
+    lhs: AnyArray, rhs: list[Side], axis_name: AxisName, *,
+    return_gathered: bool, **keywords: Unpack[_OfSeveral],
+) -> list[jax.Array] | tuple[list[jax.Array], jax.Array]: ...  # fmt: skip
+
+
+# A tuple of them.
+@overload
+def all_gather_lhs_matmul(
+    lhs: AnyArray, rhs: tuple[AnyArray, ...], axis_name: AxisName, *,
+    return_gathered: Literal[False] = False, **keywords: Unpack[_OfSeveral],
+) -> tuple[jax.Array, ...]: ...  # fmt: skip
+@overload
+def all_gather_lhs_matmul(
+    lhs: AnyArray, rhs: tuple[AnyArray, ...], axis_name: AxisName, *,
+    return_gathered: Literal[True], **keywords: Unpack[_OfSeveral],
+) -> tuple[tuple[jax.Array, ...], jax.Array]: ...  # fmt: skip
+@overload
+def all_gather_lhs_matmul(
+    lhs: AnyArray, rhs: tuple[AnyArray, ...], axis_name: AxisName, *,
+    return_gathered: bool, **keywords: Unpack[_OfSeveral],
+) -> tuple[jax.Array, ...] | tuple[tuple[jax.Array, ...], jax.Array]: ...  # fmt: skip
+def all_gather_lhs_matmul(
+    lhs: AnyArray,
+    rhs: AnyArray | list[Any] | tuple[AnyArray, ...],
+    axis_name: AxisName,
     *,
-    addend: Any = None,
-    bias: Any = None,
+    addend: AnyArray | Sequence[AnyArray | None] | None = None,
+    bias: AnyArray | Sequence[AnyArray | None] | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    lhs_scale: Any = None,
-    rhs_scale: Any = None,
+    lhs_scale: Scale | None = None,
+    rhs_scale: Scale | Sequence[Scale] | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     return_gathered: bool = False,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     config: Config | None = None,
-    implementation: str | None = None,
-    transport: str | None = None,
-) -> Any:
+    implementation: Implementation | None = None,
+    transport: GatherTransport | None = None,
+) -> jax.Array | list[jax.Array] | tuple[Any, ...]:
     """Gathers `lhs` along a mesh axis and multiplies it by `rhs`, communication hidden behind computation.
 
     To be called inside `jax.shard_map`; equals `lax.all_gather(lhs, axis_name, axis=-2, tiled=True) @ rhs`. Several

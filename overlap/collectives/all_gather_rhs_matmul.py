@@ -17,14 +17,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
+from overlap.choice.dispatch import Implementation
 from overlap.collectives import gathered_rhs
 from overlap.collectives.all_gather import AllGather, folded
 from overlap.collectives.axis import ring_of
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.single_gpu.matmul import MATMUL
@@ -100,21 +103,21 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
 
 
 def all_gather_rhs_matmul(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    axis_name: str | tuple[str, ...],
+    lhs: AnyArray,
+    rhs: AnyArray,
+    axis_name: AxisName,
     *,
     gather_dimension: int,
-    addend: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    addend: AnyArray | None = None,
+    bias: AnyArray | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    lhs_scale: Any = None,
-    rhs_scale: Any = None,
+    lhs_scale: Scale | None = None,
+    rhs_scale: Scale | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     config: Config | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Gathers `rhs` along a mesh axis and multiplies `lhs` by it, communication hidden behind computation.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from overlap.choice.dispatch import Explanation
@@ -18,7 +19,7 @@ _DECIDE = {
 }
 
 
-def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation `op(*args, **kwargs)` would run, with what configuration, and why.
 
     Args:

@@ -17,13 +17,16 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
+from overlap.choice.dispatch import Implementation
 from overlap.collectives.axis import ring_of
 from overlap.collectives.summed import XLA, Summed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, same_along, varying
@@ -80,20 +83,20 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
 
 
 def matmul_all_reduce(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    axis_name: str | tuple[str, ...],
+    lhs: AnyArray,
+    rhs: AnyArray,
+    axis_name: AxisName,
     *,
-    addend: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    addend: AnyArray | None = None,
+    bias: AnyArray | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    lhs_scale: Any = None,
-    rhs_scale: Any = None,
+    lhs_scale: Scale | None = None,
+    rhs_scale: Scale | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     config: Config | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Multiplies `lhs` by `rhs` and sums over a mesh axis: all devices have the sum, communication behind computation.
 

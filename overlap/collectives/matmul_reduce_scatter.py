@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
+from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
+from overlap.choice.dispatch import Implementation
 from overlap.collectives import pull
 from overlap.collectives.axis import ring_of
 from overlap.collectives.reduce_scatter import ReduceScatter
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
+from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 
 NAME = "matmul_reduce_scatter"
 # How the parts may travel, and why where nobody asks for it.
-TRANSPORTS = {"push": pull.WHY, "ring": ""}
+ScatterTransport = Literal["push", "ring"]
+TRANSPORTS: dict[str, str] = {"push": pull.WHY, "ring": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +62,22 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
 
 
 def matmul_reduce_scatter(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    axis_name: str | tuple[str, ...],
+    lhs: AnyArray,
+    rhs: AnyArray,
+    axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
-    addend: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    addend: AnyArray | None = None,
+    bias: AnyArray | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    lhs_scale: Any = None,
-    rhs_scale: Any = None,
+    lhs_scale: Scale | None = None,
+    rhs_scale: Scale | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     config: Config | None = None,
-    implementation: str | None = None,
-    transport: str | None = None,
+    implementation: Implementation | None = None,
+    transport: ScatterTransport | None = None,
 ) -> jax.Array:
     """Multiplies `lhs` by `rhs`, sums over a mesh axis and keeps a block of that, communication behind computation.
 

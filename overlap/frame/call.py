@@ -25,6 +25,12 @@ from overlap.kernels.target import Target
 Prepare = Callable[..., tuple[Operation, Call]]
 
 
+def check_choice(config: Any, implementation: Any) -> None:
+    """Refuses what can be neither: whoever decides by them before `decide` does checks them first."""
+    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    arguments.config(config)
+
+
 def decide(
     operation: Operation, call: Call, config: Config | None, implementation: str | None, mesh: Any = None
 ) -> dispatch.Explanation:
@@ -34,8 +40,7 @@ def decide(
         operation.check_keywords(call)
         operation.check(call, config, target, mesh)
 
-    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    arguments.config(config)
+    check_choice(config, implementation)
     problem = operation.problem(call.operands, call.layouts, call.out_dtype)
     circumstances, target = operation.circumstances(call, mesh), dispatch.target(mesh)
     return dispatch.decide(operation.name, implementation, target, config, check, problem, circumstances)

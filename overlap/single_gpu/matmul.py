@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.choice import choose, dispatch
-from overlap.choice.dispatch import Explanation
+from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
 from overlap.frame import arguments, by_xla, call, sharded
 from overlap.frame.normalize import ARRAYS, Call, normalize
 from overlap.frame.operands import Operands, Plan, Results, accumulator, as_rows, sizes
 from overlap.frame.operation import Operation
+from overlap.frame.signatures import AnyArray, Scale
 from overlap.kernels import launch
 from overlap.kernels.block_scales import SCALE_DTYPE
 from overlap.kernels.config import Config
@@ -155,6 +157,7 @@ def decide(
     **keywords: Any,
 ) -> Explanation:  # fmt: skip
     """Checks a call of `matmul` and says what would run. Same arguments and errors."""
+    call.check_choice(config, implementation)
     arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ARRAYS[2:]}
     of_types = sharded.mesh_of(*jax.tree.leaves(arrays))
     explained = functools.partial(call.explain, prepare, config=config, implementation=implementation, mesh=mesh)
@@ -178,19 +181,19 @@ def decide(
 
 
 def matmul(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: AnyArray,
+    rhs: AnyArray,
     *,
-    addend: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    addend: AnyArray | None = None,
+    bias: AnyArray | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
-    lhs_scale: Any = None,
-    rhs_scale: Any = None,
-    preferred_element_type: Any = None,
+    lhs_scale: Scale | None = None,
+    rhs_scale: Scale | None = None,
+    preferred_element_type: DTypeLike | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     config: Config | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend) on each GPU, by the mainloop of all operations.
 
@@ -249,6 +252,7 @@ def matmul(
         {name: given[name] for name in ("activation", "preferred_element_type", "transpose_lhs", "transpose_rhs")},
     )
     arguments.require_values(**arrays)
+    call.check_choice(config, implementation)
     if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
         try:
             run = functools.partial(call.run, prepare, config=config, implementation=implementation)

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
@@ -32,12 +33,14 @@ class Operation:
       gathers: which operand is gathered, 0 for lhs, 1 for rhs.
     """
 
-    call: Callable[[Problem, jax.Array, jax.Array, Config | None, str], jax.Array]
+    call: Callable[[Problem, jax.Array, jax.Array, Config | None, Implementation], jax.Array]
     sharded: tuple[str, str, str] = ("", "", "")
     gathers: int = 0
 
 
-def _matmul(problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str) -> jax.Array:
+def _matmul(
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
+) -> jax.Array:
     scales: dict[str, Any] = {}
     if problem.block_scaled:
         # They change neither the product nor its time.
@@ -50,7 +53,7 @@ def _matmul(problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | N
 
 
 def _all_gather_lhs_matmul(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return all_gather_lhs_matmul(
         lhs, rhs, AXIS, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
@@ -59,7 +62,7 @@ def _all_gather_lhs_matmul(
 
 
 def _all_gather_rhs_matmul(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return all_gather_rhs_matmul(
         lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, preferred_element_type=problem.out_dtype,
@@ -68,7 +71,7 @@ def _all_gather_rhs_matmul(
 
 
 def _matmul_reduce_scatter(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return matmul_reduce_scatter(
         lhs, rhs, AXIS, scatter_dimension=0 if problem.scattered == "m" else 1,
@@ -78,7 +81,7 @@ def _matmul_reduce_scatter(
 
 
 def _matmul_all_reduce(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: str
+    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return matmul_all_reduce(
         lhs, rhs, AXIS, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
