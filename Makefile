@@ -1,6 +1,6 @@
 # Both `make demo` and `make test` do their own set-up: Python >= 3.12 is found, an environment made, packages installed.
 .DEFAULT_GOAL := help
-.PHONY: demo test test-all test-jax-0.11 test-jax-0.12 test-gpu lint pyright mypy bench clean help
+.PHONY: demo docs pyright mypy test test-all test-jax-0.11 test-jax-0.12 test-gpu lint pyright mypy bench clean help
 SHELL := /bin/bash
 
 VENV := .venv
@@ -25,16 +25,20 @@ test: lint test-jax-0.11 test-gpu test-jax-0.12  ## lint, types, and the tests o
 test-all:  ## the same with those marked slow, and everything on the newest jax: before a release
 	@$(MAKE) test SLOW= SLOW_NEWEST= CASES= CASES_ON_GPUS=
 
-lint:  ## ruff, pyright, and mypy on what a user writes
+lint:  ## ruff, pyright, mypy on what a user writes, the pages of docs/
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
 	$(VENV)/bin/ruff check .
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target pyright mypy
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target pyright mypy docs
 
 pyright:
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 mypy:
 	$(VENV)/bin/mypy
+
+docs:  ## build the pages of docs/ into build/docs, strictly
+	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
+	$(VENV)/bin/mkdocs build --strict  # With --quiet no warning would count.
 
 test-jax-0.11:  ## tests/ on jax 0.11.2
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
@@ -53,5 +57,5 @@ bench:  ## the benchmarks on the visible GPUs (ARGS are passed on)
 	@$(VENV)/bin/python -m benchmarks $(ARGS)
 
 clean:  ## remove the environments and caches
-	rm -rf $(VENV) $(VENV_NEWEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build $(VENV) $(VENV_NEWEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

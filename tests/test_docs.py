@@ -1,0 +1,138 @@
+"""What docs/ says is so: its code runs, its commands parse, its messages are the library's, no variable is missing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from overlap import cli
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+_FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Variables that only this project's own programs set for each other, or that its tests read.
+_INTERNAL = {"OVERLAP_DEMO_TITLE", "OVERLAP_COMMIT", "OVERLAP_RANDOM_CASES"}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [code for kind, code in _FENCED.findall((DOCS / page).read_text()) if kind == language]
+
+
+def test_the_quickstart_runs() -> None:
+    names: dict[str, object] = {}
+    python = blocks("index.md", "python")
+    assert len(python) == 2
+    for block in python:
+        for size, small in (("16384", "128"), ("4096", "64"), ("1024", "16")):
+            block = block.replace(size, small)
+        exec(compile(block, "index.md", "exec"), names)
+    assert getattr(names["y"], "shape", None) == (64, 64)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of each line of each `sh` block, lines that end with a backslash joined."""
+    found = []
+    for page in sorted(DOCS.glob("*.md")):
+        for block in blocks(page.name, "sh"):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(page.name, line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return found
+
+
+def test_there_are_commands() -> None:
+    assert {page for page, _ in commands()} >= {"index.md", "launching.md", "tracing.md", "troubleshooting.md"}
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands(page: str, command: str) -> None:
+    """What a command names exists, and this library's own commands take their arguments."""
+    for part in re.split(r"&&|\|", command):
+        words = shlex.split(part, comments=True)
+        part = " ".join(words)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words[:3] == ["python", "-m", "overlap"]:
+            cli._parser().parse_args(words[3:])
+        elif words[:2] == ["pip", "install"]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(re.findall(r"\w+", "".join(re.findall(r"\[(.*?)\]", part)))) <= set(extras)
+        elif words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        elif "/" in words[0]:
+            assert (ROOT / words[0]).exists(), words[0]
+        for word in words:
+            if re.match(r"(launch|docs|benchmarks|examples)/", word):
+                assert (ROOT / word).exists(), word
+
+
+@functools.cache
+def said() -> str:
+    """All texts of the library and its scripts, the parts of f-strings that differ left out."""
+    texts = [path.read_text() for path in sorted((ROOT / "launch").iterdir())]
+    for path in sorted((ROOT / "overlap").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("…".join(n.value for n in node.values if isinstance(n, ast.Constant)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return " ".join(" ".join(texts).split())
+
+
+def messages() -> list[str]:
+    return [block.strip() for page in ("troubleshooting.md", "launching.md") for block in blocks(page, "text")]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_are_those_of_the_library(message: str) -> None:
+    parts = [" ".join(part.split()) for part in message.split("…")]
+    assert max(map(len, parts)) >= 12, "too little to be found by"
+    for part in parts:
+        # (A number may be one that the code puts in.)
+        as_written, with_gaps = part.strip(" :,.()"), re.sub(r"\b\d+\b", "…", part).strip(" :,.()")
+        assert as_written in said() or with_gaps in said(), part
+
+
+def test_all_variables_are_explained() -> None:
+    used = set(re.findall(r"OVERLAP_[A-Z0-9_]*[A-Z0-9]", said()))
+    for folder in ("setup", "launch"):
+        for path in (ROOT / folder).iterdir():
+            used |= set(re.findall(r"OVERLAP_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
+    text = (DOCS / "environment.md").read_text()
+    explained = set(re.findall(r"^\| `(OVERLAP_\w+)`", text, re.MULTILINE))
+    assert explained == used - _INTERNAL
+
+
+def test_all_pages_are_built() -> None:
+    listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in DOCS.glob("*.md")}
+
+
+@pytest.mark.one_jax
+def test_the_pages_are_built_strictly(tmp_path: pathlib.Path) -> None:
+    """A link that leads nowhere is an error, as `make docs` has it."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra `docs`)")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for path in DOCS.glob("*.md"):
+        (docs / path.name).write_text(path.read_text())
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    (tmp_path / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
+
+    def build() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    with (docs / "index.md").open("a") as page:
+        page.write("\nSee [nothing](nowhere.md) and [no heading](launching.md#nowhere).\n")
+    broken = build()
+    assert broken.returncode != 0
+    assert "nowhere.md" in broken.stderr
+    assert "launching.md#nowhere" in broken.stderr
