@@ -382,6 +382,21 @@ def test_a_lock_that_is_held_ends_in_an_error_and_one_left_behind_locks_nothing(
     assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """Else the next one would make a new file, and both would hold a lock."""
+    lock, flock, calls = tmp_path / ".table.json.lock", table_files.fcntl.flock, []
+
+    def late(handle, how):
+        calls.append(handle)
+        if len(calls) == 1:
+            lock.unlink()  # By the one who held it until now.
+        flock(handle, how)
+
+    monkeypatch.setattr(table_files.fcntl, "flock", late)
+    with table_files.locked(tmp_path / "table.json"):
+        assert lock.exists() and len(calls) == 2
+
+
 def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
     def none(*_):
         raise OSError(table_files.errno.ENOLCK, "No locks available")

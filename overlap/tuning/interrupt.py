@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _SAID = {
@@ -43,7 +43,8 @@ def noticed() -> Iterator[Callable[[], int]]:
     def handle(number: int, frame: Any) -> None:
         if not came:
             came.append(number)
-            os.write(2, _SAID[signal.Signals(number)])  # Not print: the signal may have come in the middle of one.
+            with suppress(OSError):  # Standard error may be gone with the terminal.
+                os.write(2, _SAID[signal.Signals(number)])  # Not print: the signal may have come in the middle of one.
         elif callable(handler := before[number]):
             handler(number, frame)
         else:
