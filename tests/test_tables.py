@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 
 import jax
 import pytest
@@ -171,9 +172,7 @@ def one_heuristic_each(monkeypatch):
     monkeypatch.setattr(choose, "heuristic", functools.cache(choose.heuristic))
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(list(places(VALID))), ODD)
 def test_any_value_in_place_of_any_part_leaves_calls_decided(one_heuristic_each, place, value):
     content = copy.deepcopy(VALID)
@@ -297,7 +296,9 @@ def test_what_is_written_says_which_versions_measured_it():
     assert (saved["jax"], saved["overlap"]) == (jax.__version__, overlap.__version__)
 
 
-def test_each_fact_that_stands_twice_is_the_same():
+def test_each_fact_that_stands_twice_is_the_same(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    assert project["version"] == overlap.__version__
     assert set(problems.OPS) == set(OPERATIONS)
     assert tune_arguments.LAYOUTS == problems.LAYOUTS
     assert tune_arguments.LARGEST_SIZE == table_entry.LARGEST_SIZE

@@ -69,9 +69,7 @@ def shapes(text: str) -> list[Shape]:
 def dtype(text: str) -> str:
     """The full name of a dtype."""
     if text not in DTYPES and text not in DTYPES.values():
-        raise argparse.ArgumentTypeError(
-            f"a dtype must be one of {', '.join(DTYPES)}, got {_said(text)}"
-        )
+        raise argparse.ArgumentTypeError(f"a dtype must be one of {', '.join(DTYPES)}, got {_said(text)}")
     return DTYPES.get(text, text)
 
 
