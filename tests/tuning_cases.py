@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import pytest
@@ -24,6 +25,36 @@ def problem(shape="4096x8192x4096", **fields) -> Problem:
 
 def entry(of: Problem, config=None, us=100.0, **fields) -> tables.Entry:
     return tables.Entry(of, "NVIDIA H200", jax.__version__, config or Config(stages=3), us, {"xla": 90.0}, **fields)
+
+
+TUNED = Config(stages=3)
+MISSING = object()
+
+
+def line(of=None, **changes):
+    """The JSON of an entry by which the fused kernel runs, changed."""
+    tuned = {**entry(of or problem(), TUNED).to_json(), "others": {"xla": 200.0}, **changes}
+    return {name: value for name, value in tuned.items() if value is not MISSING}
+
+
+def users_table():
+    path = tables.user_file(H200.kind)
+    assert path is not None
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def write(*lines, text=None):
+    path = users_table()
+    path.write_text(json.dumps({"format": 1, "entries": lines}) if text is None else text, encoding="latin-1")
+    return path
+
+
+def nested(depth):
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 @pytest.fixture
