@@ -5,6 +5,7 @@ Importing this touches no device. What is public stands in `__all__`; other modu
 
 from overlap import emulation
 from overlap._distributed import initialize
+from overlap._version import __version__ as __version__
 from overlap.choice.dispatch import Explanation
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
@@ -14,8 +15,6 @@ from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
 from overlap.kernels.config import Config, PullSizes
 from overlap.single_gpu.matmul import matmul
 from overlap.tuning.autotune import autotune
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "Config",

@@ -63,7 +63,7 @@ def test_the_nearest_measurement_speaks(measured, sizes, slower):
 
 
 def test_an_operation_that_was_never_measured_is_left_to_xla(measured, caplog):
-    other = dataclasses.replace(GATHER, op="another")
+    other = dataclasses.replace(GATHER, op="all_gather_rhs_matmul_n")
     assert xla_is_faster(other) == f'{NOT_MEASURED}: implementation="fused" runs the kernel'
     choice = decide(other)
     assert choice.implementation == "xla" and choice.config is None
@@ -84,7 +84,7 @@ def test_far_from_all_that_was_measured_xla_runs(measured, caplog):
 
 
 def test_on_a_cpu_the_reason_is_the_cpu(measured):
-    other = dataclasses.replace(GATHER, op="another")
+    other = dataclasses.replace(GATHER, op="all_gather_rhs_matmul_n")
     on_cpu = dispatch.decide("another", None, Target("cpu", "cpu", 4), None, lambda *_: None, other)
     assert on_cpu.implementation == "xla" and "CPU" in on_cpu.reason
 
@@ -138,7 +138,7 @@ def test_rows_of_all_devices_count(monkeypatch):
 @pytest.mark.usefixtures("no_tables")
 def test_who_tuned_a_problem_has_measured_it(measured):
     """XLA's time in a tuning entry is about the very configuration that would run."""
-    other = dataclasses.replace(GATHER, op="another")
+    other = dataclasses.replace(GATHER, op="all_gather_rhs_matmul_n")
     for xla_us, implementation in ((90.0, "xla"), (110.0, "fused")):
         entry = tables.Entry(other, H200.kind, jax.__version__, Config(stages=3), 100.0, {"xla": xla_us})
         path = tables.user_file(H200.kind)

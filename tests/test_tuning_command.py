@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import itertools
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import choose, tables
 from overlap.choice.problem import Problem
+from overlap.cli import tune_arguments
 from overlap.emulation import interrupt
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -102,8 +104,9 @@ def test_autotune_says_what_is_wrong(monkeypatch):
         autotune.autotune(jnp.dot, x, w)
     with pytest.raises(ValueError, match="`max_configs` must be None or an integer of at least 1, got 0"):
         autotune.autotune(layer, x, w, max_configs=0)
-    with pytest.raises(ValueError, match="`budget_s` must be seconds, 0 or more, got -1"):
-        autotune.autotune(layer, x, w, budget_s=-1)
+    for budget_s in (-1, 0, float("nan"), "soon", True):
+        with pytest.raises(ValueError, match="`budget_s` must be seconds, more than 0, got "):
+            autotune.autotune(layer, x, w, budget_s=budget_s)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match=r"tune in a single process .* OVERLAP_TUNING_DIR"):
         autotune.autotune(layer, x, w)
@@ -197,7 +200,10 @@ def test_the_command_tunes_emulated(repository, tmp_path):
     assert again.stdout.count("already measured") == 2
 
 
-def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path, number, status):
     pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
     out = tmp_path / "table.json"
     line, env = command(repository, "--shapes", "128x128x64,1024x512x512", "--max-configs", 2, "--out", out)
@@ -210,14 +216,15 @@ def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path):
             if out.exists() or process.poll() is not None:
                 break
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130, stderr
+    assert process.returncode == status, stderr
     assert "Traceback" not in stderr
     assert "128x128x64" in stdout
     assert tables.read(out)[0].problem.shape == "128x128x64"
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -249,27 +256,57 @@ def test_the_command_lists_without_measuring(repository):
     assert "predicted" in process.stdout
 
 
+_SHAPES = "argument --shapes: must be MxNxK or MxNxK:DTYPE, several with commas, each size from 1 to 2147483647, got '"
+_DTYPES = "a dtype must be one of f16, bf16, f32, f8_e4m3fn, f8_e5m2, got "
+_COUNT = "must be an integer of at least 1, got "
+_SECONDS = "must be a number of seconds, more than 0 and finite, got "
+NO_SHAPES = [
+    "12x13", "0x1x1", "-1x1x1", "1x1x1.5", "", "1x1x1,", "x", "1x1x2147483648", "9" * 5000 + "x1x1", "1x1x\u0967",
+    "1x1x1x1", "1x1x1;2x2x2",
+]  # fmt: skip
+NO_COUNTS = ["0", "-1", "1.5", "inf", "nan", "two", "", "1_0", "9999999999"]
+NO_SECONDS = ["nan", "inf", "-inf", "-1", "0", "soon", "", "1e999"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "value", "said"),
     [
-        (["--shapes", "12x13"], "--shapes must be MxNxK"),
-        (["--shapes", "0x1x1"], "positive sizes"),
-        (["--shapes", "1x1x1:int8"], "a dtype must be one of f16"),
-        (["--shapes", "1x1x1", "--op", "conv"], "--op must be one of matmul, all_gather_lhs_matmul"),
-        (["--shapes", "1x1x1", "--layouts", "mn"], "--layouts must name some of nn"),
-        (["--shapes", "1x1x1", "--devices", "0"], "--devices must be at least 1"),
-        (["--shapes", "1x1x1", "--max-configs", "-1"], "--max-configs must be at least 1, got -1"),
-        (["--shapes", "1x1x1", "--max-configs", "0"], "--max-configs must be at least 1, got 0"),
-        (["--shapes", "1x1x1", "--budget-s", "-1"], "--budget-s must be a number of seconds, at least 0, got -1"),
-        (["--shapes", "1x1x1", "--budget-s", "nan"], "--budget-s must be a number of seconds, at least 0, got nan"),
-        (["--shapes", "128x128x64", "--out", __file__], "test_tuning_command.py is no tuning table"),
+        *(("--shapes", value, _SHAPES) for value in NO_SHAPES),
+        *(
+            ("--shapes", f"1x1x1:{value}", f"argument --shapes: {_DTYPES}'{value}'")
+            for value in ("int8", "", "f16:f16")
+        ),
+        ("--dtype", "zz", f"argument --dtype: {_DTYPES}'zz'"),
+        ("--out-dtype", "", f"argument --out-dtype: {_DTYPES}''"),
+        ("--layouts", "nn,mn", "argument --layouts: must name some of nn, nt, tn, tt, got 'mn'"),
+        *(("--devices", value, f"argument --devices: {_COUNT}'{value}'") for value in NO_COUNTS),
+        *(("--max-configs", value, f"argument --max-configs: {_COUNT}'{value}'") for value in NO_COUNTS),
+        *(("--budget-s", value, f"argument --budget-s: {_SECONDS}'{value}'") for value in NO_SECONDS),
+        ("--op", "conv", "tune: --op must be one of matmul, all_gather_lhs_matmul"),
+        ("--devices", "9", "tune: --devices must be at most the 8 that there are, got 9"),
     ],
 )
-def test_the_command_says_what_is_wrong(arguments, said, capsys):
+def test_the_command_says_what_is_wrong(name, value, said, capsys):
     pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
     from overlap.cli import main
 
-    assert main(["tune", *arguments]) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert error.startswith("tune: ")
-    assert said in error
+    try:
+        status = main(["tune", "--shapes", "1x1x1", f"{name}={value}"])
+    except SystemExit as refused:  # By the parser.
+        status = refused.code
+    assert status == 2
+    captured = capsys.readouterr()
+    assert said in " ".join(captured.err.split())
+    assert not captured.out and len(captured.err) < 1000
+
+
+def test_a_problem_named_twice_is_one():
+    from overlap.cli import tune as command_tune
+
+    given = argparse.ArgumentParser()
+    tune_arguments.add_arguments(given)
+    parsed = given.parse_args(["--shapes", "1x2x3,1x2x3:f16, 1x2x3:bf16", "--layouts", "nn,nn"])
+    assert [str(problem) for problem in command_tune._problems(parsed)] == [
+        "matmul 1x2x3 bfloat16",
+        "matmul 1x2x3 float16",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import signal
 import time
 
 import jax
@@ -16,51 +17,15 @@ from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.tuning import search
 from overlap.tuning.bench import Bench, Effort
-from tests.tuning_cases import H200, SHAPES, problem
+from tests.tuning_cases import H200, SHAPES, bench, problem
+
+__all__ = ["bench"]
 
 # The module, which the package's attribute of that name is.
 autotune = importlib.import_module("overlap.tuning.autotune")
 
 
 # --- The search, on a bench whose times are known ---------------------------------------------------------------------
-
-
-class FakeBench:
-    """A bench where a time is a function of the configuration, and some results are wrong or fail."""
-
-    us_of = staticmethod(lambda config: 100.0)
-    wrong = staticmethod(lambda config: False)
-    hook = staticmethod(lambda what, config: None)
-    samples: dict = {}  # noqa: RUF012
-    compiled: list = []  # noqa: RUF012
-
-    def __init__(self, *_):
-        FakeBench.samples, FakeBench.compiled = {}, []
-
-    def compile(self, config):
-        FakeBench.compiled.append(config)
-        self.hook("compile", config)
-        return [config]
-
-    def error_of(self, program):
-        self.hook("check", program[0])
-        return float("nan") if program[0] and self.wrong(program[0]) else 1e-3
-
-    def sample_us(self, program):
-        self.hook("sample", program[0])
-        FakeBench.samples[program[0]] = FakeBench.samples.get(program[0], 0) + 1
-        return 95.0 if program[0] is None else self.us_of(program[0])
-
-    def warm_up(self, program):
-        self.hook("warm up", program[0])
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.setattr(search, "Bench", FakeBench)
-    for name in ("us_of", "wrong", "hook"):
-        monkeypatch.setattr(FakeBench, name, FakeBench.__dict__[name])  # Put back afterwards.
-    return FakeBench
 
 
 def find(of=None, **options):
@@ -178,7 +143,7 @@ def test_an_interrupted_tuning_is_resumed(bench, tmp_path, monkeypatch):
     hook.left = 9
     bench.hook = staticmethod(hook)
     outcomes = autotune.tune(problems, H200, search.Settings(8, workers=4), path)
-    assert [outcome.interrupted for outcome in outcomes] == [False, False, True]
+    assert [outcome.interrupted for outcome in outcomes] == [0, 0, signal.SIGINT]
     saved = {e.problem.shape: e.complete for e in tables.read(path)}
     assert saved == dict(zip(SHAPES[:3], [True, True, False], strict=True))
     # Again: what is complete stays, the rest is measured.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -52,8 +53,9 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
       target: the device that it is for.
 
     Returns:
-      (config, source). The source is "tuned", "table …", "shipped table …", "heuristic", or "default" if no
-      configuration can run the problem; the check of that config then says what is in the way.
+      (config, source). The source is "tuned", "heuristic", "default" if no configuration can run the problem (the check
+      of that config then says what is in the way), or begins with "table" or "shipped table": it then names the file,
+      the entry, and another version of jax or of this library that it was measured with.
     """
     active: Session | None = session.value
     if active is not None and heuristic(problem, target) is not None:
@@ -63,8 +65,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
             return config, "tuned"
     source, entry = _entry(problem, target)
     if entry is not None:
-        other = "" if entry.jax == jax.__version__ else f", jax {entry.jax}"
-        return entry.config, f"{source}: {entry.problem.shape}{other}"
+        return entry.config, source
     config = heuristic(problem, target)
     if config is None:
         return default_config(problem.dtype, block_scaled=problem.block_scaled), "default"
@@ -88,27 +89,30 @@ def xla_is_faster(problem: Problem, target: Target) -> str | None:
     active: Session | None = session.value
     if active is not None and problem in active.measured:
         return active.measured[problem].says_xla
-    _, entry = _entry(problem, target)
+    source, entry = _entry(problem, target)
     if entry is not None and "xla" in entry.others:
-        return Measured(entry.problem, entry.us, entry.others["xla"]).says_xla
+        slower = Measured(entry.problem, entry.us, entry.others["xla"]).says_xla
+        return slower and f"{slower} ({source})"
     if target.is_blackwell:
         return crossover.NOTHING_MEASURED
     return crossover.xla_is_faster(problem)
 
 
 def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:
-    """What the tables have for a problem, and which of them."""
+    """What the tables have for a problem, and where that stands and was measured."""
     if target.platform == "gpu":
-        for source, entries in (("table", _user_entries(target)), ("shipped table", tables.shipped())):
-            entry = tables.find(entries, problem, target, jax.__version__)
-            if entry is not None:
-                return source, entry
+        for name, files in (("table", _user_files(target)), ("shipped table", tables.shipped_files())):
+            for file in files:
+                entry = tables.find(tables.load(file), problem, target, jax.__version__)
+                if entry is not None:
+                    other = entry.measured_elsewhere(jax.__version__)
+                    return f"{name} {file}: {entry.problem.shape}{f', {other}' if other else ''}", entry
     return "", None
 
 
-def _user_entries(target: Target) -> tuple[tables.Entry, ...]:
+def _user_files(target: Target) -> list[pathlib.Path]:
     # Processes of one program must agree on their kernels. A folder that was named is taken to be one that all see.
     if jax.process_count() > 1 and not os.environ.get(tables.DIRECTORY_VARIABLE):
-        return ()
+        return []
     path = tables.user_file(target.kind)
-    return () if path is None else tables.load(path)
+    return [] if path is None else [path]

@@ -20,6 +20,8 @@ _SIGNIFICANT_BITS = 4
 _GATHERED = {"all_gather_lhs_matmul": "m", "all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 _SCATTERED = {"matmul_reduce_scatter": "m", "matmul_reduce_scatter_n": "n"}
 _ALL_REDUCE = "matmul_all_reduce"
+# All that a problem's `op` can be.
+OPS = ("matmul", *_GATHERED, *_SCATTERED, _ALL_REDUCE)
 # Rows and columns of the squares of which tiles are made: what a block has less of is wasted.
 _SQUARE = 128
 # What users call these.

@@ -1,12 +1,12 @@
 """Measurements on disk: one JSON file per kind of GPU, in the user's cache and shipped with the library.
 
-A file is replaced in one step, so a reader sees the old or the new one, and an interrupted tuning leaves what it has
-written before. Two tunings that finish in the same instant can lose one of both results, never the file.
+A call looks its configuration up here, so reading never raises: an entry that breaks a rule (`table_entry`) is left
+out, a file that is no table counts as empty, and either is said once, as a warning with the file and the entry. Only a
+tuning that is to write a file refuses one that is no table.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -15,77 +15,46 @@ import math
 import os
 import pathlib
 import re
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from overlap.choice import table_files
 from overlap.choice.problem import Problem
-from overlap.kernels.config import Config
+from overlap.choice.table_entry import Entry, name_of
+from overlap.choice.table_files import replace
 from overlap.kernels.target import Target
+
+__all__ = ["Entry", "Table", "add", "find", "load", "parse", "read", "replace", "shipped_files", "text_of", "user_file"]
 
 FORMAT = 1
 DIRECTORY_VARIABLE = "OVERLAP_TUNING_DIR"
 SHIPPED = pathlib.Path(__file__).parent / "tables"
+# An entry has some 700 bytes: a larger file is something else, and would hold up the first call.
+LARGEST_BYTES = 16 * 2**20
+_FAULTS_SAID = 4
 logger = logging.getLogger("overlap")
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """The result of tuning one problem.
+class Table:
+    """What a file holds.
 
     Attributes:
-      problem: what was tuned.
-      kind: the device's name.
-      jax: the version of jax.
-      config: the fastest configuration whose result was right.
-      us: its time per call, in microseconds.
-      others: the times of what it was compared with: "xla", "heuristic", and the runners-up by `space.differences`.
-      tried: how many configurations were compiled and checked.
-      complete: False if the search was cut short.
-      date: when, ISO 8601.
+      entries: those that keep the rules, one for each key.
+      faults: what is wrong with each of the others.
+      unread: these others, as JSON values: they are written back as they are, perhaps for a newer version.
     """
 
-    problem: Problem
-    kind: str
-    jax: str
-    config: Config
-    us: float
-    others: dict[str, float] = dataclasses.field(default_factory=dict)
-    tried: int = 0
-    complete: bool = True
-    date: str = ""
-
-    @property
-    def key(self) -> tuple[Problem, str, str]:
-        """What there is one entry for."""
-        return self.problem, self.kind, self.jax
-
-    def to_json(self) -> dict[str, Any]:
-        """The entry as its line in a file."""
-        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": self.config.fields}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Entry:
-        """The inverse of `to_json`; fields of the configuration that are missing have their defaults.
-
-        Raises:
-          ValueError, TypeError, KeyError: anything else is missing, unknown or of the wrong kind.
-        """
-        data = dict(data)
-        data.setdefault("block_scaled", False)  # (Tables written before there were such problems lack it.)
-        problem = Problem(**{field.name: data.pop(field.name) for field in dataclasses.fields(Problem)})
-        if not all(isinstance(size, int) and size > 0 for size in (problem.m, problem.n, problem.k, problem.devices)):
-            raise ValueError(f"sizes must be positive ints, got {problem}")
-        if not isinstance(data["us"], int | float) or not data["us"] > 0:
-            raise ValueError(f"`us` must be a positive number, got {data['us']!r}")
-        return cls(problem, **{**data, "config": Config.of(**data["config"])})
+    entries: tuple[Entry, ...] = ()
+    faults: tuple[str, ...] = ()
+    unread: tuple[Any, ...] = ()
 
 
 def user_directory() -> pathlib.Path | None:
     """Where tunings are kept: `$OVERLAP_TUNING_DIR`, or `overlap/tuning` in the user's cache; None without a home."""
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
-        return pathlib.Path(chosen).expanduser()
+        # Unlike `Path.expanduser`, this leaves a name that is no user's as it is.
+        return pathlib.Path(os.path.expanduser(chosen))
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     except RuntimeError:
@@ -99,65 +68,147 @@ def user_file(kind: str) -> pathlib.Path | None:
     return directory and directory / (re.sub(r"\W+", "_", kind.lower()).strip("_") + ".json")
 
 
-def read(path: pathlib.Path) -> list[Entry]:
-    """The entries of a file.
+def shipped_files() -> list[pathlib.Path]:
+    """The tables that come with the library."""
+    return sorted(SHIPPED.glob("*.json"))
 
-    An entry that this version of the library cannot read (a field that it does not know) is left out with a warning.
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def parse(path: pathlib.Path) -> Table:
+    """What a file holds, without a word about its faults.
 
     Raises:
       ValueError: the file is no table.
       OSError: it cannot be read.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, and this version reads {FORMAT}")
-        lines = list(content["entries"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no tuning table ({type(error).__name__}: {error}): move it away, or name another file"
-        ) from error
-    entries = []
-    for line in lines:
+        content = json.loads(table_files.read_text(path, LARGEST_BYTES))
+        if not isinstance(content, dict):
+            raise ValueError("it must be an object with the fields `format` and `entries`")
+        version, lines = content.get("format"), content.get("entries")
+        if type(version) is not int or version != FORMAT:
+            raise ValueError(f"its `format` must be {FORMAT}, the one that this version of overlap reads")
+        if not isinstance(lines, list):
+            raise ValueError("its `entries` must be a list")
+    except RecursionError:
+        raise ValueError(_no_table(path, "it nests too deep")) from None
+    except ValueError as error:
+        raise ValueError(_no_table(path, str(error))) from error
+    return _table(lines)
+
+
+def _no_table(path: pathlib.Path, why: str) -> str:
+    return f"{path} is no tuning table ({why}): move it away, or name another file"
+
+
+def _table(lines: Sequence[Any]) -> Table:
+    kept: dict[Any, tuple[int, Entry]] = {}
+    faults, unread = [], []
+    for index, line in enumerate(lines):
         try:
-            entries.append(Entry.from_json(line))
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("%s: an entry is ignored, %s: %s", path, type(error).__name__, error)
-    return entries
+            entry = Entry.from_json(line)
+        except ValueError as error:
+            faults.append(f"entries[{index}]{name_of(line)}: {error}")
+            unread.append(line)
+            continue
+        if entry.key not in kept:
+            kept[entry.key] = index, entry
+            continue
+        used, older = kept[entry.key]
+        unused = index
+        if entry.supersedes(older):
+            kept[entry.key], used, unused = (index, entry), index, used
+        faults.append(f"entries[{unused}]{name_of(lines[unused])}: entries[{used}] is for the same, and is used")
+    return Table(tuple(entry for _, entry in kept.values()), tuple(faults), tuple(unread))
+
+
+def read(path: pathlib.Path) -> list[Entry]:
+    """The entries of a file that keep the rules; the others are left out, with one warning that names file and entries.
+
+    Raises:
+      ValueError: the file is no table.
+      OSError: it cannot be read.
+    """
+    table = parse(path)
+    if faults := table.faults:
+        more = f"; and {len(faults) - _FAULTS_SAID} more" if len(faults) > _FAULTS_SAID else ""
+        logger.warning("the tuning table %s: %d of its entries %s ignored: %s%s", path, len(faults),
+                       "is" if len(faults) == 1 else "are", "; ".join(faults[:_FAULTS_SAID]), more)  # fmt: skip
+    return list(table.entries)
+
+
+def load(path: pathlib.Path) -> tuple[Entry, ...]:
+    """Like `read`, for lookups: remembered until the file changes; a file that is none or no table counts as empty.
+
+    What is wrong is reported once, as a warning.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        _report(str(error))
+        return ()
+    return _load(path, status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+
+
+@functools.lru_cache(maxsize=64)
+def _load(path: pathlib.Path, *version: int) -> tuple[Entry, ...]:
+    del version  # Part of the cache's key.
+    try:
+        return tuple(read(path))
+    except (ValueError, OSError) as error:
+        _report(str(error))
+        return ()
+
+
+@functools.lru_cache(maxsize=64)
+def _report(error: str) -> None:
+    """Said once: a folder in a table's place has another time whenever a file in it changes."""
+    logger.warning("the tuning table is ignored: %s", error)
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
 
 
 def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a file, made if need be, in one atomic step.
+    """Adds entries to a file, made with its folder if need be, in one atomic step; other processes wait meanwhile.
 
     Of two entries for one problem the newer one stays, unless it is of an interrupted search and the older one is not.
+    Lines of the file that this version cannot read stay as they are.
 
     Raises:
-      ValueError: the file exists and is no table; it is left as it is.
+      ValueError: the file exists and is no table, and is left as it is; or an entry breaks a rule.
+      OSError: the file cannot be written.
     """
-    table = {entry.key: entry for entry in (read(path) if path.exists() else [])}
+    entries = list(entries)
     for entry in entries:
-        old = table.get(entry.key)
-        if old is None or entry.complete or not old.complete:
-            table[entry.key] = entry
-    lines = [json.dumps(table[key].to_json(), sort_keys=True) for key in sorted(table, key=str)]
-    replace(path, f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n")
-
-
-def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file, made with its folder if need be, in one atomic step."""
+        Entry.from_json(entry.to_json())
+    path = table_files.target_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # As shared tables need it; mkstemp lets nobody else read.
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with table_files.locked(path):
+        old = parse(path) if path.exists() else Table()
+        table = {entry.key: entry for entry in old.entries}
+        for entry in entries:
+            if entry.supersedes(table.get(entry.key)):
+                table[entry.key] = entry
+        try:
+            text = text_of(table.values(), old.unread)
+        except RecursionError:
+            raise ValueError(_no_table(path, "it nests too deep")) from None
+        replace(path, text)
+
+
+def text_of(entries: Iterable[Entry], unread: Iterable[Any] = ()) -> str:
+    """The text of a table: a line for each entry, in an order that does not depend on when each was added."""
+    lines = [json.dumps(entry.to_json(), sort_keys=True) for entry in sorted(entries, key=lambda entry: str(entry.key))]
+    lines += [json.dumps(line, sort_keys=True) for line in unread]
+    return f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+# --- Looking up -------------------------------------------------------------------------------------------------------
 
 
 def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version: str) -> Entry | None:
@@ -193,30 +244,3 @@ def _alike(problem: Problem) -> Problem:
 
 def _distance(a: Problem, b: Problem) -> float:
     return sum(abs(math.log(x / y)) for x, y in ((a.m, b.m), (a.n, b.n), (a.k, b.k)))
-
-
-def load(path: pathlib.Path) -> tuple[Entry, ...]:
-    """Like `read`, for lookups: remembered until the file changes; a file that is none or broken counts as empty.
-
-    A broken file is reported once, as a warning.
-    """
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    return _load(path, status.st_mtime_ns, status.st_size, status.st_ino)
-
-
-@functools.lru_cache(maxsize=64)
-def _load(path: pathlib.Path, *version: int) -> tuple[Entry, ...]:
-    del version  # Part of the cache's key.
-    try:
-        return tuple(read(path))
-    except (ValueError, OSError) as error:
-        logger.warning("the tuning table is ignored: %s", error)
-        return ()
-
-
-def shipped() -> tuple[Entry, ...]:
-    """The entries that come with the library."""
-    return tuple(entry for path in sorted(SHIPPED.glob("*.json")) for entry in load(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import re
 from collections.abc import Sequence
 
 import jax
@@ -16,8 +15,7 @@ from rich.table import Table
 from overlap import _compat, _cuda, emulation
 from overlap.choice import dispatch, space
 from overlap.choice.model import predicted_us, waves
-from overlap.choice.problem import LAYOUTS, Layout, Problem, default_out_dtype
-from overlap.cli.tune_arguments import DTYPES
+from overlap.choice.problem import Problem, default_out_dtype
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
 from overlap.tuning.operations import OPERATIONS
@@ -25,80 +23,87 @@ from overlap.tuning.progress import shown
 
 # What a CPU stands for: a Hopper or a Blackwell GPU.
 _STANDS_FOR = Target("gpu", "NVIDIA H200", 132), Target("gpu", "NVIDIA B200", 148)
+# Each is a thread or more, and takes its time.
+_MOST_EMULATED = 64
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if a problem has no result, 2 for wrong arguments, 130 after an interrupt."""
+    """Runs the command.
+
+    Returns:
+      0; 1 if a problem has no result, or a result could not be written; 2 for wrong arguments, 130 after Ctrl-C and
+      143 after SIGTERM.
+    """
     errors = Console(stderr=True)
+    outcomes: list[search.Outcome] = []
     try:
+        # First of all: whatever is wrong with it, nobody wants to wait for that.
+        if arguments.out is not None:
+            autotune.require_writable(arguments.out, "--out")
         target = _start(arguments)
-        problems = _problems(arguments, target)
+        problems = _problems(arguments)
         settings = search.Settings.for_platform(target.platform, arguments.max_configs)
         if arguments.dry_run:
             listed = target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell]
             return _dry_run(problems, listed, settings)
         file = autotune.result_file(target, arguments.out)
-        if note := autotune.emulation_note(problems, target, settings):
-            errors.print(f"tune: {note}", style="yellow", markup=False, highlight=False)
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        return _refused(errors, error)
+    if note := autotune.emulation_note(problems, target, settings):
+        errors.print(f"tune: {note}", style="yellow", markup=False, highlight=False)
+    budget_s = float("inf") if arguments.budget_s is None else arguments.budget_s
+    try:
         with shown(lambda line: errors.print(f"… {line}", soft_wrap=True, markup=False, highlight=False)) as progress:
-            outcomes = autotune.tune(
-                problems, target, settings, file, budget_s=arguments.budget_s, force=arguments.force, progress=progress
-            )
+            autotune.tune(
+                problems, target, settings, file,
+                budget_s=budget_s, force=arguments.force, progress=progress, found=outcomes.append,
+            )  # fmt: skip
     except (ValueError, NotImplementedError) as error:
-        errors.print(f"tune: {error}", style="red", markup=False, highlight=False)
-        return 2
-    interrupted = any(outcome.interrupted for outcome in outcomes)
-    _print(outcomes, target, file, len(problems))
-    return 130 if interrupted else int(any(outcome.result is None for outcome in outcomes))
+        return _refused(errors, error)
+    finally:
+        # Whatever ended it, what was found is said.
+        if outcomes:
+            _print(outcomes, target, file, len(problems))
+    if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
+        return 128 + ended_by
+    return int(any(outcome.result is None or outcome.unwritten for outcome in outcomes))
+
+
+def _refused(errors: Console, error: Exception) -> int:
+    errors.print(f"tune: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 2
 
 
 def _start(arguments: argparse.Namespace) -> Target:
     """Settles on the GPUs or, where there are none, on emulated devices."""
-    if arguments.devices is not None and arguments.devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
-    if arguments.max_configs is not None and arguments.max_configs < 1:
-        raise ValueError(f"--max-configs must be at least 1, got {arguments.max_configs}")
-    if not arguments.budget_s >= 0:
-        raise ValueError(f"--budget-s must be a number of seconds, at least 0, got {arguments.budget_s}")
+    if arguments.op not in OPERATIONS:
+        raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
     if not _compat.backends_are_initialized():
         if not _cuda.visible_gpus():
+            if (arguments.devices or 0) > _MOST_EMULATED:
+                raise ValueError(
+                    f"--devices must be at most {_MOST_EMULATED} where devices are emulated, got {arguments.devices}"
+                )
             jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices or 2)
     target = dispatch.target()
+    if arguments.devices is not None and arguments.devices > len(jax.devices()):
+        raise ValueError(f"--devices must be at most the {len(jax.devices())} that there are, got {arguments.devices}")
     if target.platform == "cpu":
         emulation.enable()  # Here, so that Ctrl-C ends a launch that is under way.
     return target
 
 
-def _problems(arguments: argparse.Namespace, target: Target) -> list[Problem]:
-    if arguments.op not in OPERATIONS:
-        raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
+def _problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Each problem once, in the order of the command line."""
     devices = 1 if arguments.op == "matmul" else arguments.devices or len(jax.devices())
-    problems = []
-    for text in arguments.shapes.split(","):
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?::(\w+))?", text.strip())
-        if match is None or any(int(size) == 0 for size in match.groups()[:3]):
-            raise ValueError(f"--shapes must be MxNxK or MxNxK:DTYPE with positive sizes, got {text!r}")
-        m, n, k = map(int, match.groups()[:3])
-        dtype = _dtype(match[4] or arguments.dtype)
-        out_dtype = _dtype(arguments.out_dtype) if arguments.out_dtype else default_out_dtype(dtype)
-        problems += [
-            Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout) for layout in _layouts(arguments.layouts)
-        ]
-    return problems
-
-
-def _dtype(name: str) -> str:
-    if name not in DTYPES and name not in DTYPES.values():
-        raise ValueError(f"a dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES.get(name, name)
-
-
-def _layouts(text: str) -> list[Layout]:
-    chosen: list[Layout] = [layout for layout in LAYOUTS if layout in text.split(",")]
-    if len(chosen) != len(text.split(",")):
-        raise ValueError(f"--layouts must name some of {', '.join(LAYOUTS)}, got {text!r}")
-    return chosen
+    problems: dict[Problem, None] = {}
+    for m, n, k, own_dtype in arguments.shapes:
+        dtype = own_dtype or arguments.dtype
+        out_dtype = arguments.out_dtype or default_out_dtype(dtype)
+        for layout in arguments.layouts:
+            problems[Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout)] = None
+    return list(problems)
 
 
 def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
@@ -145,8 +150,13 @@ def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Pat
                 console.print(f"{outcome.problem.shape} {trial.name}: {trial.status}", markup=False, highlight=False)
     if len(outcomes) < problems:
         console.print(f"Interrupted: {problems - len(outcomes)} problems were not begun.")
+    text, why = autotune.unwritten(outcomes)
     where = "Nothing was written: name a file with --out." if file is None else f"The results are in {file}"
-    console.print(where, soft_wrap=True, markup=False, highlight=False)
+    if text:
+        where = f"tune: {file} could not be written ({why}). What it lacks, as a table:"
+    console.print(where, style="red" if text else None, soft_wrap=True, markup=False, highlight=False)
+    if text:
+        print(text, end="", flush=True)  # As it is, to be saved as a file.
 
 
 _HEADINGS = ("problem", "configuration", "µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried", "note")

@@ -1,13 +1,25 @@
-"""The arguments of `python -m overlap tune`, apart from the command: to parse them needs neither rich nor jax."""
+"""The arguments of `python -m overlap tune`, apart from the command: to parse them needs neither rich nor jax.
+
+Each argument has a function that turns its text into a value or raises `ArgumentTypeError`; argparse puts the
+argument's name in front and ends with status 2.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
+import re
 
 DTYPES = {
     "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f8_e4m3fn": "float8_e4m3fn", "f8_e5m2": "float8_e5m2",
 }  # fmt: skip
+LAYOUTS = ("nn", "nt", "tn", "tt")
+# Sizes are int32 in a kernel.
+LARGEST_SIZE = 2**31 - 1
+_SHAPE = re.compile(r"([0-9]{1,10})x([0-9]{1,10})x([0-9]{1,10})(?::(.*))?", re.DOTALL)
+
+Shape = tuple[int, int, int, str | None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,21 +31,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "matmul_reduce_scatter_n, matmul_all_reduce",
     )
     parser.add_argument(
-        "--shapes", required=True, metavar="MxNxK,…",
+        "--shapes", required=True, metavar="MxNxK,…", type=shapes,
         help="problems, per shard for a collective; each may have a dtype of its own: 1024x4096x4096:f16",
     )  # fmt: skip
-    parser.add_argument("--dtype", default="bf16", help=f"of the operands: {', '.join(DTYPES)} (default: bf16)")
-    parser.add_argument("--out-dtype", help="of the result (default: that of the operands; bf16 for f8)")
+    names = ", ".join(DTYPES)
+    parser.add_argument("--dtype", default="bfloat16", type=dtype, help=f"of the operands: {names} (default: bf16)")
+    parser.add_argument("--out-dtype", type=dtype, help="of the result (default: that of the operands; bf16 for f8)")
     parser.add_argument(
-        "--layouts", default="nn", help="how matmul's operands are stored: nn (default), nt, tn, tt; several: nn,nt"
-    )
-    parser.add_argument("--devices", type=int, help="for a collective (default: all GPUs, or 2 emulated)")
-    parser.add_argument("--max-configs", type=int, help="tried per problem, at most (default: 48; emulated 3)")
-    parser.add_argument(
-        "--budget-s", type=float, default=float("inf"), help="end after so many seconds with what there is"
-    )
+        "--layouts", default=["nn"], type=layouts,
+        help="how matmul's operands are stored: nn (default), nt, tn, tt; several: nn,nt",
+    )  # fmt: skip
+    parser.add_argument("--devices", type=count, help="for a collective (default: all GPUs, or 2 emulated)")
+    parser.add_argument("--max-configs", type=count, help="tried per problem, at most (default: 12; emulated 3)")
+    parser.add_argument("--budget-s", type=seconds, help="end after so many seconds with what there is")
     parser.add_argument(
         "--out", type=pathlib.Path, help="the table to write or extend (default: the user's; emulated: none)"
     )
     parser.add_argument("--force", action="store_true", help="measure again what the table already has")
     parser.add_argument("--dry-run", action="store_true", help="list the configurations that would be tried, and end")
+
+
+def shapes(text: str) -> list[Shape]:
+    """m, n, k and the dtype, if there is one, of each problem."""
+    found: list[Shape] = []
+    for part in text.split(","):
+        match = _SHAPE.fullmatch(part.strip())
+        m, n, k = map(int, match.groups()[:3]) if match else (0, 0, 0)
+        if match is None or not all(1 <= size <= LARGEST_SIZE for size in (m, n, k)):
+            raise argparse.ArgumentTypeError(
+                f"must be MxNxK or MxNxK:DTYPE, several with commas, each size from 1 to {LARGEST_SIZE}, got "
+                f"{_said(part)}: e.g. 4096x8192x4096"
+            )
+        found.append((m, n, k, None if match[4] is None else dtype(match[4])))
+    return found
+
+
+def dtype(text: str) -> str:
+    """The full name of a dtype."""
+    if text not in DTYPES and text not in DTYPES.values():
+        raise argparse.ArgumentTypeError(f"a dtype must be one of {', '.join(DTYPES)}, got {_said(text)}")
+    return DTYPES.get(text, text)
+
+
+def layouts(text: str) -> list[str]:
+    """The layouts, each once."""
+    named = [part.strip() for part in text.split(",")]
+    if unknown := [part for part in named if part not in LAYOUTS]:
+        raise argparse.ArgumentTypeError(f"must name some of {', '.join(LAYOUTS)}, got {_said(unknown[0])}")
+    return list(dict.fromkeys(named))
+
+
+def count(text: str) -> int:
+    """How many of something."""
+    if not re.fullmatch(r"\+?[0-9]{1,10}", text.strip()) or not 1 <= int(text) <= LARGEST_SIZE:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {_said(text)}: leave it out")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds, more than 0 and finite, got {_said(text)}: leave it out for no limit"
+        )
+    return value
+
+
+def _said(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}…")

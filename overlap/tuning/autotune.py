@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pathlib
+import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
 
-from overlap.choice import dispatch, tables
+from overlap.choice import dispatch, table_files, tables
 from overlap.choice.choose import Session, session
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
@@ -32,7 +33,7 @@ class Tuning:
     Attributes:
       outcomes: one per problem, with all that was tried.
       configs: the fastest configuration of each problem.
-      path: the file that the results were written to, or None.
+      path: the file that the results were written to; None if they were not, or could not be.
     """
 
     def __init__(self, outcomes: Sequence[Outcome], path: pathlib.Path | None) -> None:
@@ -112,12 +113,14 @@ def autotune(
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      A `Tuning`: print it for a line per problem; `with` it, calls use its results whatever the tables say.
+      A `Tuning`: print it for a line per problem; `with` it, calls use its results whatever the tables say. If the
+      results cannot be written in the end, they are logged as a table (WARNING, logger "overlap"); nothing is raised.
 
     Raises:
-      ValueError: an argument makes no sense, `fn` makes no such call, or the file is no table.
+      ValueError: an argument makes no sense, `fn` makes no such call, or the file is no table or cannot be written.
+      RuntimeError: the user's table cannot be written. Like all the above, this is seen before anything is measured.
       NotImplementedError: there are several processes. Tune in one, on the same kind of GPU.
-      KeyboardInterrupt: after what was found until then has been written.
+      KeyboardInterrupt: after what was found until then has been written. SIGTERM ends the process then.
 
     Example:
       >>> with overlap.autotune(layer, x, w) as tuning:
@@ -135,12 +138,12 @@ def autotune(
     arguments.count("max_configs", max_configs)
     arguments.flag("save", save)
     arguments.flag("force", force)
-    if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s >= 0:
-        raise ValueError(f"`budget_s` must be seconds, 0 or more, got {arguments.said(budget_s)}: leave it out")
+    if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s > 0:
+        raise ValueError(f"`budget_s` must be seconds, more than 0, got {arguments.said(budget_s)}: leave it out")
     if path is not None and not isinstance(path, (str, pathlib.Path)):
         raise ValueError(f"`path` must be None or the path of a file, got {arguments.said(path)}: leave it out")
-    if path is not None and pathlib.Path(path).is_dir():
-        raise ValueError(f"`path` must be the path of a file, got the folder {str(path)!r}: name a file in it")
+    if path is not None and save:
+        require_writable(path, "`path`")
     problems = problems_of(fn, *args, **kwargs)
     if not problems:
         raise ValueError(
@@ -152,11 +155,23 @@ def autotune(
     settings = Settings.for_platform(target.platform, max_configs)
     if note := emulation_note(problems, target, settings):
         logger.warning("autotune: %s", note)
-    with shown(lambda line: logger.info("autotune: %s", line)) if progress is None else nullcontext(progress) as report:
-        outcomes = tune(problems, target, settings, file, budget_s=budget_s, force=force, progress=report)
-    if any(outcome.interrupted for outcome in outcomes):
+    outcomes: list[Outcome] = []
+    try:
+        with (
+            shown(lambda line: logger.info("autotune: %s", line))
+            if progress is None
+            else contextlib.nullcontext(progress) as to
+        ):
+            tune(problems, target, settings, file, budget_s=budget_s, force=force, progress=to, found=outcomes.append)
+    finally:
+        text, why = unwritten(outcomes)
+        if text:
+            logger.warning("autotune: %s could not be written (%s). What it lacks, as a table:\n%s", file, why, text)
+    if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
+        if ended_by == signal.SIGTERM:
+            signal.raise_signal(ended_by)
         raise KeyboardInterrupt
-    return Tuning(outcomes, file)
+    return Tuning(outcomes, None if text else file)
 
 
 def emulation_note(problems: Sequence[Problem], target: Target, settings: Settings) -> str:
@@ -171,11 +186,40 @@ def emulation_note(problems: Sequence[Problem], target: Target, settings: Settin
     )
 
 
+def require_writable(path: str | pathlib.Path, name: str) -> None:
+    """Looks whether a table can be written to a file that the user named. Its folder must exist.
+
+    Raises:
+      ValueError: it cannot, or there is something else than a table; `name` is what the user calls the file.
+    """
+    way_out = "name a file in a folder that can be written"
+    if obstacle := table_files.obstacle(pathlib.Path(path)):
+        raise ValueError(f"{name} must be a file that can be written, got {str(path)!r}: {obstacle}; {way_out}")
+    if pathlib.Path(path).exists():
+        tables.parse(pathlib.Path(path))
+
+
 def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path | None:
-    """Where results go: the file that was named, or the user's table; nowhere if they are emulated."""
+    """Where results go: the file that was named, or the user's table; nowhere if they are emulated.
+
+    Raises:
+      RuntimeError: the user's table cannot be written.
+    """
     if path is not None:
         return pathlib.Path(path)
-    return None if target.platform == "cpu" else tables.user_file(target.kind)
+    if target.platform == "cpu":
+        return None
+    file, obstacle = tables.user_file(target.kind), "there is no home directory"
+    if file is not None:
+        with contextlib.suppress(OSError):  # The look that follows says what is in the way.
+            file.parent.mkdir(parents=True, exist_ok=True)
+        obstacle = table_files.obstacle(file)
+    if obstacle:
+        raise RuntimeError(
+            f"the tuning table {file or ''} cannot be written, and nothing has been measured yet: {obstacle}; name a "
+            f"folder with {tables.DIRECTORY_VARIABLE}, or a file with `path` (--out)"
+        )
+    return file
 
 
 def tune(
@@ -187,17 +231,29 @@ def tune(
     budget_s: float = float("inf"),
     force: bool = False,
     progress: Progress = lambda text, fraction: None,
+    found: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Searches for each problem in turn; each result is written as soon as it is there.
 
     A problem that the file has a complete result of is not measured again unless `force`. Ends early at an interrupt,
     with the outcomes so far, of which the last one is marked. The time that is left is shared by the problems left.
+    A result that cannot be written is tried again with the next one; `unwritten` has what is left in the end.
+
+    Args:
+      problems: what to search for.
+      target: the kind of the devices.
+      settings: how much is searched.
+      file: the table; None: nothing is written.
+      budget_s: after so many seconds it ends.
+      force: measure again what the file already has.
+      progress: called with a text and the fraction that is done.
+      found: called with each outcome before it is written, so that an exception loses none.
 
     Raises:
-      ValueError: the file is no table, an operation cannot be tuned, there are too few devices, or a budget below 0.
+      ValueError: the file is no table, an operation cannot be tuned, there are too few devices, or no time.
     """
-    if not budget_s >= 0:
-        raise ValueError(f"`budget_s` must be a number of seconds, at least 0, got {budget_s}")
+    if not budget_s > 0:
+        raise ValueError(f"`budget_s` must be a number of seconds, more than 0, got {budget_s}")
     for problem in problems:
         if problem.op not in OPERATIONS:
             raise ValueError(f"`op` must be one of {list(OPERATIONS)}, got {problem.op!r}")
@@ -206,15 +262,20 @@ def tune(
     known = {} if file is None or not file.exists() else {entry.key: entry for entry in tables.read(file)}
     end = time.monotonic() + budget_s
     outcomes: list[Outcome] = []
+
+    def note(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        found(outcome)
+
     with noticed() as interrupted:
         for index, problem in enumerate(problems):
             old = known.get((problem, target.kind, jax.__version__))
             if old is not None and old.complete and not force:
-                outcomes.append(Outcome(problem, note="already measured", result=old))
+                note(Outcome(problem, note="already measured", result=old))
                 continue
             now = time.monotonic()
             if outcomes and now > end:
-                outcomes.append(Outcome(problem, complete=False, note="the budget was spent before its turn"))
+                note(Outcome(problem, complete=False, note="the budget was spent before its turn"))
                 continue
 
             def report(text: str, fraction: float, index: int = index, problem: Problem = problem) -> None:
@@ -224,10 +285,33 @@ def tune(
                 problem, target, jax.devices()[: problem.devices], settings,
                 deadline=now + (end - now) / (len(problems) - index), interrupted=interrupted, progress=report,
             )  # fmt: skip
-            outcomes.append(outcome)
             if file is not None and outcome.result is not None:
-                tables.add(file, [outcome.result])
+                outcome.unwritten = "it was ended before"
+            note(outcome)
+            _write(file, outcomes)
             if outcome.interrupted or interrupted():
-                outcome.interrupted = True
+                outcome.interrupted = outcome.interrupted or interrupted()
                 break
     return outcomes
+
+
+def _write(file: pathlib.Path | None, outcomes: Sequence[Outcome]) -> None:
+    """Writes what is not written yet; what has been measured outlasts a file that cannot be written."""
+    waiting = [outcome for outcome in outcomes if outcome.unwritten]
+    if file is None or not waiting:
+        return
+    why = ""
+    try:
+        tables.add(file, [outcome.result for outcome in waiting if outcome.result])
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())
+    for outcome in waiting:
+        outcome.unwritten = why
+
+
+def unwritten(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """The results that could not be written, as the text of a table, and why; twice "" if there are none."""
+    waiting = [outcome for outcome in outcomes if outcome.unwritten]
+    if not waiting:
+        return "", ""
+    return tables.text_of(outcome.result for outcome in waiting if outcome.result), waiting[-1].unwritten

@@ -16,6 +16,7 @@ import datetime
 import functools
 import math
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -107,17 +108,19 @@ class Outcome:
       problem: what was tuned.
       trials: all configurations that were compiled, and XLA first.
       complete: False if the budget ended the search, or an interrupt.
-      interrupted: whether it was an interrupt.
+      interrupted: the signal that did, SIGINT or SIGTERM; 0 if none did.
       note: why nothing was tried, or "".
       result: the table entry: of this search, or the one that made it unnecessary. None if nothing came through.
+      unwritten: why `result` is not in the file that it was to be written to; "" if it is, or there is no such file.
     """
 
     problem: Problem
     trials: list[Trial] = dataclasses.field(default_factory=list)
     complete: bool = True
-    interrupted: bool = False
+    interrupted: int = 0
     note: str = ""
     result: Entry | None = None
+    unwritten: str = ""
 
     @property
     def ranked(self) -> list[Trial]:
@@ -137,7 +140,7 @@ class Outcome:
         best, *rest = self.ranked
         assert best.config is not None
         others = {trial.name: round(trial.us, 3) for trial in rest[:4]}
-        if self.xla_us is not None:
+        if self.xla_us is not None and self.xla_us < float("inf"):  # (Infinite if its last check failed.)
             others["xla"] = round(self.xla_us, 3)
         guess = space.heuristic(self.problem, target)
         others.update(("heuristic", round(trial.us, 3)) for trial in self.ranked if trial.config == guess)
@@ -159,7 +162,7 @@ def search(
     settings: Settings,
     *,
     deadline: float = float("inf"),
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], int] = lambda: 0,
     progress: Progress = lambda text, fraction: None,
 ) -> Outcome:
     """Finds the fastest configuration of `problem` on `devices`.
@@ -170,7 +173,8 @@ def search(
       devices: as many as the problem has.
       settings: how much is searched.
       deadline: `time.monotonic()` after which no further work begins; the first wave is measured in any case.
-      interrupted: asked before each piece of work; a KeyboardInterrupt means the same.
+      interrupted: asked before each piece of work for the signal that has come, 0 if none; a KeyboardInterrupt means
+        SIGINT.
       progress: called with what is being done and the fraction that is done.
     """
     configs = space.candidates(problem, target)[: settings.max_configs]
@@ -187,7 +191,9 @@ def search(
         race.halve()
         race.finals()
     except (_BudgetSpent, KeyboardInterrupt) as end:
-        outcome.complete, outcome.interrupted = False, isinstance(end, KeyboardInterrupt)
+        outcome.complete = False
+        if isinstance(end, KeyboardInterrupt):
+            outcome.interrupted = interrupted() or signal.SIGINT
     except Exception as error:  # Out of memory, say; the next problem may fit.
         outcome.complete, outcome.note = False, _one_line(error)
     finally:
@@ -211,7 +217,7 @@ class _Race:
 
     def __init__(
         self, outcome: Outcome, settings: Settings, deadline: float, progress: Progress,
-        interrupted: Callable[[], bool], count: int,
+        interrupted: Callable[[], int], count: int,
     ) -> None:  # fmt: skip
         self.outcome, self.settings, self.deadline, self.progress = outcome, settings, deadline, progress
         self.interrupted = interrupted

@@ -1,0 +1,196 @@
+"""One entry of a tuning table, and the rules that an entry in a file must keep.
+
+A table is a file that anyone may edit, copy or cut short, so nothing in it is believed before `Entry.from_json` has
+checked it. The rules are such that no value that keeps them can make a later computation fail: numbers are finite and
+bounded, texts are short and can be printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from overlap._version import __version__
+from overlap.choice.problem import LAYOUTS, OPS, Problem
+from overlap.kernels.config import FLOAT8, FLOAT16, Config
+
+# Sizes are int32 in a kernel.
+LARGEST_SIZE = 2**31 - 1
+# A nanosecond and some eleven days: beyond, a time is a mistake, and the ratio of two times might be 0 or infinite.
+LEAST_US, LARGEST_US = 1e-3, 1e12
+_TEXT_CHARACTERS = 200
+_DTYPES = tuple(dtype.name for dtype in (*FLOAT16, jnp.dtype(jnp.float32), *FLOAT8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The result of tuning one problem.
+
+    Attributes:
+      problem: what was tuned.
+      kind: the device's name.
+      jax: the version of jax; "" if the file does not say.
+      config: the fastest configuration whose result was right.
+      us: its time per call, in microseconds.
+      others: the times of what it was compared with: "xla", "heuristic", and the runners-up by `space.differences`.
+      tried: how many configurations were compiled and checked.
+      complete: False if the search was cut short.
+      date: when, ISO 8601.
+      overlap: the version of this library; "" if the file does not say.
+    """
+
+    problem: Problem
+    kind: str
+    jax: str
+    config: Config
+    us: float
+    others: dict[str, float] = dataclasses.field(default_factory=dict)
+    tried: int = 0
+    complete: bool = True
+    date: str = ""
+    overlap: str = __version__
+
+    @property
+    def key(self) -> tuple[Problem, str, str]:
+        """What there is one entry for."""
+        return self.problem, self.kind, self.jax
+
+    def supersedes(self, older: Entry | None) -> bool:
+        """Whether a table keeps this entry instead of an older one for the same: not if only this one was cut short."""
+        return older is None or self.complete or not older.complete
+
+    def measured_elsewhere(self, jax_version: str) -> str:
+        """With which other versions this was measured than run now; "" if with the same.
+
+        Example:
+          >>> entry.measured_elsewhere("0.12.0")
+          'measured with jax 0.11.2, and 0.12.0 runs'
+        """
+        versions = ("jax", self.jax, jax_version), ("overlap", self.overlap, __version__)
+        return "; ".join(
+            f"measured with {name} {then}, and {now} runs" if then else f"measured with an unknown {name}"
+            for name, then, now in versions
+            # Tables from before this was noted do not say which overlap: that alone is no news.
+            if then != now and (then or name == "jax")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as its line in a file."""
+        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": self.config.fields}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Entry:
+        """The inverse of `to_json`, for any JSON value; fields of the configuration that are missing have defaults.
+
+        Raises:
+          ValueError: `data` breaks a rule; the message names the field, what it must be, and what it is.
+        """
+        if not isinstance(data, dict):
+            raise ValueError(f"an entry must be an object, got {_said(data)}")
+        if unknown := sorted(data.keys() - _RULES.keys()):
+            raise ValueError(f"unknown field {_said(unknown[0])}: a newer version of overlap may have written it")
+        if missing := [name for name in _RULES if name not in data and name not in _OPTIONAL]:
+            raise ValueError(f"`{missing[0]}` is missing")
+        for name, value in data.items():
+            _RULES[name].require(name, value)
+        values = {**_OPTIONAL, **data, "config": _config(data["config"]), "others": dict(data.get("others", {}))}
+        problem = Problem(**{field.name: values.pop(field.name) for field in dataclasses.fields(Problem)})
+        return cls(problem, **values)
+
+
+def name_of(data: Any) -> str:
+    """What to call an entry in a message, beside its index, whatever it is: its operation and sizes if it has them."""
+    names = [data.get(name) for name in ("op", "m", "n", "k")] if isinstance(data, dict) else []
+    if not names or not all(isinstance(name, (str, int)) for name in names):
+        return ""
+    op, *sizes = (_said(name).strip("'") for name in names)
+    return f" ({op} {'x'.join(sizes)})"
+
+
+def _config(fields: dict[str, Any]) -> Config:
+    """A configuration from its fields in a file."""
+    known = Config().fields
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"`config` has an unknown field {_said(name)}: a newer version of overlap may have it")
+        if not (_is_text(value) or (isinstance(value, int) and abs(value) <= LARGEST_SIZE)):
+            raise ValueError(f"`config`: `{name}` must be a short text, true, false or an int32, got {_said(value)}")
+    try:
+        return Config.of(**fields)
+    except ValueError as error:  # It names the field.
+        raise ValueError(f"`config`: {error}") from None
+
+
+def _said(value: Any) -> str:
+    """A JSON value as a message shows it: on one line, short, however deep or long it is."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr(maxlevel=3, maxdict=3, maxlist=3, maxstring=50, maxlong=30)
+
+
+# --- The rules --------------------------------------------------------------------------------------------------------
+
+
+class _Rule(NamedTuple):
+    """What a value must be, in words and as a predicate that takes any JSON value."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+    def require(self, name: str, value: Any) -> None:
+        if not self.holds(value):
+            raise ValueError(f"`{name}` must be {self.words}, got {_said(value)}")
+
+
+def _one_of(*names: str) -> _Rule:
+    return _Rule(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+def _integer(least: int) -> _Rule:
+    # `type(…) is`: True is an int as well.
+    return _Rule(f"an integer from {least} to {LARGEST_SIZE}", lambda value: type(value) is int and
+                 least <= value <= LARGEST_SIZE)  # fmt: skip
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and LEAST_US <= value <= LARGEST_US
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _TEXT_CHARACTERS and value.isprintable()
+
+
+def _are_times(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_text(name) and _is_time(us) for name, us in value.items())
+
+
+_TIME_WORDS = f"µs from {LEAST_US:g} to {LARGEST_US:g}"
+_TEXT = _Rule(f"a text of one line, at most {_TEXT_CHARACTERS} characters", _is_text)
+_SWITCH = _Rule("true or false", lambda value: isinstance(value, bool))
+_RULES = {
+    "op": _one_of(*OPS),
+    **dict.fromkeys(("m", "n", "k", "devices", "batch"), _integer(1)),
+    **dict.fromkeys(("dtype", "out_dtype"), _one_of(*_DTYPES)),
+    "layout": _one_of(*LAYOUTS),
+    "block_scaled": _SWITCH,
+    "kind": _Rule(f"not empty, and {_TEXT.words}", lambda value: _is_text(value) and bool(value)),
+    "jax": _TEXT,
+    "overlap": _TEXT,
+    "config": _Rule("an object with the fields of an overlap.Config", lambda value: isinstance(value, dict)),
+    "us": _Rule(f"a number of {_TIME_WORDS}", _is_time),
+    "others": _Rule(f"an object of numbers of {_TIME_WORDS}", _are_times),
+    "tried": _integer(0),
+    "complete": _SWITCH,
+    "date": _TEXT,
+}
+# What an entry of an older version may lack, and what that means.
+_OPTIONAL: dict[str, Any] = {
+    "block_scaled": False, "jax": "", "overlap": "", "others": {}, "tried": 0, "complete": True, "date": "",
+}  # fmt: skip
+assert _RULES.keys() == {field.name for kind in (Problem, Entry) for field in dataclasses.fields(kind)} - {"problem"}
