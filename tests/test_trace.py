@@ -67,6 +67,12 @@ def numbers(timeline, device, role, work):
     return [s.number for s in timeline.spans if (s.device, s.role, s.work) == (device, role, work)]
 
 
+@pytest.fixture(autouse=True)
+def eight_devices():
+    """The command asks for as many as it needs, unless they are in use already."""
+    assert len(jax.devices()) == 8
+
+
 def by_lane(spans):
     lanes = defaultdict(list)
     for span in spans:
@@ -308,13 +314,14 @@ def test_the_command_writes_a_trace_and_a_picture(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["--op", "zz"], "--op must be one of matmul, all_gather_lhs_matmul"),
-        (["--shape", "0x1x2"], "--shape must be MxNxK with positive sizes, got '0x1x2'"),
+        (["--shape", "0x1x2"], "argument --shape: must be MxNxK"),
+        (["--shape", "1x1x2,3x4x5"], "argument --shape: must be one MxNxK, got '1x1x2,3x4x5'"),
         (["--shape", "256x256x100"], "multiples of 16 bytes"),
-        (["--dtype", "zz"], "--dtype must be one of f16, bf16"),
-        (["--layout", "zz"], "--layout must be one of nn, nt, tn, tt, got 'zz'"),
-        (["--devices", "0"], "--devices must be at least 1, got 0"),
+        (["--dtype", "zz"], "argument --dtype: a dtype must be one of f16, bf16"),
+        (["--layout", "zz"], "argument --layout: invalid choice: 'zz'"),
+        (["--devices", "0"], "argument --devices: must be an integer of at least 1, got '0'"),
         (["--devices", "99"], "--devices must be at most 8 on this machine, got 99"),
-        (["--config", "tile_n"], "--config must be NAME=VALUE"),
+        (["--config", "tile_n"], "argument --config: must be NAME=VALUE"),
         (["--config", "zz=3"], "zz"),
         (["--config", "stages=99"], "bytes of shared memory"),
         (["--op", "matmul_reduce_scatter", "--devices", "3"], "the 3 devices must divide m, got m=256"),
@@ -325,6 +332,10 @@ def test_the_command_writes_a_trace_and_a_picture(tmp_path, capsys):
 )
 def test_wrong_arguments_are_named(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["trace", *arguments]) == 2
+    try:
+        status = main(["trace", *arguments])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
     assert said in capsys.readouterr().err.replace("\n", " ")
     assert not list(tmp_path.iterdir())

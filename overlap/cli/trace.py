@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-import re
 from typing import Any
 
 import jax
@@ -14,10 +13,9 @@ from rich.table import Table
 
 from overlap import _compat, _settings, emulation
 from overlap.choice import dispatch
-from overlap.choice.problem import LAYOUTS, Layout, Problem, default_out_dtype
+from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import trace_files
 from overlap.cli.devices import why_not_gpus
-from overlap.cli.tune_arguments import DTYPES
 from overlap.kernels.config import Config
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
@@ -25,7 +23,7 @@ from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.programs import draw_operands, mesh_of
 from overlap.tuning.timeline import Timeline
 
-_ON_GPUS, _EMULATED = "1024x4096x4096", "256x256x256"
+_ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
 # Emulated, small tiles: several for each CTA show more than one.
 _EMULATED_CONFIG = Config(tile_n=128)
@@ -80,20 +78,9 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
     """The problem, as if of one device."""
     if arguments.op not in OPERATIONS:
         raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
-    text = arguments.shape or (_ON_GPUS if emulated_because is None else _EMULATED)
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
-    if match is None or any(int(size) == 0 for size in match.groups()):
-        raise ValueError(f"--shape must be MxNxK with positive sizes, got {text!r}")
-    dtype = str(DTYPES.get(arguments.dtype, arguments.dtype))
-    if dtype not in DTYPES.values():
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {arguments.dtype!r}")
-    layouts: list[Layout] = [layout for layout in LAYOUTS if layout == arguments.layout]
-    if not layouts:
-        raise ValueError(f"--layout must be one of {', '.join(LAYOUTS)}, got {arguments.layout!r}")
-    if arguments.devices is not None and arguments.devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {arguments.devices}")
-    m, n, k = map(int, match.groups())
-    return Problem(arguments.op, m, n, k, dtype, default_out_dtype(dtype), layout=layouts[0])
+    m, n, k = arguments.shape or (_ON_GPUS if emulated_because is None else _EMULATED)
+    out_dtype = default_out_dtype(arguments.dtype)
+    return Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, layout=arguments.layout)
 
 
 def _divisible(problem: Problem) -> Problem:
@@ -107,15 +94,9 @@ def _divisible(problem: Problem) -> Problem:
     return problem
 
 
-def _config(text: str | None) -> Config | None:
-    if text is None:
+def _config(fields: dict[str, Any] | None) -> Config | None:
+    if fields is None:
         return None
-    fields: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not (name and equals and value):
-            raise ValueError(f"--config must be NAME=VALUE,…, got {part!r} in it")
-        fields[name] = int(value) if re.fullmatch(r"-?\d+", value) else {"True": True, "False": False}.get(value, value)
     try:
         return Config.of(**fields)
     except TypeError as error:

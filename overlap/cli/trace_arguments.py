@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from overlap.cli.tune_arguments import DTYPES
+from overlap.cli.tune_arguments import DTYPES, LAYOUTS, count, dtype, shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,14 +16,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "matmul_reduce_scatter_n, matmul_all_reduce, matmul",
     )  # fmt: skip
     parser.add_argument(
-        "--shape", metavar="MxNxK", help="per shard for a collective (default: 1024x4096x4096; emulated 256x256x256)"
-    )
-    parser.add_argument("--dtype", default="bf16", help=f"of the operands: {', '.join(DTYPES)} (default: bf16)")
-    parser.add_argument("--layout", default="nn", help="how matmul's operands are stored: nn (default), nt, tn or tt")
-    parser.add_argument("--devices", type=int, help="for a collective (default: all visible GPUs, or 4 emulated)")
+        "--shape",
+        metavar="MxNxK",
+        type=shape,
+        help="per shard for a collective (default: 1024x4096x4096; emulated 256x256x256)",
+    )  # fmt: skip
+    names = ", ".join(DTYPES)
+    parser.add_argument("--dtype", default="bfloat16", type=dtype, help=f"of the operands: {names} (default: bf16)")
     parser.add_argument(
-        "--config", metavar="NAME=VALUE,…", help="fields of overlap.Config, such as tile_n=128,stages=4 (default: as "
-        "a call without config= would choose)",
+        "--layout", default="nn", choices=LAYOUTS, help="how matmul's operands are stored (default: nn)"
+    )
+    parser.add_argument("--devices", type=count, help="for a collective (default: all visible GPUs, or 4 emulated)")
+    parser.add_argument(
+        "--config", metavar="NAME=VALUE,…", type=fields,
+        help="fields of overlap.Config, such as tile_n=128,stages=4 (default: as a call without config= would choose)",
     )  # fmt: skip
     parser.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
     parser.add_argument(
@@ -33,3 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=pathlib.Path, help="the picture, a PNG (default: beside the trace, overlap-trace.png)"
     )
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """m, n and k of one problem."""
+    found = shapes(text)
+    if len(found) != 1 or found[0][3] is not None:
+        raise argparse.ArgumentTypeError(f"must be one MxNxK, got {text!r}: name the dtype with --dtype")
+    return found[0][:3]
+
+
+def fields(text: str) -> dict[str, int | str | bool]:
+    """Names and values of fields of `overlap.Config`."""
+    found: dict[str, int | str | bool] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not (name and equals and value):
+            raise argparse.ArgumentTypeError(f"must be NAME=VALUE, several with commas, got {part!r}: e.g. tile_n=128")
+        is_number = value.removeprefix("-").isdecimal()
+        found[name] = int(value) if is_number else {"True": True, "False": False}.get(value, value)
+    return found
