@@ -51,6 +51,11 @@ def _words_at(address: int, nbytes: int) -> list[Semaphore]:
 _CACHING = ("ca", "cg", "cv", "wb", "wt", "cs", "lu", "L1::no_allocate")
 
 
+def _is_plain_shared(i: ptx.Instruction) -> bool:
+    """Whether it is a load or store of shared memory; `.shared` with anything else is not emulated."""
+    return i.name in ("ld", "st") and i.modifiers[:-1] in (("shared",), ("shared::cta",))
+
+
 def _access(i: ptx.Instruction) -> tuple[str, str, str, str]:
     """(order, scope, operation, type) of a memory instruction."""
     *words, kind = i.modifiers
@@ -108,6 +113,8 @@ def _require_order(thread: Any, word: Semaphore, what: str, *, reads: bool) -> N
 
 
 def load(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+    if _is_plain_shared(i):
+        return _load_shared(frame, i)
     order, scope, _, kind = _access(i)
     target, address = i.operands
     if not isinstance(address, ptx.Address):
@@ -164,27 +171,53 @@ def _store_words(
     thread.tick()
 
 
-def _store_bytes(thread: Any, buffer: Buffer, offset: int, value: bytes) -> None:
-    """A plain store to an array that is none of semaphores."""
-    if offset % len(value):
+def _bytes_at(thread: Any, address: int, nbytes: int, space: str) -> View:
+    """Bytes of an array that is none of semaphores, of this thread's own device (and CTA, if it is shared memory)."""
+    buffer, offset = _arrays.get(address >> 32), (address & 0xFFFFFFFF) - _MIDDLE
+    if not isinstance(buffer, Buffer) or buffer.space != space or buffer.device != thread.device:
+        what = "nothing" if buffer is None else f"{buffer.name} of device {buffer.device}"
+        raise Unreadable(f"a plain access of inline PTX to {what} as {space} is not emulated")
+    if buffer.cta not in (None, thread.cta):
+        raise ProtocolError(f"{buffer.name} is the shared memory of {buffer.cta}")
+    if offset % nbytes:
+        raise ProtocolError(f"byte {offset} of {buffer.name} is no address for {nbytes} bytes: it must be a multiple")
+    if not 0 <= offset <= buffer.data.nbytes - nbytes:
         raise ProtocolError(
-            f"byte {offset} of {buffer.name} is no address for {len(value)} bytes: it must be a multiple"
+            f"bytes {offset} to {offset + nbytes} are out of bounds for {buffer.name} of device {buffer.device}, which "
+            f"has {buffer.data.nbytes}"
         )
-    if not 0 <= offset <= buffer.data.nbytes - len(value):
-        raise ProtocolError(
-            f"bytes {offset} to {offset + len(value)} are out of bounds for {buffer.name} of device {buffer.device}, "
-            f"which has {buffer.data.nbytes}"
-        )
-    if buffer.space != "gmem" or buffer.device != thread.device:
-        raise Unreadable(f"an inline store to {buffer.name} of device {buffer.device} ({buffer.space}) is not emulated")
-    stored = np.ndarray((len(value),), np.uint8, buffer.bytes, offset)
-    view = View(buffer, stored, (1,), f"[bytes {offset} to {offset + len(value)}]")
+    array = np.ndarray((nbytes,), np.uint8, buffer.bytes, offset)
+    return View(buffer, array, (1,), f"[bytes {offset} to {offset + nbytes}]")
+
+
+def _store_bytes(thread: Any, address: int, value: bytes, space: str) -> None:
+    view = _bytes_at(thread, address, len(value), space)
     thread.access(view, "store", write=True)
-    stored[:] = np.frombuffer(value, np.uint8)
+    view.array[:] = np.frombuffer(value, np.uint8)
+
+
+def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+    target, address = i.operands
+    if not isinstance(address, ptx.Address):
+        raise Unreadable(f"{i.text!r}: the address is missing")
+    put, base, offset, nbytes = (
+        frame.set(target),
+        frame.get(address.base),
+        address.offset,
+        width_of(i.modifiers[-1]) // 8,
+    )
+
+    def run(thread: Any) -> None:
+        view = _bytes_at(thread, base(thread) + offset, nbytes, "smem")
+        thread.access(view, "load", write=False)
+        put(thread, int.from_bytes(view.array.tobytes(), "little"))
+
+    return run
 
 
 def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
-    order, scope, _, kind = _access(i)
+    is_shared = _is_plain_shared(i)
+    order, scope, _, kind = ("weak", "", "", i.modifiers[-1]) if is_shared else _access(i)
     if order == "acquire":
         raise Unreadable(f"{i.text!r}: a store cannot acquire")
     address, value = i.operands
@@ -194,8 +227,8 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
     def run(thread: Any) -> None:
         where = base(thread) + offset
-        if order == "weak" and isinstance(array := _arrays.get(where >> 32), Buffer):
-            _store_bytes(thread, array, (where & 0xFFFFFFFF) - _MIDDLE, get(thread).to_bytes(nbytes, "little"))
+        if is_shared or (order == "weak" and isinstance(_arrays.get(where >> 32), Buffer)):
+            _store_bytes(thread, where, get(thread).to_bytes(nbytes, "little"), "smem" if is_shared else "gmem")
             return
         words = _words_at(where, nbytes)
         for word in words:

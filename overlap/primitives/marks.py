@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import _compat_mosaic
 from overlap.primitives import atomics
 
 ROWS = 6
@@ -159,15 +158,14 @@ def role(name: str, index: Any = 0, count: int = 1) -> Iterator[None]:
     if tape is None:
         yield
         return
-    _compat_mosaic.let_warps_load_scalars()
     first = _ROW_OF[name]
     tape.roles |= {first + i: name if count == 1 else f"{name} {i}" for i in range(count)}
     tape.row, tape.threads = first + index, 128 if name in _WARPGROUPS else 32
-    tape.counts[tape.row] = jnp.int32(0)
+    atomics.inline(_begin(tape.threads), [tape.counts.at[tape.row]])
     yield
     now(Work.IDLE)
     header = tape.entries.at[tape.cta, tape.row, 0]
-    atomics.inline(_write_header, [header], tape.counts[tape.row], tape.threads)
+    atomics.inline(_end(tape.threads), [header, tape.counts.at[tape.row]])
 
 
 def playing(name: str, part: Callable[[], None], index: Any = 0, count: int = 1) -> Callable[[], None]:
@@ -191,31 +189,41 @@ def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
     tape = _tape.get()
     if tape is None:
         return
-    count = tape.counts[tape.row]
-    tape.counts[tape.row] = count + 1
-    place = jnp.minimum(count, tape.capacity) + 1
     what = int(work) + (shard << _WORK_BITS) + (number << _WORK_BITS + _SHARD_BITS)
-    atomics.inline(_write_entry, [tape.entries.at[tape.cta, tape.row, place]], what, tape.threads)
+    entries = tape.entries.at[tape.cta, tape.row, 0]
+    atomics.inline(_mark(tape.threads, tape.capacity), [entries, tape.counts.at[tape.row]], what)
 
 
-# One thread of a warp or a warpgroup; $2 is how many threads it has.
-_ONE_THREAD = (
-    ".reg .pred one;", ".reg .b32 thread, last;",
-    "mov.u32 thread, %tid.x;", "sub.u32 last, $2, 1;", "and.b32 thread, thread, last;", "setp.eq.u32 one, thread, 0;",
-)  # fmt: skip
+# One thread of a warp or a warpgroup does all of it. The others must not even count: of a warpgroup's warps each would
+# see what another one has counted already.
 
 
-def _write_entry(_: Any, pointer: Any, what: Any, threads: Any) -> None:
-    lines = [
-        *_ONE_THREAD, ".reg .b32 clock;", ".reg .b64 time;",
+def _by_one(threads: int, *lines: str) -> Callable[..., None]:
+    registers = (".reg .pred one;", ".reg .b32 thread, count, place, clock;", ".reg .b64 to, time;")
+    choose = ("mov.u32 thread, %tid.x;", f"and.b32 thread, thread, {threads - 1};", "setp.eq.u32 one, thread, 0;")
+    text = [*registers, *choose, *(f"@one {line}" for line in lines)]
+    return lambda _, *operands: atomics.ptx(text, *operands)
+
+
+def _begin(threads: int) -> Callable[..., None]:
+    return _by_one(threads, "st.shared.b32 [$0], 0;")
+
+
+def _mark(threads: int, capacity: int) -> Callable[..., None]:
+    return _by_one(
+        threads,
         "mov.u32 clock, %clock;", "mov.u64 time, %globaltimer;",
-        "@one st.global.b32 [$0], $1;", "@one st.global.b32 [$0+4], clock;", "@one st.global.b64 [$0+8], time;",
-    ]  # fmt: skip
-    atomics.ptx(lines, pointer, what, threads)
+        "ld.shared.b32 count, [$1];",
+        # Behind the header; the last place takes all that there is no room for.
+        f"min.u32 place, count, {capacity};", f"mad.wide.u32 to, place, {4 * WORDS}, $0;",
+        f"st.global.b32 [to+{4 * WORDS}], $2;", f"st.global.b32 [to+{4 * WORDS + 4}], clock;",
+        f"st.global.b64 [to+{4 * WORDS + 8}], time;",
+        "add.u32 count, count, 1;", "st.shared.b32 [$1], count;",
+    )  # fmt: skip
 
 
-def _write_header(_: Any, pointer: Any, count: Any, threads: Any) -> None:
-    atomics.ptx([*_ONE_THREAD, "@one st.global.b32 [$0], $1;"], pointer, count, threads)
+def _end(threads: int) -> Callable[..., None]:
+    return _by_one(threads, "ld.shared.b32 count, [$1];", "st.global.b32 [$0], count;")
 
 
 def unpack(what: int) -> tuple[Work, int, int]:

@@ -273,7 +273,7 @@ def test_time_stands_still_unless_there_is_a_clock(monkeypatch):
 
 UNREADABLE = {
     "bar.sync 0;": r"inline_cases.py:\d+.*the function .* cannot be emulated: 'bar.sync 0' is not emulated",
-    "st.shared.b32 [$0], 0;": ".shared in 'st.shared.b32",
+    "st.relaxed.cta.shared.b32 [$0], 0;": ".shared in 'st.relaxed.cta.shared.b32",
     "st.relaxed.global.b32 [$0], 0;": "names no scope",
     "st.relaxed.cluster.global.b32 [$0], 0;": ".cluster in",
     "{ .reg .f32 f; add.f32 f, f, f; }": "the type .f32 is not emulated",
@@ -298,6 +298,7 @@ WRONG = {
     "{ .reg .b32 r; st.relaxed.gpu.global.b32 [$0], r; }": "the register r is read before anything has been written",
     "st.relaxed.gpu.global.b64 [$0+4], 0;": "byte 4 of semaphore is no address for 8 bytes",
     "ld.relaxed.gpu.global.b32 _, [$0+-4];": "out of bounds",
+    "st.shared.b32 [$0], 0;": "a plain access of inline PTX to semaphore of device 0 as smem is not emulated",
     "trap;": "the kernel trapped",
     "{ .reg .b32 r; atom.relaxed.gpu.global.add.u32 r, [$0], 1; }": "runs in 128 threads at once",
 }
@@ -322,6 +323,24 @@ def test_plain_stores_to_ordinary_buffers():
     ):
         with pytest.raises(ProtocolError, match=said):
             on_words(lambda words, out, text=text: inline(text, out), results=4)
+
+
+def test_plain_accesses_to_shared_memory():
+    text = """{ .reg .b32 n; ld.shared.b32 n, [$1+4]; add.u32 n, n, 1; st.shared.b32 [$1+4], n;
+        st.global.b32 [$0], n; }"""
+
+    def counted(words, out, unwritten=False):
+        def run(smem):
+            if not unwritten:
+                inline("st.shared.b32 [$0+4], 5;", smem)
+            inline(text, out, smem)
+            out[1] = smem[1]
+
+        pl.run_scoped(run, plgpu.SMEM((4,), jnp.int32))
+
+    assert on_words(counted, results=2) == [6, 6]
+    with pytest.raises(EmulationError, match="memory that nobody has written"):
+        on_words(lambda words, out: counted(words, out, unwritten=True), results=2)
 
 
 def test_plain_stores_of_two_ctas_to_one_place_are_a_race():
