@@ -6,6 +6,7 @@ Python and with a broken jax. So this file, and all that `doctor` imports, has n
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def why_not_jax(version: str) -> str | None:
     return None
 
 
+@functools.cache  # A jax that could not be imported may end the process when it is imported again.
 def why_not() -> str | None:
     """Why the library cannot be used in this process, in one line, or None. Imports jax.
 
@@ -45,6 +47,10 @@ def why_not() -> str | None:
     """
     if reason := why_not_python():
         return reason
+    try:
+        import numpy  # noqa: F401  Without it, jaxlib prints a traceback of its own.
+    except Exception as error:
+        return f"numpy cannot be imported ({in_one_line(error)})"
     try:
         import jax
         import jaxlib  # noqa: F401  A jax without it says so only at its first use.

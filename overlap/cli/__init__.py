@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument(
         "--devices", type=whole_number(at_least=1),
-        help="number of devices (default: all visible GPUs, or 4 emulated, which are 16 at most)",
+        help="number of devices (default: all visible GPUs, or 4 emulated; at most 8 emulated)",
     )  # fmt: skip
     demo.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
     demo.set_defaults(run=_demo)
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "random sequences, with devices that are late and other collectives beside them, and compares every result "
         "bit for bit. Under launch/mpirun.sh as one process per GPU. Without GPUs emulated, to try it out.",
     )
-    minutes, any_number = finite_number("a number of minutes", above=0), whole_number(at_least=0)
+    minutes, any_number = finite_number("minutes", above=0), whole_number(0, 10**6)
     above_0 = whole_number(at_least=1)
     soak.add_argument("--minutes", type=minutes, default=5.0, help="how long (default: 5)")
     soak.add_argument("--seed", type=whole_number(0, 2**31 - 1), default=0, help="what runs in which order follows "

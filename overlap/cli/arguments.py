@@ -15,6 +15,10 @@ import tempfile
 from collections.abc import Callable
 
 
+class WrongArguments(SystemExit):
+    """Ends the command with one line and exit status 2 (`overlap.cli.ending`): arguments that do not go together."""
+
+
 def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
     """Reads a whole number in a range."""
     limits = f"a whole number, at least {at_least}" + ("" if at_most is None else f" and at most {at_most}")
@@ -32,9 +36,9 @@ def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], i
     return read
 
 
-def finite_number(what: str, *, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
-    """Reads a finite number; `what` says of what, such as "a number of seconds"."""
-    limits = what + (f", at least {at_least:g}" if above is None and at_least is not None else "")
+def finite_number(of: str, *, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
+    """Reads a finite number `of` seconds, say."""
+    limits = f"a finite number of {of}" + (f", at least {at_least:g}" if above is None and at_least is not None else "")
     limits += "" if above is None else f" above {above:g}"
 
     def read(text: str) -> float:
@@ -63,36 +67,24 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 def new_file(text: str) -> pathlib.Path:
     """Reads a path where a file can be written, or an old one be replaced; tries it, and leaves nothing there."""
-    path = pathlib.Path(text)
-    try:
-        if path.is_dir():
-            raise argparse.ArgumentTypeError(f"must name a file, got the folder {_shown(text)}")
-        if path.exists():
-            mode = path.stat().st_mode
-            if not stat.S_ISREG(mode):
-                raise argparse.ArgumentTypeError(f"must name a file, got {_shown(text)}, which is a device or a pipe")
-            # Root may write anything; a file that is marked read-only is meant to stay all the same.
-            if not mode & 0o222 or not os.access(path, os.W_OK):
-                raise argparse.ArgumentTypeError(f"{text} is read-only: name another file, or chmod u+w it")
-        # What is written replaces the file that a link leads to.
-        _try_to_write(path.resolve().parent, text)
-    except (OSError, RuntimeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot write {_shown(text)}: {_reason(error)}") from None
+    path = _no_other_file(text)
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}: make it first")
+    _try_to_write(path.resolve().parent, text)
+    return path
+
+
+def new_file_with_folders(text: str) -> pathlib.Path:
+    """The same where the command makes the file's folder too; makes nothing."""
+    path = _no_other_file(text)
+    _try_to_write(path.resolve().parent, text)
     return path
 
 
 def new_folder(text: str) -> pathlib.Path:
     """Reads the path of a folder in which files can be written, or which can be made; makes nothing."""
     path = pathlib.Path(text)
-    try:
-        above = path.resolve()
-        while not above.exists() and above != above.parent:
-            above = above.parent
-        if not above.is_dir():
-            raise argparse.ArgumentTypeError(f"must name a folder, got {_shown(text)}: {above} is a file")
-        _try_to_write(above, text)
-    except (OSError, RuntimeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {_reason(error)}") from None
+    _try_to_write(path.resolve(), text)
     return path
 
 
@@ -127,12 +119,37 @@ def plain_name(text: str) -> str:
     return text
 
 
+def _no_other_file(text: str) -> pathlib.Path:
+    """The path, if what is there is a file that may be replaced, or nothing is."""
+    path = pathlib.Path(text)
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"must name a file, got the folder {_shown(text)}")
+        if not path.exists():
+            return path
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {_shown(text)}: {_reason(error)}") from None
+    if not stat.S_ISREG(mode):
+        raise argparse.ArgumentTypeError(f"must name a file, got {_shown(text)}, which is a device or a pipe")
+    # Root may write anything; a file that is marked read-only is meant to stay all the same.
+    if not mode & 0o222 or not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is read-only: name another file, or chmod u+w it")
+    return path
+
+
 def _try_to_write(folder: pathlib.Path, text: str) -> None:
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {pathlib.Path(text).parent}: make it first")
-    # Permissions, a read-only file system and /proc all say no in ways of their own: so a file is made, and removed.
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".overlap-", suffix=".tmp"):
-        pass
+    """Raises if no file can be written in a folder, or, as long as it is not there, in the one above it."""
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir():
+            raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {folder} is no folder")
+        # Permissions, a read-only file system and /proc all say no in ways of their own: a file is made, and removed.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".overlap-", suffix=".tmp"):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from overlap.cli.arguments import WrongArguments
+
 # What stands for a character where the output has none: of ASCII, and one that no JSON text takes amiss.
 _PLAIN = {
     "×": "x", "→": "->", "…": "...", "–": "-", "—": "-", "µ": "u", "“": "'", "”": "'", "≥": ">=", "≤": "<=",
@@ -31,6 +33,9 @@ def run(main: Callable[[], int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         return status
+    except WrongArguments as reason:
+        _say(str(reason))
+        return 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
