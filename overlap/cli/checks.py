@@ -172,4 +172,5 @@ def emulator(facts: Sequence[Fact], machine: Machine) -> Fact:
         return Fact("emulator", OK, f"{answer}; a CPU stands for a {stands_for.capitalize()} GPU")
     if status_of(facts, "jax") == PROBLEM:
         return Fact("emulator", PROBLEM, answer, "see jax")
-    return Fact("emulator", PROBLEM, answer, "run `make test`; if it fails too, this is a bug to report")
+    without = f"try it without XLA_FLAGS={os.environ['XLA_FLAGS']}; " if os.environ.get("XLA_FLAGS") else ""
+    return Fact("emulator", PROBLEM, answer, f"{without}run `make test`; if it fails too, this is a bug to report")
