@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments
+
 TABLES = (
     "all_gather_matmul",
     "all_gather_rhs_matmul",
@@ -20,9 +23,9 @@ def main(argv: list[str]) -> int:
     """Hands the options to the table's module."""
     table, options = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (TABLES[0], argv)
     if table not in TABLES:
-        raise SystemExit(f"`python -m benchmarks` takes one of {', '.join(TABLES)} first, got {table!r}")
+        raise WrongArguments(f"`python -m benchmarks` takes one of {', '.join(TABLES)} first, got {table!r}")
     return importlib.import_module(f"benchmarks.{table}").main(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ending.run(lambda: main(sys.argv[1:])))

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import command
+from overlap.cli import ending
 
 # The shapes of the project's targets: a square layer, and the two halves of wider ones.
 SHAPES = "1024x4096x4096:f16,1024x3584x8192:bf16,1024x6144x12288:bf16"
@@ -47,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import command
+from overlap.cli import ending
 
 # Tokens of one device by two layers of a model; few and many rows for the same weights.
 SHAPES = "8192x4096x4096:bf16,8192x14336x4096:bf16,2048x4096x4096:bf16"
@@ -40,4 +41,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

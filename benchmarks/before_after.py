@@ -30,8 +30,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import overlap
-from benchmarks import current, environment, provenance
+from benchmarks import command, current, environment, provenance
 from overlap.choice.problem import Problem, default_out_dtype
+from overlap.choice.tables import replace
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, new_folder, old_folder, whole_number
 from overlap.tuning.programs import call_program, draw_operands, loop_program, mesh_of
 from overlap.tuning.timing import Loop
 
@@ -154,14 +157,22 @@ def name_of(case: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--before", type=pathlib.Path, required=True, help="the root of the other tree")
+    parser.add_argument("--before", type=old_folder, required=True, help="the root of the other tree")
     parser.add_argument("--before-commit", required=True, help="its commit")
     parser.add_argument("--commit", help="this tree's commit, where there is no .git")
-    parser.add_argument("--devices", type=int, help="default: all GPUs")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--devices", type=whole_number(1), help="default: all GPUs")
+    parser.add_argument("--rounds", type=whole_number(1), default=15)
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--out", type=pathlib.Path, help="a folder for before_after-DEVICE-COUNT-LAYOUT.md")
+    parser.add_argument("--out", type=new_folder, help="a folder for before_after-DEVICE-COUNT-LAYOUT.md")
     arguments = parser.parse_args(argv)
+    if not (arguments.before / "overlap/__init__.py").is_file():
+        raise WrongArguments(
+            f"before_after: `--before` must be the root of a tree with overlap/, got {arguments.before}"
+        )
+    cases = [case for case in CASES if arguments.only in name_of(case)]
+    if not cases:
+        raise WrongArguments(f"before_after: no case has {arguments.only!r} (`--only`) in its name")
+    command.need_gpus("it needs GPUs")
     try:
         code = provenance.facts(arguments.commit)
     except provenance.Refused as refused:
@@ -170,15 +181,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     overlap.initialize()
     processes, leads = jax.process_count(), jax.process_index() == 0
     devices = arguments.devices or jax.device_count()
+    if devices > jax.device_count():
+        raise WrongArguments(f"before_after: `--devices` must be at most {jax.device_count()} here, got {devices}")
     mesh = mesh_of(jax.devices()[:devices])
     before = load(arguments.before)
     how = "one process" if processes == 1 else f"{processes} processes"
     facts = environment.describe(how, devices, code) | {"before": arguments.before_commit}
     lines = [f"# Before and after, {devices} GPUs", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += ["| case | before, µs | after, µs | after / before | quartiles | same bits |", "|---|---|---|---|---|---|"]
-    for case in CASES:
-        if arguments.only not in name_of(case):
-            continue
+    for case in cases:
         row = measure(before, case, mesh, arguments.rounds)
         lines.append(
             f"| {name_of(case)} | {row['before']:.1f} | {row['after']:.1f} | {row['ratio']:.3f} | {row['low']:.3f} – "
@@ -189,9 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out and leads:
         arguments.out.mkdir(parents=True, exist_ok=True)
         name = current.name_of("before_after", mesh.devices.flat[0].device_kind, devices, processes)
-        (arguments.out / f"{name}.md").write_text("\n".join(lines) + "\n")
+        replace(arguments.out / f"{name}.md", "\n".join(lines) + "\n")
+        print(f"wrote {arguments.out / name}.md", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -11,7 +11,6 @@ in which every turn depends on the one before; medians over rounds in random ord
 from __future__ import annotations
 
 import argparse
-import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from benchmarks import current, environment, provenance
+from benchmarks import command, current, environment, provenance
+from overlap.choice.tables import replace
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, new_folder, whole_number
 from overlap.tuning.operations import AXIS
 from overlap.tuning.programs import mesh_of
 from overlap.tuning.timing import elapsed_s, marginal_s
@@ -34,6 +36,7 @@ ROWS, COLUMNS = P(AXIS, None), P(None, AXIS)
 SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)  # Of the tokens, and of the weights of gate, up and down.
 Method = Literal["fused", "plain"] | None
 METHODS: dict[str, Method] = {"fused": "fused", "chosen": None, "XLA": "plain"}
+_DRY_TURNS = 1
 _US_PER_LOOP, _FLOPS_PER_US = 40e3, 650e6
 
 
@@ -91,10 +94,12 @@ def operands(mesh: Mesh, tokens: int, hidden: int, inner: int) -> list[jax.Array
     return [jax.jit(draw, static_argnums=0, out_shardings=NamedSharding(mesh, s))(i) for i, s in enumerate(SPECS)]
 
 
-def measure(mesh: Mesh, tokens: int, hidden: int, inner: int, pass_of: Any, rounds: int) -> dict[str, float]:
+def measure(
+    mesh: Mesh, tokens: int, hidden: int, inner: int, pass_of: Any, rounds: int, turns: int | None = None
+) -> dict[str, float]:
     """Microseconds of one turn by each method; AssertionError if one of them computes something else."""
     flops = 6.0 * tokens * hidden * inner / mesh.size * (1 if pass_of is forward else 3)
-    turns = max(2, min(40, int(_US_PER_LOOP / (flops / _FLOPS_PER_US))))
+    turns = turns or max(2, min(40, int(_US_PER_LOOP / (flops / _FLOPS_PER_US))))
     given = operands(mesh, tokens, hidden, inner)
     once = {name: program(pass_of(how), mesh, 1)(*given)[0] for name, how in METHODS.items()}
     for name, result in once.items():
@@ -114,32 +119,51 @@ def measure(mesh: Mesh, tokens: int, hidden: int, inner: int, pass_of: Any, roun
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def _tokens(text: str) -> list[int]:
+    return [whole_number(1)(each) for each in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", default="8192,2048", help="of all devices, separated by commas")
-    parser.add_argument("--hidden", type=int, default=8192)
-    parser.add_argument("--inner", type=int, default=28672)
-    parser.add_argument("--devices", type=int, help="default: all")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=_tokens, default="8192,2048", help="of all devices, separated by commas")
+    parser.add_argument("--hidden", type=whole_number(1), default=8192)
+    parser.add_argument("--inner", type=whole_number(1), default=28672)
+    parser.add_argument("--devices", type=whole_number(1), help="default: all")
+    parser.add_argument("--rounds", type=whole_number(1), default=7)
     parser.add_argument("--commit", help="this tree's commit, where there is no .git")
-    parser.add_argument("--out", type=pathlib.Path, help="a folder for block-DEVICE-COUNT-LAYOUT.md")
+    parser.add_argument("--out", type=new_folder, help="a folder for block-DEVICE-COUNT-LAYOUT.md")
+    parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and a tiny block, to test the harness")
     arguments = parser.parse_args(argv)
-    try:
-        code = provenance.facts(arguments.commit)
-    except provenance.Refused as refused:
-        print(f"block: {refused}", file=sys.stderr)
-        return 2
+    if arguments.dry_run:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 2)
+        arguments.tokens, arguments.hidden, arguments.inner, arguments.rounds = [64], 64, 64, 1
+        code = {"commit": "none: a dry run measures nothing"}
+    else:
+        command.need_gpus()
+        try:
+            code = provenance.facts(arguments.commit)
+        except provenance.Refused as refused:
+            print(f"block: {refused}", file=sys.stderr)
+            return 2
     overlap.initialize()
     processes, devices = jax.process_count(), arguments.devices or jax.device_count()
+    if devices > jax.device_count():
+        raise WrongArguments(f"block: `--devices` must be at most {jax.device_count()} here, got {devices}")
+    for name in ("hidden", "inner", "tokens"):
+        given = getattr(arguments, name)
+        if any(size % devices for size in (given if name == "tokens" else [given])):
+            raise WrongArguments(f"block: `--{name}` must be a multiple of the {devices} devices, got {given}")
     mesh, leads = mesh_of(jax.devices()[:devices]), jax.process_index() == 0
     facts = environment.describe("one process" if processes == 1 else f"{processes} processes", devices, code)
     size = f"{arguments.hidden} by {arguments.inner}"
     lines = [f"# An MLP of {size}, {devices} GPUs", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     columns = ("tokens", "pass", "fused, µs", "chosen, µs", "XLA, µs", "XLA / fused", "XLA / chosen")
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for tokens in map(int, arguments.tokens.split(",")):
+    for tokens in arguments.tokens:
         for name, pass_of in (("forward", forward), ("forward and backward", with_backward)):
-            us = measure(mesh, tokens, arguments.hidden, arguments.inner, pass_of, arguments.rounds)
+            sizes = tokens, arguments.hidden, arguments.inner
+            us = measure(mesh, *sizes, pass_of, arguments.rounds, _DRY_TURNS if arguments.dry_run else None)
             ratios = [us["XLA"] / us[method] for method in ("fused", "chosen")]
             lines.append(
                 f"| {tokens} | {name} | {us['fused']:.0f} | {us['chosen']:.0f} | {us['XLA']:.0f} | {ratios[0]:.3f} | "
@@ -150,9 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out and leads:
         arguments.out.mkdir(parents=True, exist_ok=True)
         file = current.name_of("block", mesh.devices.flat[0].device_kind, devices, processes)
-        (arguments.out / f"{file}.md").write_text("\n".join(lines) + "\n")
+        replace(arguments.out / f"{file}.md", "\n".join(lines) + "\n")
+        print(f"wrote {arguments.out / file}.md", flush=True)
+    if leads and not arguments.out:
+        print("nothing was written, for want of `--out`")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -32,7 +32,11 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from benchmarks import command
+from overlap import _cuda
 from overlap.choice.problem import Problem
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, finite_number, new_file, old_file, whole_number
 from overlap.kernels.config import Config
 
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
@@ -294,14 +298,29 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.configurations", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--tasks", type=pathlib.Path, required=True, help="one task a line, as JSON")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the CSV")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
-    parser.add_argument("--gpus", type=int, default=1, help="on how many GPUs")
-    parser.add_argument("--samples", type=int, default=6, help="times of each program, of which the median counts")
-    parser.add_argument("--budget-s", type=float, default=480.0, help="seconds after which no more results are taken")
+    parser.add_argument("--tasks", type=old_file, required=True, help="one task a line, as JSON")
+    parser.add_argument("--out", type=new_file, required=True, help="the CSV")
+    parser.add_argument("--workers", type=whole_number(1), default=14, help="processes that compile")
+    parser.add_argument("--gpus", type=whole_number(1), default=1, help="on how many GPUs")
+    parser.add_argument(
+        "--samples", type=whole_number(1), default=6, help="times of each program, of which the median counts"
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=finite_number("seconds", at_least=0),
+        default=480.0,
+        help="seconds after which no more results are taken",
+    )
     given = parser.parse_args(None if arguments is None else list(arguments))
-    tasks = [Task.from_json(line) for line in given.tasks.read_text(encoding="utf-8").splitlines() if line]
+    try:
+        tasks = [Task.from_json(line) for line in given.tasks.read_text(encoding="utf-8").splitlines() if line]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WrongArguments(f"configurations: `--tasks` {given.tasks} is no task file: {error!r}") from None
+    if not tasks:
+        raise WrongArguments(f"configurations: `--tasks` {given.tasks} is empty")
+    command.need_gpus("it needs GPUs")
+    if given.gpus > (there := len(_cuda.visible_gpus())):
+        raise WrongArguments(f"configurations: `--gpus` must be at most {there} here, got {given.gpus}")
     written = measure(
         tasks, given.out, workers=given.workers, samples=given.samples, gpus=given.gpus, budget_s=given.budget_s
     )
@@ -310,4 +329,4 @@ def main(arguments: Iterable[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -23,6 +23,8 @@ from benchmarks import fit_model
 from benchmarks.problems import TableProblem
 from overlap.choice import tables
 from overlap.choice.problem import Layout
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_file
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 _KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
@@ -80,10 +82,13 @@ def merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", nargs="+", type=pathlib.Path, help="CSV files of benchmarks")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the table to write")
+    parser.add_argument("results", nargs="+", type=old_file, help="CSV files of benchmarks")
+    parser.add_argument("--out", type=new_file_with_folders, required=True, help="the table to write")
     arguments = parser.parse_args(argv)
-    rows = merged(row for path in arguments.results for row in rows_of(path))
+    try:
+        rows = merged(row for path in arguments.results for row in rows_of(path))
+    except ValueError as error:
+        raise WrongArguments(f"crossover: {error}") from None
     if not rows:
         print("no problem has the times of both `fused` and `xla`: nothing is written", file=sys.stderr)
         return 1
@@ -94,4 +99,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

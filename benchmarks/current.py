@@ -14,6 +14,8 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from overlap.choice.tables import replace
+
 Row = dict[str, str]
 NOT_RECORDED = "command not recorded"
 _DEVICES = re.compile(r"(\d+) of \d+ x (.+) \((?:one process|(\d+) processes)\)")
@@ -174,9 +176,8 @@ def text_of(rows: Sequence[Row]) -> str:
 
 
 def _replace(path: pathlib.Path, text: str) -> pathlib.Path:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(path)
+    replace(path, text)
+    return path
 
 
 # --- For people -------------------------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ from benchmarks.model_tasks import TARGET
 from overlap.choice import crossover, model, rates
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates
+from overlap.choice.tables import replace
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, old_file
 from overlap.kernels.config import Config
 
 FOLDER = pathlib.Path(__file__).parent / "model"
@@ -171,19 +174,25 @@ def main(arguments: Iterable[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_model", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--judge", action="store_true", help="fit nothing")
-    parser.add_argument("--times", type=pathlib.Path, help="other measurements than those of benchmarks/model")
+    parser.add_argument("--times", type=old_file, help="other measurements than those of benchmarks/model")
     given = parser.parse_args(None if arguments is None else list(arguments))
-    times = load(given.times or (HELD_OUT if given.judge else FITTED_TO))
+    path = given.times or (HELD_OUT if given.judge else FITTED_TO)
+    try:
+        times = load(path)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WrongArguments(f"fit_model: {path} holds no times of benchmarks.configurations: {error!r}") from None
+    if not times:
+        raise WrongArguments(f"fit_model: {path} holds no times")
     print(judgement(times), flush=True)
     if given.judge:
         return 0
     found = fit(times, rates.HOPPER)
     print(judgement(times, found))
     text = json.dumps({"fitted to": f"{len(times)} problems on an NVIDIA H200", "rates": _rounded(found)}, indent=1)
-    rates.FILE.write_text(text + "\n", encoding="utf-8")
+    replace(rates.FILE, text + "\n")
     print(f"written to {rates.FILE}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

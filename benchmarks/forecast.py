@@ -10,12 +10,13 @@ so that the tables for the B200 can be read with that error in mind. No figure i
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 from collections.abc import Sequence
 
 from benchmarks.forecast_tables import RESULTS, Section, csv_text, sections
 from overlap.choice import tables
+from overlap.cli import ending
+from overlap.cli.arguments import new_file_with_folders
 
 
 def _show(section: Section) -> None:
@@ -42,11 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "First it compares the same forecast with what H200s measured. It needs no GPU; nothing has run on a B200.",
     )
     parser.add_argument(
-        "--csv", type=pathlib.Path, metavar="FILE", help="also write all numbers there, once all tables are printed"
+        "--csv",
+        type=new_file_with_folders,
+        metavar="FILE",
+        help="also write all numbers there, once all tables are printed",
     )
     arguments = parser.parse_args(argv)
-    if arguments.csv is not None and arguments.csv.is_dir():
-        parser.error(f"`--csv` must name a file, got the folder {arguments.csv}")
     try:
         shown = sections()
     except (OSError, KeyError, ValueError) as error:
@@ -61,4 +63,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

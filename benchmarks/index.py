@@ -12,6 +12,7 @@ hash where it is not simply that:
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import pathlib
@@ -20,6 +21,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks import current, provenance, readme
+from overlap.choice.tables import replace
+from overlap.cli import ending
 
 RESULTS = provenance.REPOSITORY / "benchmarks" / "results"
 EXPERIMENTS = provenance.REPOSITORY / "benchmarks" / "experiments"
@@ -183,8 +186,9 @@ def generated() -> dict[pathlib.Path, str]:
 
 def main() -> int:
     """Writes all of it; 1 if a run contradicts the history."""
+    argparse.ArgumentParser(prog="python -m benchmarks.index", description=(__doc__ or "").splitlines()[0]).parse_args()
     for path, content in generated().items():
-        path.write_text(content, encoding="utf-8")
+        replace(path, content)
     wrong = [(run.path.name, said) for run in runs() if (said := state(run.facts)).startswith("WRONG")]
     for name, said in wrong:
         print(f"{name}: {said}", file=sys.stderr)
@@ -192,4 +196,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import pathlib
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -22,6 +21,8 @@ from benchmarks.model_tasks import TARGET, shape_of
 from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.choice.tables import Entry
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_file, whole_number
 
 TP, TOKENS = (8, 4, 2, 1), (4096, 1024)
 CONFIGS = 8
@@ -105,24 +106,29 @@ def main(arguments: Iterable[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     tasks = commands.add_parser("tasks", help="write the task file")
-    tasks.add_argument("--out", type=pathlib.Path, required=True, help="the task file")
-    tasks.add_argument("--limit", type=int, help="only so many problems, the first ones")
+    tasks.add_argument("--out", type=new_file_with_folders, required=True, help="the task file")
+    tasks.add_argument("--limit", type=whole_number(1), help="only so many problems, the first ones")
     table = commands.add_parser("table", help="write the table that is shipped")
-    table.add_argument("times", type=pathlib.Path, help="a CSV of benchmarks.configurations")
+    table.add_argument("times", type=old_file, help="a CSV of benchmarks.configurations")
     table.add_argument("--jax", required=True, help="the version of jax that it was measured with")
     table.add_argument("--date", default=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     given = parser.parse_args(None if arguments is None else list(arguments))
     if given.command == "tasks":
         lines = [task_of(problem).to_json() for problem in problems()[: given.limit]]
-        given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        tables.replace(given.out, "\n".join(lines) + "\n")
+        print(f"{len(lines)} tasks in {given.out}")
         return 0
+    try:
+        found = entries(fit_model.load(given.times), given.jax, given.date)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WrongArguments(f"known_models: {given.times} holds no times: {error!r}") from None
     kept = [entry for entry in tables.read(TABLE) if entry.problem.op != "matmul"]
     new = TABLE.with_suffix(".new")
-    tables.add(new, [*kept, *entries(fit_model.load(given.times), given.jax, given.date)])
+    tables.add(new, [*kept, *found])
     new.replace(TABLE)
     print(f"{len(tables.load(TABLE))} entries in {TABLE}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import command
+from overlap.cli import ending
 
 SHAPES = "1024x4096x4096:f16,4096x8192x4096:f16,4096x8192x4096:bf16,8192x8192x8192:bf16"
 
@@ -39,4 +40,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

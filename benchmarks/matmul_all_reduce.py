@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import command
+from overlap.cli import ending
 
 # The two row-parallel products of a layer of Llama-70B on two GPUs, from decoding to prefill.
 ROWS, PRODUCTS = (16, 64, 256, 1024, 2048, 8192), ("8192x4096", "8192x14336")
@@ -36,4 +37,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import command
+from overlap.cli import ending
 
 SHAPES = "8192x4096x4096:bf16,8192x8192x3584:bf16,8192x12288x6144:bf16,4096x8192x7168:bf16"
 
@@ -36,4 +37,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

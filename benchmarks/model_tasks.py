@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import pathlib
 import random
 import sys
 from collections.abc import Iterable
@@ -20,6 +19,9 @@ from typing import Any
 from benchmarks.configurations import Task
 from overlap.choice import space
 from overlap.choice.problem import Problem
+from overlap.choice.tables import replace
+from overlap.cli import ending
+from overlap.cli.arguments import new_file_with_folders, whole_number
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
@@ -89,11 +91,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.model_tasks", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--seed", type=int, required=True, help="of all that is drawn")
-    parser.add_argument("--problems", type=int, required=True, help="how many")
+    parser.add_argument("--seed", type=whole_number(0), required=True, help="of all that is drawn")
+    parser.add_argument("--problems", type=whole_number(1), required=True, help="how many")
     parser.add_argument("--judge", action="store_true", help="to judge the model: with XLA's product, in bfloat16")
-    parser.add_argument("--configs", type=int, default=16, help="with --judge: how many of the search's first")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="the task file")
+    parser.add_argument(
+        "--configs", type=whole_number(1), default=16, help="with --judge: how many of the search's first"
+    )
+    parser.add_argument("--out", type=new_file_with_folders, required=True, help="the task file")
     given = parser.parse_args(None if arguments is None else list(arguments))
     chance, lines = random.Random(given.seed), []
     for _ in range(given.problems):
@@ -104,9 +108,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
             problem = draw_problem(chance, aligned=0.85, few_rows=0.1, bfloat16_only=False)
             configs = draw_configs(chance, problem)
         lines.append(Task(problem, configs, given.judge).to_json())
-    given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace(given.out, "\n".join(lines) + "\n")
+    print(f"{len(lines)} tasks in {given.out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
 
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, new_file, old_file
+from overlap.cli.picture import write_whole
 
-def read(paths: Sequence[str]) -> list[dict[str, str]]:
+
+def read(paths: Sequence[str | pathlib.Path]) -> list[dict[str, str]]:
     """The rows of all files that hold a time, of several for one method and problem the last; no single rounds."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for path in paths:
@@ -30,7 +35,7 @@ def _problem(row: dict[str, str]) -> tuple[str, ...]:
     return (row["op"], row["shape"], row["dtype"], row.get("layout", "nn"))
 
 
-def draw_rows(rows: Sequence[dict[str, str]], out: str) -> None:
+def draw_rows(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
     """A panel for each number of devices: XLA's time / the method's over the rows of all devices, a line per (n, k)."""
     import matplotlib
 
@@ -56,10 +61,10 @@ def draw_rows(rows: Sequence[dict[str, str]], out: str) -> None:
     panels[0][0].set_ylabel("XLA's time / this")
     panels[0][0].legend(title="n x k per shard", fontsize=7)
     figure.tight_layout()
-    figure.savefig(out, dpi=130)
+    write_whole(out, lambda temporary: figure.savefig(temporary, dpi=130, format=out.suffix[1:]))
 
 
-def draw(rows: Sequence[dict[str, str]], out: str) -> None:
+def draw(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
     """One column of panels for each shape and dtype: time above, roof / method below."""
     import matplotlib
 
@@ -98,29 +103,34 @@ def draw(rows: Sequence[dict[str, str]], out: str) -> None:
     panels[1][0].set_ylabel("fraction of the roof")
     panels[0][0].legend()
     figure.tight_layout()
-    figure.savefig(out, dpi=130)
+    write_whole(out, lambda temporary: figure.savefig(temporary, dpi=130, format=out.suffix[1:]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", nargs="+", help="CSV files of benchmarks.all_gather_matmul")
+    parser.add_argument("files", nargs="+", type=old_file, help="CSV files of benchmarks.all_gather_matmul")
     parser.add_argument("--against", choices=("devices", "m"), default="devices", help="what lies along the x axis")
     parser.add_argument("--methods", help="what to draw, as the files call it, separated by commas (default: all)")
-    parser.add_argument("--out", required=True, help="the picture to write, .png or .svg")
+    parser.add_argument("--out", type=new_file, required=True, help="the picture to write, .png or .svg")
     arguments = parser.parse_args(argv)
+    if arguments.out.suffix not in (".png", ".svg"):
+        raise WrongArguments(f"`--out` must end in .png or .svg, got {arguments.out}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise WrongArguments("plot needs matplotlib: pip install 'overlap[bench]'")
     rows = read(arguments.files)
     if arguments.methods:
         # Ratios to XLA stand in the other methods' own rows.
         rows = [row for row in rows if row["method"] in arguments.methods.split(",")]
     if not rows:
-        raise SystemExit(
+        raise WrongArguments(
             "none of the files holds a time of these methods: pass the CSV files that a benchmark wrote with --out"
         )
     if arguments.against == "m" and not any(row["method"] != "xla" and row["xla_over_this"] for row in rows):
-        raise SystemExit("none of the files compares a method to XLA: pass files of a run with --methods fused,xla")
+        raise WrongArguments("none of the files compares a method to XLA: pass files of a run with --methods fused,xla")
     (draw if arguments.against == "devices" else draw_rows)(rows, arguments.out)
+    print(f"wrote {arguments.out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending.run(main))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from overlap.choice import problem as library
 from overlap.choice.problem import LAYOUTS, Layout
+from overlap.cli.arguments import WrongArguments
 from overlap.cli.tune_arguments import DTYPES
 
 _SHAPE = re.compile(
@@ -128,12 +129,13 @@ def parse(
     result = []
     for text in shapes:
         match = _SHAPE.fullmatch(text.strip())
-        if match is None or (match["dtype"] or dtype) not in DTYPES:
-            raise SystemExit(
-                f"`--shapes` must list MxNxK[:DTYPE][:LAYOUT] with a dtype of {', '.join(DTYPES)} and a layout of "
-                f"{', '.join(LAYOUTS)}, got {text!r}"
+        sizes = [0] if match is None else [int(size) for size in match.group("m", "n", "k") if len(size) < 10]
+        if match is None or len(sizes) < 3 or 0 in sizes or (match["dtype"] or dtype) not in DTYPES:
+            raise WrongArguments(
+                "`--shapes` must list MxNxK[:DTYPE][:LAYOUT] with sizes from 1 to 999999999, a dtype of "
+                f"{', '.join(DTYPES)} and a layout of {', '.join(LAYOUTS)}, got {text!r}"
             )
-        m, n, k = map(int, match.group("m", "n", "k"))
+        m, n, k = sizes
         problem = TableProblem(op, devices, m, n, k, match["dtype"] or dtype)
         default = layouts or (("nt",) if problem.library.itemsize == 1 else ("nn",))
         for layout in [match["layout"]] if match["layout"] else default:

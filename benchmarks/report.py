@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import pathlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -87,8 +88,13 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float | N
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
+_SUFFIXES = ("rounds.csv", "csv", "summary.csv", "md")
+
+
 class Writer:
     """Writes while the benchmark runs, so that a kill loses little: `NAME.partial` until `finish` renames all.
+
+    A run that ends before its time calls `keep`. So only a kill that no program can catch leaves a partial file.
 
     Files: STEM.rounds.csv (every time measured, appended after each round), STEM.csv (one row per method and problem,
     rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv, which
@@ -112,9 +118,13 @@ class Writer:
         self._named = {f"env_{name}": environment[name] for name in _IN_EVERY_ROW if name in environment}
         self._tables: list[Table] = []
         self._left_out: list[str] = []
+        self._measured_any = False
+        # A run may be ended by another thread: see `benchmarks.watch`.
+        self._lock = threading.RLock()
         self._stem = None if folder is None else pathlib.Path(folder) / stem
         if self._stem is not None:
             self._stem.parent.mkdir(parents=True, exist_ok=True)
+            self._discard()  # What a run that was killed has left.
             self._write("rounds.csv", _csv((*ROUND_COLUMNS, *self._named), []))
 
     def _partial(self, suffix: str) -> pathlib.Path:
@@ -137,17 +147,26 @@ class Writer:
             for result in results
             if result.ok and result.loop_us and result.wall_us
         ]
-        self._write("rounds.csv", _csv(None, rows), "a")
+        with self._lock:
+            self._write("rounds.csv", _csv(None, rows), "a")
+            self._measured_any |= bool(rows)
 
     def add_table(self, table: Table) -> None:
         """Adds a finished problem."""
-        self._tables.append(table)
-        self._write_tables()
+        with self._lock:
+            self._tables.append(table)
+            self._write_tables()
+
+    @property
+    def measured(self) -> int:
+        """How many problems are finished."""
+        return len(self._tables)
 
     def leave_out(self, problems: Sequence[TableProblem]) -> None:
         """Notes which problems were not measured."""
-        self._left_out = [str(problem) for problem in problems]
-        self._write_tables()
+        with self._lock:
+            self._left_out = [str(problem) for problem in problems]
+            self._write_tables()
 
     def _write_tables(self) -> None:
         if self._stem is None:
@@ -165,6 +184,21 @@ class Writer:
             _print("all problems", summary.HEADINGS, [summary.texts(row) for row in rows])
         print(*(f"  {line}" for line in summary.remarks(_rows(self._tables), self._left_out)), sep="\n", flush=True)
 
+    def keep(self, left_out: Sequence[TableProblem]) -> list[pathlib.Path]:
+        """Finishes a run that ends before its time: what was measured stays, and nothing half-written."""
+        with self._lock:
+            try:
+                if self._tables:
+                    self.leave_out(left_out)
+                return self.finish() if self._measured_any or self._tables else []
+            finally:
+                self._discard()
+
+    def _discard(self) -> None:
+        if self._stem is not None:
+            for suffix in _SUFFIXES:
+                self._partial(suffix).unlink(missing_ok=True)
+
     def finish(self) -> list[pathlib.Path]:
         """Renames the complete files into place, or brings them into the table; returns the paths of what it wrote."""
         if self._stem is None:
@@ -172,11 +206,10 @@ class Writer:
         if self._into_table:
             run, rounds = self._partial("csv"), self._partial("rounds.csv")
             done = current.add(self._stem.parent, self._stem.name, run, rounds) if run.exists() else []
-            for suffix in ("rounds.csv", "csv", "summary.csv", "md"):
-                self._partial(suffix).unlink(missing_ok=True)
+            self._discard()
             return done
         done = []
-        for suffix in ("rounds.csv", "csv", "summary.csv", "md"):
+        for suffix in _SUFFIXES:
             if (partial := self._partial(suffix)).exists():
                 done.append(partial.replace(partial.with_suffix("")))
         return done

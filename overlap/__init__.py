@@ -1,20 +1,29 @@
 """Tensor-parallel communication that hides behind the matrix product, for JAX on NVIDIA GPUs.
 
-Importing this touches no device. What is public stands in `__all__`; other modules may change at any time.
+Importing this touches no device. What is public stands in `__all__`; other modules may change at any time. The public
+names are loaded at their first use, and jax with them, so that `python -m overlap doctor` can say what is wrong where
+jax cannot be imported. There, the first use of a public name raises an ImportError with the reason.
 """
 
-from overlap import emulation
-from overlap._distributed import initialize
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from overlap._version import __version__ as __version__
-from overlap.choice.dispatch import Explanation
-from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
-from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
-from overlap.collectives.explain import explain
-from overlap.collectives.matmul_all_reduce import matmul_all_reduce
-from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
-from overlap.kernels.config import Config, PullSizes
-from overlap.single_gpu.matmul import matmul
-from overlap.tuning.autotune import autotune
+
+if TYPE_CHECKING:
+    from overlap import emulation
+    from overlap._distributed import initialize
+    from overlap.choice.dispatch import Explanation
+    from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
+    from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
+    from overlap.collectives.explain import explain
+    from overlap.collectives.matmul_all_reduce import matmul_all_reduce
+    from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
+    from overlap.kernels.config import Config, PullSizes
+    from overlap.single_gpu.matmul import matmul
+    from overlap.tuning.autotune import autotune
 
 __all__ = [
     "Config",
@@ -30,6 +39,42 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
 ]
+
+# The module of each public name: the imports above, for when the program runs.
+_HOMES = {
+    "Config": "kernels.config",
+    "Explanation": "choice.dispatch",
+    "PullSizes": "kernels.config",
+    "all_gather_lhs_matmul": "collectives.all_gather_matmul",
+    "all_gather_rhs_matmul": "collectives.all_gather_rhs_matmul",
+    "autotune": "tuning.autotune",
+    "explain": "collectives.explain",
+    "initialize": "_distributed",
+    "matmul": "single_gpu.matmul",
+    "matmul_all_reduce": "collectives.matmul_all_reduce",
+    "matmul_reduce_scatter": "collectives.matmul_reduce_scatter",
+}
+
+
+if not TYPE_CHECKING:  # To a type checker a name that is not above does not exist.
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name at its first use; from then on it is an ordinary attribute of this module."""
+        if name not in __all__:
+            raise AttributeError(f"module 'overlap' has no attribute {name!r}: public are {', '.join(__all__)}")
+        from overlap import _requirements
+
+        if reason := _requirements.why_not():
+            raise ImportError(f"overlap.{name} cannot be loaded: {reason}; {_requirements.SEE_DOCTOR}")
+        try:
+            if name == "emulation":
+                return importlib.import_module("overlap.emulation")  # This makes it an attribute as well.
+            value = getattr(importlib.import_module(f"overlap.{_HOMES[name]}"), name)
+        except ImportError as error:
+            reason = _requirements.in_one_line(error)
+            raise ImportError(f"overlap.{name} cannot be loaded: {reason}; {_requirements.SEE_DOCTOR}") from error
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

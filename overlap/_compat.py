@@ -59,16 +59,17 @@ def lowering_rules_of_warps() -> tuple[dict[Any, Callable[..., Any]], Any]:
     return rules, primitives.barrier_arrive_p
 
 
-def oldest_nccl_of_one_process() -> tuple[int, int] | None:
+def oldest_nccl_of_one_process(jax_version: str) -> tuple[int, int] | None:
     """The oldest NCCL with which all programs of one process with all GPUs run; None if any will do.
+
+    The version is given, since `python -m overlap doctor` asks and imports no jax.
 
     From jax 0.12 on, XLA asks NCCL for its peers' addresses for each small all-reduce, such as a scalar's `psum`. With
     NCCL 2.28.9, which jax's own extra allows, it fails ("ncclGetPeerDevicePointer … unhandled system error"), and with
     2.30.7 it does not. Kernels run with either.
     """
-    import jax
-
-    return _cuda.NCCL_WITH_PEER_POINTERS if jax.__version_info__ >= (0, 12) else None
+    number = tuple(int(part) for part in jax_version.split(".")[:2] if part.isdecimal())
+    return _cuda.NCCL_WITH_PEER_POINTERS if number >= (0, 12) else None
 
 
 def without_varying_axes() -> Any:

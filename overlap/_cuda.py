@@ -11,7 +11,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-_NCCL_SONAME = "libnccl.so.2"
+NCCL_SONAME = "libnccl.so.2"
 # The first NCCL with ncclGetPeerDevicePointer, by which XLA asks for its peers' addresses.
 NCCL_WITH_PEER_POINTERS = (2, 30)
 # CUdevice_attribute, and flags of cuMemHostRegister, in cuda.h.
@@ -148,18 +148,30 @@ def nccl() -> NcclLibrary | None:
 
     XLA opens it by its short name. So a copy that is loaded already (LD_PRELOAD, PyTorch) wins, then the pip wheel,
     which jax's plugin loads first, then the dynamic loader's search path. This function opens the same file by the
-    same rules, so the library asked is the library used.
+    same rules, so the library asked is the library used. A library of that name that is no NCCL counts as none: XLA
+    would get that one.
     """
     for name, mode in _nccl_candidates():
         try:
             library = ctypes.CDLL(name, mode=mode)
-            code = ctypes.c_int()
-            if library.ncclGetVersion(ctypes.byref(code)) == 0:
-                path = _path_of(library.ncclGetVersion) or name
-                return NcclLibrary(_decode_version(code.value), path, mapped_nccl_copies())
-        except (OSError, AttributeError):
+        except OSError:
             continue
+        version = nccl_version_of(library)
+        if version is not None:
+            return NcclLibrary(version, _path_of(library.ncclGetVersion) or name, mapped_nccl_copies())
+        if name == NCCL_SONAME:
+            return None
     return None
+
+
+def nccl_version_of(library: ctypes.CDLL) -> tuple[int, int, int] | None:
+    """The version of a loaded NCCL, or None if the library is something else."""
+    code = ctypes.c_int()
+    try:
+        failed = library.ncclGetVersion(ctypes.byref(code))
+    except AttributeError:
+        return None
+    return None if failed or code.value <= 0 else _decode_version(code.value)
 
 
 def mapped_nccl_copies() -> tuple[str, ...]:
@@ -173,14 +185,14 @@ def mapped_nccl_copies() -> tuple[str, ...]:
 
 def _nccl_candidates() -> list[tuple[str, int]]:
     """(name, mode of dlopen), in the order in which XLA would find them."""
-    candidates = [(_NCCL_SONAME, os.RTLD_NOLOAD | os.RTLD_NOW)]
+    candidates = [(NCCL_SONAME, os.RTLD_NOLOAD | os.RTLD_NOW)]
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
         spec = None
     for folder in (spec.submodule_search_locations if spec else None) or ():
-        candidates.append((str(pathlib.Path(folder) / "lib" / _NCCL_SONAME), os.RTLD_NOW))
-    candidates.append((_NCCL_SONAME, os.RTLD_NOW))
+        candidates.append((str(pathlib.Path(folder) / "lib" / NCCL_SONAME), os.RTLD_NOW))
+    candidates.append((NCCL_SONAME, os.RTLD_NOW))
     return candidates
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import io
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +20,7 @@ import pytest
 
 import overlap
 from overlap.choice.problem import Problem
-from overlap.cli import demo, doctor, main, picture, spans
+from overlap.cli import demo, doctor, ending, main, picture, spans
 from overlap.kernels.target import emulating
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.programs import Call
@@ -52,18 +55,49 @@ def test_demo_on_another_number_of_devices(repository, tmp_path):
     assert "2 × emulated CPU devices" in process.stdout
 
 
+@pytest.fixture
+def places(tmp_path):
+    """What `--out` may name wrongly, by words for it."""
+    (tmp_path / "old.png").touch(mode=0o444)
+    (tmp_path / "file").touch()
+    yield {"READ-ONLY": tmp_path / "old.png", "FOLDER": tmp_path, "IN-A-FILE": tmp_path / "file/x.png",
+           "NOWHERE": tmp_path / "no/x.png", "LONG": tmp_path / ("x" * 300)}  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "old.png"]
+
+
+@pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "said"),
     [
-        (["--devices", "0"], "--devices must be at least 1"),
-        (["--out", "/nowhere/x.png"], "there is no folder /nowhere"),
+        *((f"demo --devices {text}", "a whole number, at least 1") for text in ("0", "-1", "nan", "1.5", "9" * 5000)),
+        ("demo --out FOLDER", "must name a file, got the folder"),
+        ("demo --out NOWHERE", "there is no folder"),
+        ("demo --out IN-A-FILE", "there is no folder"),
+        ("demo --out READ-ONLY", "is read-only"),
+        ("demo --out LONG", "File name too long"),
+        ("demo --out /dev/full", "a device or a pipe"),
+        ("demo --out /proc/x.png", "cannot write to '/proc/x.png'"),
+        *((f"soak --minutes {text}", "a finite number of minutes above 0") for text in ("0", "nan", "inf", "soon")),
+        ("soak --steps 0", "at least 1"),
+        ("soak --programs 0", "at least 1"),
+        ("soak --first -1", "at least 0"),
+        ("soak --seed inf", "at least 0"),
     ],
-)
-def test_demo_says_what_is_wrong_with_its_arguments(repository, tmp_path, arguments, said):
-    process = run_overlap(repository, "demo", *arguments)
-    assert process.returncode == 2
-    assert said in process.stderr
-    assert "Traceback" not in process.stderr
+)  # fmt: skip
+def test_an_argument_that_makes_no_sense_is_refused_by_name(capsys, places, line, said):
+    command, option, text = line.split()
+    with pytest.raises(SystemExit) as end:
+        main([command, option, str(places.get(text, text))])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"python -m overlap {command}: error: argument {option}: ") and said in last, last
+
+
+def test_demo_on_more_devices_than_are_emulated(monkeypatch, capsys):
+    assert main(["demo", "--emulate", "--devices", "99"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "demo: --devices must be at most 8 where they are emulated, got 99"
+    )
 
 
 def _xla(problem: Problem) -> Call:
@@ -102,6 +136,24 @@ def test_demo_reports_a_wrong_result(monkeypatch, capsys):
     assert demo.run(pathlib.Path("x.png"), devices=4) == 1
     assert "FAILED" in capsys.readouterr().out
     assert not pictures
+
+
+def test_what_was_measured_is_shown_even_if_no_picture_can_be_written(monkeypatch, capsys):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    row = demo._Row("matmul_reduce_scatter", "xla", "cuBLAS, then NCCL", 1e-4, loop_us=150.0, wall_us=180.0)
+    others = [dataclasses.replace(row, method=method, loop_us=100.0) for method in ("fused", "roof")]
+    rows = [dataclasses.replace(each, op=op) for op in spans.LANES for each in (*others, row)]
+    monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
+    monkeypatch.setattr(demo, "_run_on_gpus", lambda devices, step: (rows, 4))
+    monkeypatch.setattr(demo, "_picture_by_emulation", full)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert demo.run(pathlib.Path("x.png"), devices=4) == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == "demo: no picture was written: [Errno 28] No space left on device"
+    # In so few columns a line for each cell.
+    assert len(re.findall(r"^  XLA / this: 1\.50$", said.out, re.MULTILINE)) == 4
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +235,8 @@ def test_every_lane_of_the_picture_is_drawn(recorded, tmp_path):
 
 
 def test_demo_without_rich(monkeypatch, capsys):
-    find_spec = doctor.importlib.util.find_spec
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find_spec(name))
     assert main(["demo"]) == 1
     assert "demo needs rich: pip install 'overlap[cli]'" in capsys.readouterr().err
 
@@ -218,19 +270,36 @@ def test_wrong_arguments_have_a_status_of_their_own(arguments, capsys):
     assert "usage: python -m overlap" in capsys.readouterr().err
 
 
-def test_an_interrupt_and_a_reader_that_has_gone(monkeypatch, capsys):
+def test_an_interrupt_and_an_output_that_cannot_be_written(monkeypatch, capsys, repository):
     def interrupted(**keywords: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(doctor, "run", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-    # With nobody to read, the first line is already too much.
-    command = "import sys; from overlap.cli import doctor, main; doctor._ask = lambda *a, **k: (True, 'x')\n"
-    command += "sys.exit(main(['doctor']))"
+    # With nobody to read, the first line is already too much; nor can anything be written to a full disk.
+    line = [sys.executable, "-m", "overlap", "doctor"]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
     read, write = os.pipe()
     os.close(read)
-    line = [sys.executable, "-c", command]
-    process = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    process = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, env=environment, text=True, check=False)
     os.close(write)
     assert (process.returncode, process.stderr) == (1, "")
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False)
+    assert (process.returncode, process.stderr) == (1, "the output: No space left on device\n")
+    # Without any output, what is asked is done all the same.
+    process = subprocess.run(["sh", "-c", f"{shlex.join(line[:-1])} --version >&- 2>&-"], env=environment, check=False)
+    assert process.returncode == 0
+
+
+def test_any_output_encoding_will_do(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+
+    def say() -> int:
+        print("2 × 3 → 6 µs … “é”")
+        return 0
+
+    assert ending.run(say) == 0
+    assert written.getvalue() == b"2 x 3 -> 6 us ... '?'\n"

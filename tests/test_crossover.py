@@ -13,6 +13,7 @@ from benchmarks import crossover as command
 from overlap.choice import choose, crossover, dispatch, tables
 from overlap.choice.crossover import NOT_MEASURED, Measured, expected_ratio, neighbours, xla_is_faster
 from overlap.choice.problem import Problem
+from overlap.cli.arguments import WrongArguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning.autotune import Tuning
@@ -226,7 +227,7 @@ def test_what_is_no_result_writes_nothing(tmp_path):
     out.write_text("as before")
     other = tmp_path / "other.csv"
     other.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"other\.csv is no result"):
+    with pytest.raises(WrongArguments, match=r"other\.csv is no result"):
         command.main([str(other), "--out", str(out)])
     assert command.main([str(result_file(tmp_path / "empty.csv")), "--out", str(out)]) == 1
     assert out.read_text() == "as before"

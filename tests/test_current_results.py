@@ -90,7 +90,7 @@ def test_the_command_under_a_table_measures_its_problems(name: str, monkeypatch:
     def run(arguments, op, _, devices, **__):
         command._check_table(arguments)
         asked.extend(command.problems(arguments, op, table.devices))
-        assert devices in (table.devices, None) and (arguments.out, arguments.name) == ("benchmarks/results", None)
+        assert devices in (table.devices, None) and (str(arguments.out), arguments.name) == ("benchmarks/results", None)
         return 0
 
     monkeypatch.setattr(command, "run", run)

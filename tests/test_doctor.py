@@ -4,119 +4,246 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import pathlib
 import re
+import shutil
 
-import jax
 import pytest
 
 import overlap
 from overlap import _compat, _cuda, _settings
-from overlap.cli import allocators, doctor, main
+from overlap.cli import allocators, checks, doctor, facts, gpu_checks, main
+from overlap.cli.facts import NOTE, OK, PROBLEM, Fact
+from overlap.cli.machine import Driver, Jax, Machine, Nccl
 from tests.command import run_overlap
 
 
 def test_doctor_on_a_machine_without_gpus(repository):
-    process = run_overlap(repository, "doctor", CUDA_VISIBLE_DEVICES="")
+    """The real thing, on a narrow terminal that knows ASCII alone."""
+    process = run_overlap(repository, "doctor", CUDA_VISIBLE_DEVICES="", PYTHONIOENCODING="ascii", COLUMNS="40")
     assert process.returncode == 0, process.stdout + process.stderr
     assert not process.stderr
-    assert re.search(r"^OK +jax +jax \d", process.stdout, re.MULTILINE)
-    assert re.search(r"^OK +emulator ", process.stdout, re.MULTILINE)
-    assert "can run emulated on the CPU." in process.stdout
+    assert re.search(r"^OK +jax\n  jax \d", process.stdout, re.MULTILINE)
+    assert re.search(r"^OK +emulator\n  all_gather_lhs_matmul", process.stdout, re.MULTILINE)
+    assert re.search(r"^note +visible GPUs\n  CUDA_VISIBLE_DEVICES='' hides all", process.stdout, re.MULTILINE)
+    assert "can run emulated on the CPU." in " ".join(process.stdout.split())
+    assert "  -> the fused kernels run" in process.stdout  # → is not ASCII.
+    assert max(map(len, process.stdout.splitlines())) <= 40
 
 
-def _h200s(monkeypatch, count: int, name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0)) -> None:
-    monkeypatch.setattr(_cuda, "visible_gpus", lambda: (_cuda.Gpu(name, capability),) * count)
+def _machine(**answers: object) -> Machine:
+    """One with these answers, and no GPU, no NCCL and the jax at hand otherwise."""
+    machine = Machine()
+    at_hand = Jax(version="0.11.2", numpy="2.1", path="/site-packages/jax")
+    machine.__dict__.update({"jax": at_hand, "driver": Driver(), "nccl": Nccl()} | answers)
+    return machine
+
+
+def _h200s(count: int, name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), **more: object) -> Driver:
+    return Driver((_cuda.Gpu(name, capability),) * count, count, **more)
+
+
+def _nccl(version: tuple[int, int, int], *copies: str) -> Nccl:
+    return Nccl(_cuda.NcclLibrary(version, "/x/libnccl.so.2", copies or ("/x/libnccl.so.2",)))
+
+
+@pytest.fixture
+def with_gpus(monkeypatch):
+    """With a driver and jax's plugin, and versions that fit."""
     monkeypatch.setattr(_cuda, "driver_version", lambda: "580.65.06")
     monkeypatch.setattr(_cuda, "jax_plugin", lambda: "xla_cuda13")
-    monkeypatch.setattr(_cuda, "pairs_without_peer_access", list)
+    monkeypatch.setattr(checks, "version_of", lambda package: "0.11.2" if package in ("jax", "jaxlib") else None)
+    for variable in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(variable, raising=False)
 
 
-def test_doctor_on_gpus(monkeypatch, capsys):
-    _h200s(monkeypatch, 8)
-    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/x/libnccl.so.2", ("/x/libnccl.so.2",)))
-    answers = {doctor._JAX_DEVICES: (True, "gpu 8 NVIDIA H200"), doctor._EMULATED_RUN: (True, "fine")}
-    monkeypatch.setattr(doctor, "_ask", lambda code, **keywords: answers.get(code, (True, "Open MPI v5.0.11")))
-    assert doctor.run() == 0
+def _answers(monkeypatch, answer) -> None:
+    """What the processes of their own say."""
+    for module in (checks, gpu_checks):
+        monkeypatch.setattr(module, "ask", answer)
+
+
+def test_doctor_on_gpus(monkeypatch, capsys, with_gpus):
+    answers = {gpu_checks.JAX_DEVICES: (True, "gpu 8 NVIDIA H200"), checks.EMULATED_RUN: (True, "fine")}
+    _answers(monkeypatch, lambda code, **keywords: answers.get(code, (True, "Open MPI v5.0.11")))
+    assert doctor.run(machine=_machine(driver=_h200s(8), nccl=_nccl((2, 30, 7)))) == 0
     said = capsys.readouterr().out
     assert "8 × NVIDIA H200 (sm_90), driver 580.65.06" in said
     assert "PROBLEM" not in said
     assert "can run on the GPUs and emulated on the CPU." in said
 
 
-def test_doctor_names_every_trouble(monkeypatch, capsys):
-    _h200s(monkeypatch, 4)
-    monkeypatch.setattr(_cuda, "pairs_without_peer_access", lambda: [(0, 3)])
+def test_doctor_names_every_trouble(monkeypatch, capsys, with_gpus):
     copies = ("/a/libnccl.so.2", "/b/libnccl.so.2")
-    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 28, 9), copies[0], copies))
+    machine = _machine(driver=_h200s(4, pairs=((0, 3),)), nccl=_nccl((2, 28, 9), *copies))
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
-    monkeypatch.setattr(doctor, "_ask", lambda code, timeout_s, **keywords: (False, f"no answer within {timeout_s} s"))
-    assert doctor.run() == 1
+    _answers(monkeypatch, lambda code, timeout_s, **keywords: (False, f"no answer within {timeout_s} s"))
+    assert doctor.run(machine=machine) == 1
     said = " ".join(capsys.readouterr().out.split())
     for words in (
         "no answer within 120 s", "missing for 1 pairs of GPUs: 0→3", "several are loaded: /a/libnccl.so.2",
         "LD_LIBRARY_PATH=/opt/cuda/lib64 may bring in", "not possible yet, see GPUs, peer access, NCCL",
-        "can run nowhere here",
+        "Wrong here: GPUs, peer access, emulator. ", "can run nowhere here",
     ):  # fmt: skip
         assert words in said, words
 
 
+def test_doctor_when_the_driver_or_nccl_gives_no_answer(with_gpus):
+    machine = _machine(driver=Driver(error="no answer within 60 s"), nccl=Nccl(error="ended by signal 11"))
+    assert gpu_checks.devices([], machine).status == gpu_checks.nccl([], machine).status == PROBLEM
+
+
 @pytest.mark.parametrize(
-    ("version", "oldest", "status"),
-    [((2, 28, 9), None, "note"), ((2, 28, 9), (2, 30), "PROBLEM"), ((2, 30, 7), (2, 30), "OK")],
+    ("version", "jax", "status"),
+    [((2, 28, 9), "0.11.2", NOTE), ((2, 28, 9), "0.12.0.1", PROBLEM), ((2, 30, 7), "0.12.1", OK)],
 )
-def test_doctor_knows_which_nccl_this_jax_needs(monkeypatch, version, oldest, status):
-    _h200s(monkeypatch, 2)
-    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary(version, "/x/libnccl.so.2", ("/x/libnccl.so.2",)))
-    monkeypatch.setattr(_compat, "oldest_nccl_of_one_process", lambda: oldest)
-    fact = doctor._nccl([])
+def test_doctor_knows_which_nccl_this_jax_needs(version, jax, status):
+    fact = gpu_checks.nccl([], _machine(driver=_h200s(2), nccl=_nccl(version), jax=Jax(version=jax)))
     assert fact.status == status
-    assert ("psum" in fact.advice) == (status == "PROBLEM")
-    assert (">=2.30" in fact.advice) == (status != "OK")
+    assert ("psum" in fact.advice) == (status == PROBLEM)
+    assert (">=2.30" in fact.advice) == (status != OK)
 
 
-def test_the_nccl_that_a_jax_needs(monkeypatch):
-    for version, oldest in (((0, 11, 2), None), ((0, 12, 0), (2, 30)), ((0, 12, 1), (2, 30))):
-        monkeypatch.setattr(jax, "__version_info__", version)
-        assert _compat.oldest_nccl_of_one_process() == oldest
+def test_the_nccl_that_a_jax_needs():
+    for version, oldest in (("0.11.2", None), ("0.12.0", (2, 30)), ("0.12.0.1", (2, 30)), ("", None)):
+        assert _compat.oldest_nccl_of_one_process(version) == oldest
 
 
-def test_doctor_on_other_gpus(monkeypatch):
-    _h200s(monkeypatch, 1, "NVIDIA A100-SXM4-80GB", (8, 0))
-    fact = doctor._devices([])
-    assert fact.status == "note"
+def test_doctor_on_other_gpus(with_gpus):
+    fact = gpu_checks.devices([], _machine(driver=_h200s(1, "NVIDIA A100-SXM4-80GB", (8, 0))))
+    assert fact.status == NOTE
     assert "Hopper" in fact.advice
 
 
 def test_doctor_survives_a_check_that_fails(monkeypatch, capsys):
-    def broken(facts: list[doctor.Fact]) -> doctor.Fact:
+    def broken(found: list[Fact], machine: Machine) -> Fact:
         raise OSError("no /proc here")
 
-    monkeypatch.setattr(doctor, "_binding", broken)
-    monkeypatch.setattr(doctor, "_ask", lambda code, **keywords: (True, "fine"))
-    assert doctor.run() == 0
-    assert "the check itself failed: OSError('no /proc here')" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "CHECKS", {"CPU cores": broken, "wait limit": checks.wait_limit})
+    assert doctor.run(machine=_machine()) == 1
+    said = capsys.readouterr().out
+    assert "the check itself failed: OSError('no /proc here')" in said and "OK       wait limit" in said
 
 
 def test_doctor_asks_with_a_limit():
-    assert doctor._ask("import time; time.sleep(60)", timeout_s=1) == (False, "no answer within 1 s")
-    works, answer = doctor._ask("raise ValueError('so')", timeout_s=60)
+    assert facts.ask("import time; time.sleep(60)", timeout_s=1) == (False, "no answer within 1 s")
+    works, answer = facts.ask("raise ValueError('so')", timeout_s=60)
     assert (works, answer) == (False, "ValueError: so")
-    assert doctor._ask("print('a'); print('b')", timeout_s=60) == (True, "b")
+    assert facts.ask("print('a'); print('b')", timeout_s=60) == (True, "b")
+    works, answer = facts.ask("import os; os.abort()", timeout_s=60)
+    assert (works, answer[:38]) == (False, "the process was ended by signal 6 (Abo")
 
 
 def test_doctor_for_programs(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_ask", lambda code, **keywords: (True, "fine"))
-    monkeypatch.setattr(_cuda, "visible_gpus", tuple)
+    monkeypatch.setattr(Machine, "jax", Jax(version="0.11.2"))
+    monkeypatch.setattr(checks, "version_of", lambda package: None)
+    _answers(monkeypatch, lambda code, **keywords: (True, "fine"))
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["version"] == overlap.__version__
-    assert found["can_run"] == ["emulated"]
-    facts = {fact["subject"]: fact for fact in found["facts"]}
-    assert set(facts["jax"]) == {"subject", "status", "found", "advice"}
-    assert facts["emulator"]["status"] == "OK"
-    monkeypatch.setattr(doctor, "_ask", lambda code, **keywords: (False, "broken"))
+    assert (found["can_run"], found["problems"]) == (["emulated"], [])
+    by_subject = {fact["subject"]: fact for fact in found["facts"]}
+    assert set(by_subject) == set(doctor.CHECKS)
+    assert set(by_subject["jax"]) == {"subject", "status", "found", "advice"}
+    assert by_subject["emulator"]["status"] == "OK"
+    _answers(monkeypatch, lambda code, **keywords: (False, "broken → “so”"))
     assert main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["can_run"] == []
+    text = capsys.readouterr().out
+    assert text.isascii()
+    found = json.loads(text)
+    assert found["can_run"] == [] and "emulator" in found["problems"]
+
+
+# --- Variables and libraries that make no sense -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "status", "said"),
+    [
+        ("7", 2, PROBLEM, "there is no GPU 7; CUDA shows 0 of 2 GPUs"),
+        ("7", 0, NOTE, "there is no GPU here"),
+        ("abc", 0, PROBLEM, "'abc' is neither the number of a GPU nor a UUID"),
+        ("0,1x", 2, PROBLEM, "'1x' is neither the number"),
+        ("0,0", 0, PROBLEM, "'0' stands there twice"),
+        ("0,,1", 2, PROBLEM, "'' is neither"),
+        ("0,-1", 2, PROBLEM, "'-1' is neither"),
+        ("-1", 2, NOTE, "hides all GPUs (2 are here)"),
+        ("", 2, NOTE, "hides all GPUs (2 are here)"),
+        ("1,GPU-5", 2, OK, "0 of 2"),
+        (None, 2, OK, "is unset"),
+    ],
+)
+def test_doctor_reads_which_gpus_are_visible(monkeypatch, given, there, status, said):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    fact = gpu_checks.visible_devices([], _machine(driver=Driver(in_all=there)))
+    assert (fact.status, said in fact.found) == (status, True), fact
+    # The line on GPUs then points there, and is no second problem.
+    if there:
+        assert gpu_checks.devices([fact], _machine(driver=Driver(in_all=there))).status == NOTE
+
+
+@pytest.mark.parametrize(
+    ("given", "works", "status", "said"),
+    [
+        ("", None, OK, "unset"),
+        ("cpu", None, OK, "cpu"),
+        ("cuda", True, OK, "cuda: jax starts so"),
+        ("gpux", False, PROBLEM, "jax cannot start 'gpux': so"),
+        ("cuda", False, PROBLEM, "jax cannot start 'cuda' (jax has no CUDA plugin here): so"),
+    ],
+)
+def test_doctor_reads_the_platforms(monkeypatch, given, works, status, said):
+    monkeypatch.setenv("JAX_PLATFORMS", given)
+    monkeypatch.setattr(_cuda, "jax_plugin", lambda: None)
+    _answers(monkeypatch, lambda code, **keywords: (works, "so"))
+    fact = checks.platforms([], _machine())
+    assert (fact.status, fact.found.startswith(said)) == (status, True), fact
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory):
+    """Folders with what is called libnccl.so.2 and is none."""
+    folder = tmp_path_factory.mktemp("fakes")
+    for name in ("empty", "text", "other"):
+        (folder / name).mkdir()
+    (folder / "empty/libnccl.so.2").touch()
+    (folder / "text/libnccl.so.2").write_text("not a library, but longer than the header of one: " * 3)
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    (maths,) = {line.split()[-1] for line in maps.splitlines() if "libm.so" in line or "/libm-" in line}
+    shutil.copy(maths, folder / "other/libnccl.so.2")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("variable", "kind", "reason"),
+    [
+        ("LD_LIBRARY_PATH", "empty", "file too short"),
+        ("LD_LIBRARY_PATH", "text", "invalid ELF header"),
+        ("LD_LIBRARY_PATH", "other", "it has no ncclGetVersion"),
+        ("LD_PRELOAD", "text", "invalid ELF header"),
+        ("LD_PRELOAD", "other", "it has no ncclGetVersion"),
+    ],
+)
+def test_doctor_names_a_library_that_is_no_nccl(monkeypatch, fakes, variable, kind, reason):
+    path = fakes / kind / "libnccl.so.2"
+    monkeypatch.setenv(variable, str(path.parent if variable == "LD_LIBRARY_PATH" else path))
+    machine = Machine()
+    machine.__dict__["driver"] = Driver()
+    fact = gpu_checks.nccl([], machine)
+    monkeypatch.delenv(variable)
+    there = f"{path} (from {variable}) is no NCCL: {reason}"
+    assert there in fact.found and variable in os.environ | {variable: ""}
+    assert fact.status == (NOTE if machine.nccl.library else PROBLEM)
+    # Where a right one is used all the same, it is no problem.
+    machine.__dict__["nccl"] = Nccl(_nccl((2, 30, 7)).library, machine.nccl.fakes)
+    fact = gpu_checks.nccl([], machine)
+    assert fact.status == NOTE and there in fact.found and "NCCL 2.30.7" in fact.found
+
+
+# --- The other checks -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,17 +264,16 @@ def test_doctor_knows_the_allocator(monkeypatch, allocator, preallocate, status,
     # What is not measured is a note until it is, whatever comes out.
     verdicts = {key: allocators.Verdict("not measured", "not measured") for key in allocators.VERDICTS}
     monkeypatch.setattr(allocators, "VERDICTS", verdicts | {("default", True): allocators.Verdict("runs", "runs")})
-    fact = doctor._allocator([])
+    fact = gpu_checks.allocator([], _machine())
     assert (fact.status, fact.found.startswith(said)) == (status, True), fact
     assert ("jax takes address, bfc" in fact.advice) == (status == "PROBLEM")
 
 
 def test_doctor_refuses_an_allocator_that_fails(monkeypatch):
-    _h200s(monkeypatch, 2)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     verdict = allocators.Verdict("runs", "fails")
     monkeypatch.setattr(allocators, "VERDICTS", {**allocators.VERDICTS, ("platform", False): verdict})
-    fact = doctor._allocator([])
+    fact = gpu_checks.allocator([], _machine(driver=_h200s(2)))
     assert fact.status == "PROBLEM"
     assert "a process per GPU: fails" in fact.found
     assert "unset XLA_PYTHON_CLIENT_ALLOCATOR" in fact.advice
@@ -173,30 +299,66 @@ def test_doctor_knows_how_long_a_wait_may_take(monkeypatch, text, status, said):
     monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, text)
     _settings.wait_timeout_s.cache_clear()
     try:
-        fact = doctor._wait_limit([])
+        fact = checks.wait_limit([], _machine())
     finally:
         _settings.wait_timeout_s.cache_clear()
     assert fact.status == status
     assert fact.found.startswith(said)
 
 
-@pytest.mark.parametrize(("version", "status"), [("0.11.1", "PROBLEM"), ("0.12.1", "note"), ("0.13.0", "PROBLEM")])
-def test_doctor_judges_the_version_of_jax(monkeypatch, version, status):
-    monkeypatch.setattr(doctor, "_version", lambda package: version if package in ("jax", "jaxlib") else None)
-    assert doctor._jax([]).status == status
+@pytest.mark.parametrize(
+    ("version", "status", "said"),
+    [
+        ("0.10.2", PROBLEM, "jax 0.10.2 is too old: overlap needs >= 0.11.2 and < 0.13"),
+        ("0.11.1", PROBLEM, "is too old"),
+        ("0.11.2", OK, ""),
+        ("0.12.0.1", OK, ""),
+        ("0.12.1", NOTE, "not a tested version"),
+        ("0.13.0", PROBLEM, "is too new"),
+    ],
+)
+def test_doctor_judges_the_version_of_jax(monkeypatch, version, status, said):
+    monkeypatch.setattr(checks, "version_of", lambda package: version if package in ("jax", "jaxlib") else None)
+    fact = checks.jax([], _machine(jax=Jax(version=version, numpy="2.1")))
+    assert (fact.status, said in fact.advice) == (status, True), fact
 
 
 def test_doctor_sees_versions_that_differ(monkeypatch):
     versions = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-cuda13-plugin": "0.12.0"}
-    monkeypatch.setattr(doctor, "_version", versions.get)
-    fact = doctor._jax([])
-    assert fact.status == "PROBLEM"
+    monkeypatch.setattr(checks, "version_of", versions.get)
+    fact = checks.jax([], _machine())
+    assert fact.status == PROBLEM
     assert "the versions differ" in fact.advice
+    # What is imported counts, whatever is installed.
+    fact = checks.jax([], _machine(jax=Jax(version="0.10.2", path="/elsewhere/jax")))
+    assert fact.status == PROBLEM
+    assert "`import jax` gives jax 0.10.2 from /elsewhere/jax" in fact.found and "PYTHONPATH" in fact.advice
+
+
+@pytest.mark.parametrize(
+    ("installed", "error", "advice"),
+    [
+        ({}, "ModuleNotFoundError: No module named 'jax'", "pip install 'overlap[cuda13]'"),
+        ({"jax": "0.11.2"}, "ModuleNotFoundError: No module named 'jaxlib'", "pip install 'overlap[cuda13]'"),
+        (
+            {"jax": "0.11.2", "jaxlib": "0.11.2"},
+            "RuntimeError: jaxlib version is not compatible",
+            "pip install --force-reinstall --no-deps 'jax==0.11.2' 'jaxlib==0.11.2'",
+        ),
+        ({"jax": "0.11.2", "jaxlib": "0.11.2"}, "ModuleNotFoundError: No module named 'numpy'", "'numpy>=2.1'"),
+    ],
+)
+def test_doctor_says_how_to_mend_a_jax_that_cannot_be_imported(monkeypatch, installed, error, advice):
+    monkeypatch.setattr(checks, "version_of", installed.get)
+    machine = _machine(jax=Jax(error=error))
+    fact = checks.jax([], machine)
+    assert fact.status == PROBLEM and error in fact.found and advice in fact.advice, fact
+    assert checks.emulator([fact], machine) == Fact("emulator", NOTE, "not tried: see jax")
 
 
 def test_doctor_names_flags_that_break_fused_kernels(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
-    found = doctor._flags([])
+    found = checks.flags([], _machine())
     assert found.status == "PROBLEM" and "leave the flag out" in found.found
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_shard_autotuning=false")
-    assert doctor._flags([]).status == "OK"
+    assert checks.flags([], _machine()).status == "OK"

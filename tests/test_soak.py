@@ -42,9 +42,17 @@ def test_a_wrong_bit_is_reported_with_the_command_that_repeats_it(here, capsys, 
 
 
 def test_wrong_arguments(capsys):
-    for arguments in (["--minutes", "0"], ["--minutes", "nan"], ["--first", "-1"], ["--programs", "0"]):
-        assert cli.main(["soak", *arguments]) == 2
-        assert "soak:" in capsys.readouterr().err
+    for arguments in (
+        ["--minutes", "0"],
+        ["--minutes", "nan"],
+        ["--first", "-1"],
+        ["--programs", "0"],
+        ["--steps", "0"],
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["soak", *arguments])
+        assert end.value.code == 2
+        assert f"argument {arguments[0]}: must be" in capsys.readouterr().err
 
 
 def test_every_case_is_exact_in_its_dtype():

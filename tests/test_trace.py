@@ -325,9 +325,9 @@ def test_the_command_writes_a_trace_and_a_picture(tmp_path, capsys):
         (["--config", "zz=3"], "zz"),
         (["--config", "stages=99"], "bytes of shared memory"),
         (["--op", "matmul_reduce_scatter", "--devices", "3"], "the 3 devices must divide m, got m=256"),
-        (["--out", "/nowhere/x.json"], "--out: there is no folder /nowhere"),
-        (["--out", "/dev/full"], "--out must name a file, got /dev/full"),
-        (["--picture", "/nowhere/x.png"], "--picture: there is no folder /nowhere"),
+        (["--out", "/nowhere/x.json"], "argument --out: there is no folder /nowhere"),
+        (["--out", "/dev/full"], "argument --out: must name a file, got '/dev/full', which is a device or a pipe"),
+        (["--picture", "/nowhere/x.png"], "argument --picture: there is no folder /nowhere"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, said, tmp_path, monkeypatch, capsys):

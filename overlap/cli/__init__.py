@@ -1,53 +1,58 @@
-"""The command line: `python -m overlap demo | doctor | soak | tune`."""
+"""The command line: `python -m overlap demo | doctor | soak | trace | tune`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
-import os
 import pathlib
 import platform
 import sys
 from collections.abc import Sequence
 
-import jax
-
 import overlap
-from overlap.cli import trace_arguments, tune_arguments
+from overlap import _requirements
+from overlap.cli import ending, trace_arguments, tune_arguments
+from overlap.cli.arguments import finite_number, new_file, whole_number
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: see `_STATUSES`."""
-    arguments = _parser().parse_args(argv)
-    try:
-        status = arguments.run(arguments)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Whoever read the output has enough (`| head`). Python would try to write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+    def run() -> int:
+        arguments = _parser().parse_args(argv)
+        return arguments.run(arguments)
+
+    return ending.run(run)
 
 
 _STATUSES = (
-    "Exit status: 0 if all is well; 1 if something is missing, wrong or has no result; 2 if the arguments are wrong; "
-    "130 after Ctrl-C."
+    "Exit status: 0 if all is well; 1 if something is missing, wrong or has no result, or the output cannot be "
+    "written; 2 if the arguments are wrong; 130 after Ctrl-C, 143 after SIGTERM."
 )
+
+
+class _Version(argparse.Action):
+    """Prints the versions; what they are is asked only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        try:
+            jax = f"jax {importlib.metadata.version('jax')}"
+        except importlib.metadata.PackageNotFoundError:
+            jax = "no jax"
+        print(f"overlap {overlap.__version__} ({jax}, Python {platform.python_version()})")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m overlap",
-        description="Fused collective + matmul kernels: a demonstration, a check-up, an endurance test, a tuner.",
+        description="Fused collective + matmul kernels: a demonstration, a check-up, an endurance test, a trace, a tuner.",
         epilog=_STATUSES,
     )
-    version = f"overlap {overlap.__version__} (jax {jax.__version__}, Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions, and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser(
@@ -57,16 +62,26 @@ def _parser() -> argparse.ArgumentParser:
         "what XLA makes of the same program; prints a table and draws which shard each device multiplied and moved "
         "when.",
     )
-    demo.add_argument("--out", type=pathlib.Path, default=pathlib.Path("overlap-demo.png"), help="the picture, a PNG")
-    demo.add_argument("--devices", type=int, help="number of devices (default: all visible GPUs, or 4 emulated)")
+    demo.add_argument(
+        "--out", type=new_file, default="overlap-demo.png", help="the picture, a PNG (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--devices", type=whole_number(at_least=1),
+        help="number of devices (default: all visible GPUs, or 4 emulated; at most 8 emulated)",
+    )  # fmt: skip
     demo.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
     demo.set_defaults(run=_demo)
 
     doctor = commands.add_parser(
         "doctor",
         help="check this machine and its packages",
-        description="Checks what the kernels need and says what to do about what is missing. Exit status 0 if the "
-        "fused all-gather matmul can run here, on GPUs or emulated.",
+        description="Checks what the library needs and says what to do about what is missing or wrong. It answers "
+        "whatever is wrong: without jax, with a broken one, on an old Python.",
+        epilog="Exit status: 0 if no line says PROBLEM. 1 if one does: Python or jax is too old or too new, jax cannot "
+        "be imported or its packages differ in version, CUDA_VISIBLE_DEVICES or JAX_PLATFORMS make no sense here, jax "
+        "does not use the GPUs, GPUs do not reach each other, NCCL is missing beside GPUs, too old for this jax or no "
+        "NCCL, the allocator fails or is unknown, XLA flags break fused kernels, a variable of overlap is wrong, or "
+        "the emulated all-gather matmul fails. 2 if the arguments are wrong. A note is no problem.",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     doctor.set_defaults(run=_doctor)
@@ -78,11 +93,18 @@ def _parser() -> argparse.ArgumentParser:
         "random sequences, with devices that are late and other collectives beside them, and compares every result "
         "bit for bit. Under launch/mpirun.sh as one process per GPU. Without GPUs emulated, to try it out.",
     )
-    soak.add_argument("--minutes", type=float, default=5.0, help="how long (default: 5)")
-    soak.add_argument("--seed", type=int, default=0, help="what runs in which order follows from it (default: 0)")
-    soak.add_argument("--first", type=int, default=0, help="begin with this program of the sequence (default: 0)")
-    soak.add_argument("--programs", type=int, help="stop after so many (default: when the time is over)")
-    soak.add_argument("--steps", type=int, help="launches in each program (default: 200, emulated 1)")
+    minutes, any_number = finite_number("minutes", above=0), whole_number(0, 10**6)
+    above_0 = whole_number(at_least=1)
+    soak.add_argument("--minutes", type=minutes, default=5.0, help="how long (default: 5)")
+    soak.add_argument("--seed", type=whole_number(0, 2**31 - 1), default=0, help="what runs in which order follows "
+                      "from it (default: 0)")  # fmt: skip
+    soak.add_argument(
+        "--first", type=any_number, default=0, help="begin with this program of the sequence (default: 0)"
+    )
+    soak.add_argument("--programs", type=above_0, help="stop after so many (default: when the time is over)")
+    soak.add_argument(
+        "--steps", type=whole_number(1, 10**6), help="launches in each program (default: 200, emulated 1)"
+    )
     soak.set_defaults(run=_soak)
 
     tune = commands.add_parser(
@@ -108,18 +130,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"demo needs {' and '.join(missing)}: pip install 'overlap[cli]'", file=sys.stderr)
+    if not _can_run("demo", "rich", "matplotlib"):
         return 1
     from overlap.cli import demo
 
-    return demo.run(arguments.out, devices=arguments.devices, emulate=arguments.emulate)
+    return demo.run(pathlib.Path(arguments.out), devices=arguments.devices, emulate=arguments.emulate)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    if importlib.util.find_spec("rich") is None:
-        print("tune needs rich: pip install 'overlap[cli]'", file=sys.stderr)
+    if not _can_run("tune", "rich"):
         return 1
     from overlap.cli import tune
 
@@ -127,9 +146,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"trace needs {' and '.join(missing)}: pip install 'overlap[cli]'", file=sys.stderr)
+    if not _can_run("trace", "rich", "matplotlib"):
         return 1
     from overlap.cli import trace
 
@@ -137,12 +154,22 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 
 def _soak(arguments: argparse.Namespace) -> int:
-    if importlib.util.find_spec("rich") is None:
-        print("soak needs rich: pip install 'overlap[cli]'", file=sys.stderr)
+    if not _can_run("soak", "rich"):
         return 1
     from overlap.cli import soak
 
     return soak.run(arguments)
+
+
+def _can_run(command: str, *packages: str) -> bool:
+    """Whether the library works here and the command's own packages are installed; if not, a line says what to do."""
+    if reason := _requirements.why_not():
+        print(f"{command}: {reason}; {_requirements.SEE_DOCTOR}", file=sys.stderr)
+        return False
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        print(f"{command} needs {' and '.join(missing)}: pip install 'overlap[cli]'", file=sys.stderr)
+        return False
+    return True
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ import overlap
 from overlap import _compat, _settings
 from overlap.choice.problem import Problem
 from overlap.cli import picture
-from overlap.cli.devices import why_not_gpus
+from overlap.cli.devices import MOST_EMULATED, why_not_gpus
 from overlap.cli.spans import Span, spans_of
 from overlap.tuning.operations import OPERATIONS, product
 from overlap.tuning.programs import (
@@ -45,6 +45,8 @@ _ON_GPUS = tuple(
 )
 _EMULATED = tuple(dataclasses.replace(problem, m=256, n=256, k=256) for problem in _ON_GPUS)
 _EMULATED_CONFIG = overlap.Config(tile_n=128)
+# Below so many columns the table would cut its cells.
+_NARROW = 60
 _ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
 
 
@@ -68,36 +70,47 @@ class _TooManyDevices(ValueError):
 def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False) -> int:
     """Runs the demo and returns the exit status: 0 if the fused kernel ran and is right, 2 for wrong arguments."""
     console, errors = Console(), Console(stderr=True)
-    if not out.parent.is_dir():
-        errors.print(f"--out: there is no folder {out.parent}", style="red")
-        return 2
-    if devices is not None and devices < 1:
-        errors.print(f"--devices must be at least 1, got {devices}", style="red")
-        return 2
     reason = "asked for with --emulate" if emulate else why_not_gpus()
+    no_picture = ""
     try:
         with _progress() as step:
             if reason is None:
-                rows, count = _run_on_gpus(devices, step)
-                if all(row.ok for row in rows):
-                    _picture_by_emulation(count, out, step)
+                (rows, count), panels = _run_on_gpus(devices, step), {}
             else:
-                rows, count = _run_emulated(devices or _EMULATED_DEVICES, out, step)
+                rows, count, panels = _run_emulated(devices or _EMULATED_DEVICES, step)
+            if all(row.ok for row in rows):
+                # What was measured is shown even if there is no picture of it.
+                try:
+                    if reason is None:
+                        _picture_by_emulation(count, out, step)
+                    else:
+                        step("the picture")
+                        _draw(panels, out, count)
+                except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                    no_picture = f"no picture was written: {error}"
     except _TooManyDevices as error:
-        errors.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        _say(errors, str(error))
         return 2
     except (ValueError, NotImplementedError, RuntimeError) as error:
-        errors.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        _say(errors, str(error))
         return 1
     for problem in _ON_GPUS:
         of_one = [row for row in rows if row.op == problem.op]
-        console.print(_table(of_one, count, emulated=reason is not None))
+        _print(console, of_one, count, emulated=reason is not None)
     console.print(_caption(reason), style="italic dim", highlight=False)
     if not all(row.ok for row in rows):
-        errors.print("The fused kernel's result is wrong; no picture was written.", style="red")
+        _say(errors, "the fused kernel's result is wrong; no picture was written")
+        return 1
+    if no_picture:
+        _say(errors, no_picture)
         return 1
     console.print(f"What each device multiplied, added, received and sent when: {out}", soft_wrap=True, highlight=False)
     return 0
+
+
+def _say(errors: Console, text: str) -> None:
+    """Why the command fails, in one line: the last one."""
+    errors.print(f"demo: {' '.join(text.split())}", style="red", soft_wrap=True, markup=False, highlight=False)
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh:
@@ -120,7 +133,9 @@ def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
     }
 
 
-def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row], int]:
+def _run_emulated(devices: int, step: Any) -> tuple[list[_Row], int, dict[str, list[Span]]]:
+    if devices > MOST_EMULATED:
+        raise _TooManyDevices(f"--devices must be at most {MOST_EMULATED} where they are emulated, got {devices}")
     if _compat.backends_are_initialized():
         raise RuntimeError("the demo sets the number of CPU devices, so it has to run before devices are used")
     jax.config.update("jax_platforms", "cpu")
@@ -129,11 +144,12 @@ def _run_emulated(devices: int, out: pathlib.Path, step: Any) -> tuple[list[_Row
     for problem in (_of(problem, devices) for problem in _EMULATED):
         more, panels[problem.op] = _emulated(problem, mesh, step)
         rows += more
-    if all(row.ok for row in rows):
-        step("the picture")
-        title = f"emulated: {devices} {_settings.emulated_gpu().capitalize()} devices of {_EMULATED_CTAS} CTAs"
-        picture.draw(panels, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
-    return rows, devices
+    return rows, devices, panels
+
+
+def _draw(panels: dict[str, list[Span]], out: pathlib.Path, devices: int) -> None:
+    title = f"emulated: {devices} {_settings.emulated_gpu().capitalize()} devices of {_EMULATED_CTAS} CTAs"
+    picture.draw(panels, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
 
 
 def _emulated(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> tuple[list[_Row], list[Span]]:
@@ -216,7 +232,8 @@ def _picture_by_emulation(devices: int, out: pathlib.Path, step: Any) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OVERLAP_DEMO_TITLE": title}
     replay = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     if replay.returncode != 0:
-        raise RuntimeError(f"the emulated replay for the picture failed:\n{replay.stderr.strip()}")
+        last = (replay.stderr.strip().splitlines() or [f"exit status {replay.returncode}"])[-1]
+        raise RuntimeError(f"the emulated replay for it failed: {last}")
 
 
 def _judge(rows: list[_Row], problem: Problem) -> None:
@@ -226,19 +243,14 @@ def _judge(rows: list[_Row], problem: Problem) -> None:
         row.ok = row.error <= allowed  # False for NaN
 
 
-def _table(rows: list[_Row], devices: int, *, emulated: bool) -> Table:
-    """The lines of one operation."""
+def _print(console: Console, rows: list[_Row], devices: int, *, emulated: bool) -> None:
+    """Prints the lines of one operation: as a table, or each as a paragraph where a table has no room."""
     by_name = {row.method: row for row in rows}
     kind = "emulated CPU devices" if emulated else jax.devices()[0].device_kind
-    table = Table(title=f"{rows[0].op}, {devices} × {kind}", title_justify="left")
-    table.add_column("method")
-    table.add_column("what runs")
-    if emulated:
-        table.add_column("time (meaningless)", justify="right", style="dim")
-    else:
-        for heading in ("loop, µs", "call, µs", "XLA / this", "roof / this"):
-            table.add_column(heading, justify="right")
-    table.add_column("error against f32", justify="right")
+    title = f"{rows[0].op}, {devices} × {kind}"
+    times = ("time (meaningless)",) if emulated else ("loop, µs", "call, µs", "XLA / this", "roof / this")
+    headings = ("method", "what runs", *times, "error against f32")
+    lines = []
     for row in rows:
         cells = [row.method, row.what]
         if row.loop_us is None or row.wall_us is None:
@@ -248,8 +260,21 @@ def _table(rows: list[_Row], devices: int, *, emulated: bool) -> Table:
             cells += [f"{row.loop_us:.0f}", f"{row.wall_us:.0f}", f"{ratios[0]:.2f}", f"{ratios[1]:.3f}"]
         else:
             cells += ["–"] * 4
-        table.add_row(*cells, f"{row.error:.2e}" if row.ok else f"[red]{row.error:.2e} FAILED")
-    return table
+        lines.append([*cells, f"{row.error:.2e}" if row.ok else f"[red]{row.error:.2e} FAILED"])
+    if console.width < _NARROW:
+        console.print(title, style="italic", highlight=False)
+        for cells in lines:
+            console.print(cells[0], style="bold", highlight=False)
+            for heading, cell in zip(headings[1:], cells[1:], strict=True):
+                console.print(f"  {heading}: {cell}", highlight=False)
+        return
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number > 1 else "left", style="dim" if heading in times[:1] and
+                         emulated else None)  # fmt: skip
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)
 
 
 def _caption(emulated_because: str | None) -> str:
@@ -275,7 +300,7 @@ def _progress() -> Iterator[Any]:
         def step(text: str) -> None:
             progress.update(task, description=text)
             if not console.is_terminal and text not in said:
-                console.print(f"… {text}", highlight=False)
+                console.print(f"… {text}", soft_wrap=True, highlight=False)
             said.append(text)
 
         yield step

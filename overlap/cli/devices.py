@@ -8,9 +8,12 @@ from overlap import _cuda
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.target import Target
 
+# With more, a demonstration takes minutes, and its picture has no room for them.
+MOST_EMULATED = 8
 
-def why_not_gpus() -> str | None:
-    """Why fused kernels run emulated here, or None if the visible GPUs run them. Starts no backend of jax."""
+
+def why_no_gpu() -> str | None:
+    """Why jax has no GPU here, or None if it has. Starts no backend of jax."""
     if (jax.config.jax_platforms or "").startswith("cpu"):
         return "JAX_PLATFORMS=cpu"
     gpus = _cuda.visible_gpus()
@@ -18,8 +21,15 @@ def why_not_gpus() -> str | None:
         return "no GPU is visible"
     if _cuda.jax_plugin() is None:
         return "jax has no CUDA plugin here: pip install 'overlap[cuda13]'"
+    return None
+
+
+def why_not_gpus() -> str | None:
+    """Why fused kernels run emulated here, or None if the visible GPUs run them. Starts no backend of jax."""
+    if reason := why_no_gpu():
+        return reason
     try:
-        for gpu in gpus:
+        for gpu in _cuda.visible_gpus():
             mainloop_of(Target("gpu", gpu.name, num_cores=1))
     except NotImplementedError as error:
         return str(error)

@@ -57,6 +57,7 @@ def _draw_device(axis: Any, spans: Sequence[Span], lanes: Sequence[str], colors:
 
 def write_whole(path: pathlib.Path, write: Callable[[str], object]) -> None:
     """Calls `write(temporary)` and moves the result to `path`: no half-written file is ever seen under that name."""
+    path = path.resolve()  # Of a link, the file that it leads to is replaced.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:

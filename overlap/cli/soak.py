@@ -33,12 +33,13 @@ _LATE_US = (0.0, 0.0, 0.0, 100.0, 1000.0, 10000.0, 50000.0)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if a result was wrong, 2 for wrong arguments."""
+    """Runs the command. Returns 0, 1 if a result was wrong, 2 if there are too few devices."""
     console = Console(stderr=True)
-    if not arguments.minutes > 0 or arguments.first < 0 or (arguments.programs is not None and arguments.programs < 1):
-        console.print("soak: --minutes and --programs must be above 0, and --first at least 0", style="red")
-        return 2
-    overlap.initialize()
+    try:
+        overlap.initialize()
+    except RuntimeError as error:
+        console.print(f"soak: {error}", style="red", soft_wrap=True, markup=False, highlight=False)
+        return 1
     emulated = why_not_gpus()
     if emulated:
         jax.config.update("jax_platforms", "cpu")

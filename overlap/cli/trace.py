@@ -15,6 +15,7 @@ from overlap import _compat, _settings, emulation
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import trace_files
+from overlap.cli.arguments import new_file
 from overlap.cli.devices import why_not_gpus
 from overlap.kernels.config import Config
 from overlap.primitives.marks import Work
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns 0, 1 if there is no trace or the result is wrong, 2 for wrong arguments."""
     console, errors = Console(), Console(stderr=True)
     try:
-        picture = _outputs(arguments)
+        picture = _picture(arguments)
         emulated_because = "asked for with --emulate" if arguments.emulate else why_not_gpus()
         problem, config = _problem(arguments, emulated_because), _config(arguments.config)
         mesh = _mesh(problem, arguments, emulated_because)
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         errors.print(f"… {problem} on {_kind(mesh)}", soft_wrap=True, markup=False, highlight=False)
         recorded = _record(problem, mesh, config, emulated_because)
     except (ValueError, NotImplementedError) as error:
-        errors.print(f"trace: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"trace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     if not recorded.same_bits:
         errors.print("The recorded call's result differs from an ordinary one's; nothing was written.", style="red")
@@ -62,16 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _outputs(arguments: argparse.Namespace) -> pathlib.Path:
-    """Where the picture goes; both files are looked at before anything runs."""
+def _picture(arguments: argparse.Namespace) -> pathlib.Path:
+    """Where the picture goes: beside the trace, unless the arguments say where."""
+    if arguments.picture is not None:
+        return arguments.picture
     name = arguments.out.name.removesuffix(".gz").removesuffix(".json")
-    picture = arguments.picture or arguments.out.with_name(f"{name}.png")
-    for option, path in (("--out", arguments.out), ("--picture", picture)):
-        if not path.parent.is_dir():
-            raise ValueError(f"{option}: there is no folder {path.parent}")
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{option} must name a file, got {path}, which is none: name another one")
-    return picture
+    try:
+        return new_file(str(arguments.out.with_name(f"{name}.png")))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"the picture beside --out: {error}; or name one with --picture") from error
 
 
 def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Problem:

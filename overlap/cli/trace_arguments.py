@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 
+from overlap.cli.arguments import new_file
 from overlap.cli.tune_arguments import DTYPES, LAYOUTS, count, dtype, shapes
 
 
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
     parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("overlap-trace.json.gz"),
+        "--out", type=new_file, default="overlap-trace.json.gz",
         help="the trace, for ui.perfetto.dev; compressed if the name ends with .gz (default: overlap-trace.json.gz)",
     )  # fmt: skip
     parser.add_argument(
-        "--picture", type=pathlib.Path, help="the picture, a PNG (default: beside the trace, overlap-trace.png)"
+        "--picture", type=new_file, help="the picture, a PNG (default: beside the trace, overlap-trace.png)"
     )
 
 

@@ -1,0 +1,95 @@
+"""Ends a run that hangs or is told to end, so that what was measured until then is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pathlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+# Time to write what there is, before the process is ended without that.
+_PATIENCE_S = 15
+_STDERR = 2  # The number of the file: whoever replaces `sys.stderr` may have none.
+
+
+class Watch:
+    """While it is entered: each step may take so long, and what was measured is kept however the run ends.
+
+    A step that takes longer ends the process with status 1 and a trace of all threads. SIGTERM (`timeout`, a batch
+    system) ends it with status 143. An exception or Ctrl-C passes through. Each time `keep` is called before.
+
+    The thread that measures may be stuck in a kernel, and then runs no handler of Python's: so other threads wait for
+    the time and for the signal. Where even they cannot run, since the first holds Python's lock, a timer that needs no
+    Python ends the process.
+    """
+
+    def __init__(self, timeout_s: int, keep: Callable[[], Sequence[pathlib.Path]]) -> None:
+        self._timeout_s, self._keep = timeout_s, keep
+        self._timer: threading.Timer | None = None
+        self._signals: int | None = None
+
+    def __enter__(self) -> Watch:
+        # Signals can be set by the main thread alone; jax may have a handler of its own.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._listen()
+        self.restart()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop()
+        if self._signals is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+            os.close(self._signals)  # This ends the thread.
+        if kind is not None:
+            self._keep_what_there_is()
+
+    def restart(self) -> None:
+        """Begins a step."""
+        self._stop()
+        faulthandler.dump_traceback_later(self._timeout_s + _PATIENCE_S, exit=True, file=_STDERR)
+        self._timer = threading.Timer(self._timeout_s, self._hangs)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _stop(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _hangs(self) -> None:
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+        self._end(1, f"no word for {self._timeout_s} s (--timeout-s): ended")
+
+    def _listen(self) -> None:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._signals = write
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        # Python writes each signal's number there at once, whatever the main thread does.
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+        def wait() -> None:
+            while number := os.read(read, 1):
+                if number[0] == signal.SIGTERM:
+                    self._end(128 + signal.SIGTERM, "ended by SIGTERM")
+            os.close(read)
+
+        threading.Thread(target=wait, name="benchmarks-signals", daemon=True).start()
+
+    def _end(self, status: int, text: str) -> None:
+        try:
+            self._keep_what_there_is()
+            print(text, file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+
+    def _keep_what_there_is(self) -> None:
+        # A full disk is no reason to hide why the run ends.
+        with contextlib.suppress(OSError):
+            for path in self._keep():
+                print(f"kept {path}", file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""Types of command-line options: what is no number of the right kind, or no place to write to, is refused by name.
+
+For argparse: `parser.add_argument("--devices", type=whole_number(at_least=1))`. argparse puts the option's name before
+the message and ends with exit status 2. Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pathlib
+import stat
+import tempfile
+from collections.abc import Callable
+
+
+class WrongArguments(SystemExit):
+    """Ends the command with one line and exit status 2 (`overlap.cli.ending`): arguments that do not go together."""
+
+
+def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
+    """Reads a whole number in a range."""
+    limits = f"a whole number, at least {at_least}" + ("" if at_most is None else f" and at most {at_most}")
+
+    def read(text: str) -> int:
+        try:
+            # No number needs more digits, and Python refuses to read 5000 of them.
+            number = int(text) if len(text) <= 40 else None
+        except ValueError:
+            number = None
+        if number is None or number < at_least or (at_most is not None and number > at_most):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {_shown(text)}")
+        return number
+
+    return read
+
+
+def finite_number(of: str, *, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
+    """Reads a finite number `of` seconds, say."""
+    limits = f"a finite number of {of}" + (f", at least {at_least:g}" if above is None and at_least is not None else "")
+    limits += "" if above is None else f" above {above:g}"
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        wrong = not math.isfinite(number) or (above is not None and number <= above)
+        if wrong or (at_least is not None and number < at_least):
+            raise argparse.ArgumentTypeError(f"must be {limits}, got {_shown(text)}")
+        return number
+
+    return read
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Reads one of some words."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {_shown(text)}")
+        return text
+
+    return read
+
+
+def new_file(text: str) -> pathlib.Path:
+    """Reads a path where a file can be written, or an old one be replaced; tries it, and leaves nothing there."""
+    path = _no_other_file(text)
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}: make it first")
+    _try_to_write(path.resolve().parent, text)
+    return path
+
+
+def new_file_with_folders(text: str) -> pathlib.Path:
+    """The same where the command makes the file's folder too; makes nothing."""
+    path = _no_other_file(text)
+    _try_to_write(path.resolve().parent, text)
+    return path
+
+
+def new_folder(text: str) -> pathlib.Path:
+    """Reads the path of a folder in which files can be written, or which can be made; makes nothing."""
+    path = pathlib.Path(text)
+    _try_to_write(path.resolve(), text)
+    return path
+
+
+def old_file(text: str) -> pathlib.Path:
+    """Reads the path of a file that is there and can be read."""
+    path = pathlib.Path(text)
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"must name a file, got the folder {_shown(text)}")
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {_shown(text)}: {_reason(error)}") from None
+
+
+def old_folder(text: str) -> pathlib.Path:
+    """Reads the path of a folder that is there."""
+    path = pathlib.Path(text)
+    try:
+        if path.is_dir():
+            return path
+        reason = "it is a file" if path.exists() else "there is no such folder"
+    except OSError as error:
+        reason = _reason(error)
+    raise argparse.ArgumentTypeError(f"must name a folder, got {_shown(text)}: {reason}")
+
+
+def plain_name(text: str) -> str:
+    """Reads the stem of files: a name without folders."""
+    if text in ("", ".", "..") or pathlib.PurePath(text).name != text:
+        raise argparse.ArgumentTypeError(f"must be the name of a file without folders, got {_shown(text)}")
+    return text
+
+
+def _no_other_file(text: str) -> pathlib.Path:
+    """The path, if what is there is a file that may be replaced, or nothing is."""
+    path = pathlib.Path(text)
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"must name a file, got the folder {_shown(text)}")
+        if not path.exists():
+            return path
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {_shown(text)}: {_reason(error)}") from None
+    if not stat.S_ISREG(mode):
+        raise argparse.ArgumentTypeError(f"must name a file, got {_shown(text)}, which is a device or a pipe")
+    # Root may write anything; a file that is marked read-only is meant to stay all the same.
+    if not mode & 0o222 or not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} is read-only: name another file, or chmod u+w it")
+    return path
+
+
+def _try_to_write(folder: pathlib.Path, text: str) -> None:
+    """Raises if no file can be written in a folder, or, as long as it is not there, in the one above it."""
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir():
+            raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {folder} is no folder")
+        # Permissions, a read-only file system and /proc all say no in ways of their own: a file is made, and removed.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".overlap-", suffix=".tmp"):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 200 else repr(text[:200]) + "..."

