@@ -136,7 +136,7 @@ def test_public_names_are_what_their_modules_define():
     """The imports for type checkers and the table for the running program say the same."""
     assert overlap.__file__
     tree = ast.parse(pathlib.Path(overlap.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     shown = {
         alias.name: node.module.removeprefix("overlap").removeprefix(".")
         for node in block.body

@@ -60,7 +60,7 @@ def wrong_calls(x: jax.Array, w: jax.Array) -> list[jax.Array]:
     overlap.matmul_all_reduce(x, w, "x", implementation="ring")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     overlap.matmul(x, 2.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     overlap.matmul(x, w, implementation=True)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    overlap.matmull(x, w)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    overlap.matmull(x, w)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     overlap.explain("matmul", x, w)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     overlap.Config(schedule="turns")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     return gate

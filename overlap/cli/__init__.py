@@ -49,7 +49,8 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m overlap",
-        description="Fused collective + matmul kernels: a demonstration, a check-up, an endurance test, a trace, a tuner.",
+        description="Fused collective + matmul kernels: a demonstration, a check-up, an endurance test, a tuner, and "
+        "a trace of what a kernel does when.",
         epilog=_STATUSES,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions, and end")

@@ -1,4 +1,9 @@
-"""`python -m overlap demo`: both halves of a layer, fused and by XLA, as a table and a picture."""
+"""`python -m overlap demo`: both halves of a layer, fused and by XLA, as a table and a picture.
+
+In one process with all GPUs, or with a process for each of them (launch/mpirun.sh -- python -m overlap demo), where the
+first process prints. Without GPUs it is emulated. Several processes without GPUs run XLA's implementation alone, since
+the emulator runs all devices in one process.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -45,6 +51,9 @@ _ON_GPUS = tuple(
 )
 _EMULATED = tuple(dataclasses.replace(problem, m=256, n=256, k=256) for problem in _ON_GPUS)
 _EMULATED_CONFIG = overlap.Config(tile_n=128)
+_BY_XLA = {"": "all-gather, then dot", "m": "dot, then reduce-scatter"}
+# Of a right product in float16, several times over.
+_FLOAT16_ERROR = 1e-2
 # Below so many columns the table would cut its cells.
 _NARROW = 60
 _ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
@@ -63,7 +72,7 @@ class _Row:
     wall_us: float | None = None
 
 
-class _TooManyDevices(ValueError):
+class _WrongDevices(ValueError):
     pass
 
 
@@ -71,14 +80,23 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
     """Runs the demo and returns the exit status: 0 if the fused kernel ran and is right, 2 for wrong arguments."""
     console, errors = Console(), Console(stderr=True)
     reason = "asked for with --emulate" if emulate else why_not_gpus()
-    no_picture = ""
+    processes, leads, no_picture = 1, True, ""
     try:
-        with _progress() as step:
+        if not emulate:
+            overlap.initialize()
+            if jax.distributed.is_initialized():
+                processes, leads = jax.process_count(), jax.process_index() == 0
+        if processes > 1 and devices is not None:
+            raise _WrongDevices(f"--devices is for one process: start as many as you want, not {processes}, with -np")
+        console.quiet = errors.quiet = not leads
+        with _progress(quiet=not leads) as step:
             if reason is None:
                 (rows, count), panels = _run_on_gpus(devices, step), {}
+            elif processes > 1:
+                (rows, count), panels = _run_by_xla(step), {}
             else:
                 rows, count, panels = _run_emulated(devices or _EMULATED_DEVICES, step)
-            if all(row.ok for row in rows):
+            if all(row.ok for row in rows) and leads and (reason is None or panels):
                 # What was measured is shown even if there is no picture of it.
                 try:
                     if reason is None:
@@ -88,7 +106,7 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
                         _draw(panels, out, count)
                 except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                     no_picture = f"no picture was written: {error}"
-    except _TooManyDevices as error:
+    except _WrongDevices as error:
         _say(errors, str(error))
         return 2
     except (ValueError, NotImplementedError, RuntimeError) as error:
@@ -96,14 +114,20 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
         return 1
     for problem in _ON_GPUS:
         of_one = [row for row in rows if row.op == problem.op]
-        _print(console, of_one, count, emulated=reason is not None)
-    console.print(_caption(reason), style="italic dim", highlight=False)
+        _print(console, of_one, count, emulated=reason is not None and processes == 1)
+    console.print(_caption(reason, processes), style="italic dim", highlight=False)
+    if processes > 1:
+        # None ends before the others: whoever is left would be told that it has been left.
+        multihost_utils.sync_global_devices("the demo's end")
     if not all(row.ok for row in rows):
         _say(errors, "the fused kernel's result is wrong; no picture was written")
         return 1
     if no_picture:
         _say(errors, no_picture)
         return 1
+    if reason is not None and processes > 1:
+        console.print(f"{processes} processes multiplied together; no picture: nothing was emulated.", highlight=False)
+        return 0
     console.print(f"What each device multiplied, added, received and sent when: {out}", soft_wrap=True, highlight=False)
     return 0
 
@@ -116,7 +140,7 @@ def _say(errors: Console, text: str) -> None:
 def _mesh(devices: int) -> jax.sharding.Mesh:
     available = jax.devices()
     if devices > len(available):
-        raise _TooManyDevices(f"--devices must be at most {len(available)} on this machine, got {devices}")
+        raise _WrongDevices(f"--devices must be at most {len(available)} on this machine, got {devices}")
     return mesh_of(available[:devices])
 
 
@@ -135,7 +159,7 @@ def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
 
 def _run_emulated(devices: int, step: Any) -> tuple[list[_Row], int, dict[str, list[Span]]]:
     if devices > MOST_EMULATED:
-        raise _TooManyDevices(f"--devices must be at most {MOST_EMULATED} where they are emulated, got {devices}")
+        raise _WrongDevices(f"--devices must be at most {MOST_EMULATED} where they are emulated, got {devices}")
     if _compat.backends_are_initialized():
         raise RuntimeError("the demo sets the number of CPU devices, so it has to run before devices are used")
     jax.config.update("jax_platforms", "cpu")
@@ -145,6 +169,20 @@ def _run_emulated(devices: int, step: Any) -> tuple[list[_Row], int, dict[str, l
         more, panels[problem.op] = _emulated(problem, mesh, step)
         rows += more
     return rows, devices, panels
+
+
+def _run_by_xla(step: Any) -> tuple[list[_Row], int]:
+    """XLA's implementation on the CPU devices of all processes."""
+    mesh, rows = mesh_of(jax.devices()), []
+    for problem in (_of(problem, mesh.size) for problem in _EMULATED):
+        step(f"{problem.op}: xla in {jax.process_count()} processes")
+        operands, call = draw_operands(problem, mesh, 0), _methods(problem, _EMULATED_CONFIG)["xla"]
+        start = time.perf_counter()
+        result = call_program(problem, call, mesh)(*operands).block_until_ready()
+        wall_us = (time.perf_counter() - start) * 1e6
+        error = float(error_program(problem, mesh)(*operands, result))
+        rows.append(_Row(problem.op, "xla", _BY_XLA[problem.scattered], error, error < _FLOAT16_ERROR, wall_us=wall_us))
+    return rows, mesh.size
 
 
 def _draw(panels: dict[str, list[Span]], out: pathlib.Path, devices: int) -> None:
@@ -165,11 +203,7 @@ def _emulated(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> tuple[lis
         else:
             result = once(*operands).block_until_ready()
         wall_us = (time.perf_counter() - start) * 1e6
-        what = (
-            "one kernel"
-            if name == "fused"
-            else ("dot, then reduce-scatter" if problem.scattered else "all-gather, then dot")
-        )
+        what = "one kernel" if name == "fused" else _BY_XLA[problem.scattered]
         error = float(error_program(problem, mesh)(*operands, result))
         rows.append(_Row(problem.op, name, what, error, wall_us=wall_us))
     _judge(rows, problem)
@@ -246,9 +280,10 @@ def _judge(rows: list[_Row], problem: Problem) -> None:
 def _print(console: Console, rows: list[_Row], devices: int, *, emulated: bool) -> None:
     """Prints the lines of one operation: as a table, or each as a paragraph where a table has no room."""
     by_name = {row.method: row for row in rows}
-    kind = "emulated CPU devices" if emulated else jax.devices()[0].device_kind
+    timed = all(row.loop_us is not None for row in rows)
+    kind = "emulated CPU devices" if emulated else "CPU devices" if not timed else jax.devices()[0].device_kind
     title = f"{rows[0].op}, {devices} × {kind}"
-    times = ("time (meaningless)",) if emulated else ("loop, µs", "call, µs", "XLA / this", "roof / this")
+    times = ("time (meaningless)",) if not timed else ("loop, µs", "call, µs", "XLA / this", "roof / this")
     headings = ("method", "what runs", *times, "error against f32")
     lines = []
     for row in rows:
@@ -271,15 +306,20 @@ def _print(console: Console, rows: list[_Row], devices: int, *, emulated: bool) 
     table = Table(title=title, title_justify="left")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number > 1 else "left", style="dim" if heading in times[:1] and
-                         emulated else None)  # fmt: skip
+                         not timed else None)  # fmt: skip
     for cells in lines:
         table.add_row(*cells)
     console.print(table)
 
 
-def _caption(emulated_because: str | None) -> str:
+def _caption(emulated_because: str | None, processes: int) -> str:
     problem = (_EMULATED if emulated_because else _ON_GPUS)[0]
     text = f"Per device {problem.m} rows, n = {problem.n}, k = {problem.k}, {problem.dtype}. "
+    if emulated_because and processes > 1:
+        return text + (
+            f"No fused kernel ran ({emulated_because}): the emulator runs all devices in one process. The times of CPU "
+            "devices say nothing."
+        )
     if emulated_because:
         return text + (
             f"Emulated: {emulated_because}. The emulator checks the order of events and the numbers; its time says "
@@ -289,9 +329,9 @@ def _caption(emulated_because: str | None) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _progress(*, quiet: bool) -> Iterator[Any]:
     """Yields `step(text)`, which says what is being done now; on a terminal with a clock."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
