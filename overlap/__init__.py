@@ -3,19 +3,19 @@
 Importing this touches no device. What is public stands in `__all__`; other modules may change at any time.
 """
 
-from overlap import emulation
-from overlap._distributed import initialize
+from overlap import _version, emulation
 from overlap.choice.dispatch import Explanation
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.collectives.explain import explain
 from overlap.collectives.matmul_all_reduce import matmul_all_reduce
 from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
+from overlap.distributed import initialize
 from overlap.kernels.config import Config, PullSizes
 from overlap.single_gpu.matmul import matmul
 from overlap.tuning.autotune import autotune
 
-__version__ = "0.1.0.dev0"
+__version__ = _version.VERSION
 
 __all__ = [
     "Config",

@@ -10,11 +10,11 @@ import overlap
 PACKAGE = pathlib.Path(overlap.__file__).parent
 # From below. What stands beside each other in a row may not import each other.
 FLOORS = (
-    ("_cuda", "_settings", "_xla_flags", "emulation"),
+    ("_cuda", "_settings", "_version", "_xla_flags", "emulation"),
     ("_compat",),
     ("_compat_mosaic",),
     ("primitives", "_departures"),
-    ("kernels", "_distributed"),
+    ("kernels", "distributed"),
     ("choice",),
     ("frame",),
     ("single_gpu",),
