@@ -1,6 +1,7 @@
 """One process of a job that a test starts.
 
-Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"), or "hosts".
+Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"; before the others meet "absent", "stuck"), or
+"hosts", or what is to be done instead of a product: "meet", "wait" (until the file of the second argument is there).
 """
 
 import logging
@@ -9,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import _departures
+from overlap import _compat, _departures
+from overlap.distributed import launchers
 
 
 def lower_for_own_host() -> None:
@@ -40,6 +43,12 @@ def lower_for_own_host() -> None:
     print(f"process {jax.process_index()}: ids {ids}", flush=True)
 
 
+def coordinator_address() -> str:
+    from jax._src import distributed
+
+    return str(distributed.global_state.coordinator_address)
+
+
 class Heard(logging.Handler):
     """Sets an event at the first warning."""
 
@@ -60,7 +69,24 @@ def main() -> None:
         logging.getLogger("overlap").addHandler(heard)
     if mode == "late":
         jax.devices()
+    if mode in ("absent", "stuck"):
+        if launchers.find_place(os.environ).rank == 1:
+            if mode == "stuck":
+                time.sleep(60)
+            raise SystemExit(0)
+        overlap.initialize(timeout_s=2)
     overlap.initialize()
+    if mode in ("meet", "wait"):
+        address = coordinator_address()
+        print(
+            f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {address}",
+            flush=True,
+        )
+        while mode == "wait" and not (len(sys.argv) > 2 and os.path.exists(sys.argv[2])):
+            time.sleep(0.05)
+        # In the end all of them once more, to see that the job has held.
+        _compat.job_store().wait_at_barrier("tests", 30_000)
+        return print(f"process {jax.process_index()} is done", flush=True)
     overlap.initialize()  # The second call does nothing.
     if mode == "hosts":
         return lower_for_own_host()

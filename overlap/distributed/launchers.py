@@ -182,6 +182,8 @@ def first_slurm_host(node_list: str) -> str:
 
 def _torchrun(environ: Mapping[str, str]) -> Place | None:
     """PyTorch's variables. MASTER_PORT is where torch's own store listens: it tells jobs apart, and is left alone."""
+    if "WORLD_SIZE" not in environ:
+        _require(environ, "torchrun", "TORCHELASTIC_RUN_ID", ["WORLD_SIZE"])
     size = _number(environ, "WORLD_SIZE")
     if size == 1:
         return None

@@ -112,7 +112,9 @@ class _Host:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
                 await self.ended.wait()
-        # From here on nobody is received. A port that was given goes from the meeting to the coordinator.
+        # From here on who comes is late, and who goes has been here.
+        self.ended.set()
+        # A port that was given goes from the meeting to the coordinator.
         server.close()
         everyone = [self.came[rank] for rank in sorted(self.came)]
         try:
@@ -154,6 +156,8 @@ class _Host:
                 writer.write(_line("not here"))
                 await writer.drain()
                 return
+            if self.ended.is_set():
+                return
             if card.rank in self.came:
                 self.fault = self._came_twice(self.came[card.rank], card)
                 writer.write(_line("error", self.fault))
@@ -179,19 +183,19 @@ class _Host:
         place = self.place
         return (
             f"rank {first.rank} of {place.size} has come to overlap.initialize() twice, as process {first.pid} of "
-            f"{first.host} and as process {second.pid} of {second.host}. Start one program per task of {place.launcher}, "
-            "not several side by side."
+            f"{first.host} and as process {second.pid} of {second.host}. Start one program per task of "
+            f"{place.launcher}, not several side by side."
         )
 
     async def _tell(self, line: bytes) -> None:
         """Says the last word to all guests. One that has died meanwhile is left to jax, which misses it."""
-        for writer in self.guests.values():
+        for writer in list(self.guests.values()):
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
                     writer.write(line)
                     await writer.drain()
             writer.close()
-        for writer in self.guests.values():
+        for writer in list(self.guests.values()):
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
                     await writer.wait_closed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 import socket
 from typing import Any
 
@@ -63,7 +64,7 @@ def listen_on_given(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise RuntimeError(
             f"`coordinator_port`={port} cannot be used on {socket.gethostname()}, the host of process 0: "
-            f"{error.strerror}. Pass another one, or leave it out, and a free one is chosen."
+            f"{os.strerror(error.errno or 0)}. Pass another one, or leave it out, and a free one is chosen."
         ) from error
 
 
