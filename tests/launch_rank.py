@@ -43,10 +43,14 @@ def lower_for_own_host() -> None:
     print(f"process {jax.process_index()}: ids {ids}", flush=True)
 
 
-def coordinator_address() -> str:
-    from jax._src import distributed
+class Coordinator(logging.Handler):
+    """Keeps the address of the coordinator, which `overlap.initialize` logs."""
 
-    return str(distributed.global_state.coordinator_address)
+    address = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if found := re.search(r"coordinator ([^,]+)", record.getMessage()):
+            self.address = found[1]
 
 
 class Heard(logging.Handler):
@@ -63,7 +67,10 @@ class Heard(logging.Handler):
 
 def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
-    heard = Heard()
+    heard, coordinator = Heard(), Coordinator()
+    if mode in ("meet", "wait"):
+        logging.getLogger("overlap").setLevel(logging.INFO)
+        logging.getLogger("overlap").addHandler(coordinator)
     if mode == "leave":
         _departures._LOOK_EVERY_S, _departures._SAID_AFTER_S = 0.2, 1.0
         logging.getLogger("overlap").addHandler(heard)
@@ -77,11 +84,8 @@ def main() -> None:
         overlap.initialize(timeout_s=2)
     overlap.initialize()
     if mode in ("meet", "wait"):
-        address = coordinator_address()
-        print(
-            f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {address}",
-            flush=True,
-        )
+        who = f"process {jax.process_index()} of {jax.process_count()}"
+        print(f"{who}, {jax.device_count()} devices, {coordinator.address}", flush=True)
         while mode == "wait" and not (len(sys.argv) > 2 and os.path.exists(sys.argv[2])):
             time.sleep(0.05)
         # In the end all of them once more, to see that the job has held.

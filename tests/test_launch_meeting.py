@@ -16,6 +16,8 @@ import pytest
 
 from overlap.distributed import cards, launchers, meeting, ports
 
+pytestmark = pytest.mark.one_jax
+
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
@@ -269,7 +271,6 @@ def test_ranks_in_words(ranks, text):
 # --- torchrun's variables, in real processes --------------------------------------------------------------------------
 
 
-@pytest.mark.one_jax
 def test_torchrun(repository):
     """Beside torch's own store, which has MASTER_PORT."""
     with socket.create_server(("127.0.0.1", 0)) as store:

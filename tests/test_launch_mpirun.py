@@ -70,6 +70,15 @@ def test_devices_used_too_early(repository):
     assert seconds < 60
 
 
+@pytest.mark.one_jax
+def test_a_rank_that_does_not_come_is_named(repository):
+    """It has ended with status 0, which mpirun takes for success."""
+    process, seconds = _mpirun(repository, "absent")
+    assert process.returncode == 1, process.stderr
+    assert "rank 1 of 2 has not come to overlap.initialize() within 2 s (rank 0 came)" in process.stderr
+    assert seconds < 30
+
+
 # --- Where only MPI knows the hosts (here: because the variable that says that there is one host is taken away) -------
 
 _ONLY_MPI = ("env", "-u", "OMPI_COMM_WORLD_LOCAL_SIZE")

@@ -13,6 +13,8 @@ import pytest
 import overlap
 from overlap.distributed import by_mpi, cards, launchers
 
+pytestmark = pytest.mark.one_jax
+
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-a-7@1", "PMIX_RANK": "3",
             "PMIX_SERVER_URI2": "prterun-a-7@0.0;tcp4://127.0.0.1:4242"}  # fmt: skip

@@ -84,7 +84,7 @@ def _load_mpi(place: Place) -> Any:
 
 
 def _raise_mismatch(place: Place, library: str, size: int) -> None:
-    name = library.split(",")[0].split("\n")[0].strip()
+    name = " ".join(library.split(",")[0].split("\n")[0].split())
     variable = "OMPI_COMM_WORLD_SIZE" if place.mpi == "Open MPI" else "PMI_SIZE"
     raise RuntimeError(
         f"mpirun ({place.mpi}) started {place.size} processes, says {variable}, but mpi4py's MPI ({name}) sees {size}. "
