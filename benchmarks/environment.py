@@ -90,7 +90,7 @@ def _cuda_version() -> str:
 
 def _nccl_version() -> str:
     with contextlib.suppress(Exception):
-        from overlap._distributed import nccl_version
+        from overlap.distributed import nccl_version
 
         if version := nccl_version():
             return ".".join(map(str, version))

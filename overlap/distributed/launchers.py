@@ -1,0 +1,231 @@
+"""Who started this process: what the variables of mpirun, srun and torchrun say of its place in the job."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+
+from overlap.distributed import ports
+
+_logger = logging.getLogger("overlap")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of this process in a job of several.
+
+    Attributes:
+      launcher: "mpirun", "srun" or "torchrun".
+      mpi: "Open MPI" or "MPICH" (and its relatives) under mpirun, else None.
+      size, rank: of the whole job.
+      local_rank, local_size: of the processes on this host; None where the launcher does not say.
+      node: the launcher's name or number for this host; None where it has none.
+      host: where the other processes reach process 0; None where only MPI can tell.
+      key: a text that all processes of this job know and no other job has; None where only MPI can tell.
+    """
+
+    launcher: str
+    mpi: str | None
+    size: int
+    rank: int
+    local_rank: int | None
+    local_size: int | None
+    node: str | None
+    host: str | None
+    key: str | None
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """The place that the variables describe, or None for a single process. Loads no MPI library.
+
+    Raises:
+      RuntimeError: if the variables contradict each other, or some are missing.
+    """
+    by_srun = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
+    # Launchers may start one another (srun torchrun, mpirun in an allocation of Slurm): the innermost counts.
+    if "TORCHELASTIC_RUN_ID" in environ:
+        place = _torchrun(environ)
+    elif "OMPI_COMM_WORLD_SIZE" in environ:
+        place = _open_mpi(environ)
+    elif "PMI_SIZE" in environ and ("MPI_LOCALNRANKS" in environ or not by_srun):
+        place = _mpich(environ)
+    elif "SLURM_PROCID" in environ:
+        place = _srun(environ) if by_srun else _batch_script(environ)
+    # RANK and WORLD_SIZE alone may mean anything; together with these two they are PyTorch's env://.
+    elif all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        place = _torchrun(environ)
+    else:
+        place = None
+    if place is not None and not 0 <= place.rank < place.size:
+        raise RuntimeError(
+            f"{place.launcher}'s variables make this process rank {place.rank} of {place.size}, which cannot be: some "
+            f"of them are left over from another job. Start the program with {place.launcher}, or unset them."
+        )
+    return place
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Place | None:
+    """Open MPI 4 and 5."""
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE")
+    if size == 1:
+        return None
+    _require(environ, "mpirun", "OMPI_COMM_WORLD_SIZE", ["OMPI_COMM_WORLD_RANK"])
+    local_size = _number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    # The namespace is the job's, and the address that of the daemon on this host.
+    known = [environ.get(name, "") for name in ("PMIX_NAMESPACE", "PMIX_SERVER_URI2")]
+    return _mpirun_place(
+        "Open MPI",
+        size,
+        _number(environ, "OMPI_COMM_WORLD_RANK"),
+        _number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size,
+        f"Open MPI {' '.join(known)}" if all(known) else None,
+    )
+
+
+def _mpich(environ: Mapping[str, str]) -> Place | None:
+    """MPICH, Intel MPI, MVAPICH: whatever is started by Hydra or speaks its protocol."""
+    size = _number(environ, "PMI_SIZE")
+    if size == 1:
+        return None
+    _require(environ, "mpirun", "PMI_SIZE", ["PMI_RANK"])
+    starter = None
+    if "PMI_FD" in environ:
+        descriptor = _number(environ, "PMI_FD")
+        try:
+            os.fstat(descriptor)
+        except OSError as error:
+            raise RuntimeError(
+                f"PMI_SIZE={size} is set, but PMI_FD={descriptor} is not open in this process: no mpirun started it, "
+                "and the variables are left over from another job. Unset PMI_SIZE, PMI_RANK and PMI_FD, or start the "
+                "program with mpirun."
+            ) from error
+        starter = _creator_of(descriptor)
+    return _mpirun_place(
+        "MPICH",
+        size,
+        _number(environ, "PMI_RANK"),
+        _number_or_none(environ, "MPI_LOCALRANKID"),
+        _number_or_none(environ, "MPI_LOCALNRANKS"),
+        f"MPICH {starter}" if starter else None,
+    )
+
+
+def _mpirun_place(
+    mpi: str, size: int, rank: int, local_rank: int | None, local_size: int | None, key: str | None
+) -> Place:
+    """mpirun says which processes share a host, and not where process 0 is: with several hosts only MPI can tell."""
+    together = local_rank is not None and local_size == size and key is not None
+    host = ports.THIS_HOST if together else None
+    return Place("mpirun", mpi, size, rank, local_rank, local_size, None, host, key if together else None)
+
+
+def _creator_of(descriptor: int) -> int | None:
+    """The process that made a pair of sockets, of which this is one: Hydra's proxy, one per job and host."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as end:
+            if end.family != socket.AF_UNIX:
+                return None
+            pid, _, _ = struct.unpack(
+                "3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            )
+            return pid or None
+    except OSError:  # No socket.
+        return None
+
+
+def _srun(environ: Mapping[str, str]) -> Place | None:
+    """A step of Slurm."""
+    size = _number(environ, "SLURM_STEP_NUM_TASKS")
+    if size == 1:
+        return None
+    needed = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"]
+    _require(environ, "srun", "SLURM_PROCID", needed)
+    one_host = _number(environ, "SLURM_STEP_NUM_NODES") == 1
+    # A job that is queued again keeps its number.
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return Place(
+        "srun",
+        None,
+        size,
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_LOCALID"),
+        size if one_host else None,
+        environ.get("SLURM_NODEID"),
+        ports.THIS_HOST if one_host else first_slurm_host(environ["SLURM_STEP_NODELIST"]),
+        "srun " + " ".join(environ.get(name, "-") for name in names),
+    )
+
+
+def _batch_script(environ: Mapping[str, str]) -> None:
+    """SLURM_PROCID without a step: the batch script has it as well, and is one process whatever SLURM_NTASKS says."""
+    if environ["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in environ:
+        _require(environ, "srun", "SLURM_PROCID", ["SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS"])
+    if environ.get("SLURM_NTASKS", "1") != "1":
+        _logger.warning(
+            "this process was started by a batch script itself and is a single one, though SLURM_NTASKS=%s: for a "
+            "process per task, the script has to say srun before the command (launch/srun.sbatch)",
+            environ["SLURM_NTASKS"],
+        )
+
+
+def first_slurm_host(node_list: str) -> str:
+    """The first host of a Slurm node list: "gpu[007-009,012],login1" begins with gpu007."""
+    first = re.split(r",(?![^\[]*\])", node_list)[0]  # Commas within brackets separate numbers.
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first)
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place | None:
+    """PyTorch's variables. MASTER_PORT is where torch's own store listens: it tells jobs apart, and is left alone."""
+    if "WORLD_SIZE" not in environ:
+        _require(environ, "torchrun", "TORCHELASTIC_RUN_ID", ["WORLD_SIZE"])
+    size = _number(environ, "WORLD_SIZE")
+    if size == 1:
+        return None
+    needed = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    _require(environ, "torchrun", "WORLD_SIZE", needed)
+    local_size = _number(environ, "LOCAL_WORLD_SIZE")
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    return Place(
+        "torchrun",
+        None,
+        size,
+        _number(environ, "RANK"),
+        _number(environ, "LOCAL_RANK"),
+        local_size,
+        environ.get("GROUP_RANK"),
+        ports.THIS_HOST if local_size == size else environ["MASTER_ADDR"],
+        "torchrun " + " ".join(environ.get(name, "-") for name in names),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdigit()) or (int(text) == 0 and name in _SIZES):
+        raise RuntimeError(
+            f"{name}={text} should be a whole number{' of at least 1' if name in _SIZES else ''}: the launcher sets it "
+            "for each process. If no launcher started this program, unset the variable."
+        )
+    return int(text)
+
+
+def _number_or_none(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name) if name in environ else None
+
+
+_SIZES = {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS",
+          "SLURM_STEP_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}  # fmt: skip
+
+
+def _require(environ: Mapping[str, str], launcher: str, present: str, needed: Sequence[str]) -> None:
+    if missing := [name for name in needed if name not in environ]:
+        raise RuntimeError(
+            f"{present}={environ[present]} is set, but not {', '.join(missing)}, which {launcher} sets along with it: "
+            "left over from another job, or taken away on the way to this process (by a container, env -i). Start the "
+            f"program with {launcher} and hand on all its variables, or unset {present} for a single process."
+        )

@@ -1,0 +1,267 @@
+"""The processes of a job meet over TCP, without MPI, and learn of each other and of the coordinator's port.
+
+Process 0 listens on the first free one of a list of ports that follows from the job's key. The others knock at each of
+them in turn, with the key and a card, until process 0 of their own job answers. It says "here" at once, and when all
+have come, everybody's cards. Whoever has another key is told "not here" and goes on looking; whoever says anything
+else, or nothing, is dropped. So jobs that share a port of the list, scanners and left-over processes disturb nobody.
+
+The key keeps jobs apart that know nothing of each other. It is no secret, and no protection against ill will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from overlap.distributed import cards, ports
+from overlap.distributed.cards import Agreement, Card
+from overlap.distributed.launchers import Place
+
+_MAGIC = b"overlap-meeting "
+_CARD_BYTES = 4096
+_ALL_CARDS_BYTES = 1 << 26
+# How long somebody who has connected may take to say who they are, and a listener to take the call and to answer.
+_PATIENCE_S = 2.0
+# The others wait longer than process 0, so that they hear from it what is wrong.
+_LONGER_S = 5.0
+_KNOCK_EVERY_S = 0.1
+
+
+def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> Agreement:
+    """Waits for all processes of the job, and returns the same on all of them.
+
+    Raises:
+      RuntimeError: on all processes that have come, if one has not within the limit, if one has come twice, or if their
+        versions differ; on process 0, if `coordinator_port` is not free.
+    """
+    if place.rank == 0:
+        return _run(_Host(place, card, coordinator_port, timeout_s).hold())
+    tried = [coordinator_port] if coordinator_port else ports.candidates(_key(place))
+    return _run(_attend(place, card, tried, timeout_s))
+
+
+def _key(place: Place) -> str:
+    return f"{place.key} {place.size}"
+
+
+def _run(work: Coroutine[Any, Any, Agreement]) -> Agreement:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook, whose cells run in a loop.
+        return pool.submit(asyncio.run, work).result()
+
+
+def _line(kind: str, content: object = None) -> bytes:
+    return _MAGIC + json.dumps([kind, content]).encode() + b"\n"
+
+
+async def _read(reader: asyncio.StreamReader, timeout_s: float) -> tuple[str, Any] | None:
+    """What the other side says; None if it is nothing of overlap's, or does not come in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            # A foreign process may never end its line.
+            if await reader.readexactly(len(_MAGIC)) != _MAGIC:
+                return None
+            kind, content = json.loads(await reader.readline())
+    except (OSError, EOFError, ValueError, TypeError):  # TimeoutError is an OSError; too long a line, a ValueError.
+        return None
+    return (kind, content) if isinstance(kind, str) else None
+
+
+def _card_from(content: Any) -> Card | None:
+    try:
+        card = Card(**content)
+    except TypeError:
+        return None
+    return card if isinstance(card.rank, int) else None
+
+
+# --- Process 0 --------------------------------------------------------------------------------------------------------
+
+
+class _Host:
+    """Process 0, which waits for the others.
+
+    Attributes:
+      came: the cards of those that are here, by rank.
+      guests: the connections to them.
+      ended: set when all have come, or one too many; `fault` then says which.
+    """
+
+    def __init__(self, place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> None:
+        self.place, self.coordinator_port, self.timeout_s = place, coordinator_port, timeout_s
+        self.until = time.monotonic() + timeout_s
+        self.came: dict[int, Card] = {0: card}
+        self.guests: dict[int, asyncio.StreamWriter] = {}
+        self.fault: str | None = None
+        self.ended = asyncio.Event()
+
+    async def hold(self) -> Agreement:
+        host = str(self.place.host)
+        server = await asyncio.start_server(self._receive, sock=self._listen(host), limit=_CARD_BYTES)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout_s):
+                await self.ended.wait()
+        # From here on who comes is late, and who goes has been here.
+        self.ended.set()
+        # A port that was given goes from the meeting to the coordinator.
+        server.close()
+        everyone = [self.came[rank] for rank in sorted(self.came)]
+        try:
+            if self.fault is not None:
+                raise RuntimeError(self.fault)
+            if len(everyone) < self.place.size:
+                raise RuntimeError(cards.missing(self.came, self.place.size, self.timeout_s))
+            cards.check_versions(everyone)
+        except RuntimeError as error:
+            await self._tell(_line("error", str(error)))
+            raise
+        held = None if self.coordinator_port else ports.hold_free(host)
+        port = self.coordinator_port if held is None else held.getsockname()[1]
+        coordinator = f"{host}:{port}"
+        await self._tell(_line("all", [coordinator, [dataclasses.asdict(card) for card in everyone]]))
+        return Agreement(coordinator, tuple(everyone), held, os._exit)
+
+    def _listen(self, host: str) -> socket.socket:
+        if self.coordinator_port:
+            return ports.listen_on_given(host, self.coordinator_port)
+        tried = ports.candidates(_key(self.place))
+        for port in tried:
+            with contextlib.suppress(OSError):
+                return ports.listen(host, port)
+        raise RuntimeError(
+            f"none of the ports on which the processes of this job would meet is free on {socket.gethostname()} "
+            f"({', '.join(map(str, tried))}). Pass `coordinator_port`, one that is free there."
+        )
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One that has connected."""
+        rank = None
+        try:
+            said = await _read(reader, _PATIENCE_S)
+            if said is None or said[0] != "come" or not isinstance(said[1], list) or len(said[1]) != 2:
+                return
+            key, card = said[1][0], _card_from(said[1][1])
+            if key != _key(self.place) or card is None or not 0 <= card.rank < self.place.size:
+                writer.write(_line("not here"))
+                await writer.drain()
+                return
+            if self.ended.is_set():
+                return
+            if card.rank in self.came:
+                self.fault = self._came_twice(self.came[card.rank], card)
+                writer.write(_line("error", self.fault))
+                await writer.drain()
+                self.ended.set()
+                return
+            rank = card.rank
+            self.came[rank], self.guests[rank] = card, writer
+            writer.write(_line("here", self.until - time.monotonic()))
+            if len(self.came) == self.place.size:
+                self.ended.set()
+            await reader.read()  # Until the guest is gone: before the end, it has not come.
+            if not self.ended.is_set():
+                del self.came[rank], self.guests[rank]
+        except OSError:
+            if rank is not None and not self.ended.is_set():
+                del self.came[rank], self.guests[rank]
+        finally:
+            if rank is None:
+                writer.close()
+
+    def _came_twice(self, first: Card, second: Card) -> str:
+        place = self.place
+        return (
+            f"rank {first.rank} of {place.size} has come to overlap.initialize() twice, as process {first.pid} of "
+            f"{first.host} and as process {second.pid} of {second.host}. Start one program per task of "
+            f"{place.launcher}, not several side by side."
+        )
+
+    async def _tell(self, line: bytes) -> None:
+        """Says the last word to all guests. One that has died meanwhile is left to jax, which misses it."""
+        for writer in list(self.guests.values()):
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_PATIENCE_S):
+                    writer.write(line)
+                    await writer.drain()
+            writer.close()
+        for writer in list(self.guests.values()):
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_PATIENCE_S):
+                    await writer.wait_closed()
+
+
+# --- The other processes ----------------------------------------------------------------------------------------------
+
+
+async def _attend(place: Place, card: Card, tried: Sequence[int], timeout_s: float) -> Agreement:
+    """Knocks until process 0 answers, and waits for its last word."""
+    until = time.monotonic() + timeout_s
+    call = _line("come", [_key(place), dataclasses.asdict(card)])
+    answers: dict[int, str] = {}
+    while time.monotonic() < until:
+        for port in tried:
+            answer = await _knock(str(place.host), port, call)
+            if isinstance(answer, Agreement):
+                return answer
+            answers[port] = answer
+        await asyncio.sleep(_KNOCK_EVERY_S)
+    reasons: dict[str, list[str]] = {}
+    for port, answer in answers.items():
+        reasons.setdefault(answer, []).append(str(port))
+    found = "; ".join(f"{answer}: port{'s' * (len(at) > 1)} {', '.join(at)}" for answer, at in reasons.items())
+    raise RuntimeError(
+        f"rank 0 of {place.size} has not come to overlap.initialize() within {timeout_s:g} s: it does not answer rank "
+        f"{place.rank} on {place.host} ({found}). Look at its output: ended early, stuck before the call, still "
+        "starting, or behind a firewall (then pass `coordinator_port`, one that is open)? `timeout_s` sets the limit."
+    )
+
+
+async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
+    """What came of knocking at a port: an agreement, or why there is none."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            reader, writer = await asyncio.open_connection(host, port, limit=_ALL_CARDS_BYTES)
+    except OSError as error:
+        return _in_words(error)
+    try:
+        writer.write(call)
+        answer = await _read(reader, _PATIENCE_S)
+        if answer is None:
+            return "not overlap's"
+        if answer[0] == "here":
+            last = await _read(reader, answer[1] + _LONGER_S)
+            if last is None:
+                raise RuntimeError(
+                    "rank 0 of this job ended, or lost its connection, while this process waited in "
+                    f"overlap.initialize() for the others ({host}:{port}). Look at its output."
+                )
+            answer = last
+        if answer[0] == "error":
+            raise RuntimeError(answer[1])
+        if answer[0] == "all":
+            coordinator, everyone = answer[1]
+            return Agreement(coordinator, tuple(Card(**card) for card in everyone), None, os._exit)
+        return "another job's"
+    except OSError as error:
+        return _in_words(error)
+    finally:
+        writer.close()
+
+
+def _in_words(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, ConnectionRefusedError):  # asyncio's text names the address, which is said anyway.
+        return "connection refused"
+    return error.strerror or str(error)

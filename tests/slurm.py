@@ -1,0 +1,152 @@
+"""A Slurm of the tests' own: munged, slurmctld and two slurmd as processes of this user, in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import time
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
+_FOLDERS = os.pathsep.join(("/usr/sbin", "/usr/local/sbin"))
+_MACHINE = socket.gethostname().split(".")[0]
+# Two nodes on this machine. Slurm sorts the names; process 0 runs on the first node, whose name has to lead here.
+NODES = (_MACHINE, f"{_MACHINE}x")
+_CONFIGURATION = """
+ClusterName=overlap
+SlurmctldHost={machine}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+KillWait=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+ReturnToService=2
+GresTypes=gpu
+NodeName={nodes[0]} NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:8 State=UNKNOWN
+NodeName={nodes[1]} NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 Gres=gpu:8 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def lacking() -> str | None:
+    """Why there can be no Slurm here, or None."""
+    missing = [name for name in _PROGRAMS if not _program(name)]
+    if missing:
+        return f"no {', '.join(missing)}: apt-get install slurm-wlm munge"
+    return None if os.geteuid() == 0 else "slurmd starts jobs for root only"
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path=_FOLDERS)
+
+
+class Slurm:
+    """One that is started and ended; `environment` leads its commands there."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self, timeout_s: float) -> str | None:
+        """Why it did not come up within the limit, or None."""
+        sockets = [socket.create_server(("", 0)) for _ in range(3)]
+        ports = [each.getsockname()[1] for each in sockets]
+        for each in sockets:
+            each.close()
+        text = _CONFIGURATION.format(machine=_MACHINE, folder=self.folder, ports=ports, nodes=NODES)
+        (self.folder / "slurm.conf").write_text(text)
+        # Files serve as the nodes' GPUs: Slurm counts them.
+        for number in range(8):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
+        (self.folder / "munge.key").write_bytes(os.urandom(128))
+        (self.folder / "munge.key").chmod(0o600)
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
+            (self.folder / name).mkdir()
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        at = [f"--{name}={self.folder}/munge.{ending}" for name, ending in files.items()]
+        self._daemon("munged", "--foreground", "--force", *at)
+        until = time.monotonic() + timeout_s
+        while not (self.folder / "munge.socket").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        self._daemon("slurmctld", "-D")
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node)
+        while time.monotonic() < until:
+            if self.output("sinfo", "--noheader", "--format=%T %D", check=False).strip() == f"idle {len(NODES)}":
+                return None
+            time.sleep(0.1)
+        logs = sorted(self.folder.glob("*.out"))
+        return "\n".join(f"{log.name}: {line}" for log in logs for line in log.read_text().splitlines()[-3:])
+
+    def stop(self) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in reversed(self._daemons):
+            try:
+                daemon.wait(5)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def popen(self, program: str, *arguments: str | pathlib.Path, **variables: str) -> subprocess.Popen[str]:
+        command = [str(_program(program)), *map(str, arguments)]
+        return subprocess.Popen(command, env=self.environment | variables, stdin=subprocess.DEVNULL, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")  # fmt: skip
+
+    def number_next_job(self, number: int) -> None:
+        """Has the next job numbered so; it has to be above those that there were."""
+        configuration = self.folder / "slurm.conf"
+        lines = [line for line in configuration.read_text().splitlines() if not line.startswith("FirstJobId=")]
+        configuration.write_text("\n".join([*lines, f"FirstJobId={number}", ""]))
+        self.output("scontrol", "reconfigure")
+
+    def batch(self, *arguments: str | pathlib.Path, **variables: str) -> int:
+        """Submits a batch job, and returns its number."""
+        return int(self.output("sbatch", "--parsable", *arguments, **variables))
+
+    def exit_status(self, job: int) -> int | None:
+        """That of a batch job, or None while it goes on. (sbatch --wait looks every 10 s.)"""
+        told = dict(
+            part.split("=", 1) for part in self.output("scontrol", "show", "job", str(job)).split() if "=" in part
+        )
+        if told["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            return None
+        return int(told["ExitCode"].split(":")[0])
+
+    def wait(self, job: int, timeout_s: float = 60) -> int:
+        until = time.monotonic() + timeout_s
+        while (status := self.exit_status(job)) is None:
+            assert time.monotonic() < until, f"job {job} does not end"
+            time.sleep(0.1)
+        return status
+
+    def output(self, program: str, *arguments: str | pathlib.Path, check: bool = True, **variables: str) -> str:
+        process = self.popen(program, *arguments, **variables)
+        text, _ = process.communicate(timeout=100)
+        assert not check or process.returncode == 0, text
+        return text
+
+    def _daemon(self, name: str, *arguments: str) -> None:
+        log = self.folder / f"{name}-{len(self._daemons)}.out"
+        with log.open("wb") as output:
+            daemon = subprocess.Popen([str(_program(name)), *arguments], env=self.environment, stdout=output,
+                                      stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)  # fmt: skip
+        self._daemons.append(daemon)

@@ -1,0 +1,137 @@
+"""Which GPUs a process of a job gets, and what `overlap.initialize` asks for before it joins."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+
+from overlap import _cuda
+from overlap.distributed import aborting, cards, gpus, launchers, meeting, start
+
+
+def _job(**changes: object) -> cards.Job:
+    fields: dict = dict(launcher="mpirun", mpi="Open MPI", size=4, rank=1, local_rank=1, local_size=4,
+                        local_visible=(None,) * 4)  # fmt: skip
+    return cards.Job(**(fields | changes))
+
+
+def test_one_gpu_per_process():
+    assert gpus.local_device_ids(_job(), 4) == [1]
+    assert gpus.local_device_ids(_job(local_visible=("0,1,2,3",) * 4), 4) == [1]
+
+
+def test_gpus_dealt_out_by_the_launcher():
+    assert gpus.local_device_ids(_job(local_visible=("0", "1", "2", "3")), 1) == [0]
+    assert gpus.local_device_ids(_job(local_size=2, local_visible=("0,1", "2,3")), 2) == [0, 1]
+    assert gpus.local_device_ids(_job(launcher="srun", local_visible=(None,) * 4), 1) == [0]
+
+
+def test_more_processes_than_gpus():
+    with pytest.raises(RuntimeError, match=r"4 processes were started on .*, which has 2 visible GPUs.*-np 2"):
+        gpus.local_device_ids(_job(), 2)
+    with pytest.raises(RuntimeError, match=r"4 processes .* 1 visible GPUs"):
+        gpus.local_device_ids(_job(local_visible=("0",) * 4), 1)
+
+
+def test_no_gpu_where_one_was_asked_for():
+    with pytest.raises(RuntimeError, match="this process sees none"):
+        gpus.local_device_ids(_job(), 0)
+
+
+def test_platform_choice(monkeypatch):
+    monkeypatch.setattr(_cuda, "visible_gpus", lambda: (_cuda.Gpu("NVIDIA H200", (9, 0)),))
+    monkeypatch.setattr(_cuda, "jax_plugin", lambda: "xla_cuda13")
+    for platforms, uses_gpus in (("cpu", False), ("cuda,cpu", True), ("cpu,cuda", False), ("gpu", True), (None, True)):
+        config = types.SimpleNamespace(jax_platforms=platforms)
+        monkeypatch.setattr(gpus, "jax", types.SimpleNamespace(config=config))
+        assert gpus.uses_gpus() is uses_gpus, platforms
+    monkeypatch.setattr(_cuda, "jax_plugin", lambda: None)
+    assert not gpus.uses_gpus()
+
+
+def test_nccl_too_old():
+    library = _cuda.NcclLibrary((2, 28, 9), "/somewhere/libnccl.so.2", ("/somewhere/libnccl.so.2",))
+    with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9 found at /somewhere/libnccl\.so\.2; .* >= 2\.30"):
+        gpus.require_nccl(library)
+    several = _cuda.NcclLibrary((2, 28, 9), "/a/libnccl.so.2", ("/a/libnccl.so.2", "/b/libnccl.so.2"))
+    with pytest.raises(RuntimeError, match=r"2 copies are loaded: /a/libnccl\.so\.2, /b/libnccl\.so\.2"):
+        gpus.require_nccl(several)
+    gpus.require_nccl(_cuda.NcclLibrary((2, 30, 0), "/somewhere/libnccl.so.2", ()))
+    gpus.require_nccl(None)
+
+
+def test_initialize_with_old_nccl_stops_before_joining(monkeypatch):
+    """The whole way: several GPU processes and an old NCCL end in our message, not inside XLA."""
+    joined = []
+    mates = [cards.Card(rank, "a", "a", 100 + rank, "0", "0", None) for rank in range(4)]
+    met = mates
+
+    def meet(place, card, port, timeout_s):
+        return cards.Agreement("127.0.0.1:1", tuple(met), None, lambda status: None)
+
+    place = launchers.Place("mpirun", "Open MPI", 4, 1, 1, 4, None, "127.0.0.1", "key")
+    monkeypatch.setattr(launchers, "find_place", lambda environ: place)
+    monkeypatch.setattr(meeting, "meet", meet)
+    monkeypatch.setattr(aborting, "abort_job_on_failure", lambda abort: None)
+    monkeypatch.setattr(aborting, "abort_at_exit", lambda rank, abort: None)
+    monkeypatch.setattr(start._departures, "watch", lambda rank: None)
+    monkeypatch.setattr(gpus, "warn_about_binding", lambda job: None)
+    monkeypatch.setattr(gpus, "uses_gpus", lambda: True)
+    monkeypatch.setattr(start._compat, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(_cuda, "visible_gpus", lambda: (_cuda.Gpu("NVIDIA H200", (9, 0)),) * 4)
+    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 28, 9), "/old/libnccl.so.2", ()))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **keywords: joined.append(arguments))
+    with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9"):
+        start.initialize()
+    assert not joined
+    start.initialize(check_nccl=False)
+    assert joined == [("127.0.0.1:1", 4, 1, [1])]
+    # With an NCCL that will do, it also makes room for the windows of several programs, unless that was done already.
+    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/new/libnccl.so.2", ()))
+    monkeypatch.setenv("NCCL_WIN_STRIDE", "1")
+    start.initialize()
+    assert os.environ["NCCL_WIN_STRIDE"] == "1"
+    monkeypatch.delenv("NCCL_WIN_STRIDE")
+    start.initialize()
+    assert int(os.environ["NCCL_WIN_STRIDE"]) >= 10 * 141 << 30
+    monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # So that its end is the test's.
+    # Several hosts compile each for itself.
+    assert "autotuning" not in os.environ.get("XLA_FLAGS", "")
+    met = mates + [cards.Card(rank, "b", "b", 100 + rank, "0", "0", None) for rank in range(4, 8)]
+    place = dataclasses.replace(place, size=8)
+    for before, after in [("--a", "--a --xla_gpu_shard_autotuning=false"), ("--xla_gpu_shard_autotuning=true",) * 2]:
+        monkeypatch.setenv("XLA_FLAGS", before)
+        start.initialize()
+        assert os.environ["XLA_FLAGS"] == after
+
+
+def test_import_touches_no_device():
+    program = "import overlap; from overlap import _compat; assert not _compat.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("code", "version"), [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (2708, (2, 7, 8))])
+def test_nccl_version_code(code, version):
+    assert _cuda._decode_version(code) == version
+
+
+def test_nccl_is_asked_in_the_order_of_xla(monkeypatch, tmp_path):
+    """A library that is loaded already wins over the wheel, the wheel over the search path."""
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(_cuda.importlib.util, "find_spec", lambda name: spec)
+    names = [name for name, mode in _cuda._nccl_candidates()]
+    assert names == ["libnccl.so.2", str(tmp_path / "lib" / "libnccl.so.2"), "libnccl.so.2"]
+    assert _cuda._nccl_candidates()[0][1] & os.RTLD_NOLOAD
+
+
+def test_warns_about_a_single_core(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    with pytest.warns(RuntimeWarning, match="--bind-to none"):
+        gpus.warn_about_binding(_job(local_rank=0))
