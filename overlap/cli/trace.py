@@ -17,7 +17,7 @@ from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import trace_files
 from overlap.cli.arguments import new_file
 from overlap.cli.devices import why_not_gpus
-from overlap.kernels.config import Config
+from overlap.kernels.config import Config, default_config
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
 from overlap.tuning.operations import OPERATIONS
@@ -27,7 +27,7 @@ from overlap.tuning.timeline import Timeline
 _ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
 # Emulated, small tiles: several for each CTA show more than one.
-_EMULATED_CONFIG = Config(tile_n=128)
+_EMULATED_TILE_N = 128
 # Marks of each role: more than the largest problems of the benchmarks make.
 _CAPACITY = 2048
 
@@ -97,10 +97,13 @@ def _divisible(problem: Problem) -> Problem:
 def _config(fields: dict[str, Any] | None) -> Config | None:
     if fields is None:
         return None
-    try:
-        return Config.of(**fields)
-    except TypeError as error:
-        raise ValueError(f"--config: {error}") from error
+    known = Config().fields
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"--config: overlap.Config has no field {name!r}; it has {', '.join(known)}")
+        if type(value) is not type(known[name]):
+            raise ValueError(f"--config: {name} must be like {known[name]!r}, got {value!r}")
+    return Config.of(**fields)
 
 
 def _mesh(problem: Problem, arguments: argparse.Namespace, emulated_because: str | None) -> jax.sharding.Mesh:
@@ -124,7 +127,8 @@ def _record(
         return trace.record(problem, operands, mesh, config, _CAPACITY)
     # Copies that complete at random moments and threads that take turns look most like hardware.
     with emulation.emulate(cores=_EMULATED_CTAS, completion="random", scheduler="round_robin") as emulated:
-        recorded = trace.record(problem, operands, mesh, config or _EMULATED_CONFIG, _CAPACITY, emulated=True)
+        config = config or default_config(problem.dtype).replace(tile_n=_EMULATED_TILE_N)
+        recorded = trace.record(problem, operands, mesh, config, _CAPACITY, emulated=True)
     emulated.check()
     return recorded
 
