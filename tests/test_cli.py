@@ -20,7 +20,7 @@ import pytest
 
 import overlap
 from overlap.choice.problem import Problem
-from overlap.cli import demo, doctor, ending, main, picture, spans
+from overlap.cli import arguments, demo, doctor, ending, main, picture, spans
 from overlap.kernels.target import emulating
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.programs import Call
@@ -93,6 +93,12 @@ def test_an_argument_that_makes_no_sense_is_refused_by_name(capsys, places, line
     assert last.startswith(f"python -m overlap {command}: error: argument {option}: ") and said in last, last
 
 
+def test_the_limits_of_a_number_are_allowed():
+    read = arguments.whole_number(1, 7)
+    assert [read("1"), read("7")] == [1, 7]
+    assert arguments.finite_number("seconds", at_least=0)("0") == 0
+
+
 def test_demo_on_more_devices_than_are_emulated(monkeypatch, capsys):
     assert main(["demo", "--emulate", "--devices", "99"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -154,6 +160,13 @@ def test_what_was_measured_is_shown_even_if_no_picture_can_be_written(monkeypatc
     assert said.err.splitlines()[-1] == "demo: no picture was written: [Errno 28] No space left on device"
     # In so few columns a line for each cell.
     assert len(re.findall(r"^  XLA / this: 1\.50$", said.out, re.MULTILINE)) == 4
+
+
+def test_a_replay_that_fails_is_said(monkeypatch, tmp_path):
+    failed = subprocess.CompletedProcess([], 1, "", "… starting\ndemo: no room\n")
+    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match="the emulated replay for it failed: demo: no room"):
+        demo._picture_by_emulation(2, tmp_path / "x.png", lambda text: None)
 
 
 @pytest.fixture(scope="module")

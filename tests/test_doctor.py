@@ -14,6 +14,7 @@ import pytest
 import overlap
 from overlap import _compat, _cuda, _settings
 from overlap.cli import allocators, checks, doctor, facts, gpu_checks, main
+from overlap.cli import machine as machines
 from overlap.cli.facts import NOTE, OK, PROBLEM, Fact
 from overlap.cli.machine import Driver, Jax, Machine, Nccl
 from tests.command import run_overlap
@@ -87,6 +88,51 @@ def test_doctor_names_every_trouble(monkeypatch, capsys, with_gpus):
         "Wrong here: GPUs, peer access, emulator. ", "can run nowhere here",
     ):  # fmt: skip
         assert words in said, words
+
+
+def test_gpus_that_do_not_reach_each_other_run_nothing(monkeypatch, capsys, with_gpus):
+    answers = {gpu_checks.JAX_DEVICES: (True, "gpu 2 NVIDIA H200")}
+    _answers(monkeypatch, lambda code, **keywords: answers.get(code, (True, "fine")))
+    assert doctor.run(machine=_machine(driver=_h200s(2, pairs=((0, 1),))), as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["can_run"] == ["emulated"] and "peer access" in found["problems"]
+    assert "GPUs" not in found["problems"]
+
+
+@pytest.mark.parametrize(("driver", "status"), [("580.65.06", PROBLEM), (None, NOTE)])
+def test_doctor_where_there_is_a_driver_and_no_gpu(monkeypatch, driver, status):
+    monkeypatch.setattr(_cuda, "driver_version", lambda: driver)
+    assert gpu_checks.devices([], _machine()).status == status
+
+
+def test_gpus_are_counted_without_the_variable_that_hides_some(monkeypatch):
+    def asked(code, timeout_s, **environment):
+        shown = 4 if environment == {"CUDA_VISIBLE_DEVICES": None} else 2
+        return True, {"gpus": [["NVIDIA H200", [9, 0]]] * shown, "pairs": [[0, 1]]}
+
+    monkeypatch.setattr(machines, "_asked", asked)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert Machine().driver == Driver(_h200s(2).gpus, 4, ((0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "said"),
+    [({}, OK, "launch/mpirun.sh"), ({"MPI": NOTE}, NOTE, "see MPI"), ({"NCCL": NOTE}, NOTE, "see NCCL"),
+     ({"jax": NOTE}, OK, ""), ({"jax": PROBLEM, "GPUs": NOTE}, NOTE, "see jax, GPUs")],
+)  # fmt: skip
+def test_doctor_on_a_process_for_each_gpu(changed, status, said):
+    subjects = dict.fromkeys(("jax", "GPUs", "peer access", "NCCL", "MPI"), OK) | changed
+    found = [Fact(subject, of_it, "") for subject, of_it in subjects.items()]
+    fact = gpu_checks.one_process_per_gpu(found, _machine(driver=_h200s(2)))
+    assert (fact.status, said in fact.found) == (status, True), fact
+
+
+def test_doctor_notes_a_single_core(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for allowed, status in (({3}, NOTE), ({3, 4}, OK)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        fact = checks.binding([], _machine())
+        assert (fact.status, fact.found) == (status, f"{len(allowed)} of 8")
 
 
 def test_doctor_when_the_driver_or_nccl_gives_no_answer(with_gpus):
@@ -290,8 +336,9 @@ def test_doctor_knows_the_allocators_that_jax_takes():
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [
-        ("5", "OK", "5 s for another"),
-        ("0", "OK", "none for another"),
+        ("5", "OK", "5 s for another device, set by OVERLAP_WAIT_TIMEOUT_S"),
+        ("0", "OK", "none for another device, set by OVERLAP_WAIT_TIMEOUT_S"),
+        ("", "OK", f"{_settings.WAIT_TIMEOUT_DEFAULT_S:g} s for another device, the default of OVERLAP_WAIT"),
         ("x", "PROBLEM", "`OVERLAP_WAIT_TIMEOUT_S` must be"),
     ],
 )

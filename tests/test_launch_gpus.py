@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from overlap import _cuda
-from overlap.distributed import aborting, cards, gpus, launchers, meeting, start
+from overlap.distributed import aborting, cards, gpus, launchers, meeting, ports, start
 
 
 def _job(**changes: object) -> cards.Job:
@@ -66,17 +66,21 @@ def test_nccl_too_old():
     gpus.require_nccl(None)
 
 
-def test_initialize_with_old_nccl_stops_before_joining(monkeypatch):
-    """The whole way: several GPU processes and an old NCCL end in our message, not inside XLA."""
-    joined = []
+@pytest.fixture
+def job(monkeypatch):
+    """Process 1 of four GPU processes on one host; `joined` has the calls of jax's own initialize."""
     mates = [cards.Card(rank, "a", "a", 100 + rank, "0", "0", None) for rank in range(4)]
-    met = mates
+    place = launchers.Place("mpirun", "Open MPI", 4, 1, 1, 4, None, "127.0.0.1", "key")
+    job = types.SimpleNamespace(met=mates, place=place, coordinator="127.0.0.1:1", held=None, joined=[], keywords=[])
 
     def meet(place, card, port, timeout_s):
-        return cards.Agreement("127.0.0.1:1", tuple(met), None, lambda status: None)
+        return cards.Agreement(job.coordinator, tuple(job.met), job.held, lambda status: None)
 
-    place = launchers.Place("mpirun", "Open MPI", 4, 1, 1, 4, None, "127.0.0.1", "key")
-    monkeypatch.setattr(launchers, "find_place", lambda environ: place)
+    def initialize(*arguments, **keywords):
+        job.joined.append(arguments)
+        job.keywords.append(keywords | {"held": job.held and job.held.fileno() >= 0})
+
+    monkeypatch.setattr(launchers, "find_place", lambda environ: job.place)
     monkeypatch.setattr(meeting, "meet", meet)
     monkeypatch.setattr(aborting, "abort_job_on_failure", lambda abort: None)
     monkeypatch.setattr(aborting, "abort_at_exit", lambda rank, abort: None)
@@ -86,12 +90,17 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch):
     monkeypatch.setattr(start._compat, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(_cuda, "visible_gpus", lambda: (_cuda.Gpu("NVIDIA H200", (9, 0)),) * 4)
     monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 28, 9), "/old/libnccl.so.2", ()))
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **keywords: joined.append(arguments))
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    return job
+
+
+def test_initialize_with_old_nccl_stops_before_joining(monkeypatch, job):
+    """The whole way: several GPU processes and an old NCCL end in our message, not inside XLA."""
     with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9"):
         start.initialize()
-    assert not joined
+    assert not job.joined
     start.initialize(check_nccl=False)
-    assert joined == [("127.0.0.1:1", 4, 1, [1])]
+    assert job.joined == [("127.0.0.1:1", 4, 1, [1])]
     # With an NCCL that will do, it also makes room for the windows of several programs, unless that was done already.
     monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/new/libnccl.so.2", ()))
     monkeypatch.setenv("NCCL_WIN_STRIDE", "1")
@@ -103,12 +112,31 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch):
     monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # So that its end is the test's.
     # Several hosts compile each for itself.
     assert "autotuning" not in os.environ.get("XLA_FLAGS", "")
-    met = mates + [cards.Card(rank, "b", "b", 100 + rank, "0", "0", None) for rank in range(4, 8)]
-    place = dataclasses.replace(place, size=8)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_PARTITION_INDEX", "0")  # Which makes several hosts of one.
+        start.initialize()
+        assert os.environ["XLA_FLAGS"] == "--xla_gpu_shard_autotuning=false"
+    job.met += [cards.Card(rank, "b", "b", 100 + rank, "0", "0", None) for rank in range(4, 8)]
+    job.place = dataclasses.replace(job.place, size=8)
     for before, after in [("--a", "--a --xla_gpu_shard_autotuning=false"), ("--xla_gpu_shard_autotuning=true",) * 2]:
         monkeypatch.setenv("XLA_FLAGS", before)
         start.initialize()
         assert os.environ["XLA_FLAGS"] == after
+
+
+def test_what_jax_is_told(job):
+    """The time that is left, an address that only this host can reach if it is alone, and GPUs that were named."""
+    with ports.hold_free("127.0.0.1") as job.held:
+        start.initialize(check_nccl=False, timeout_s=500, local_device_ids=[2, 3])
+        assert job.held.fileno() == -1  # The coordinator's from now on.
+    job.coordinator, job.held = "gpu1:7", None
+    start.initialize(check_nccl=False, timeout_s=1)
+    assert job.joined == [("127.0.0.1:1", 4, 1, [2, 3]), ("gpu1:7", 4, 1, [1])]
+    alone, among_others = job.keywords
+    assert 490 < alone["initialization_timeout"] <= 500 and among_others["initialization_timeout"] == 10
+    assert (alone["held"], alone["coordinator_bind_address"]) == (True, "127.0.0.1:1")
+    assert among_others["coordinator_bind_address"] is None
 
 
 def test_import_touches_no_device():
@@ -130,8 +158,12 @@ def test_nccl_is_asked_in_the_order_of_xla(monkeypatch, tmp_path):
     assert _cuda._nccl_candidates()[0][1] & os.RTLD_NOLOAD
 
 
-def test_warns_about_a_single_core(monkeypatch):
+@pytest.mark.parametrize(
+    ("launcher", "advice"),
+    [("mpirun", "--bind-to none"), ("srun", "srun --cpus-per-task"), ("torchrun", "more cores for torchrun")],
+)
+def test_warns_about_a_single_core(monkeypatch, launcher, advice):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    with pytest.warns(RuntimeWarning, match="--bind-to none"):
-        gpus.warn_about_binding(_job(local_rank=0))
+    with pytest.warns(RuntimeWarning, match=advice):
+        gpus.warn_about_binding(_job(local_rank=0, launcher=launcher))

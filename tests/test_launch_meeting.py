@@ -186,6 +186,12 @@ def test_the_end_of_process_0_is_named(pool):
         )
 
 
+def test_a_job_of_one_host_stays_off_the_network():
+    for host, addresses in (("127.0.0.1", {"127.0.0.1"}), ("gpu1", {"::", "0.0.0.0"})):
+        with ports.listen(host, 0) as meets, ports.hold_free(host) as held:
+            assert {meets.getsockname()[0], held.getsockname()[0]} <= addresses
+
+
 @pytest.mark.parametrize("package", ["jax", "overlap"])
 def test_different_versions_are_named_on_all(pool, package):
     errors = _said(_start(pool, "a", 3, **{package: "0.0.7", "host": "gpu9"}))

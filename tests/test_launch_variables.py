@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
+import subprocess
 import sys
 import types
 
@@ -11,7 +13,7 @@ import jax
 import pytest
 
 import overlap
-from overlap.distributed import by_mpi, cards, launchers
+from overlap.distributed import aborting, by_mpi, cards, launchers
 
 pytestmark = pytest.mark.one_jax
 
@@ -210,3 +212,47 @@ def test_by_mpi_all_ranks_hear_that_the_port_is_taken_or_the_versions_differ(mon
             by_mpi.meet(place, cards.own_card(place), port, 30)
     with pytest.raises(RuntimeError, match="different versions of jax"):
         by_mpi.meet(place, cards.own_card(place), None, 30)
+
+
+def test_by_mpi_a_given_port_is_free_again_for_the_coordinator(monkeypatch):
+    mate = lambda own: (dataclasses.replace(own[0], rank=1), None)  # noqa: E731
+    _fake_mpi(monkeypatch, size=2, rank=0, allgather=lambda own: [own, mate(own)])
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    agreement = _by_mpi(MPICH, port)
+    assert (agreement.coordinator, agreement.held) == (f"{socket.gethostname()}:{port}", None)
+    socket.create_server(("", port)).close()
+
+
+# --- A process that fails ---------------------------------------------------------------------------------------------
+
+_ENDS = """
+import _thread, importlib.util, os, sys, time
+spec = importlib.util.spec_from_file_location("aborting", sys.argv[1])
+aborting = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(aborting)
+aborting.abort_job_on_failure(lambda status: os._exit(40 + status))
+aborting.abort_at_exit(1, lambda status: os._exit(40 + status))
+def leave():
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("", 0),
+        ("sys.exit()", 0),
+        ("leave()", 43),
+        ("sys.exit('a reason')", 41),
+        ("1 / 0", 41),
+        # What is caught on the way, or ends another thread, is no end of this process.
+        ("try:\n    leave()\nexcept SystemExit:\n    pass", 0),
+        ("_thread.start_new_thread(leave, ())\ntime.sleep(0.2)", 0),
+    ],
+)
+def test_which_ends_of_a_process_end_the_job(ending, status):
+    """The job ends with 40 more than the status that the others are told."""
+    command = [sys.executable, "-I", "-S", "-c", _ENDS + ending, aborting.__file__]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert process.returncode == status, process.stderr

@@ -1,7 +1,9 @@
 """`python -m overlap soak`: emulated, and what it says of a result that is wrong."""
 
+import argparse
 import re
 import shlex
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,16 @@ def test_a_wrong_bit_is_reported_with_the_command_that_repeats_it(here, capsys, 
     assert re.search(r"program 0: \d wrong results of (few rows|weights along k) along 'x' of \{'x': 2\}", said)
     (again,) = re.findall(r"to repeat it: python -m overlap (soak .*)", said)
     assert cli.main(shlex.split(again)) == 1
+
+
+def test_what_repeats_it_runs_up_to_the_last_wrong_program(here, capsys):
+    (mesh, *_), (case, *_) = soak_programs.meshes(jax.devices()), soak.CASES
+    failed = [(number, ((case, mesh, "x"), [0.0], 7), 1) for number in (30, 33)]
+    soak._print(Counter({case.name: 48}), failed, argparse.Namespace(seed=5, minutes=2.0), 9)
+    (again,) = re.findall(r"to repeat it: python -m overlap (soak .*)", capsys.readouterr().out)
+    given = vars(cli._parser().parse_args(shlex.split(again)))
+    assert (given["seed"], given["steps"], given["minutes"]) == (5, 9, 2.0)
+    assert given["first"] <= 30 and given["first"] + given["programs"] == 34
 
 
 def test_wrong_arguments(capsys):

@@ -109,6 +109,26 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path, monkeyp
         assert lock.exists() and len(calls) == 2
 
 
+def test_the_file_of_a_lock_is_removed_before_the_lock_is_released(tmp_path, monkeypatch):
+    """The other way round, who gets the lock in between loses its file, and the next one makes a new one."""
+    lock, close, there = tmp_path / ".table.json.lock", os.close, []
+
+    def released(handle):
+        there.append(lock.exists())
+        close(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_files.os, "close", released)
+        with table_files.locked(tmp_path / "table.json"):
+            assert lock.exists()
+    assert there == [False]
+
+
+def test_others_may_read_a_table(tmp_path):
+    tables.add(tmp_path / "table.json", [entry(problem())])
+    assert (tmp_path / "table.json").stat().st_mode & 0o777 == 0o644
+
+
 def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
     def none(*_):
         raise OSError(table_files.errno.ENOLCK, "No locks available")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -21,14 +22,15 @@ import overlap
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.cli import main
-from overlap.emulation import emulate
+from overlap.cli import trace as trace_command
+from overlap.emulation import emulate, registers
 from overlap.kernels.target import Target
 from overlap.primitives import marks
 from overlap.primitives.marks import ROWS, WORDS, Work
 from overlap.tuning import clocks, trace
 from overlap.tuning.clocks import Offset
 from overlap.tuning.programs import draw_operands, mesh_of
-from overlap.tuning.timeline import timeline
+from overlap.tuning.timeline import Span, Timeline, timeline
 from tests import assembly
 from tests.assembly import Case, assemble_case
 
@@ -44,6 +46,7 @@ CASES = {
     "gather": (GATHER, {}),
     "scatter": (SCATTER, {}),
     "one shot": (ONE_SHOT, {"one_shot": True, "tile_m": 64}),
+    "joined": (dataclasses.replace(GATHER, m=16), {"joined": True, "tile_m": 64, "stages": 2}),
 }
 
 
@@ -115,6 +118,44 @@ def test_marks_say_when_the_emulator_saw_it(case):
             assert loaded[span.number] <= span.start
 
 
+_COMPUTE = {Work.AWAIT_OPERANDS, Work.MULTIPLY, Work.STORE}
+# All that each role does: what it waits for as well.
+WORK = {
+    "product": {"compute": _COMPUTE, "producer": {Work.LOAD}},
+    "gather": {
+        "compute": _COMPUTE, "producer": {Work.AWAIT_ROWS, Work.LOAD},
+        "communicator": {Work.AWAIT_PEERS, Work.COPY, Work.LEAVE},
+    },
+    "scatter": {
+        "compute": _COMPUTE, "producer": {Work.AWAIT_ROWS, Work.LOAD}, "forwarder": {Work.AWAIT_TILE, Work.FORWARD},
+        "communicator": {Work.AWAIT_PEERS, Work.AWAIT_TILE, Work.COPY, Work.LEAVE},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WORK)
+def test_each_role_says_all_that_it_does(case):
+    found = defaultdict(set)
+    for span in recorded(case)[0].timelines[0].spans:
+        found[span.role.split()[0]].add(span.work)
+    assert found == WORK[case]
+    after_waits_the_producer_loads(recorded(case)[0].timelines[0])
+
+
+def after_waits_the_producer_loads(timeline):
+    """What it has waited for rows for, it then loads: the next mark says so."""
+    for (_, _, role), spans in by_lane(timeline.spans).items():
+        for before, after in itertools.zip_longest(spans, spans[1:]):
+            if role == "producer" and before.work == Work.AWAIT_ROWS:
+                assert after is not None and (after.work, after.number) == (Work.LOAD, before.number)
+
+
+def test_where_the_other_operand_is_loaded_before_the_wait():
+    (timeline,) = recorded("joined")[0].timelines
+    assert [s for s in timeline.spans if s.work == Work.AWAIT_ROWS and s.end > s.start]
+    after_waits_the_producer_loads(timeline)
+
+
 def test_the_comparison_can_fail(monkeypatch):
     """Marks that come too late, after the products, are noticed."""
     now = marks.now
@@ -153,7 +194,9 @@ def test_a_role_with_more_marks_than_room_says_so():
     (timeline,) = made.timelines
     assert made.same_bits
     assert timeline.missing > 0
-    assert max(map(len, by_lane(timeline.spans).values())) <= 4
+    # What had room is as it is in a trace that has room for all.
+    whole = by_lane(recorded("product")[0].timelines[0].spans)
+    assert by_lane(timeline.spans) == {lane: spans[:3] for lane, spans in whole.items()}
 
 
 def test_on_blackwell():
@@ -229,6 +272,19 @@ def test_the_exchange_of_clocks_is_emulated(completion):
     assert offsets == [Offset(0.0, 0.0)] * 3  # Emulated time stands still.
 
 
+def test_clocks_that_are_apart_are_found(monkeypatch):
+    """The whole exchange, with a clock of its own for each device."""
+    ahead = (0, 7_000_000_000, -3_000_000)
+    clock = lambda thread: 10**12 + 100 * thread.machine.world.now + ahead[thread.device]  # noqa: E731
+    monkeypatch.setattr(registers, "CLOCK", clock)
+    with emulate(cores=2, completion="random", scheduler="round_robin"):
+        found = clocks.offsets(mesh_of(jax.devices()[:3]))
+    assert found[0] == Offset(0.0, 0.0)
+    for offset, true in zip(found[1:], ahead[1:], strict=True):
+        assert 0 < offset.error_ns < 20_000
+        assert abs(offset.ns - true) <= offset.error_ns
+
+
 @given(
     ahead=st.integers(-(10**12), 10**12),
     trips=st.lists(st.tuples(st.integers(300, 90_000), st.integers(300, 90_000)), min_size=1, max_size=80),
@@ -277,6 +333,48 @@ def test_one_time_for_all_devices():
     assert [span.number for span in found.spans[: count - 1]] == list(range(count - 1))
 
 
+def written(devices, made, counts=None):
+    """Entries of one CTA for each device: {row: [(work, cycle, nanosecond), ...]}, the same on all."""
+    room = max(map(len, made.values()))
+    entries = np.zeros((devices, ROWS, room + 2, WORDS), np.uint32)
+    for row, marked in made.items():
+        entries[:, row, 0, 0] = len(marked) if counts is None else counts
+        for place, (work, cycle, ns) in enumerate(marked, 1):
+            entries[:, row, place] = int(work), cycle % 2**32, ns % 2**32, ns >> 32
+    return entries.view(np.int32)
+
+
+def test_a_role_that_begins_before_the_others_and_a_counter_that_wraps():
+    """Cycles before those of the row that is read first are no 4 billion cycles later."""
+    epoch, wraps = 1_763_900_000_000_000_000, 2**32 - 3000
+    roles = {0: "compute", 2: "producer"}
+    made = {
+        row: [(work, wraps + 2 * ns, epoch + ns) for work, ns in marked]
+        for row, marked in {0: [(Work.MULTIPLY, 1000), (Work.STORE, 2000), (Work.IDLE, 3000)],
+                            2: [(Work.LOAD, 0), (Work.IDLE, 1500)]}.items()
+    }  # fmt: skip
+    found = timeline("kernel", roles, written(1, made), [Offset(0, 0)])
+    spans = [(span.work, span.start, span.end) for span in found.spans]
+    expected = [(Work.MULTIPLY, 1.0, 2.0), (Work.STORE, 2.0, 3.0), (Work.LOAD, 0.0, 1.5)]
+    assert [work for work, *_ in spans] == [work for work, *_ in expected]
+    np.testing.assert_allclose([times for _, *times in spans], [times for _, *times in expected], atol=1e-3)
+    assert found.origin == pytest.approx(epoch, abs=1)
+
+
+def test_what_had_no_room_is_counted_on_all_devices():
+    lane = [(Work.LOAD, step, 0) for step in range(4)]
+    found = timeline("kernel", {2: "producer"}, written(3, {2: lane}, counts=9), [Offset(0, 0)] * 3)
+    assert (found.missing, len(found.spans), found.unit) == (3 * 5, 3 * 3, "steps")
+
+
+def test_shares_are_of_the_time_of_all_ctas_and_warpgroups():
+    spans = [Span(0, cta, f"compute {w}", Work.MULTIPLY, 0, 0, 0.0, 2.0 + cta) for cta in range(2) for w in range(2)]
+    found = Timeline("kernel", 2, "µs", [*spans, Span(1, 0, "compute 0", Work.STORE, 0, 0, 6.0, 10.0)], 0, 0.0)
+    assert found.share(0, "compute", Work.MULTIPLY) == pytest.approx((2 + 2 + 3 + 3) / 40)
+    assert found.share(1, "compute", Work.STORE) == pytest.approx(0.4)
+    assert found.share(0, "producer", Work.LOAD) == 0
+
+
 def test_a_kernel_without_marks_is_an_error():
     with pytest.raises(RuntimeError, match="device 0 has roles without marks in kernel: was the kernel recorded"):
         timeline("kernel", {2: "producer"}, np.zeros((2, ROWS, 4, WORDS), np.int32), [Offset(0, 0)])
@@ -308,6 +406,31 @@ def test_the_command_writes_a_trace_and_a_picture(tmp_path, capsys):
         lane = e["pid"], e["tid"]
         assert ends[lane] - 1e-3 <= e["ts"] and e["dur"] >= 0
         ends[lane] = e["ts"] + e["dur"]
+
+
+SMALL = ["trace", "--op", "matmul", "--shape", "64x256x128"]
+
+
+def test_the_picture_may_have_a_place_of_its_own_and_what_is_missing_is_said(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(trace_command, "_CAPACITY", 2)
+    out, picture = tmp_path / "a.json", tmp_path / "b.png"
+    assert main([*SMALL, "--out", str(out), "--picture", str(picture)]) == 0
+    assert sorted(tmp_path.iterdir()) == [out, picture]
+    said = " ".join(capsys.readouterr().out.split())
+    missing = json.loads(out.read_text())["otherData"]["overlap_matmul"]["missing_marks"]
+    assert missing > 0 and f"{missing} marks had no room" in said
+    assert f"{out}; its picture: {picture}" in said
+
+
+def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    call_program = trace.call_program
+    monkeypatch.setattr(trace, "call_program", lambda *args: lambda *x: call_program(*args)(*x).at[-1, -1].add(1))
+    assert main([*SMALL, "--out", str(tmp_path / "a.json")]) == 1
+    said = capsys.readouterr()
+    assert "result differs from an ordinary one's" in " ".join(said.err.split()) and not said.out
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,16 @@ def test_the_running_version_of_jax_comes_first_and_another_is_better_than_none(
     assert choice() == (Config(stages=3), f"table {file}: 3968x8192x4096")
 
 
+def test_of_two_other_versions_the_one_whose_search_came_to_its_end_comes_first():
+    for partial, complete in (("0.0.1", "0.0.2"), ("0.0.2", "0.0.1")):
+        file = tables.user_file(H200.kind)
+        entries = [entry(problem(), Config(stages=2), complete=False), entry(problem(), Config(stages=3))]
+        versions = partial, complete
+        file.unlink(missing_ok=True)
+        tables.add(file, [dataclasses.replace(e, jax=jax_) for e, jax_ in zip(entries, versions, strict=True)])
+        assert choice()[0] == Config(stages=3)
+
+
 def test_a_new_table_is_seen_at_once():
     choice()
     for stages in (2, 3, 4):

@@ -200,6 +200,12 @@ def test_autotune_logs_what_it_cannot_write_and_raises_nothing(bench, writing_fa
     assert [path.name for path in tmp_path.iterdir()] == ["printed.json"]
 
 
+def test_autotune_that_is_not_to_save_writes_nothing(bench, tmp_path):
+    tuning = overlap.autotune(fn, X, W, path=tmp_path / "table.json", save=False)
+    assert tuning.configs and tuning.path is None
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_table_that_was_broken_meanwhile_is_left_alone(bench, tmp_path, capsys):
     out = tmp_path / "table.json"
     bench.hook = staticmethod(lambda what, config: out.write_text("mine"))

@@ -47,6 +47,7 @@ def test_the_fastest_is_found_and_losers_are_dropped_early(bench):
     assert outcome.result.config == configs[17]
     assert outcome.complete
     assert (outcome.result.us, outcome.result.others["xla"], outcome.result.others["heuristic"]) == (100.0, 95.0, 117.0)
+    assert {space.differences(configs[index]) for index in (16, 18)} <= outcome.result.others.keys()
     assert outcome.result.tried == 24 == len(set(bench.compiled)) - 1
     counts = sorted(bench.samples[config] for config in configs[:24])
     assert counts[0] == 1 + 1  # Dropped after the first halving.
@@ -125,6 +126,22 @@ def test_the_end_of_the_budget_ends_the_search_after_the_first_wave(bench):
     assert outcome.result is not None
     assert (outcome.complete, outcome.interrupted, outcome.result.complete) == (False, False, False)
     assert len(bench.compiled) == 1 + 4
+
+
+def test_the_time_that_is_left_is_shared_by_the_problems_that_are_left(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None])
+    now, given = [1000.0], []
+    monkeypatch.setattr(autotune.time, "monotonic", lambda: now[0])
+
+    def searched(of, *_, deadline, **__):
+        given.append(deadline - now[0])
+        now[0] += 30.0 if len(given) == 1 else 80.0
+        return search.Outcome(of)
+
+    monkeypatch.setattr(autotune, "search", searched)
+    outcomes = autotune.tune([problem(s) for s in SHAPES[:4]], H200, search.Settings(4), None, budget_s=100)
+    assert given == pytest.approx([25, 70 / 3])
+    assert [outcome.note for outcome in outcomes] == ["", "", *["the budget was spent before its turn"] * 2]
 
 
 def test_an_interrupted_tuning_is_resumed(bench, tmp_path, monkeypatch):

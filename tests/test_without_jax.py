@@ -36,7 +36,7 @@ BROKEN = {
 COMMANDS = """
 import sys
 from overlap.cli import main
-for command in (["demo"], ["soak"], ["tune", "--shapes", "1x2x3"]):
+for command in (["demo"], ["soak"], ["tune", "--shapes", "1x2x3"], ["trace"]):
     assert main(command) == 1
 import overlap
 assert overlap.__version__ and "matmul" in dir(overlap)
@@ -82,8 +82,8 @@ def test_doctor_answers_and_the_other_commands_say_why_not(repository, tmp_path,
     others = run([sys.executable, "-c", COMMANDS], repository, tmp_path)
     assert others.returncode == 0, others.stderr
     lines = others.stderr.splitlines()
-    names = ["demo: ", "soak: ", "tune: ", "overlap.matmul cannot be loaded: "]
-    assert [line.startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * 4
+    names = ["demo: ", "soak: ", "tune: ", "trace: ", "overlap.matmul cannot be loaded: "]
+    assert [line.startswith(name) for line, name in zip(lines, names, strict=True)] == [True] * 5
     for line in lines:
         assert said in line and line.endswith("see `python -m overlap doctor`"), line
 
