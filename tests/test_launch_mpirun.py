@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -114,15 +115,20 @@ def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(repository):
         pytest.skip("no MPICH: apt-get install mpich")
     command = [mpirun, "-np", "2", sys.executable, repository / "tests" / "launch_rank.py", "wait"]
     with subprocess.Popen(command, env=_environment(repository), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True) as process:  # fmt: skip
-        lines = []
-        while sum("of 2, 2 devices" in line for line in lines) < 2:
-            lines.append(process.stdout.readline())
-            assert lines[-1], lines
-        start = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        # Its pipes close when the processes are gone. (The status is Hydra's: 4.0 returns 0 here.)
-        output, _ = process.communicate(timeout=40)
+                          stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:  # fmt: skip
+        try:
+            lines = []
+            while sum("of 2, 2 devices" in line for line in lines) < 2:
+                lines.append(process.stdout.readline())
+                assert lines[-1], lines
+            start = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            # Its pipes close when the processes are gone. (The status is Hydra's: 4.0 returns 0 here.)
+            output, _ = process.communicate(timeout=40)
+        finally:
+            # All of the session: ranks that ignore SIGTERM would stay behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert "is done" not in output
     assert time.monotonic() - start < 20
 

@@ -46,6 +46,7 @@ CASES = {
     "gather": (GATHER, {}),
     "scatter": (SCATTER, {}),
     "one shot": (ONE_SHOT, {"one_shot": True, "tile_m": 64}),
+    "gathered weights": (dataclasses.replace(GATHER, op="all_gather_rhs_matmul_k"), {}),
     "joined": (dataclasses.replace(GATHER, m=16), {"joined": True, "tile_m": 64, "stages": 2}),
 }
 
@@ -180,6 +181,19 @@ def test_all_chunks_are_copied_once():
         assert set(carried) == set(range(max(carried) + 1))
         assert sorted(n for n in carried if n) == list(range(1, max(carried) + 1))
         assert max(carried) > CORES
+
+
+def test_gathered_weights_are_waited_for():
+    made, _ = recorded("gathered weights")
+    (timeline,) = made.timelines
+    # One tile list, each tile over all k: it waits for the peer's blocks in the midst of its loads.
+    for spans in (spans for (_, _, role), spans in by_lane(timeline.spans).items() if role == "producer"):
+        works = [span.work for span in spans]
+        assert Work.AWAIT_ROWS in works
+        for before, wait, after in zip(spans[:-2], spans[1:-1], spans[2:], strict=True):
+            if wait.work == Work.AWAIT_ROWS:
+                assert (before.work, after.work) == (Work.LOAD, Work.LOAD)
+                assert wait.number == after.number
 
 
 def test_rows_are_waited_for_before_they_are_multiplied():
@@ -443,14 +457,19 @@ def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(t
         (["--dtype", "zz"], "argument --dtype: a dtype must be one of f16, bf16"),
         (["--layout", "zz"], "argument --layout: invalid choice: 'zz'"),
         (["--devices", "0"], "argument --devices: must be an integer of at least 1, got '0'"),
-        (["--devices", "99"], "--devices must be at most 8 on this machine, got 99"),
+        (["--devices", "99"], "--devices must be at most 8 where they are emulated, got 99"),
         (["--config", "tile_n"], "argument --config: must be NAME=VALUE"),
         (["--config", "zz=3"], "--config: overlap.Config has no field 'zz'; it has tile_m"),
-        (["--config", "tile_n=many"], "--config: tile_n must be like 256, got 'many'"),
+        (["--config", "tile_n=many"], "--config: tile_n must be of the kind of 256, got 'many'"),
         (["--config", "stages=99"], "bytes of shared memory"),
         (["--op", "matmul_reduce_scatter", "--devices", "3"], "the 3 devices must divide m, got m=256"),
         (["--out", "/nowhere/x.json"], "argument --out: there is no folder /nowhere"),
         (["--out", "/dev/full"], "argument --out: must name a file, got '/dev/full', which is a device or a pipe"),
+        (["--out", "x.png"], "--out names the trace, a JSON file, got x.png"),
+        (["--out", "x.json", "--picture", "./x.json"], "--picture must be another file than --out, got x.json"),
+        (["--layout", "tn"], "--layout must be one of nn, nt for all_gather_lhs_matmul, got tn"),
+        (["--op", "matmul", "--devices", "2"], "--devices is for a collective, and matmul runs on one device, got 2"),
+        (["--config", "joined=1"], "--config: joined must be of the kind of False, got 1"),
         (["--picture", "/nowhere/x.png"], "argument --picture: there is no folder /nowhere"),
     ],
 )

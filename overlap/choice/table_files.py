@@ -26,6 +26,8 @@ _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }  # fmt: skip
+# As shared tables need it; mkstemp lets nobody else read.
+_NEW_FILE_MODE = 0o644
 logger = logging.getLogger("overlap")
 
 
@@ -125,9 +127,12 @@ def replace(path: pathlib.Path, text: str) -> None:
       OSError: it cannot be written, or it is no regular file; what was there is left as it is.
     """
     path = target_of(path)
+    mode = _NEW_FILE_MODE
     with contextlib.suppress(FileNotFoundError):
-        if kind := _other_kind(path.stat().st_mode):
+        status = path.stat()
+        if kind := _other_kind(status.st_mode):
             raise OSError(errno.EINVAL, f"it is {kind}, no file", str(path))
+        mode = stat.S_IMODE(status.st_mode)  # Whoever could read or write it still can.
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
@@ -135,7 +140,7 @@ def replace(path: pathlib.Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # As shared tables need it; mkstemp lets nobody else read.
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

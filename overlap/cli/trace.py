@@ -16,11 +16,11 @@ from overlap.choice import dispatch
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import trace_files
 from overlap.cli.arguments import new_file
-from overlap.cli.devices import why_not_gpus
+from overlap.cli.devices import MOST_EMULATED, why_not_gpus
 from overlap.kernels.config import Config, default_config
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
-from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.operations import OPERATIONS, require_layout
 from overlap.tuning.programs import draw_operands, mesh_of
 from overlap.tuning.timeline import Timeline
 
@@ -66,8 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _picture(arguments: argparse.Namespace) -> pathlib.Path:
     """Where the picture goes: beside the trace, unless the arguments say where."""
     if arguments.picture is not None:
+        if arguments.picture.resolve() == arguments.out.resolve():
+            raise ValueError(f"--picture must be another file than --out, got {arguments.picture} for both")
         return arguments.picture
     name = arguments.out.name.removesuffix(".gz").removesuffix(".json")
+    if name.endswith(".png"):
+        raise ValueError(f"--out names the trace, a JSON file, got {arguments.out}: --picture names the picture")
     try:
         return new_file(str(arguments.out.with_name(f"{name}.png")))
     except argparse.ArgumentTypeError as error:
@@ -78,6 +82,11 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
     """The problem, as if of one device."""
     if arguments.op not in OPERATIONS:
         raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
+    require_layout(arguments.op, arguments.layout, "--layout")
+    if arguments.op == "matmul" and arguments.devices not in (None, 1):
+        raise ValueError(f"--devices is for a collective, and matmul runs on one device, got {arguments.devices}")
+    if emulated_because is not None and (arguments.devices or 1) > MOST_EMULATED:
+        raise ValueError(f"--devices must be at most {MOST_EMULATED} where they are emulated, got {arguments.devices}")
     m, n, k = arguments.shape or (_ON_GPUS if emulated_because is None else _EMULATED)
     out_dtype = default_out_dtype(arguments.dtype)
     return Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, layout=arguments.layout)
@@ -102,7 +111,7 @@ def _config(fields: dict[str, Any] | None) -> Config | None:
         if name not in known:
             raise ValueError(f"--config: overlap.Config has no field {name!r}; it has {', '.join(known)}")
         if type(value) is not type(known[name]):
-            raise ValueError(f"--config: {name} must be like {known[name]!r}, got {value!r}")
+            raise ValueError(f"--config: {name} must be of the kind of {known[name]!r}, got {value!r}")
     return Config.of(**fields)
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(DTYPES)
     parser.add_argument("--dtype", default="bfloat16", type=dtype, help=f"of the operands: {names} (default: bf16)")
     parser.add_argument(
-        "--layout", default="nn", choices=LAYOUTS, help="how matmul's operands are stored (default: nn)"
+        "--layout", default="nn", choices=LAYOUTS, help="how the operands are stored, t: transposed (default: nn)"
     )
     parser.add_argument("--devices", type=count, help="for a collective (default: all visible GPUs, or 4 emulated)")
     parser.add_argument(
@@ -57,5 +57,5 @@ def fields(text: str) -> dict[str, int | str | bool]:
         if not (name and equals and value):
             raise argparse.ArgumentTypeError(f"must be NAME=VALUE, several with commas, got {part!r}: e.g. tile_n=128")
         is_number = value.removeprefix("-").isdecimal()
-        found[name] = int(value) if is_number else {"True": True, "False": False}.get(value, value)
+        found[name] = int(value) if is_number else {"true": True, "false": False}.get(value.lower(), value)
     return found

@@ -16,9 +16,10 @@ from overlap import _compat, _cuda, emulation
 from overlap.choice import dispatch, space
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
+from overlap.kernels.config import default_config
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
-from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.operations import OPERATIONS, require_layout
 from overlap.tuning.progress import shown
 
 # What a CPU stands for: a Hopper or a Blackwell GPU.
@@ -102,6 +103,7 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         dtype = own_dtype or arguments.dtype
         out_dtype = arguments.out_dtype or default_out_dtype(dtype)
         for layout in arguments.layouts:
+            require_layout(arguments.op, layout, "--layouts")
             problems[Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout)] = None
     return list(problems)
 
@@ -122,7 +124,17 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
             table.add_row(space.differences(config), f"{waves(config, problem, target):.2f}", f"{us:.1f}")
         if configs:
             console.print(table)
+        else:
+            console.print(_why_none(problem, target), soft_wrap=True, markup=False, highlight=False)
     return 0
+
+
+def _why_none(problem: Problem, target: Target) -> str:
+    try:
+        problem.check(default_config(problem.dtype), target)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "no configuration that is tried fits this problem"
 
 
 def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Path | None, problems: int) -> None:

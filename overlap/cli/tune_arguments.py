@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out-dtype", type=dtype, help="of the result (default: that of the operands; bf16 for f8)")
     parser.add_argument(
         "--layouts", default=["nn"], type=layouts,
-        help="how matmul's operands are stored: nn (default), nt, tn, tt; several: nn,nt",
+        help="how the operands are stored, t: transposed: nn (default), nt, tn, tt; several: nn,nt",
     )  # fmt: skip
     parser.add_argument("--devices", type=count, help="for a collective (default: all GPUs, or 2 emulated)")
     parser.add_argument("--max-configs", type=count, help="tried per problem, at most (default: 12; emulated 3)")

@@ -29,8 +29,9 @@ from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Ring, signal
+from overlap.primitives import Ring, marks, signal
 from overlap.primitives.integers import quotient
+from overlap.primitives.marks import Work
 
 
 def launch(operands: Operands, plan: Plan, ring: Ring, along: Any, pieces: int = 1) -> jax.Array:
@@ -137,9 +138,10 @@ class _Body:
 
         @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k), k == tile.k_first)))
         def _wait() -> None:
-            wait(column)
-            if schedule.straddles:
-                wait(last_column)
+            with marks.during(Work.AWAIT_ROWS):
+                wait(column)
+                if schedule.straddles:
+                    wait(last_column)
 
     def _communicate(self) -> None:
         refs = self.refs

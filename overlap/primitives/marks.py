@@ -99,6 +99,7 @@ class Tape:
       roles: as in `RecordedKernel`, filled in meanwhile.
       row: of the role whose part is being traced.
       threads: that run it.
+      last: work, shard and number of the role's last mark.
     """
 
     entries: Any
@@ -108,6 +109,7 @@ class Tape:
     roles: dict[int, str] = dataclasses.field(default_factory=dict)
     row: Any = None
     threads: int = 0
+    last: tuple[Work, Any, Any] | None = None
 
 
 _recording: ContextVar[Recording | None] = ContextVar("overlap_recording", default=None)
@@ -160,7 +162,7 @@ def role(name: str, index: Any = 0, count: int = 1) -> Iterator[None]:
         return
     first = _ROW_OF[name]
     tape.roles |= {first + i: name if count == 1 else f"{name} {i}" for i in range(count)}
-    tape.row, tape.threads = first + index, 128 if name in _WARPGROUPS else 32
+    tape.row, tape.threads, tape.last = first + index, 128 if name in _WARPGROUPS else 32, None
     atomics.inline(_begin(tape.threads), [tape.counts.at[tape.row]])
     yield
     now(Work.IDLE)
@@ -189,9 +191,24 @@ def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
     tape = _tape.get()
     if tape is None:
         return
+    tape.last = work, shard, number
     what = int(work) + (shard << _WORK_BITS) + (number << _WORK_BITS + _SHARD_BITS)
     entries = tape.entries.at[tape.cta, tape.row, 0]
     atomics.inline(_mark(tape.threads, tape.capacity), [entries, tape.counts.at[tape.row]], what)
+
+
+@contextlib.contextmanager
+def during(work: Work) -> Iterator[None]:
+    """Within it the role does this, then again what it did before, for the same shard and number.
+
+    That was marked in the same scope of the traced kernel, or in one around it.
+    """
+    tape = _tape.get()
+    before = None if tape is None else tape.last
+    now(work, *(before or (work, 0, 0))[1:])
+    yield
+    if before is not None:
+        now(*before)
 
 
 # One thread of a warp or a warpgroup does all of it. The others must not even count: of a warpgroup's warps each would

@@ -270,7 +270,7 @@ def tune(
     with noticed() as interrupted:
         for index, problem in enumerate(problems):
             old = known.get((problem, target.kind, jax.__version__))
-            if old is not None and old.complete and not force:
+            if old is not None and old.complete and problem.accepts(old.config, target) and not force:
                 note(Outcome(problem, note="already measured", result=old))
                 continue
             now = time.monotonic()

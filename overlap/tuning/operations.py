@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice.dispatch import Implementation
-from overlap.choice.problem import Problem
+from overlap.choice.problem import LAYOUTS, Problem
 from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
 from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
 from overlap.collectives.matmul_all_reduce import matmul_all_reduce
@@ -31,11 +31,13 @@ class Operation:
       call: (problem, lhs, rhs, config, implementation) -> out, inside `jax.shard_map`.
       sharded: the dimension along which lhs, rhs and the result are divided among the devices; "" if they are not.
       gathers: which operand is gathered, 0 for lhs, 1 for rhs.
+      layouts: how its operands may lie in memory.
     """
 
     call: Callable[[Problem, jax.Array, jax.Array, Config | None, Implementation], jax.Array]
     sharded: tuple[str, str, str] = ("", "", "")
     gathers: int = 0
+    layouts: tuple[str, ...] = LAYOUTS
 
 
 def _matmul(
@@ -91,13 +93,19 @@ def _matmul_all_reduce(
 
 OPERATIONS: dict[str, Operation] = {
     "matmul": Operation(_matmul),
-    "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, ("m", "n", "n")),
-    "all_gather_rhs_matmul_n": Operation(_all_gather_rhs_matmul, ("m", "n", "m"), gathers=1),
-    "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, ("m", "k", "m"), gathers=1),
+    "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, ("m", "n", "n"), layouts=("nn", "nt")),
+    "all_gather_rhs_matmul_n": Operation(_all_gather_rhs_matmul, ("m", "n", "m"), 1, ("nn", "tn")),
+    "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, ("m", "k", "m"), 1, ("nn", "tn")),
     "matmul_reduce_scatter": Operation(_matmul_reduce_scatter, ("k", "k", "m")),
     "matmul_reduce_scatter_n": Operation(_matmul_reduce_scatter, ("k", "k", "n")),
     "matmul_all_reduce": Operation(_matmul_all_reduce, ("k", "k", "")),
 }
+
+
+def require_layout(op: str, layout: str, option: str) -> None:
+    """Raises ValueError, in the words of a command's `option`, if the operation takes no operands that lie so."""
+    if layout not in OPERATIONS[op].layouts:
+        raise ValueError(f"{option} must be one of {', '.join(OPERATIONS[op].layouts)} for {op}, got {layout}")
 
 
 # --- How operands lie -------------------------------------------------------------------------------------------------

@@ -172,14 +172,17 @@ def _load_as_values(block_gmem: Any) -> jax.Array:
 class _Terms:
     """What peers have computed of one tile, box after box and within these peer after peer."""
 
-    def __init__(self, loop: Loop, buffers: Buffers, tile: Tile) -> None:
+    def __init__(self, loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         assert loop.hooks.exchange is not None
-        self.loop, self.buffers, self.tile, self.exchange = loop, buffers, tile, loop.hooks.exchange
+        self.loop, self.buffers, self.exchange = loop, buffers, loop.hooks.exchange
+        self.tile, self.piece = tile, piece
         self.steps = exchange.box_count(buffers) * self.exchange.terms
 
     def begin(self) -> None:
         """Waits until all of it is here, and starts the first loads."""
+        marks.now(Work.AWAIT_ROWS, self.tile.step, self.piece.tile)
         self.exchange.await_terms(self.tile)
+        marks.now(Work.STORE, self.tile.step, self.piece.tile)
         for step in range(min(TERM_BUFFERS, self.steps)):
             self._load(step)
 
@@ -222,7 +225,7 @@ def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """The epilogue's part of one piece."""
     width, others = loop.config.epilogue_tile_n, loop.hooks.exchange
-    terms = None if others is None else _Terms(loop, buffers, tile)
+    terms = None if others is None else _Terms(loop, buffers, tile, piece)
 
     def block(row: int, rows: int, columns: slice) -> jax.Array:
         assert (row, rows) == (0, TILE_M)
