@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import choose, tables
 from overlap.choice.problem import Problem
-from overlap.cli import tune_arguments
+from overlap.cli import main, tune_arguments
 from overlap.emulation import interrupt
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -256,6 +256,21 @@ def test_the_command_lists_without_measuring(repository):
     assert "predicted" in process.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--shapes", "64x64x64:f8_e4m3fn"], 0, "the tensor cores read 8-bit operands only with k along their rows"),
+        (["--op", "all_gather_rhs_matmul_n", "--shapes", "64x64x64", "--layouts", "nt"], 2,
+         "tune: --layouts must be one of nn, tn for all_gather_rhs_matmul_n, got nt"),
+    ],
+)  # fmt: skip
+def test_why_there_is_nothing_to_tune(arguments, status, said, capsys):
+    assert len(jax.devices()) == 8
+    assert main(["tune", "--dry-run", *arguments]) == status
+    printed = capsys.readouterr()
+    assert said in " ".join((printed.out + printed.err).split())
+
+
 _SHAPES = "argument --shapes: must be MxNxK or MxNxK:DTYPE, several with commas, each size from 1 to 2147483647, got '"
 _DTYPES = "a dtype must be one of f16, bf16, f32, f8_e4m3fn, f8_e5m2, got "
 _COUNT = "must be an integer of at least 1, got "
@@ -288,7 +303,6 @@ NO_SECONDS = ["nan", "inf", "-inf", "-1", "0", "soon", "", "1e999"]
 )
 def test_the_command_says_what_is_wrong(name, value, said, capsys):
     pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
-    from overlap.cli import main
 
     try:
         status = main(["tune", "--shapes", "1x1x1", f"{name}={value}"])
