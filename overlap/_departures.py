@@ -1,16 +1,21 @@
 """In a job of several processes: who has ended while others go on.
 
-A process that ends with an error ends the job (`distributed`). One that ends well may be done before the others, or may
-have left a loop that they are still in, who then wait for it. Nobody can tell the two apart, so the others are told:
-each process that ends says so to the job's key-value store, and a thread of the others looks there.
+A process that ends well may be done before the others, or may have left a loop that they are still in, who then wait
+for it. Nobody can tell the two apart, so the others are told: each process that ends says so to the job's key-value
+store, and a thread of the others looks there. A process that fails says that as well, and the others then end with its
+status: most launchers end them too, but some only after half a minute, and srun only if it is asked to.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from overlap import _compat, _settings
@@ -18,23 +23,38 @@ from overlap import _compat, _settings
 _LOOK_EVERY_S = 2.0
 # Processes that do the same end within moments of each other.
 _SAID_AFTER_S = 10.0
-_FOLDER = "overlap/ended/"
+_FOLDER, _FAILED = "overlap/ended/", "overlap/failed/"
 _logger = logging.getLogger("overlap")
 
 
-def watch(rank: int) -> None:
-    """Has the end of this process noted, and that of others said. Call it once the job's processes are connected."""
+def watch(rank: int) -> Callable[[int], None]:
+    """Has the end of this process noted, and that of others said. Call it once the job's processes are connected.
+
+    Returns:
+      A function that says that this process fails, with the status that it ends with.
+    """
     store, ending = _compat.job_store(), threading.Event()
     if store is None:
-        return
+        return lambda status: None
 
     def note_end() -> None:
         ending.set()
         store.key_value_set(f"{_FOLDER}{rank}", "0")
 
+    def note_failure(status: int) -> None:
+        if ending.is_set():
+            return
+        ending.set()
+        with contextlib.suppress(Exception):  # The store may be gone: the job is ending.
+            store.key_value_set(f"{_FAILED}{rank}", str(status))
+            if rank == 0:
+                # The store ends with process 0.
+                time.sleep(_LOOK_EVERY_S + 0.5)
+
     # Exit handlers run in reverse order: before jax's own, which waits for the other processes.
     atexit.register(note_end)
     threading.Thread(target=_look, args=(store, rank, ending), name="overlap-ended", daemon=True).start()
+    return note_failure
 
 
 def _look(store: Any, rank: int, ending: threading.Event) -> None:
@@ -43,8 +63,12 @@ def _look(store: Any, rank: int, ending: threading.Event) -> None:
     while not ending.wait(_LOOK_EVERY_S):
         try:
             ended = {int(key.rsplit("/", 1)[1]) for key, _ in store.key_value_dir_get(_FOLDER)}
+            failed = {int(key.rsplit("/", 1)[1]): int(status) for key, status in store.key_value_dir_get(_FAILED)}
         except Exception:  # The store is gone: the job is ending.
             return
+        for other, status in failed.items():
+            print(f"overlap: process {rank} ends, since process {other} failed", file=sys.stderr, flush=True)
+            os._exit(status)
         now = time.monotonic()
         for other in ended - {rank}:
             first_seen.setdefault(other, now)

@@ -1,7 +1,7 @@
 """One process of a job that a test starts.
 
-Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"; before the others meet "absent", "stuck"), or
-"hosts", or what is to be done instead of a product: "meet", "wait" (until the file of the second argument is there).
+Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"; "sleeps", where process 1 raises while the other one
+sleeps; before the others meet "absent", "stuck"), or "hosts", or what is to be done instead of a product: "meet", "wait" (until the file of the second argument is there).
 """
 
 import logging
@@ -95,7 +95,7 @@ def main() -> None:
     if mode == "hosts":
         return lower_for_own_host()
     if jax.process_index() == 1:
-        if mode == "raise":
+        if mode in ("raise", "sleeps"):
             raise ValueError("process 1 gives up")
         if mode == "exit":
             raise SystemExit(3)
@@ -103,6 +103,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if mode == "leave":
             raise SystemExit(0)
+    if mode == "sleeps":
+        time.sleep(100)
+        print("process 0 has slept", flush=True)
     if mode == "leave":
         # It goes on, until it is told that the other one has ended.
         print(f"process 0 was told: {heard.event.wait(30)}", flush=True)

@@ -77,7 +77,19 @@ def test_a_rank_that_does_not_come_is_named(repository):
     process, seconds = _mpirun(repository, "absent")
     assert process.returncode == 1, process.stderr
     assert "rank 1 of 2 has not come to overlap.initialize() within 2 s (rank 0 came)" in process.stderr
+    # The reason alone, not as an error within another one.
+    assert "During handling" not in process.stderr
     assert seconds < 30
+
+
+@pytest.mark.one_jax
+def test_a_failing_rank_ends_others_that_do_not_communicate(repository):
+    """Process 0 sleeps, and jax's preemption service catches the SIGTERM that mpirun sends it."""
+    process, seconds = _mpirun(repository, "sleeps")
+    assert process.returncode == 1, process.stderr
+    assert "overlap: process 0 ends, since process 1 failed" in process.stderr
+    assert "has slept" not in process.stdout
+    assert seconds < 25
 
 
 # --- Where only MPI knows the hosts (here: because the variable that says that there is one host is taken away) -------
@@ -107,12 +119,32 @@ def test_by_mpi_a_rank_that_does_not_come_ends_the_job(repository):
 # --- MPICH ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def mpirun_of_mpich():
+    return (
+        shutil.which("mpirun.mpich") or shutil.which("mpiexec.hydra") or pytest.skip("no MPICH: apt-get install mpich")
+    )
+
+
 @pytest.mark.one_jax
-def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(repository):
+@pytest.mark.parametrize("mode", ["stuck", "sleeps"])
+def test_a_failing_rank_ends_a_job_of_mpich(mpirun_of_mpich, repository, mode):
+    """Hydra takes no notice of a status other than 0, unless the process has called MPI."""
+    command = [mpirun_of_mpich, "-np", "2", sys.executable, repository / "tests" / "launch_rank.py", mode]
+    start = time.monotonic()
+    process = subprocess.run(command, env=_environment(repository), stdin=subprocess.DEVNULL, timeout=100,
+                             capture_output=True, text=True, check=False)  # fmt: skip
+    assert process.returncode == 1
+    said = {"stuck": "rank 1 of 2 has not come to overlap.initialize() within 2 s", "sleeps": "process 1 gives up"}
+    assert said[mode] in process.stderr
+    assert "has slept" not in process.stdout
+    assert time.monotonic() - start < 25
+
+
+@pytest.mark.one_jax
+def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(mpirun_of_mpich, repository):
     """It hands SIGTERM on and waits, and jax's preemption service would catch it in each process."""
-    mpirun = shutil.which("mpirun.mpich") or shutil.which("mpiexec.hydra")
-    if mpirun is None:
-        pytest.skip("no MPICH: apt-get install mpich")
+    mpirun = mpirun_of_mpich
     command = [mpirun, "-np", "2", sys.executable, repository / "tests" / "launch_rank.py", "wait"]
     with subprocess.Popen(command, env=_environment(repository), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:  # fmt: skip
@@ -142,6 +174,14 @@ def test_mpirun_sh_usage(repository, arguments, status):
     process = subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
     assert process.returncode == status
     assert "usage: launch/mpirun.sh" in process.stdout + process.stderr
+
+
+def test_mpirun_sh_says_that_the_mpirun_is_not_there(repository):
+    script = repository / "launch" / "mpirun.sh"
+    environment = os.environ | {"MPIRUN": "/nonexistent/mpirun"}
+    process = subprocess.run([script, "--", "true"], env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 127
+    assert process.stderr == "launch/mpirun.sh: $MPIRUN names /nonexistent/mpirun, which cannot be run\n"
 
 
 @pytest.mark.parametrize("number", ["abc", "0", "-1", "2x", "1.5", ""])

@@ -28,6 +28,8 @@ _ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
 # Emulated, small tiles: several for each CTA show more than one.
 _EMULATED_TILE_N = 128
+# Below so many columns the table would cut its cells.
+_NARROW = 72
 # Marks of each role: more than the largest problems of the benchmarks make.
 _CAPACITY = 2048
 
@@ -53,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     trace_files.write_trace(recorded.timelines, arguments.out)
     for timeline in recorded.timelines:
-        console.print(_table(timeline, mesh))
+        _print(console, timeline, mesh)
         _remarks(console, timeline, emulated_because)
     trace_files.draw(recorded.timelines[0], picture, f"{problem} ({_kind(mesh)})")
     console.print(
@@ -159,21 +161,36 @@ _COLUMNS = (
 )
 
 
-def _table(timeline: Timeline, mesh: jax.sharding.Mesh) -> Table:
+def _print(console: Console, timeline: Timeline, mesh: jax.sharding.Mesh) -> None:
     """Of each device when it began and ended, and what its roles spend their time on."""
-    table = Table(title=f"{timeline.kernel}, {_kind(mesh)}", title_justify="left")
-    table.add_column("device", justify="right")
-    for heading in (f"begins, {timeline.unit}", f"ends, {timeline.unit}", *(name for name, _, _ in _COLUMNS)):
-        table.add_column(heading, justify="right")
+    title = f"{timeline.kernel}, {_kind(mesh)}"
+    headings = ["device", f"begins, {timeline.unit}", f"ends, {timeline.unit}", *(name for name, _, _ in _COLUMNS)]
+    rows = [_row(timeline, device) for device in range(timeline.devices)]
+    if console.width < _NARROW:
+        # A paragraph for each device: a table would cut its cells.
+        console.print(title, style="italic", highlight=False)
+        for row in rows:
+            for heading, cell in zip(headings, row, strict=True):
+                indent, style = ("", "bold") if heading == "device" else ("  ", None)
+                console.print(f"{indent}{heading}: {cell}", style=style, highlight=False)
+        return
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _row(timeline: Timeline, device: int) -> list[str]:
     digits = 0 if timeline.unit == "steps" else 1
-    for device in range(timeline.devices):
-        of_device = [span for span in timeline.spans if span.device == device]
-        cells = [f"{min(s.start for s in of_device):.{digits}f}", f"{max(s.end for s in of_device):.{digits}f}"]
-        for _, roles, works in _COLUMNS:
-            share = max(sum(timeline.share(device, role, work) for work in works) for role in roles)
-            cells.append(f"{share:.0%}" if share else "–")
-        table.add_row(str(device), *cells)
-    return table
+    of_device = [span for span in timeline.spans if span.device == device]
+    begin, end = min(span.start for span in of_device), max(span.end for span in of_device)
+    cells = [str(device), f"{begin:.{digits}f}", f"{end:.{digits}f}"]
+    for _, roles, works in _COLUMNS:
+        share = max(sum(timeline.share(device, role, work) for work in works) for role in roles)
+        cells.append(f"{share:.0%}" if share else "–")
+    return cells
 
 
 def _remarks(console: Console, timeline: Timeline, emulated_because: str | None) -> None:

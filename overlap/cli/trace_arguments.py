@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from overlap.cli.arguments import new_file
-from overlap.cli.tune_arguments import DTYPES, LAYOUTS, count, dtype, shapes
+from overlap.cli.tune_arguments import DTYPES, LARGEST_SIZE, LAYOUTS, count, dtype, shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def shape(text: str) -> tuple[int, int, int]:
     """m, n and k of one problem."""
-    found = shapes(text)
-    if len(found) != 1 or found[0][3] is not None:
-        raise argparse.ArgumentTypeError(f"must be one MxNxK, got {text!r}: name the dtype with --dtype")
-    return found[0][:3]
+    try:
+        (found,) = shapes(text)
+    except (argparse.ArgumentTypeError, ValueError):
+        found = None
+    if found is None or found[3] is not None:
+        raise argparse.ArgumentTypeError(
+            f"must be one MxNxK, each size from 1 to {LARGEST_SIZE}, got {text[:60]!r}: e.g. 1024x4096x4096"
+        )
+    return found[:3]
 
 
 def fields(text: str) -> dict[str, int | str | bool]:

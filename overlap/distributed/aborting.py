@@ -9,7 +9,9 @@ way, as test runners do, never gets there.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
 import sys
 import threading
 import types
@@ -19,9 +21,32 @@ from typing import Any
 _logger = logging.getLogger("overlap")
 _exit_status: int = 0
 
-# Ends the job with this status, as far as that can be done from within: mpirun and torchrun, and srun with
-# --kill-on-bad-exit, end the other processes when one is gone with a status other than 0.
+# Ends the job with this status, as far as that can be done from within.
 type Abort = Callable[[int], Any]
+
+
+def leave(status: int, *, under_mpich: bool = False) -> None:
+    """Ends this process at once. Open MPI's mpirun, torchrun, and srun with --kill-on-bad-exit then end the others.
+
+    MPICH's does that only for processes that have called MPI; so its proxy on this host is told, in the words of
+    MPI_Abort: the message "abort" of PMI 1.
+    """
+    if under_mpich:
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
+    os._exit(status)
+
+
+class Ending:
+    """How the job is ended; `abort` changes when more is known of the job, and `tell` says it to the others."""
+
+    def __init__(self, abort: Abort) -> None:
+        self.abort = abort
+        self.tell: Callable[[int], None] = lambda status: None
+
+    def __call__(self, status: int) -> None:
+        self.tell(status)
+        self.abort(status)
 
 
 def abort_job_on_failure(abort: Abort) -> None:
@@ -37,7 +62,10 @@ def abort_job_on_failure(abort: Abort) -> None:
 
 
 def abort_at_exit(rank: int, abort: Abort) -> None:
-    """Registers the exit handler: to be called after jax's own is registered, since they run in reverse order."""
+    """Registers the exit handler. Once jax's own is registered, which waits for the others, it is to be called again.
+
+    (They run in reverse order. The first one to run ends the process, if anything is wrong.)
+    """
     atexit.register(_at_exit, rank, abort)
 
 

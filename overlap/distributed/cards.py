@@ -43,13 +43,13 @@ class Agreement:
       coordinator: host and port of process 0's coordinator.
       cards: of all processes, in the order of their ranks.
       held: on process 0, the socket that keeps the port until the coordinator has it; else None.
-      abort: ends the whole job with an exit status.
+      abort: ends the whole job with an exit status; None: nothing better than to leave it is known.
     """
 
     coordinator: str
     cards: tuple[Card, ...]
     held: socket.socket | None
-    abort: Callable[[int], Any]
+    abort: Callable[[int], Any] | None
 
 
 @dataclasses.dataclass(frozen=True)

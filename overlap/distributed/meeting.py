@@ -15,7 +15,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
-import os
 import socket
 import time
 from collections.abc import Coroutine, Sequence
@@ -53,12 +52,19 @@ def _key(place: Place) -> str:
 
 
 def _run(work: Coroutine[Any, Any, Agreement]) -> Agreement:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_a_loop():
         return asyncio.run(work)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook, whose cells run in a loop.
         return pool.submit(asyncio.run, work).result()
+
+
+def _in_a_loop() -> bool:
+    # (Not around the work itself: its errors would be shown as errors within this one.)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _line(kind: str, content: object = None) -> bytes:
@@ -130,7 +136,7 @@ class _Host:
         port = self.coordinator_port if held is None else held.getsockname()[1]
         coordinator = f"{host}:{port}"
         await self._tell(_line("all", [coordinator, [dataclasses.asdict(card) for card in everyone]]))
-        return Agreement(coordinator, tuple(everyone), held, os._exit)
+        return Agreement(coordinator, tuple(everyone), held, None)
 
     def _listen(self, host: str) -> socket.socket:
         if self.coordinator_port:
@@ -251,7 +257,7 @@ async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
             raise RuntimeError(answer[1])
         if answer[0] == "all":
             coordinator, everyone = answer[1]
-            return Agreement(coordinator, tuple(Card(**card) for card in everyone), None, os._exit)
+            return Agreement(coordinator, tuple(Card(**card) for card in everyone), None, None)
         return "another job's"
     except OSError as error:
         return _in_words(error)

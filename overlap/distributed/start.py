@@ -10,6 +10,7 @@ coordinator, process count, process id and local devices are found here, and all
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -85,16 +86,21 @@ def initialize(
             "jnp.array, jax.jit of anything)."
         )
     until = time.monotonic() + timeout_s
+    # From here on, since others may wait already, whose job does not end by itself (MPICH's).
+    ending = aborting.Ending(functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
+    aborting.abort_job_on_failure(ending)
+    aborting.abort_at_exit(place.rank, ending)
     meet = by_mpi.meet if place.host is None else meeting.meet
     agreement = meet(place, cards.own_card(place), coordinator_port, timeout_s)
-    aborting.abort_job_on_failure(agreement.abort)
+    ending.abort = agreement.abort or ending.abort
     with agreement.held or contextlib.nullcontext():
-        _join(cards.job_of(place, agreement.cards), agreement, local_device_ids, check_nccl, until)
+        _join(cards.job_of(place, agreement.cards), agreement, ending, local_device_ids, check_nccl, until)
 
 
 def _join(
     job: cards.Job,
     agreement: cards.Agreement,
+    ending: aborting.Ending,
     local_device_ids: Sequence[int] | None,
     check_nccl: bool,
     until: float,
@@ -132,8 +138,8 @@ def _join(
         coordinator_bind_address=coordinator if coordinator.startswith(f"{ports.THIS_HOST}:") else None,
     )
     # Exit handlers run in reverse order: these have to come before jax's, which waits for the other processes.
-    _departures.watch(job.rank)
-    aborting.abort_at_exit(job.rank, agreement.abort)
+    ending.tell = _departures.watch(job.rank)
+    aborting.abort_at_exit(job.rank, ending)
 
 
 def _check_timeout(timeout_s: Any) -> None:
