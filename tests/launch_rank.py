@@ -1,7 +1,12 @@
 """One process of a job that a test starts.
 
-Argument: what goes wrong ("", "raise", "exit", "leave", "kill", "late"; "sleeps", where process 1 raises while the other one
-sleeps; before the others meet "absent", "stuck"), or "hosts", or what is to be done instead of a product: "meet", "wait" (until the file of the second argument is there).
+Argument: what goes wrong, or what is to be done instead of a product.
+
+    raise, exit, leave, kill, late    process 1 does so (late: uses devices before the job is joined)
+    sleeps                            process 1 raises while the other one sleeps
+    absent, stuck                     process 1 does not come to where the others meet
+    hosts                             each process is a host of its own
+    meet, wait                        the processes meet (and wait until the file of the second argument is there)
 """
 
 import logging
