@@ -8,7 +8,7 @@ An entry is 16 bytes, which one thread writes and does not wait for:
 
     4 bytes   what, which shard and which tile or chunk (`unpack`)
     4 bytes   %clock of the core: exact, but each core has its own
-    8 bytes   %globaltimer in nanoseconds: one for all cores of a GPU, but it may tick only every 32 ns or 1 µs
+    8 bytes   %globaltimer in nanoseconds: one for all cores of a GPU; how often it ticks differs
 
 `overlap.tuning.timeline` makes one time of both. Entry 0 of a role is its header: how many entries follow. A role that
 makes more than there is room for goes on counting, so that what is missing can be told.
@@ -40,7 +40,7 @@ _WORK_BITS, _SHARD_BITS = 4, 4
 
 
 class Work(enum.IntEnum):
-    """What a role does. The names are those in the trace."""
+    """What a role does; `overlap.cli.trace_files` has the words for it."""
 
     IDLE = 0
     AWAIT_PEERS = 1  # until all peers have begun the launch
@@ -185,14 +185,14 @@ def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
 
     Args:
       work: what.
-      shard: the step of the shard it is about (0: this device's own), below 16.
+      shard: the step of the shard it is about (0: this device's own); its last four bits are kept.
       number: of the tile, or of the chunk.
     """
     tape = _tape.get()
     if tape is None:
         return
     tape.last = work, shard, number
-    what = int(work) + (shard << _WORK_BITS) + (number << _WORK_BITS + _SHARD_BITS)
+    what = int(work) + ((shard & (1 << _SHARD_BITS) - 1) << _WORK_BITS) + (number << _WORK_BITS + _SHARD_BITS)
     entries = tape.entries.at[tape.cta, tape.row, 0]
     atomics.inline(_mark(tape.threads, tape.capacity), [entries, tape.counts.at[tape.row]], what)
 
