@@ -30,12 +30,19 @@ _SINGLE_THREADED = 1 << 18
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b by blocks of rows, each small enough to be computed by one thread."""
-    rows, k = a.shape
+    """a @ b in the dtype of `a`, by blocks of rows, each small enough to be computed by one thread.
+
+    Floating-point products are summed in f64. In f32, BLAS gives a row other last bits in one place of a block than in
+    another, on some CPUs; a tensor core does not, and users compare bits.
+    """
+    dtype, (rows, k) = a.dtype, a.shape
+    if dtype.kind == "f":
+        a, b = a.astype(np.float64), b.astype(np.float64)
     block = max(_SINGLE_THREADED // max(k * b.shape[1], 1), 1)
     while rows % block:
         block -= 1
-    return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1])
+    with np.errstate(all="ignore"):
+        return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1]).astype(dtype)
 
 
 class Landing(NamedTuple):
