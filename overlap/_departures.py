@@ -66,7 +66,8 @@ def _look(store: Any, rank: int, ending: threading.Event) -> None:
             failed = {int(key.rsplit("/", 1)[1]): int(status) for key, status in store.key_value_dir_get(_FAILED)}
         except Exception:  # The store is gone: the job is ending.
             return
-        for other, status in failed.items():
+        if failed:
+            other, status = min(failed.items())
             print(f"overlap: process {rank} ends, since process {other} failed", file=sys.stderr, flush=True)
             os._exit(status)
         now = time.monotonic()

@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         problem, config = _problem(arguments, emulated_because), _config(arguments.config)
         mesh = _mesh(problem, arguments, emulated_because)
         problem = dataclasses.replace(problem, devices=mesh.size)
-        if problem.scattered:
-            problem = _divisible(problem)
+        _require_divisible(problem)
         errors.print(f"… {problem} on {_kind(mesh)}", soft_wrap=True, markup=False, highlight=False)
         recorded = _record(problem, mesh, config, emulated_because)
     except (ValueError, NotImplementedError) as error:
@@ -94,15 +93,14 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
     return Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, layout=arguments.layout)
 
 
-def _divisible(problem: Problem) -> Problem:
-    """The same problem, if the devices divide what they scatter."""
+def _require_divisible(problem: Problem) -> None:
+    """Raises ValueError unless the devices divide what they scatter."""
     size = problem.m if problem.scattered == "m" else problem.n
-    if size % problem.devices and not problem.spreads:
+    if problem.scattered and not problem.spreads and size % problem.devices:
         raise ValueError(
             f"--shape: the {problem.devices} devices must divide {problem.scattered}, got {problem.scattered}={size}: "
             f"round it to a multiple of {problem.devices}"
         )
-    return problem
 
 
 def _config(fields: dict[str, Any] | None) -> Config | None:
@@ -151,13 +149,13 @@ def _kind(mesh: jax.sharding.Mesh) -> str:
     return f"{mesh.size} emulated {_settings.emulated_gpu().capitalize()} devices of {_EMULATED_CTAS} CTAs"
 
 
-# Of the roles of each mainloop: what the table shows.
+# The columns of the table: heading, the roles that may do it (on Hopper, on Blackwell), and what they do.
 _COLUMNS = (
-    ("multiply", ("compute", "multiplier"), (Work.MULTIPLY,)),
-    ("wait for operands", ("compute", "multiplier"), (Work.AWAIT_OPERANDS,)),
-    ("store", ("compute", "epilogue"), (Work.STORE,)),
-    ("producer waits for rows", ("producer",), (Work.AWAIT_ROWS,)),
-    ("copies between GPUs", ("communicator",), (Work.COPY,)),
+    ("multiply", ("compute", "multiplier"), Work.MULTIPLY),
+    ("wait for operands", ("compute", "multiplier"), Work.AWAIT_OPERANDS),
+    ("store", ("compute", "epilogue"), Work.STORE),
+    ("producer waits for rows", ("producer",), Work.AWAIT_ROWS),
+    ("copies between GPUs", ("communicator",), Work.COPY),
 )
 
 
@@ -187,8 +185,8 @@ def _row(timeline: Timeline, device: int) -> list[str]:
     of_device = [span for span in timeline.spans if span.device == device]
     begin, end = min(span.start for span in of_device), max(span.end for span in of_device)
     cells = [str(device), f"{begin:.{digits}f}", f"{end:.{digits}f}"]
-    for _, roles, works in _COLUMNS:
-        share = max(sum(timeline.share(device, role, work) for work in works) for role in roles)
+    for _, roles, work in _COLUMNS:
+        share = max(timeline.share(device, role, work) for role in roles)
         cells.append(f"{share:.0%}" if share else "–")
     return cells
 

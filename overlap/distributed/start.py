@@ -86,7 +86,7 @@ def initialize(
             "jnp.array, jax.jit of anything)."
         )
     until = time.monotonic() + timeout_s
-    # From here on, since others may wait already, whose job does not end by itself (MPICH's).
+    # Before the processes meet: if this one fails there, the others may wait already, and MPICH would let them.
     ending = aborting.Ending(functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
     aborting.abort_job_on_failure(ending)
     aborting.abort_at_exit(place.rank, ending)

@@ -38,14 +38,19 @@ def _words_at(address: int, nbytes: int) -> list[Semaphore]:
     if isinstance(array, Buffer):
         raise Unreadable(f"inline PTX on {array.name}, which is no array of semaphores, is not emulated")
     first, count = offset // _WORD_BYTES, nbytes // _WORD_BYTES
+    _require_place(array, offset, nbytes, array.places.size * _WORD_BYTES, f"{array.places.size} words")
+    return [array.at(place) for place in range(first, first + count)]
+
+
+def _require_place(array: Cells | Buffer, offset: int, nbytes: int, total: int, size: str) -> None:
+    """Whether an array of `total` bytes (`size`: in words) has an aligned place for so many at byte `offset`."""
     if offset % nbytes:
         raise ProtocolError(f"byte {offset} of {array.name} is no address for {nbytes} bytes: it must be a multiple")
-    if not 0 <= first <= array.places.size - count:
+    if not 0 <= offset <= total - nbytes:
         raise ProtocolError(
             f"bytes {offset} to {offset + nbytes} are out of bounds for {array.name} of device {array.device}, which "
-            f"has {array.places.size} words"
+            f"has {size}"
         )
-    return [array.at(place) for place in range(first, first + count)]
 
 
 _CACHING = ("ca", "cg", "cv", "wb", "wt", "cs", "lu", "L1::no_allocate")
@@ -179,13 +184,7 @@ def _bytes_at(thread: Any, address: int, nbytes: int, space: str) -> View:
         raise Unreadable(f"a plain access of inline PTX to {what} as {space} is not emulated")
     if buffer.cta not in (None, thread.cta):
         raise ProtocolError(f"{buffer.name} is the shared memory of {buffer.cta}")
-    if offset % nbytes:
-        raise ProtocolError(f"byte {offset} of {buffer.name} is no address for {nbytes} bytes: it must be a multiple")
-    if not 0 <= offset <= buffer.data.nbytes - nbytes:
-        raise ProtocolError(
-            f"bytes {offset} to {offset + nbytes} are out of bounds for {buffer.name} of device {buffer.device}, which "
-            f"has {buffer.data.nbytes}"
-        )
+    _require_place(buffer, offset, nbytes, buffer.data.nbytes, str(buffer.data.nbytes))
     array = np.ndarray((nbytes,), np.uint8, buffer.bytes, offset)
     return View(buffer, array, (1,), f"[bytes {offset} to {offset + nbytes}]")
 
@@ -200,12 +199,8 @@ def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     target, address = i.operands
     if not isinstance(address, ptx.Address):
         raise Unreadable(f"{i.text!r}: the address is missing")
-    put, base, offset, nbytes = (
-        frame.set(target),
-        frame.get(address.base),
-        address.offset,
-        width_of(i.modifiers[-1]) // 8,
-    )
+    put, base, offset = frame.set(target), frame.get(address.base), address.offset
+    nbytes = width_of(i.modifiers[-1]) // 8
 
     def run(thread: Any) -> None:
         view = _bytes_at(thread, base(thread) + offset, nbytes, "smem")

@@ -8,6 +8,7 @@ may tick coarsely: a straight line through all entries of a CTA says when a cycl
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from overlap.primitives.marks import Work
 from overlap.tuning.clocks import Offset
 
 _CLOCK, _TIME = 1, 2
-# What a core can run at, in cycles per nanosecond: where a kernel is too short to tell, the middle of it.
+# Cycles per nanosecond of a GPU's cores, taken where a kernel is too short to measure them.
 _USUAL_RATE = 1.7
 
 
@@ -68,7 +69,7 @@ class Timeline:
     clock_error: float
     origin: int = 0
 
-    @property
+    @functools.cached_property
     def end(self) -> float:
         """When the last role of all ended."""
         return max((span.end for span in self.spans), default=0.0)
