@@ -1,6 +1,6 @@
 # Both `make demo` and `make test` do their own set-up: Python >= 3.12 is found, an environment made, packages installed.
 .DEFAULT_GOAL := help
-.PHONY: demo docs pyright mypy test test-all test-jax-0.11 test-jax-0.12 test-gpu lint pyright mypy bench clean help
+.PHONY: demo train docs pyright mypy test test-all test-jax-0.11 test-jax-0.12 test-gpu lint pyright mypy bench clean help
 SHELL := /bin/bash
 
 VENV := .venv
@@ -55,6 +55,10 @@ test-gpu:  ## tests/multi_gpu on the visible GPUs, of each test with parameters 
 bench:  ## the benchmarks on the visible GPUs (ARGS are passed on)
 	@setup/venv.sh $(VENV) constraints.txt bench
 	@$(VENV)/bin/python -m benchmarks $(ARGS)
+
+train:  ## train a small GPT on the visible GPUs, else on CPU devices (ARGS are passed on); again: it goes on
+	@setup/venv.sh $(VENV) constraints.txt examples
+	@$(VENV)/bin/python examples/train.py $(ARGS)
 
 clean:  ## remove the environments and caches
 	rm -rf build $(VENV) $(VENV_NEWEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -7,7 +7,9 @@ jax cannot be imported. There, the first use of a public name raises an ImportEr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from overlap._version import __version__ as __version__
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.distributed import initialize
     from overlap.kernels.config import Config, PullSizes
+    from overlap.sharded.matmul import sharded_matmul
     from overlap.single_gpu.matmul import matmul
     from overlap.tuning.autotune import autotune
 
@@ -38,6 +41,7 @@ __all__ = [
     "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "sharded_matmul",
 ]
 
 # The module of each public name: the imports above, for when the program runs.
@@ -53,8 +57,26 @@ _HOMES = {
     "matmul": "single_gpu.matmul",
     "matmul_all_reduce": "collectives.matmul_all_reduce",
     "matmul_reduce_scatter": "collectives.matmul_reduce_scatter",
+    "sharded_matmul": "sharded.matmul",
 }
 
+
+def _prepare_for_tracing() -> None:
+    """Loads the contexts that are part of the cache key of `jax.jit`.
+
+    A function in whose first call they were loaded, with the first public name, would be traced and compiled again in
+    the second one.
+    """
+    from overlap import _requirements
+
+    with contextlib.suppress(ImportError):
+        if not _requirements.why_not():
+            for light in ("choice.session", "emulation.cores", "kernels.target"):
+                importlib.import_module(f"overlap.{light}")
+
+
+if "jax" in sys.modules:
+    _prepare_for_tracing()
 
 if not TYPE_CHECKING:  # To a type checker a name that is not above does not exist.
 

@@ -114,7 +114,9 @@ def axis_name(value: Any) -> Any:
 def mesh(value: Any) -> Any:
     """A mesh, or None."""
     if value is not None and not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-        raise ValueError(f"`mesh` must be a jax.sharding.Mesh, got {said(value)}: pass the mesh of `jax.shard_map`")
+        raise ValueError(
+            f"`mesh` must be a jax.sharding.Mesh, got {said(value)}: pass the mesh that the operands are on"
+        )
     return value
 
 

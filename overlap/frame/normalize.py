@@ -116,7 +116,8 @@ def normalize(
         by_xla = functools.partial(activation, scalars=scalars)
     operands = Operands(
         _flat(lhs, 2), tuple(_flat(x, 2) for x in rhs_list), None if row_scale is None else _flat(row_scale, 1),
-        column_scales, _biases(bias, result, container, wide), _addends(addend, result, batch, container, out_dtype),
+        column_scales, _biases(operation, bias, result, container, wide),
+        _addends(operation, addend, result, batch, container, out_dtype),
         scalars or (), None if left_blocks is None else _flat(left_blocks, 2),
         None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
     )  # fmt: skip
@@ -205,7 +206,9 @@ def _of_each(name: str, given: Any, count: int, container: type | None) -> list[
     return [(f"{name}[{index}]", x) for index, x in enumerate(given)]
 
 
-def _biases(bias: Any, result: list[tuple[int, int]], container: type | None, dtype: Any) -> tuple[Any, ...] | None:
+def _biases(
+    operation: Operation, bias: Any, result: list[tuple[int, int]], container: type | None, dtype: Any
+) -> tuple[Any, ...] | None:
     if bias is None:
         return None
     biases = []
@@ -216,15 +219,21 @@ def _biases(bias: Any, result: list[tuple[int, int]], container: type | None, dt
         x = arguments.array(name, x)
         if tuple(x.shape) != (n,):
             raise ValueError(
-                f"`{name}` must have shape ({n},), one value per column of this device's result, got {tuple(x.shape)}: "
-                "reshape it, or pass this device's part"
+                f"`{name}` must have shape ({n},), one value per column of "
+                f"{"this device's" if operation.takes_parts else 'the'} result, got {tuple(x.shape)}: reshape "
+                f"{_or_part(operation)}"
             )
         biases.append(arguments.each(lambda x: x.astype(dtype), x))
     return tuple(biases)
 
 
 def _addends(
-    addend: Any, result: list[tuple[int, int]], batch: tuple[int, ...], container: type | None, dtype: Any
+    operation: Operation,
+    addend: Any,
+    result: list[tuple[int, int]],
+    batch: tuple[int, ...],
+    container: type | None,
+    dtype: Any,
 ) -> tuple[Any, ...] | None:
     if addend is None:
         return None
@@ -238,10 +247,14 @@ def _addends(
             for_all = f", or {shape}" if batch else ""
             raise ValueError(
                 f"`{name}` must have the shape of the result, {(*batch, *shape)}{for_all}, got {tuple(x.shape)}: "
-                "reshape or broadcast it, or pass this device's part"
+                f"reshape or broadcast {_or_part(operation)}"
             )
         addends.append(_flat(arguments.each(lambda x: x.astype(dtype), x), 2))
     return tuple(addends)
+
+
+def _or_part(operation: Operation) -> str:
+    return "it, or pass this device's part" if operation.takes_parts else "it"
 
 
 def _flat(x: Any, rank: int) -> Any:

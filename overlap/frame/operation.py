@@ -34,6 +34,7 @@ class Operation:
     Attributes:
       name: the public function's.
       takes_lists: whether `rhs` may be a list.
+      takes_parts: whether the arrays are a device's parts, as inside `jax.shard_map`, or global ones.
       gathers_rows: whether an `lhs_scale` of shape (1, 1) is the scale of a device's only row (True) or a scalar.
       reduces: whether products are summed over devices (`reduced`), before bias, addend and activation.
       spreads: whether all devices have the whole sum, if `reduces`; else each has a block.
@@ -45,6 +46,7 @@ class Operation:
 
     name = ""
     takes_lists = False
+    takes_parts = True
     gathers_rows = False
     reduces = False
     spreads = False

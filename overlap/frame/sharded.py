@@ -13,6 +13,7 @@ Inside, each device's part is a `matmul` of its own, which chooses its implement
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,31 +50,35 @@ def rest_of(mesh: Any) -> Axes:
 def mesh_of(*operands: Any) -> Any:
     """The mesh of the operands' types, if it has Explicit axes; else None."""
     for operand in operands:
-        mesh = getattr(_type_sharding(operand), "mesh", None)
+        mesh = getattr(type_sharding(operand), "mesh", None)
         if mesh is not None and explicit_axes(mesh):
             return mesh
     return None
 
 
-def _type_sharding(operand: Any) -> Any:
+def type_sharding(operand: Any) -> Any:
+    """The sharding that the type of an operand says; None if it is no array of jax."""
     if isinstance(operand, (jax.Array, jax.ShapeDtypeStruct)):
         return getattr(jax.typeof(operand), "sharding", None)
     return None
 
 
-def enter(function: Callable[[Any], Any], mesh: Any, in_specs: Any, out_spec: jax.P) -> Callable[[Any], Any]:
+def enter(
+    function: Callable[[Any], Any], mesh: Any, in_specs: Any, out_spec: jax.P, axes: Iterable[str] | None = None
+) -> Callable[[Any], Any]:
     """`function` of a tree of operands inside `jax.shard_map` over all axes of `mesh` that are left to enter.
 
     Args:
       function: from each device's parts to its part of the result.
       mesh: the mesh.
       in_specs: of the operands: one for all, or a dictionary as they are.
-      out_spec: of all results. It has every axis along which an operand is cut.
+      out_spec: of all results.
+      axes: those to enter instead.
     """
     outer = getattr(mesh, "manual_axes", ())
     # A nested one must check what the enclosing one does. If that has `check_vma=True`, positions are typed as varying.
     checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
-    rest, every = set(rest_of(mesh)), set(mesh.axis_names) - set(outer)
+    rest, every = set(rest_of(mesh) if axes is None else axes), set(mesh.axis_names) - set(outer)
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # All of them are not named: jax then leaves those out that `jax.vmap` is over.
@@ -87,11 +92,16 @@ def enter(function: Callable[[Any], Any], mesh: Any, in_specs: Any, out_spec: ja
         return run
 
     def cotangents(operands: Any, of_results: Any) -> Any:
-        (found,) = jax.vjp(function, operands)[1](of_results)
         if checks or not isinstance(in_specs, dict):
+            (found,) = jax.vjp(function, operands)[1](of_results)
             return found
-        # Without types jax does not know of an operand that several parts of the result come from.
-        uncut = {name: tuple(_axes_in(out_spec) - _axes_in(spec)) for name, spec in in_specs.items()}
+        # Without types jax does not know of an operand that several parts of the result come from; nor that a sum over
+        # devices is the same on all of them, so that each has a share of its cotangent.
+        cut, in_out = set().union(*map(_axes_in, in_specs.values())), _axes_in(out_spec)
+        sharers = math.prod(mesh.shape[axis] for axis in cut - in_out)
+        shares = of_results if sharers == 1 else jax.tree.map(lambda d: d / sharers, of_results)
+        (found,) = jax.vjp(function, operands)[1](shares)
+        uncut = {name: tuple((cut | in_out) - _axes_in(spec)) for name, spec in in_specs.items()}
         return {name: lax.psum(d, uncut[name]) if uncut[name] else d for name, d in found.items()}
 
     # jax 0.11 and 0.12 cannot lower the gradient of a nested one if it keeps anything but its operands until then.
@@ -123,7 +133,7 @@ class Layout:
 
     def spec(self, names: tuple[Any, ...]) -> jax.P:
         """The partition of an array whose dimensions have these names."""
-        return _spec(self.axes.get(name, ()) for name in names)
+        return spec(self.axes.get(name, ()) for name in names)
 
     def call(self, function: Callable[..., Any], operands: dict[str, Any], out: tuple[Any, ...]) -> Any:
         """`function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
@@ -133,7 +143,7 @@ class Layout:
             enter.
         """
         specs = {name: self.spec(self.names[name]) for name in operands}
-        whole = [name for name, x in operands.items() if _spec_of(x) != specs[name]]
+        whole = [name for name, x in operands.items() if spec_of_type(x) != specs[name]]
 
         def of_part(parts: dict[str, Any]) -> Any:
             if left := explicit_axes(jax.sharding.get_abstract_mesh()):
@@ -151,14 +161,37 @@ class Layout:
         return (jax.jit(run) if whole else run)(operands)
 
 
-def _spec_of(x: Any) -> jax.P:
-    """The partition that an operand's type says, with an entry for each dimension."""
-    parts = tuple(getattr(_type_sharding(x), "spec", None) or ())
+def has_mesh(x: Any) -> bool:
+    """Whether the type of an operand is that of an array on a mesh."""
+    return bool(getattr(getattr(type_sharding(x), "mesh", None), "axis_names", ()))
+
+
+def require_summed(operands: dict[str, Any]) -> None:
+    """Raises ValueError if the type of an operand says that it is a part of a sum over devices, or its cotangent is."""
+    for name, x in operands.items():
+        spec = getattr(type_sharding(x), "spec", None)
+        for kind in ("unreduced", "reduced"):
+            if axes := getattr(spec, kind, None):
+                raise ValueError(
+                    f"the type of `{name}` must have no {kind} axes, got {tuple(sorted(axes))} in {spec}: jax.reshard "
+                    f"it first, to a PartitionSpec without {kind}=…"
+                )
+
+
+def axes_of_type(x: Any) -> tuple[Axes, ...]:
+    """For each dimension of an operand, the axes along which its type says that it is sharded."""
+    parts = tuple(getattr(type_sharding(x), "spec", None) or ())
     along = (part if isinstance(part, tuple) else () if part is None else (part,) for part in parts)
-    return _spec([*along, *[()] * (len(x.shape) - len(parts))])
+    return (*along, *[()] * (len(x.shape) - len(parts)))
 
 
-def _spec(along: Iterable[Axes]) -> jax.P:
+def spec_of_type(x: Any) -> jax.P:
+    """The partition that an operand's type says, with an entry for each dimension."""
+    return spec(axes_of_type(x))
+
+
+def spec(along: Iterable[Axes]) -> jax.P:
+    """The `PartitionSpec` of an array whose dimensions are sharded along these axes."""
     return jax.P(*(axes[0] if len(axes) == 1 else axes or None for axes in along))
 
 
@@ -173,13 +206,15 @@ def layout_of(mesh: Any, operands: dict[str, Any], names: dict[str, tuple[Any, .
 
     Raises:
       NotImplementedError: one operand is sharded along k. XLA gathers it.
-      ValueError: the types do not say how the result is sharded: both operands are sharded along k, two operands are
-        cut differently along the same dimension, or two dimensions along the same axis.
+      ValueError: a type has unreduced or reduced axes; or the types do not say how the result is sharded: both operands
+        are sharded along k, two operands are cut differently along the same dimension, or two dimensions along the
+        same axis.
     """
+    require_summed(operands)
     axes: dict[Any, Axes] = {}
     said: dict[Any, list[str]] = {}
     for name, x in operands.items():
-        for dimension, part in zip(names[name], _spec_of(x), strict=True):
+        for dimension, part in zip(names[name], spec_of_type(x), strict=True):
             along = part if isinstance(part, tuple) else () if part is None else (part,)
             if not along or dimension is None:
                 continue
@@ -240,7 +275,7 @@ def require_rest_of_one() -> None:
 def require_whole(operands: dict[str, Any]) -> None:
     """Raises NotImplementedError if a type says that an operand is sharded over axes that are not entered yet."""
     for name, x in operands.items():
-        if spec := [part for part in _spec_of(x) if part is not None]:
+        if spec := [part for part in spec_of_type(x) if part is not None]:
             raise NotImplementedError(
                 f"the fused kernel needs operands that are whole along the mesh axes that are not manual, and `{name}` "
                 f"is sharded over {spec}: leave `axis_names` out of jax.shard_map, call it inside a second "

@@ -1,0 +1,329 @@
+r"""A transformer's layer as a user writes it with `overlap.layers`, against the same by XLA's partitioner.
+
+    python -m benchmarks.layer --out benchmarks/experiments/DATE-QUESTION
+    python -m benchmarks.layer --models llama-70b --tokens 8192 --breakdown
+
+One layer of Llama 3 70B and one of Qwen 3 32B: norm, query, key and value, causal attention
+(`jax.nn.dot_product_attention`), output projection, norm, gated MLP, with both residuals; one sequence, whose rows are
+sharded between the layers. Forward, and forward with all gradients. The methods:
+
+    chosen      `overlap.layers` with implementation=None
+    fused       with implementation="fused"
+    layers xla  with implementation="xla": the same shard_map, unfused
+    XLA         plain matrix products and sharding constraints: XLA's partitioner, its default flags
+    windowed    the same, with the flags of XLA's own overlap of collectives and products (`WINDOWED`)
+
+Each is a loop inside one program, in which every turn depends on the one before; medians over rounds in random order,
+ratios within one round. `--breakdown` profiles a few turns and adds up the GPU's time by kind of kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from benchmarks import command, current, environment, provenance
+from benchmarks.profile_kinds import device_us_by_kind
+from overlap import layers
+from overlap.choice.tables import replace
+from overlap.cli import ending
+from overlap.cli.arguments import WrongArguments, new_folder, whole_number
+from overlap.tuning.timing import elapsed_s, marginal_s
+
+AXIS = "tensor"
+BETWEEN, INSIDE = P(None, AXIS, None), P(None, None, AXIS)
+METHODS = ("chosen", "fused", "layers xla", "XLA", "windowed")
+# XLA's own way to overlap: a gather or scatter in pieces, each beside a part of the product.
+WINDOWED = {
+    "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+    "xla_gpu_multi_streamed_windowed_einsum": True,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+_US_PER_LOOP, _FLOPS_PER_US, _MOST_TURNS = 60e3, 550e6, 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a layer, as in `benchmarks.known_models`."""
+
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+
+    def flops(self, tokens: int) -> float:
+        """Of a forward pass on all devices."""
+        of_heads = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        products = 2.0 * tokens * self.hidden * (of_heads + 3 * self.mlp)
+        return products + 2.0 * tokens * tokens * self.heads * self.head_dim
+
+
+MODELS = {
+    "llama-70b": Sizes(8192, 28672, 64, 8),
+    "qwen-32b": Sizes(5120, 25600, 64, 8),
+    "tiny": Sizes(64, 128, 4, 2, 16),
+}
+
+
+def attend(mesh: Mesh, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Causal attention; each device has whole heads."""
+    heads = P(None, None, AXIS, None)
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    local = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if on_gpu else "xla")
+    return jax.shard_map(local, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)(query, key, value)
+
+
+class Layer(nnx.Module):
+    """One layer by `overlap.layers`."""
+
+    def __init__(self, sizes: Sizes, mesh: Mesh, implementation: Any) -> None:
+        options: dict[str, Any] = dict(
+            mesh=mesh, implementation=implementation, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        )
+        self.mesh = mesh
+        self.norm1 = layers.RMSNorm(sizes.hidden, **options)
+        self.qkv = layers.QKVProjection(sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, **options)
+        self.out = layers.OutputProjection(sizes.heads, sizes.head_dim, sizes.hidden, **options)
+        self.norm2 = layers.RMSNorm(sizes.hidden, **options)
+        self.mlp = layers.GatedMLP(sizes.hidden, sizes.mlp, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.out(attend(self.mesh, *self.qkv(self.norm1(x))), residual=x)
+        return self.mlp(self.norm2(x), residual=x)
+
+
+def plain(mesh: Mesh, sizes: Sizes, weights: dict[str, Any], x: jax.Array) -> jax.Array:
+    """The same layer, of the same weights, for XLA's partitioner."""
+
+    def put(value: jax.Array, spec: P) -> jax.Array:
+        return lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+    def norm(value: jax.Array, scale: jax.Array) -> jax.Array:
+        wide = value.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+        return (wide * scale.astype(jnp.float32)).astype(value.dtype)
+
+    def heads(value: jax.Array) -> jax.Array:
+        return put(value, INSIDE).reshape(*value.shape[:-1], -1, sizes.head_dim)
+
+    whole = put(norm(x, weights["norm1"]["scale"]), P())
+    qkv = [heads(whole @ weights["qkv"][name]["kernel"]) for name in ("query", "key", "value")]
+    attended = attend(mesh, *qkv).reshape(*x.shape[:-1], -1)
+    x = put(x + put(attended @ weights["out"]["kernel"], BETWEEN), BETWEEN)
+    whole = put(norm(x, weights["norm2"]["scale"]), P())
+    of_mlp = weights["mlp"]
+    hidden = jax.nn.silu(put(whole @ of_mlp["gate"]["kernel"], INSIDE)) * put(whole @ of_mlp["up"]["kernel"], INSIDE)
+    return put(x + put(hidden @ of_mlp["down"]["kernel"], BETWEEN), BETWEEN)
+
+
+def _normal(values: jax.Array, dtype: Any) -> jax.Array:
+    wide = values.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide) + 1e-12)).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is measured: a layer of some sizes on a mesh, by each method."""
+
+    mesh: Mesh
+    sizes: Sizes
+    tokens: int
+    backward: bool
+
+    def model(self, implementation: Any) -> Any:
+        """The layer's definition, and its parameters."""
+        with jax.set_mesh(self.mesh):
+            make = lambda: nnx.split(Layer(self.sizes, self.mesh, implementation))  # noqa: E731
+            return nnx.jit(make)()
+
+    def apply(self, method: str) -> Callable[[Any, jax.Array], jax.Array]:
+        """The layer as a function of weights (a tree of arrays) and x."""
+        if method in ("XLA", "windowed"):
+            return functools.partial(plain, self.mesh, self.sizes)
+        graph, state = self.model({"chosen": None, "fused": "fused", "layers xla": "xla"}[method])
+        del state
+
+        def call(weights: Any, x: jax.Array) -> jax.Array:
+            model = nnx.merge(graph, nnx.State(jax.tree.map(nnx.Param, weights)))
+            return model(x)
+
+        return call
+
+    def program(self, method: str, turns: int) -> Any:
+        """A jitted loop of so many turns: (x, weights) -> the same."""
+        layer = self.apply(method)
+
+        def turn(_: Any, state: Any) -> Any:
+            x, weights = state
+            if not self.backward:
+                return _normal(layer(weights, x), x.dtype), weights
+            _, pull = jax.vjp(layer, weights, x)
+            d_weights, d_x = pull(x)
+            # So that no gradient can be left out.
+            moved = jax.tree.map(lambda w, d: w + (1e-6 * d).astype(w.dtype), weights, d_weights)
+            return _normal(d_x, x.dtype), moved
+
+        options = WINDOWED if method == "windowed" and self.mesh.devices.flat[0].platform == "gpu" else None
+        run = lambda x, weights: lax.fori_loop(0, turns, turn, (x, weights))  # noqa: E731
+        return jax.jit(run, compiler_options=options)
+
+    def operands(self) -> tuple[jax.Array, Any]:
+        """Normal tokens, and weights that keep their size."""
+        _, state = self.model("xla")
+        weights = nnx.to_pure_dict(state)
+        shape, sharding = (1, self.tokens, self.sizes.hidden), NamedSharding(self.mesh, BETWEEN)
+        draw = lambda: jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)  # noqa: E731
+        return jax.jit(draw, out_shardings=sharding)(), weights
+
+    @property
+    def turns(self) -> int:
+        """Of a loop."""
+        flops = self.sizes.flops(self.tokens) / self.mesh.size * (3 if self.backward else 1)
+        return max(2, min(_MOST_TURNS, int(_US_PER_LOOP / (flops / _FLOPS_PER_US))))
+
+
+def measure(case: Case, methods: Sequence[str], rounds: int, turns: int | None, breakdown: bool) -> dict[str, Any]:
+    """By method, the time of a turn in each round, in microseconds, and the GPU's time by kind.
+
+    Raises:
+      AssertionError: one method computes something else than XLA.
+    """
+    turns, given = turns or case.turns, case.operands()
+    with jax.set_mesh(case.mesh):
+        expected = case.program("XLA", 1)(*given)[0]
+        loops = {}
+        for name in methods:
+            result = case.program(name, 1)(*given)[0]
+            distance = jnp.linalg.norm((result - expected).astype(jnp.float32)) / jnp.linalg.norm(expected)
+            assert distance < 3e-2, f"{name} differs from XLA by {float(distance):.1e}"
+            loops[name] = case.program(name, turns).lower(*given).compile()
+        outs: list[Any] = [None]
+
+        def launch(name: str) -> None:
+            outs[0] = loops[name](*given)
+
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for number in range(rounds):
+            for name in np.random.default_rng(number).permutation(list(loops)):
+                seconds = lambda count, name=name: elapsed_s(lambda: launch(name), lambda: outs, count)  # noqa: E731
+                times[name].append(1e6 * marginal_s(seconds, 1) / turns)
+        kinds: dict[str, dict[str, float]] = {}
+        for name in loops if breakdown else ():
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder):
+                    launch(name)
+                    jax.block_until_ready(outs)
+                kinds[name] = device_us_by_kind(folder, turns)
+    return {"times": times, "kinds": kinds}
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _tokens(text: str) -> list[int]:
+    return [whole_number(1)(each) for each in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", type=_names, default="llama-70b,qwen-32b", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--tokens", type=_tokens, default="2048,8192,16384", help="of the sequence")
+    parser.add_argument("--methods", type=_names, default=",".join(METHODS), help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--devices", type=whole_number(1), help="default: all")
+    parser.add_argument("--rounds", type=whole_number(1), default=5)
+    parser.add_argument("--breakdown", action="store_true", help="the GPU's time by kind of kernel as well")
+    parser.add_argument("--commit", help="this tree's commit, where there is no .git")
+    parser.add_argument("--out", type=new_folder, help="a folder for layer-DEVICE-COUNT-LAYOUT.md")
+    parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and a tiny layer, to test the harness")
+    return parser
+
+
+def _check(arguments: argparse.Namespace, devices: int) -> None:
+    for name, known in (("models", MODELS), ("methods", METHODS)):
+        if unknown := [each for each in getattr(arguments, name) if each not in known]:
+            raise WrongArguments(f"layer: `--{name}` must be of {', '.join(known)}, got {', '.join(unknown)}")
+    for model in arguments.models:
+        if (heads := MODELS[model].kv_heads) % devices:
+            raise WrongArguments(f"layer: {devices} devices do not divide the {heads} heads of keys of {model}")
+    if rest := [tokens for tokens in arguments.tokens if tokens % devices]:
+        raise WrongArguments(f"layer: `--tokens` must be multiples of the {devices} devices, got {rest[0]}")
+
+
+def _rows(label: str, found: dict[str, Any]) -> list[str]:
+    """Lines of the tables: times, with ratios within each round; then the kinds."""
+    times, lines = found["times"], []
+    best_of_xla = [min(of) for of in zip(*(times[name] for name in ("XLA", "windowed") if name in times), strict=True)]
+    for name, us in times.items():
+        ratio = statistics.median(x / u for x, u in zip(best_of_xla, us, strict=True)) if best_of_xla else float("nan")
+        kinds = found["kinds"].get(name, {})
+        said = ", ".join(f"{kind} {value:.0f}" for kind, value in sorted(kinds.items()))
+        lines.append(f"| {label} | {name} | {statistics.median(us):.0f} | {ratio:.3f} | {said or '–'} |")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    if arguments.dry_run:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 2)
+        arguments.models, arguments.tokens, arguments.rounds = ["tiny"], [32], 1
+        code = {"commit": "none: a dry run measures nothing"}
+    else:
+        command.need_gpus()
+        try:
+            code = provenance.facts(arguments.commit)
+        except provenance.Refused as refused:
+            print(f"layer: {refused}", file=sys.stderr)
+            return 2
+    overlap.initialize()
+    processes, devices = jax.process_count(), arguments.devices or jax.device_count()
+    if devices > jax.device_count():
+        raise WrongArguments(f"layer: `--devices` must be at most {jax.device_count()} here, got {devices}")
+    _check(arguments, devices)
+    mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    leads = jax.process_index() == 0
+    facts = environment.describe("one process" if processes == 1 else f"{processes} processes", devices, code)
+    lines = [f"# Layers of transformers, {devices} devices", "", *(f"- {k}: {v}" for k, v in facts.items()), ""]
+    lines += [f"- windowed: {', '.join(f'{k}={v}' for k, v in WINDOWED.items())}", ""]
+    columns = ("layer, tokens, pass", "method", "µs", "best of XLA / method", "GPU time of a turn by kind, µs")
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for model in arguments.models:
+        for tokens in arguments.tokens:
+            for backward in (False, True):
+                case = Case(mesh, MODELS[model], tokens, backward)
+                turns = 2 if arguments.dry_run else None
+                label = f"{model}, {tokens}, {'forward and backward' if backward else 'forward'}"
+                found = measure(case, arguments.methods, arguments.rounds, turns, arguments.breakdown)
+                new = _rows(label, found)
+                lines += new
+                if leads:
+                    print("\n".join(new), flush=True)
+    if arguments.out and leads:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        file = current.name_of("layer", mesh.devices.flat[0].device_kind, devices, processes)
+        replace(arguments.out / f"{file}.md", "\n".join(lines) + "\n")
+        print(f"wrote {arguments.out / file}.md", flush=True)
+    if leads and not arguments.out:
+        print("nothing was written, for want of `--out`")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(ending.run(main))

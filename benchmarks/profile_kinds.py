@@ -1,0 +1,49 @@
+"""What a GPU spent its time on, by kind of kernel, from a profile of jax."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import re
+
+import jax
+
+# The first that matches a kernel's name counts.
+KINDS = (
+    ("fused", r"^overlap_"),
+    ("gather", r"nccl.*allgather"),
+    ("scatter", r"nccl.*reducescatter"),
+    ("communication", r"nccl|memcpy.*(p2p|peer)"),
+    ("attention", r"cudnn|flash|fmha|sdpa|mha"),
+    ("products", r"nvjet|gemm|cutlass|cublas|xmma"),
+)
+REST = "rest"
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel, by its name."""
+    return next((kind for kind, pattern in KINDS if re.search(pattern, kernel, re.IGNORECASE)), REST)
+
+
+def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
+    """Microseconds of one GPU's kernels for each of `turns`, by kind; the mean over GPUs. Empty without GPUs.
+
+    Kernels of several streams may run at the same time: so the sum may be more than the time of a turn.
+
+    Args:
+      folder: where `jax.profiler.trace` has written.
+      turns: by how many is divided.
+    """
+    total: collections.Counter[str] = collections.Counter()
+    gpus = 0
+    for path in pathlib.Path(folder).rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            gpus += 1
+            for line in plane.lines:
+                # Lines of streams have kernels; the others repeat their time by operation, scope or module.
+                if line.name.startswith("Stream"):
+                    for event in line.events:
+                        total[kind_of(event.name)] += event.duration_ns * 1e-3
+    return {kind: us / turns / max(gpus, 1) for kind, us in total.items()}

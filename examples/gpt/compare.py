@@ -1,0 +1,78 @@
+"""The same training fused and by XLA, and by XLA with the sums in another order: that says how far rounding leads."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+
+import numpy as np
+
+from gpt import run
+from gpt.curves import differences
+from gpt.losses import Step
+from gpt.options import Options, in_another_order
+
+# Two runs that differ in rounding alone drift apart by chance; more than so many times the drift of XLA's two runs is
+# an error.
+_MOST_TIMES = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The losses of all runs, by name, and the largest and root-mean-square distances from XLA's."""
+
+    runs: dict[str, list[Step]]
+    fused_largest: float
+    fused_rms: float
+    noise_largest: float
+    noise_rms: float
+
+    @property
+    def agree(self) -> bool:
+        """Whether the fused curve is no farther from XLA's than rounding leads."""
+        return self.fused_rms <= _MOST_TIMES * self.noise_rms
+
+    def lines(self) -> list[str]:
+        """The result, to be printed."""
+        xla, other, fused = self.runs
+        width = max(len(other), len(fused))
+        relation = "within" if self.agree else "NOT within"
+        return [
+            f"Losses of {len(self.runs[xla])} steps, distance from {xla}:",
+            f"  {fused:<{width}}  largest {self.fused_largest:.2e}  root mean square {self.fused_rms:.2e}",
+            f"  {other:<{width}}  largest {self.noise_largest:.2e}  root mean square {self.noise_rms:.2e}",
+            f"The fused curve is {relation} {_MOST_TIMES:g} times the distance that another order of summation makes.",
+        ]
+
+
+def compare(options: Options, text: np.ndarray) -> Comparison | None:
+    """Trains three times, each run in a folder of its own, where it goes on if it was stopped.
+
+    Returns:
+      The comparison; None in all processes of a job but the first.
+
+    Raises:
+      Whatever `run.train` raises.
+    """
+    other = in_another_order(options)
+    axes = other.axes
+    variants = {
+        "xla": ("xla", options, "xla"),
+        f"xla, {axes.data} data × {axes.fsdp} fsdp × {axes.tensor} tensor": ("xla-other-order", other, "xla"),
+        "fused": ("fused", options, "fused"),
+    }
+    runs = {}
+    for name, (folder, of_variant, implementation) in variants.items():
+        chosen = dataclasses.replace(of_variant, implementation=implementation, out=options.out / folder)
+        runs[name] = run.train(chosen, text, title=folder).steps
+        gc.collect()  # The state of a run leaves the devices before the next one comes.
+    if not all(runs.values()):
+        return None
+    reference, noise, fused = (runs[name] for name in runs)
+    apart, noise_apart = (list(differences(reference, steps).values()) for steps in (fused, noise))
+    return Comparison(runs, max(apart), _rms(apart), max(noise_apart), _rms(noise_apart))
+
+
+def _rms(values: list[float]) -> float:
+    return math.sqrt(math.fsum(value * value for value in values) / len(values))

@@ -1,0 +1,136 @@
+"""The text to train on, as bytes: short stories in English that count correctly, drawn from a seed; or given files.
+
+Nothing is downloaded, and no license comes with it: the sentences are made here, from the words below. They are regular
+enough that a small model learns to spell within some hundred steps, and something is left to learn after that: who is
+spoken of, and how many things there are now. A token is a byte, so the vocabulary has 256 entries.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+VOCABULARY = 256
+
+_PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Lena", "Oscar")
+_SHE = {"Anna", "Clara", "Emma", "Greta", "Ida", "Lena"}
+_THINGS = (
+    ("apple", "apples"), ("pear", "pears"), ("coin", "coins"), ("stone", "stones"), ("book", "books"), ("egg", "eggs"),
+    ("nut", "nuts"), ("shell", "shells"), ("candle", "candles"), ("stamp", "stamps"), ("button", "buttons"),
+)  # fmt: skip
+_PLACES = (
+    "in the garden",
+    "at the market",
+    "on the beach",
+    "in the kitchen",
+    "by the river",
+    "at school",
+    "in the wood",
+)
+_TIMES = ("In the morning", "At noon", "In the evening", "On Monday", "On Friday", "In spring", "Last winter")
+_WEATHER = ("the sun shines", "it is raining", "a cold wind blows", "it is warm and quiet", "snow is falling")
+_CONTAINERS = ("basket", "box", "bag", "drawer", "bowl")
+_FEELINGS = ("happy", "tired", "proud", "surprised", "content", "hungry")
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+            "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")  # fmt: skip
+
+
+class _Words:
+    """Draws words. Only `random.random` is used: Python keeps its sequence for a seed in all versions."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+
+    def number(self, least: int, most: int) -> int:
+        return least + int(self._random.random() * (most - least + 1))
+
+    def one[T](self, of: Sequence[T]) -> T:
+        return of[self.number(0, len(of) - 1)]
+
+    def other[T](self, of: Sequence[T], but: T) -> T:
+        while (word := self.one(of)) == but:
+            pass
+        return word
+
+
+def _count(number: int, thing: tuple[str, str]) -> str:
+    return f"{_NUMBERS[number]} {thing[0] if number == 1 else thing[1]}"
+
+
+def _pronoun(person: str) -> str:
+    return "she" if person in _SHE else "he"
+
+
+def _gift(words: _Words) -> str:
+    giver = words.one(_PEOPLE)
+    taker, thing = words.other(_PEOPLE, giver), words.one(_THINGS)
+    before = words.number(2, 10)
+    given = words.number(1, before)
+    return (
+        f"{giver} has {_count(before, thing)}. {words.one(_TIMES)} {_pronoun(giver)} gives {_count(given, thing)} to "
+        f"{taker}. Now {giver} has {_count(before - given, thing)}, and {taker} is {words.one(_FEELINGS)}."
+    )
+
+
+def _find(words: _Words) -> str:
+    person, thing = words.one(_PEOPLE), words.one(_THINGS)
+    before, found = words.number(1, 10), words.number(1, 10)
+    return (
+        f"There {'is' if before == 1 else 'are'} {_count(before, thing)} in the {words.one(_CONTAINERS)} of {person}. "
+        f"{words.one(_PLACES).capitalize()} {_pronoun(person)} finds {_count(found, thing)} more. Together that makes "
+        f"{_count(before + found, thing)}."
+    )
+
+
+def _walk(words: _Words) -> str:
+    first = words.one(_PEOPLE)
+    second, place = words.other(_PEOPLE, first), words.one(_PLACES)
+    return (
+        f'{words.one(_TIMES)}, when {words.one(_WEATHER)}, {first} meets {second} {place}. "Are you '
+        f'{words.one(_FEELINGS)}?" asks {first}. "Yes, I am," says {second}, and they stay {place} for a while.'
+    )
+
+
+def _comparison(words: _Words) -> str:
+    first, thing = words.one(_PEOPLE), words.one(_THINGS)
+    second, mine = words.other(_PEOPLE, first), words.number(1, 10)
+    theirs = words.other(range(1, 11), mine)
+    richer = first if mine > theirs else second
+    return (
+        f"{first} counts {_count(mine, thing)}, {second} counts {_count(theirs, thing)}. So {richer} has "
+        f"{_count(abs(mine - theirs), thing)} more."
+    )
+
+
+_STORIES: tuple[Callable[[_Words], str], ...] = (_gift, _find, _walk, _comparison)
+
+
+def stories(size: int, seed: int) -> np.ndarray:
+    """Returns `size` bytes (uint8) of stories, one a line: the same for the same seed on every machine."""
+    words, lines, length = _Words(f"stories {seed}"), [], 0
+    while length < size:
+        lines.append(words.one(_STORIES)(words) + "\n")
+        length += len(lines[-1])
+    return np.frombuffer("".join(lines).encode("ascii")[:size], np.uint8)
+
+
+def read(paths: Sequence[pathlib.Path]) -> np.ndarray:
+    """Returns the bytes of the files one after the other. Raises OSError where one cannot be read."""
+    return np.concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in paths])
+
+
+def batch(text: np.ndarray, seed: int, step: int, *, size: int, sequence: int) -> np.ndarray:
+    """Returns the windows of a step, [size, sequence + 1] int32: a model is to tell each column from those before it.
+
+    They depend on (seed, step) alone, so a run that is taken up again needs no state of the data, and processes agree.
+    """
+    starts = np.random.default_rng([seed, step]).integers(0, len(text) - sequence, size)
+    return text[starts[:, None] + np.arange(sequence + 1)].astype(np.int32)
+
+
+def as_text(tokens: Sequence[int] | np.ndarray) -> str:
+    """The text of tokens; bytes that are no UTF-8 become the replacement character."""
+    return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")

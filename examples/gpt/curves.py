@@ -1,0 +1,49 @@
+"""The plot of the losses, of one run or of several that should agree."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from gpt.losses import Step
+from overlap.cli.picture import write_whole
+
+# The order of the runs: the first one drawn is the widest, so that curves which agree can all be seen.
+_WIDTHS = (4.0, 2.2, 1.0)
+
+
+def draw(runs: Mapping[str, Sequence[Step]], path: pathlib.Path, *, title: str) -> None:
+    """Writes the losses as a PNG; of several runs, also how far each is from the first. `path` appears when whole."""
+    # Not pyplot: no display is asked for, and no state is left behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7 if len(runs) > 1 else 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2 if len(runs) > 1 else 1, 1, sharex=True, squeeze=False)[:, 0]
+    (first, reference), *others = runs.items()
+    for number, ((name, steps), width) in enumerate(zip(runs.items(), _WIDTHS, strict=False)):
+        axes[0].plot([step.step for step in steps], [step.loss for step in steps], label=name, color=f"C{number}",
+                     linewidth=width if others else 1.2)  # fmt: skip
+    axes[0].set_ylabel("loss (nats per byte)")
+    if others:
+        axes[0].legend(frameon=False)
+        for number, (name, steps) in enumerate(others, 1):
+            distances = differences(reference, steps)
+            axes[1].plot(list(distances), list(distances.values()), label=name, color=f"C{number}", linewidth=1.2)
+        axes[1].set_ylabel(f"distance from {first}")
+        axes[1].set_yscale("symlog", linthresh=1e-5)
+        axes[1].set_ylim(bottom=0)
+        axes[1].legend(frameon=False)
+    axes[-1].set_xlabel("step")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
+
+
+def differences(reference: Sequence[Step], steps: Sequence[Step]) -> dict[int, float]:
+    """How far the losses are apart, for each step that both have."""
+    losses = {step.step: step.loss for step in reference}
+    return {step.step: abs(step.loss - losses[step.step]) for step in steps if step.step in losses}

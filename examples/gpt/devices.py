@@ -1,0 +1,101 @@
+"""The devices of a run: GPUs or CPU devices, in one process or several, and the mesh that they form."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+import overlap
+from overlap.cli.devices import why_no_gpu
+
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+# Along these the batch is split.
+BATCH_AXES = (DATA, FSDP)
+# A process without GPUs makes as many CPU devices as the mesh has. With more than this they only wait for each other.
+_MOST_CPU_DEVICES = 64
+_EMULATION_THREADS = 8
+# What is chosen: the devices of a tensor axis talk to each other in every product, so they belong on one host; and
+# heads are rarely a multiple of 3.
+_TENSOR = (1, 2, 4, 8)
+
+
+class Refused(Exception):
+    """The arguments do not go together, or not with this machine: said in one line, exit status 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """How many devices the mesh has along each axis."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    def __str__(self) -> str:
+        return f"--data {self.data} × --fsdp {self.fsdp} × --tensor {self.tensor}"
+
+    def mesh(self) -> Mesh:
+        """The mesh, neighbours along `tensor`. Devices that are left over stay out of it."""
+        devices = jax.devices()[: self.devices]
+        return jax.make_mesh(
+            (self.data, self.fsdp, self.tensor), (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3, devices=devices
+        )
+
+
+def start(data: int | None, fsdp: int | None, tensor: int | None, *, emulate: bool = False) -> Axes:
+    """Joins the job of a launcher, if there is one, and returns the mesh's axes. Call it before devices are used.
+
+    Args:
+      data, fsdp, tensor: how many devices along each axis; None where it was not said. Chosen are then: one along fsdp;
+        on GPUs as many along tensor as there are, up to 8, and the rest along data; on CPU devices two of each.
+      emulate: whether CPU devices are to run fused kernels.
+
+    Raises:
+      Refused: if there are not as many devices, or if processes of a job were left without work.
+    """
+    without_gpus = why_no_gpu()
+    if without_gpus:
+        jax.config.update("jax_platforms", "cpu")
+    overlap.initialize()  # Under mpirun, srun or torchrun: one process per device. Nothing in a single process.
+    if without_gpus and not jax.distributed.is_initialized():
+        axes = Axes(data or 2, fsdp or 1, tensor or 2)
+        if axes.devices > _MOST_CPU_DEVICES:
+            raise Refused(
+                f"{axes} asks for {axes.devices} devices, and one process makes at most {_MOST_CPU_DEVICES} CPU "
+                "devices: lower one of them"
+            )
+        jax.config.update("jax_num_cpu_devices", axes.devices)
+        if emulate:
+            # XLA's thread pool has a thread for each core (or as many as NPROC says). One that is inside a kernel waits
+            # there for the other devices, which need threads for what comes before it.
+            os.environ.setdefault("NPROC", str(_EMULATION_THREADS * axes.devices))
+        return axes
+    return fit(data, fsdp, tensor, devices=jax.device_count(), processes=jax.process_count())
+
+
+def fit(data: int | None, fsdp: int | None, tensor: int | None, *, devices: int, processes: int) -> Axes:
+    """The axes for the devices that are there. Arguments and errors are those of `start`."""
+    asked = Axes(data or 1, fsdp or 1, tensor or 1)
+    if asked.devices > devices:
+        more = f"start more than {processes} processes" if processes > 1 else "use a machine with more"
+        raise Refused(
+            f"{asked} asks for {asked.devices} devices, and there are {devices}: lower one of them, or {more}"
+        )
+    rest = devices // asked.devices
+    if tensor is None:
+        tensor = max(number for number in _TENSOR if rest % number == 0)
+        rest //= tensor
+    axes = Axes(data or rest, asked.fsdp, tensor)
+    if processes > 1 and axes.devices != devices:
+        raise Refused(
+            f"{axes} makes a mesh of {axes.devices} devices, and the {processes} processes have {devices}: each has to "
+            "take part, so choose axes whose product is that, or start fewer processes"
+        )
+    return axes

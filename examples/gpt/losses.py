@@ -1,0 +1,79 @@
+"""The losses of a run, one line of JSON for each step, which survive it however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+
+from gpt.devices import Refused
+from overlap.cli.picture import write_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is kept of a step. `seconds` is None where compilation or a checkpoint was in the way."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    seconds: float | None
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Makes the folder, and keeps other runs out of it.
+
+    Raises:
+      Refused: if another run is in it, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise Refused(f"cannot write to {folder}: {error.strerror or error}: name another folder by --out") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another run is writing to {folder}: wait for its end, or name another --out") from None
+        except OSError:
+            pass  # A file system without locks.
+        yield
+
+
+class LossFile:
+    """The file that one process of a run writes."""
+
+    def __init__(self, path: pathlib.Path, *, last_step: int) -> None:
+        """Keeps the steps up to the last checkpoint: those after it will be computed again."""
+        kept = [step for step in read(path) if step.step <= last_step]
+        write_whole(path, lambda temporary: pathlib.Path(temporary).write_text("".join(map(_line, kept))))
+        self._file = path.open("a")
+
+    def add(self, step: Step) -> None:
+        """Appends a line, whole for whoever looks."""
+        self._file.write(_line(step))
+        self._file.flush()
+
+    def commit(self) -> None:
+        """Returns when all lines are on disk: before a checkpoint, which counts on them."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: pathlib.Path) -> list[Step]:
+    """The steps of a file in their order; none if there is none. A last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    return [Step(**json.loads(line)) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _line(step: Step) -> str:
+    return json.dumps(dataclasses.asdict(step)) + "\n"

@@ -1,0 +1,84 @@
+"""The model: a decoder-only transformer of overlap's layers. Of the devices it knows the names of the mesh axes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from gpt.corpus import VOCABULARY
+from gpt.devices import BATCH_AXES, FSDP, TENSOR
+from gpt.options import Sizes
+from overlap.layers import ColumnParallelLinear, GatedMLP, OutputProjection, QKVProjection, RMSNorm
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each after a norm and added to what came in."""
+
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **layer: Any):
+        features, head_dim = sizes.features, sizes.features // sizes.heads
+        self.attention_norm = RMSNorm(features, rngs=rngs, **layer)
+        self.qkv = QKVProjection(features, sizes.heads, rngs=rngs, **layer)
+        self.output = OutputProjection(sizes.heads, head_dim, features, rngs=rngs, **layer)
+        self.mlp_norm = RMSNorm(features, rngs=rngs, **layer)
+        self.mlp = GatedMLP(features, sizes.hidden, rngs=rngs, **layer)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [batch, sequence, features], sharded P(batch axes, tensor, None), to the same."""
+        query, key, value = self.qkv(self.attention_norm(x))
+        with jax.named_scope("attention"):  # Whole heads on each device: nothing is communicated.
+            heads = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = self.output(heads, residual=x)
+        return self.mlp(self.mlp_norm(x), residual=x)
+
+
+class GPT(nnx.Module):
+    """Embeddings, blocks, a norm, and the logits of the next token.
+
+    Args:
+      sizes: the shapes of the parameters.
+      dtype: of products and activations; the parameters are float32.
+      implementation: of the layers: "fused", "xla", or None for whichever is faster.
+      remat: whether only the input of each block is kept for the backward pass.
+      rngs: the seed of the parameters. They depend on it alone, not on the mesh.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        *,
+        dtype: jnp.dtype,
+        implementation: Literal["fused", "xla"] | None,
+        remat: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        layer: dict[str, Any] = {"dtype": dtype, "axis": TENSOR, "fsdp_axis": FSDP, "batch_axis": BATCH_AXES,
+                                 "implementation": implementation}  # fmt: skip
+        small = nnx.initializers.normal(0.02)
+        # Every device looks its rows up in the whole tables: 256 bytes and the positions are few.
+        self.tokens = nnx.Embed(VOCABULARY, sizes.features, dtype=dtype, embedding_init=small, rngs=rngs)
+        self.positions = nnx.Embed(sizes.sequence, sizes.features, dtype=dtype, embedding_init=small, rngs=rngs)
+        self.blocks = nnx.List([Block(sizes, rngs=rngs, **layer) for _ in range(sizes.layers)])
+        self.norm = RMSNorm(sizes.features, rngs=rngs, **layer)
+        self.logits = ColumnParallelLinear(sizes.features, VOCABULARY, use_bias=False, rngs=rngs, **layer)
+        self.remat = remat
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Computes the logits of the token after each.
+
+        Args:
+          tokens: int32 [batch, sequence], sharded P(batch axes, None).
+
+        Returns:
+          [batch, sequence, vocabulary], sharded P(batch axes, None, tensor).
+        """
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        # From here on each device of the tensor axis has a part of every sequence (sequence parallelism).
+        x = jax.lax.with_sharding_constraint(x, P(BATCH_AXES, TENSOR, None))
+        for number, block in enumerate(self.blocks):
+            with jax.named_scope(f"block {number}"):
+                x = nnx.remat(Block.__call__)(block, x) if self.remat else block(x)
+        return self.logits(self.norm(x))

@@ -1,0 +1,155 @@
+"""The program of a step: loss, gradients, AdamW. Parameters and optimizer state are one tree, which is donated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from gpt.devices import BATCH_AXES
+from gpt.model import GPT
+from gpt.options import Options
+
+type State = dict[str, Any]
+# The largest norm of a step's gradient; longer ones are scaled to it.
+_LARGEST_NORM = 1.0
+_WEIGHT_DECAY = 0.1
+# The rate at the end, as a part of the highest.
+_LAST_RATE = 0.1
+
+
+class Program:
+    """What a run computes: `first_state`, `step` and `logits`, all compiled for the mesh of its options.
+
+    A state is {"params": the model's nnx.State in float32, "optimizer": optax's}. `abstract_state` is the same with
+    shapes and shardings instead of arrays.
+    """
+
+    def __init__(self, options: Options) -> None:
+        # Loads the kernels' modules: jax compiles a program again if they come while it is traced for the first time.
+        _ = overlap.sharded_matmul
+        self.options = options
+        self.mesh: Mesh = options.axes.mesh()
+        self._optimizer = _optimizer(options)
+        with jax.set_mesh(self.mesh):
+            self._graph, params = nnx.split(nnx.eval_shape(self._model), nnx.Param)
+            abstract = {"params": params, "optimizer": jax.eval_shape(self._optimizer.init, params)}
+            shardings = self._shardings(abstract)
+            self.abstract_state: State = jax.tree.map(
+                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                abstract,
+                shardings,
+            )
+            self._first = jax.jit(self._first_state, out_shardings=shardings)
+            self._step = jax.jit(
+                self._update, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P()))
+            )
+            self._logits = jax.jit(self._apply)
+
+    @property
+    def parameters(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state["params"]))
+
+    def first_state(self) -> State:
+        """The state before the first step."""
+        with jax.set_mesh(self.mesh):
+            return self._first()
+
+    def step(self, state: State, tokens: np.ndarray, *, stop: bool) -> tuple[State, dict[str, jax.Array]]:
+        """One step; returns at once, while the devices compute.
+
+        Args:
+          state: given up to the step: its memory holds the result.
+          tokens: [batch, sequence + 1], the same in all processes.
+          stop: whether this process wants to stop.
+
+        Returns:
+          The next state, and of this step "loss", "gradient_norm" and "stop": whether any process wants to stop.
+        """
+        batch = tokens.reshape(self.options.accumulate, -1, tokens.shape[-1])
+        with jax.set_mesh(self.mesh):
+            wishes = self._place(np.full(self.mesh.devices.shape, stop), P(*self.mesh.axis_names))
+            return self._step(state, self._place(batch, P(None, BATCH_AXES)), wishes)
+
+    def logits(self, state: State, tokens: np.ndarray) -> jax.Array:
+        """The logits after each token of [batch, sequence], in float32 and on all devices."""
+        with jax.set_mesh(self.mesh):
+            return self._logits(state["params"], self._place(tokens, P(BATCH_AXES)))
+
+    def _place(self, array: np.ndarray, spec: P) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), lambda index: array[index])
+
+    def _model(self) -> GPT:
+        options = self.options
+        return GPT(
+            options.sizes,
+            dtype=jnp.dtype(options.training.dtype),
+            implementation=None if options.implementation == "auto" else options.implementation,
+            remat=options.remat,
+            rngs=nnx.Rngs(options.training.seed),
+        )
+
+    def _shardings(self, abstract: State) -> State:
+        """The parameters' are the layers'; the optimizer's moments lie where these do, and the rest everywhere."""
+        everywhere = NamedSharding(self.mesh, P())
+        params = nnx.get_named_sharding(abstract["params"], self.mesh)
+        moments = optax.tree_utils.tree_map_params(
+            self._optimizer, lambda _, sharding: sharding, abstract["optimizer"], params,
+            transform_non_params=lambda _: everywhere,
+        )  # fmt: skip
+        return {"params": params, "optimizer": moments}
+
+    def _first_state(self) -> State:
+        params = nnx.state(self._model(), nnx.Param)
+        return {"params": params, "optimizer": self._optimizer.init(params)}
+
+    def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(self._graph, params)(tokens[:, :-1])
+        with jax.named_scope("loss"):
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+            return losses.mean()
+
+    def _update(self, state: State, batch: jax.Array, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        """`batch` is [parts, sequences, tokens]; the parts' losses and gradients are added up in float32."""
+        gradient_of = jax.value_and_grad(self._loss)
+        if len(batch) == 1:
+            loss, gradient = gradient_of(state["params"], batch[0])
+        else:
+
+            def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+                return jax.tree.map(jnp.add, total, gradient_of(state["params"], part)), None
+
+            nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["params"]))
+            total, _ = jax.lax.scan(add, nothing, batch)
+            loss, gradient = jax.tree.map(lambda sum: sum / len(batch), total)
+        with jax.named_scope("optimizer"):
+            norm = optax.tree.norm(gradient)
+            updates, moments = self._optimizer.update(gradient, state["optimizer"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": moments}, {"loss": loss, "gradient_norm": norm, "stop": stop.any()}
+
+    def _apply(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(self._graph, params)(tokens).astype(jnp.float32)
+        return jax.lax.with_sharding_constraint(logits, P())
+
+
+def _optimizer(options: Options) -> optax.GradientTransformation:
+    """AdamW, its rate rising over the warmup and falling as a cosine after it; gradients clipped, matrices decayed."""
+    training = options.training
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, training.learning_rate, training.warmup, max(training.steps, training.warmup + 1),
+        _LAST_RATE * training.learning_rate,
+    )  # fmt: skip
+    return optax.chain(
+        optax.clip_by_global_norm(_LARGEST_NORM),
+        optax.adamw(
+            rate, b2=0.95, weight_decay=_WEIGHT_DECAY, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+        ),
+    )

@@ -1,0 +1,77 @@
+"""What layers refuse of their arguments and inputs, before anything is traced. Every message names the layer."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Raises TypeError if a size is no whole number, ValueError if it is less than 1."""
+    for name, size in sizes.items():
+        try:
+            is_positive = operator.index(size) > 0
+        except TypeError:
+            way_out = f": give {int(size)}" if isinstance(size, float) and size.is_integer() else ""
+            raise TypeError(f"{layer}: {name} must be a whole number, got {size!r}{way_out}") from None
+        if not is_positive:
+            raise ValueError(f"{layer}: {name} must be at least 1, got {size!r}")
+
+
+def check_dtypes(layer: str, **dtypes: Any) -> None:
+    """Raises TypeError if a dtype is none, ValueError if it is not one of floating-point numbers. None passes."""
+    for name, dtype in dtypes.items():
+        if dtype is None:
+            continue
+        way_out = "give jnp.bfloat16 or jnp.float32, say"
+        try:
+            found = jnp.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"{layer}: {name} must be a dtype, got {dtype!r}: {way_out}") from None
+        if not jnp.issubdtype(found, jnp.floating):
+            raise ValueError(f"{layer}: {name} must be a floating-point dtype, got {found.name}: {way_out}")
+
+
+def check_activation(layer: str, activation: Any) -> None:
+    """Raises TypeError if it cannot be called."""
+    if not callable(activation):
+        known = isinstance(activation, str) and callable(getattr(jax.nn, activation, None))
+        raise TypeError(
+            f"{layer}: activation must be an elementwise function, got {activation!r}: give "
+            f"jax.nn.{activation if known else 'silu'}{'' if known else ', say'}"
+        )
+
+
+def check_array(layer: str, what: str, x: Any) -> None:
+    """Raises TypeError if it is no array."""
+    if not isinstance(x, (jax.Array, np.ndarray, nnx.Variable)):
+        raise TypeError(f"{layer}: {what} must be an array, got {type(x).__name__}: make it one by jnp.asarray")
+
+
+def check_features(layer: str, x: Any, name: str, features: int) -> None:
+    """Raises TypeError if the input is no array, ValueError if it is not [..., rows, features]."""
+    check_array(layer, "the input", x)
+    if x.ndim < 2:
+        raise ValueError(f"{layer}: activations must be [..., rows, features], got shape {tuple(x.shape)}")
+    if x.shape[-1] != features:
+        raise ValueError(
+            f"{layer}: the input must be [..., rows, {name}] with {name}={features}, got shape {tuple(x.shape)}: "
+            f"build the layer with {name}={x.shape[-1]}, or bring the features last"
+        )
+
+
+def check_residual(layer: str, residual: Any, shape: tuple[int, ...]) -> None:
+    """Raises TypeError if the residual is no array, ValueError if it has not the shape of the result. None passes."""
+    if residual is None:
+        return
+    check_array(layer, "residual", residual)
+    if tuple(residual.shape) != shape:
+        raise ValueError(
+            f"{layer}: residual must have the shape of the result, {shape}, got {tuple(residual.shape)}: "
+            "jnp.broadcast_to or reshape it first"
+        )

@@ -1,0 +1,72 @@
+"""The gated MLP: gate and up share one gather, down scatters its sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Unpack
+
+import jax
+from flax import nnx
+
+from overlap.layers.checks import check_activation, check_features, check_residual, check_sizes
+from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from overlap.layers.parallel import LinearOptions
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) · up(x)), as in Llama and Qwen.
+
+    gate, up: `ColumnParallelLinear`, [in_features, hidden_features], one gather for both. down: `RowParallelLinear`,
+    [hidden_features, out_features]. A model with three nnx.Linear of these names has the same checkpoint.
+
+    Args:
+      in_features: features of the input.
+      hidden_features: features between the products, a multiple of the devices along `axis`.
+      out_features: features of the result; by default `in_features`.
+      activation: an elementwise function.
+      use_bias: whether each product has a bias.
+      name: what profiles and the HLO's metadata call this layer.
+      **options: as for `ColumnParallelLinear`.
+
+    Raises:
+      TypeError: an activation that is no function; or as `ColumnParallelLinear`.
+      ValueError: the mesh has no such axes, or their devices do not divide the features; or as `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        use_bias: bool = False,
+        name: str = "GatedMLP",
+        **options: Unpack[LinearOptions],
+    ):
+        self.name, self.activation = name, activation
+        out_features = in_features if out_features is None else out_features
+        check_activation(name, activation)
+        check_sizes(name, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        options["part_of"] = name
+        self.gate = ColumnParallelLinear(in_features, hidden_features, use_bias=use_bias, name="gate", **options)
+        self.up = ColumnParallelLinear(in_features, hidden_features, use_bias=use_bias, name="up", **options)
+        self.down = RowParallelLinear(hidden_features, out_features, use_bias=use_bias, name="down", **options)
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """Computes down(activation(gate(x)) · up(x)) + residual.
+
+        Args:
+          x: [..., rows, in_features], sharded P(batch_axis, axis, None); without sequence parallelism
+            P(batch_axis, None, None).
+          residual: [..., rows, out_features], sharded as the result; added to it.
+
+        Returns:
+          [..., rows, out_features], sharded alike.
+        """
+        check_features(self.name, x, "in_features", self.gate.in_features)
+        check_residual(self.name, residual, (*x.shape[:-1], self.down.out_features))
+        with jax.named_scope(self.name):
+            with jax.named_scope("gate_up"):
+                gate, up = column_parallel(x, [self.gate, self.up])
+            return self.down(self.activation(gate) * up, residual)

@@ -1,0 +1,127 @@
+"""Norms on rows that are sharded: each device has all features of its own rows, so nothing is communicated.
+
+Their parameters are the same on all devices. The gradient of a parameter is a sum over all rows, so over all devices
+that have some: XLA adds that all-reduce, of [features] values.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import initializers
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from overlap.layers.checks import check_dtypes, check_features, check_sizes
+from overlap.layers.parallel import Options, Parallel, names_in
+
+_ONES, _ZEROS = initializers.ones_init(), initializers.zeros_init()
+
+
+class RMSNorm(Parallel, nnx.RMSNorm):
+    """Root-mean-square norm over the features. scale: [num_features], on all devices; a checkpoint is nnx.RMSNorm's.
+
+    Args:
+      num_features: features of the input.
+      epsilon: added to the mean square.
+      dtype: of the result; None: that of input and parameters. Computed in float32.
+      param_dtype: of the parameters.
+      use_scale: whether to multiply by a scale.
+      scale_init: its initializer.
+      rngs: random keys.
+      name, **options: see `Parallel`; a norm has no products, so that `implementation` changes nothing.
+
+    Raises:
+      TypeError, ValueError: the mesh has no such axes; or sizes and dtypes as for `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        use_scale: bool = True,
+        scale_init: nnx.Initializer = _ONES,
+        rngs: nnx.Rngs,
+        name: str | None = None,
+        **options: Unpack[Options],
+    ):
+        Parallel.__init__(self, name=name, **options)
+        check_sizes(self.title, num_features=num_features)
+        check_dtypes(self.title, dtype=dtype, param_dtype=param_dtype)
+        nnx.RMSNorm.__init__(
+            self, num_features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, use_scale=use_scale,
+            scale_init=scale_init, rngs=rngs, scale_metadata=self.metadata(P(None)),
+        )  # fmt: skip
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: jax.Array, *, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Normalizes [..., rows, num_features], sharded P(batch_axis, axis, None); so is the result."""
+        with jax.named_scope(self.name):
+            return nnx.RMSNorm.__call__(self, _placed(self, x), mask=mask)
+
+
+class LayerNorm(Parallel, nnx.LayerNorm):
+    """Norm by mean and variance over the features. scale, bias: [num_features], on all devices, as nnx.LayerNorm's.
+
+    Arguments and errors are those of `RMSNorm`; use_bias: whether to add a bias; bias_init: its initializer.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        use_scale: bool = True,
+        use_bias: bool = True,
+        scale_init: nnx.Initializer = _ONES,
+        bias_init: nnx.Initializer = _ZEROS,
+        rngs: nnx.Rngs,
+        name: str | None = None,
+        **options: Unpack[Options],
+    ):
+        Parallel.__init__(self, name=name, **options)
+        check_sizes(self.title, num_features=num_features)
+        check_dtypes(self.title, dtype=dtype, param_dtype=param_dtype)
+        nnx.LayerNorm.__init__(
+            self, num_features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, use_scale=use_scale,
+            use_bias=use_bias, scale_init=scale_init, bias_init=bias_init, rngs=rngs,
+            scale_metadata=self.metadata(P(None)), bias_metadata=self.metadata(P(None)),
+        )  # fmt: skip
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: jax.Array, *, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """Normalizes [..., rows, num_features], sharded P(batch_axis, axis, None); so is the result."""
+        with jax.named_scope(self.name):
+            return nnx.LayerNorm.__call__(self, _placed(self, x), mask=mask)
+
+
+def _placed(layer: RMSNorm | LayerNorm, x: jax.Array) -> jax.Array:
+    """Activations that lie as between layers. Those that are whole along a mesh axis are cut, which moves nothing.
+
+    Raises:
+      TypeError: they are no array.
+      ValueError: they have other features; on an Explicit mesh their type says that they are sharded otherwise.
+    """
+    check_features(layer.title, x, "num_features", layer.num_features)
+    mesh, spec = layer.mesh_in_use(), layer.between(x.shape)
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.with_sharding_constraint(x, spec if layer.mesh is None else NamedSharding(mesh, spec))
+    found = jax.typeof(x).sharding.spec
+    for entry, wanted in zip(found, spec, strict=False):
+        axes = {axis for axis in names_in(entry) if dict(mesh.shape)[axis] > 1}
+        if not axes <= set(names_in(wanted)):
+            raise ValueError(
+                f"{layer.title}: activations must be sharded {spec}, got {found}: jax.reshard(x, {spec}) them first"
+            )
+    return jax.reshard(x, NamedSharding(mesh, spec))

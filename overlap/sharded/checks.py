@@ -1,0 +1,102 @@
+"""Checks of a call of `sharded_matmul` that need no plan: what its arguments are, their sizes, and where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from overlap.frame import arguments
+from overlap.frame.normalize import Call, normalize
+from overlap.frame.operation import Operation
+
+NAME = "sharded_matmul"
+
+
+class _Whole(Operation):
+    """The product of whole arrays, for the checks of its arguments."""
+
+    name = NAME
+    takes_lists = True
+    takes_parts = False
+
+
+def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
+    """The same arguments as arrays of JAX (or types of arrays): NumPy's become such, as by `jnp.asarray`.
+
+    Raises:
+      ValueError: one is no array, or `bias` or `addend` is a list beside a single `rhs`.
+    """
+    several = type(rhs) in (list, tuple)
+    found = {"lhs": arguments.array("lhs", lhs)}
+    for name, given in (("rhs", rhs), ("bias", bias), ("addend", addend)):
+        if given is None and name != "rhs":
+            found[name] = None
+        elif several and isinstance(given, (list, tuple)):
+            entries = [
+                None if x is None and name != "rhs" else arguments.array(f"{name}[{i}]", x) for i, x in enumerate(given)
+            ]
+            found[name] = entries if name != "rhs" else type(rhs)(entries)
+        elif several:
+            found[name] = given  # The check of the whole call says that it must be a list.
+        elif isinstance(given, (list, tuple)):
+            raise ValueError(
+                f"`{name}` must be one array beside a single `rhs`, got a {type(given).__name__} of {len(given)}: give "
+                "it as it is, not in a list"
+            )
+        else:
+            found[name] = arguments.array(name, given)
+    return found
+
+
+def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose_rhs: Any) -> Call:
+    """The checks of sizes and dtypes, on types that say nothing of any mesh."""
+    several = type(given["rhs"]) in (list, tuple)
+    for i, x in enumerate(given["rhs"] if several else [given["rhs"]]):
+        if len(x.shape) != 2:
+            way_out = "reshape it"
+            if len(x.shape) > 2:
+                way_out = "jax.vmap over the leading ones, or make a call for each"
+            raise ValueError(
+                f"`{f'rhs[{i}]' if several else 'rhs'}` must have 2 dimensions, got {len(x.shape)} (shape "
+                f"{tuple(x.shape)}): {way_out}"
+            )
+
+    def bare(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+
+    # (What should be a list and is none goes on as it is, to be shown as the caller gave it.)
+    types = {
+        name: type(x)(map(bare, x)) if type(x) in (list, tuple) else x if several and name != "lhs" else bare(x)
+        for name, x in given.items()
+    }
+    whole = normalize(_Whole(), **types, preferred_element_type=preferred, transpose_rhs=transpose_rhs)
+    for name, x in zip(("lhs", *whole.names), (types["lhs"], *whole.operands.rhs_list), strict=True):
+        if 0 in x.shape:
+            raise ValueError(
+                f"`{name}` must not be empty, got 0 in dimension {x.shape.index(0)} of {tuple(x.shape)}: leave the "
+                "call out (the product is zeros where k is 0, else empty too), or pad the dimension with zeros"
+            )
+    if activation is not None:
+        arguments.function("activation", activation)
+    return whole
+
+
+def require_on_mesh(operands: dict[str, Any], mesh: Any) -> None:
+    """Raises ValueError if a caller has put an array on other devices than those of the mesh.
+
+    Where something is traced, the arrays beside it are constants, which the program brings there itself.
+    """
+    if any(isinstance(x, Tracer) for x in operands.values()):
+        return
+    for name, x in operands.items():
+        if not isinstance(x, jax.Array) or not x.committed:
+            continue
+        own, of_mesh = x.sharding.device_set, set(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+        if len(own) != mesh.size or (of_mesh is not None and own != of_mesh):
+            where = f"device {next(iter(own))}" if len(own) == 1 else f"{len(own)} devices"
+            raise ValueError(
+                f"`{name}` must be on the {mesh.size} devices of the mesh, got an array that was put on {where}: move "
+                f"it, with jax.device_put({name}, jax.NamedSharding(mesh, …))"
+            )

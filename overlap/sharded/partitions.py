@@ -1,0 +1,187 @@
+"""Along which axes of which mesh the arrays of a call are sharded: what their types say, and what the caller does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from overlap.frame import arguments, sharded
+from overlap.sharded.plan import Axes, Partition
+
+
+def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any:
+    """The mesh of a call: the one that is given, else that of a sharding, of `jax.set_mesh` or of an operand.
+
+    Inside `jax.shard_map` it is the enclosing one, some of whose axes are manual.
+
+    Raises:
+      ValueError: there is none, or two differ.
+    """
+    enclosing = jax.sharding.get_abstract_mesh()
+    found = [("`mesh`", arguments.mesh(mesh))]
+    found += [("`mesh` of a sharding", x.mesh) for x in shardings if isinstance(x, NamedSharding)]
+    found += [("the mesh of `jax.set_mesh` or `jax.shard_map`", enclosing)]
+    for operand in operands:
+        # (An array that is no tracer also knows the devices.)
+        own = None if isinstance(operand, Tracer) else getattr(operand, "sharding", None)
+        found += [("the mesh of an operand", getattr(x, "mesh", None)) for x in (own, sharded.type_sharding(operand))]
+    found = [(what, x) for what, x in found if x is not None and x.axis_names]
+    if not found:
+        raise ValueError(
+            "`sharded_matmul` needs a mesh, and neither the operands nor the context have one: pass mesh=…, call it "
+            "under jax.set_mesh(mesh), or put the operands on a mesh; on one device use overlap.matmul"
+        )
+    what, first = found[0]
+    for other, x in found[1:]:
+        if dict(x.shape) != dict(first.shape):
+            raise ValueError(
+                f"all that a call names must be on one mesh, got {dict(first.shape)} ({what}) and {dict(x.shape)} "
+                f"({other}): put the operands on one mesh, with jax.device_put"
+            )
+    if enclosing.manual_axes:
+        return enclosing
+    for other, x in found[1:]:
+        if sharded.explicit_axes(x) and x.axis_types != first.axis_types:
+            raise ValueError(
+                "all that a call names must be on one mesh, with the same types of axes, got "
+                f"{first.axis_types} ({what}) and {x.axis_types} ({other}): leave `mesh` out, or move the operands "
+                "with jax.device_put"
+            )
+    # One that knows its devices, if there is such: it saves the kernels a barrier.
+    return next((x for _, x in found if isinstance(x, jax.sharding.Mesh) and _alike(x, first)), first)
+
+
+def _alike(mesh: Any, other: Any) -> bool:
+    return mesh.axis_types == other.axis_types and mesh.axis_names == other.axis_names
+
+
+def open_axes(mesh: Any) -> Axes:
+    """The axes of a mesh that are not manual yet."""
+    return tuple(axis for axis in mesh.axis_names if axis not in manual_axes(mesh))
+
+
+def manual_axes(mesh: Any) -> Axes:
+    """Those of the `jax.shard_map` around."""
+    return tuple(getattr(mesh, "manual_axes", ()))
+
+
+def require_not_manual(name: str, sharding: Any, mesh: Any) -> None:
+    """Raises ValueError if a sharding names an axis of the `jax.shard_map` around."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, PartitionSpec):
+        return
+    for entry in spec:
+        for axis in entry if isinstance(entry, tuple) else (entry,):
+            if isinstance(axis, str) and axis in manual_axes(mesh):
+                raise ValueError(
+                    f"`{name}` must not name an axis that is manual here, got {axis!r} in {spec}: inside jax.shard_map "
+                    f"over {manual_axes(mesh)} arrays are a device's parts along it, so leave it out; or call the "
+                    "collective itself, e.g. overlap.all_gather_lhs_matmul"
+                )
+
+
+def given(name: str, sharding: Any, rank: int, mesh: Any) -> Partition:
+    """The partition that a `PartitionSpec` or a `NamedSharding` says.
+
+    Raises:
+      ValueError: it is neither, has more entries than the array has dimensions, names an axis that the mesh has not,
+        or names one twice.
+    """
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"`{name}` must be a jax.sharding.PartitionSpec or a NamedSharding, got {arguments.said(sharding)}: pass "
+            "e.g. jax.P(None, 'x')"
+        )
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise ValueError(f"`{name}` must have no unreduced or reduced axes, got {spec}: jax.reshard the operand first")
+    if len(spec) > rank:
+        raise ValueError(
+            f"`{name}` must have at most one entry for each of the {rank} dimensions, got {len(spec)} in {spec}: leave "
+            "the others out"
+        )
+    parts: list[Axes] = []
+    for entry in spec:
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        if any(not isinstance(axis, str) for axis in axes):
+            raise ValueError(
+                f"`{name}` must name mesh axes or None for each dimension, got {spec}: say how each one is sharded"
+            )
+        parts.append(axes)
+    flat = [axis for part in parts for axis in part]
+    for axis in flat:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"`{name}` must name axes of the mesh, got {axis!r} in {spec}, and the mesh has "
+                f"{tuple(mesh.axis_names)}: name one of those"
+            )
+        if flat.count(axis) > 1:
+            raise ValueError(f"`{name}` must name each mesh axis once, got {axis!r} twice in {spec}: leave one out")
+    explicit = sharded.explicit_axes(mesh)
+    for part in parts:
+        in_order = (*[axis for axis in part if axis in explicit], *[axis for axis in part if axis not in explicit])
+        if part != in_order:
+            raise ValueError(
+                f"`{name}` must name Explicit axes before Auto ones in a dimension, since types know only the former, "
+                f"got {part} in {spec}: name {in_order}, or make the mesh with axes of one type"
+            )
+    return (*parts, *[()] * (rank - len(parts)))
+
+
+def of_operand(name: str, x: Any, sharding: Any, mesh: Any, sharding_name: str | None = None) -> Partition:
+    """How an operand is sharded: along Explicit axes as its type says, along Auto axes as the caller does.
+
+    Raises:
+      ValueError: the type does not say, and the caller neither; or they say different things.
+    """
+    sharding_name = sharding_name or f"{name}_sharding"
+    rank, sizes = len(x.shape), dict(mesh.shape)
+    typed = only(sharded.axes_of_type(x), [axis for axis in sizes if sizes[axis] > 1])
+    explicit = sharded.explicit_axes(mesh)
+    if sharding is None:
+        auto = tuple(axis for axis in open_axes(mesh) if axis not in explicit and sizes[axis] > 1)
+        if auto:
+            raise ValueError(
+                f"`{sharding_name}` must be given, since types do not say how arrays are sharded along Auto axes, here "
+                f"{auto}: pass a PartitionSpec, e.g. {sharding_name}=jax.P({', '.join(['None'] * (rank - 1))}, "
+                f"{auto[0]!r}); or make the mesh with AxisType.Explicit"
+            )
+        return typed
+    partition = given(sharding_name, sharding, rank, mesh)
+    named = only(partition, [axis for axis in explicit if sizes[axis] > 1])
+    # What the type says is whole may be cut: that moves nothing.
+    if any(part != mine[: len(part)] for part, mine in zip(typed, named, strict=True)):
+        raise ValueError(
+            f"`{sharding_name}` must be as the type of `{name}` says along Explicit axes, or cut it further, got "
+            f"{spec_of(partition)} and the type says {spec_of(typed)}: leave it out, or jax.reshard `{name}` first"
+        )
+    return partition
+
+
+def only(partition: Partition, axes: Any) -> Partition:
+    """The same along these axes alone."""
+    return tuple(tuple(axis for axis in part if axis in axes) for part in partition)
+
+
+def spec_of(partition: Partition) -> jax.P:
+    """The `PartitionSpec` of a partition."""
+    return sharded.spec(partition)
+
+
+def require_divisible(name: str, shape: Sequence[int], partition: Partition, mesh: Any) -> None:
+    """Raises ValueError if a dimension cannot be cut into equal parts."""
+    sizes = dict(mesh.shape)
+    for dimension, (size, axes) in enumerate(zip(shape, partition, strict=True)):
+        parts = 1
+        for axis in axes:
+            parts *= sizes[axis]
+        if size % parts:
+            up = -(-size // parts) * parts
+            raise ValueError(
+                f"{name} must be cut into equal parts, got {size} in dimension {dimension} of {tuple(shape)} for "
+                f"{parts} devices along {axes}: pad it to {up}, or leave the axis out of its sharding"
+            )

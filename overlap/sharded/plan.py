@@ -1,0 +1,256 @@
+"""What happens along each mesh axis of a product of sharded arrays: a pure function of where the axes occur.
+
+An array's partition is a tuple with an entry for each dimension: the mesh axes that it is sharded along, in order. Of
+`lhs` [..., m, k] and of the result [..., m, n] all dimensions but the last are *rows*, of `rhs` it is [k, n]. Each axis
+occurs at most once in an array, and what happens along it follows from where:
+
+    lhs    rhs    result    along this axis
+    rows   –      rows      nothing: each device has rows of its own
+    –      n      n         nothing: each device has columns of its own
+    rows   n      n         `lhs` is gathered: all_gather_lhs_matmul
+    k      k      rows      products are summed, rows scattered: matmul_reduce_scatter(scatter_dimension=0)
+    k      k      n         products are summed, columns scattered: matmul_reduce_scatter(scatter_dimension=1)
+    k      k      –         products are summed: matmul_all_reduce
+    rows   n      rows      `rhs` is gathered: all_gather_rhs_matmul(gather_dimension=1)
+    rows   k      rows      `rhs` is gathered: all_gather_rhs_matmul(gather_dimension=0)
+
+In the last two rows may also be whole, in `lhs` and in the result. An axis that occurs in the result alone cuts what
+each device would compute, as if the operand were sharded so: that moves nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal, NoReturn
+
+Axes = tuple[str, ...]
+Partition = tuple[Axes, ...]
+Operation = Literal[
+    "matmul", "all_gather_lhs_matmul", "all_gather_rhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+]
+# Of `rhs`.
+K, N = 0, 1
+_SINCE_MIXED = "since Auto axes cannot come before Explicit ones in a dimension; or make the mesh with axes of one type"
+SEE_DOCS = "docs/sharded.md has the table of what can be served"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a product runs.
+
+    Attributes:
+      lhs: how `lhs` is cut. Where that differs from how it is sharded, cutting it moves nothing between devices.
+      rhs: how `rhs` is cut, as [k, n].
+      out: how the result is sharded.
+      operation: what runs on each device.
+      axes: the mesh axes along which it communicates.
+      dimension: the dimension of `lhs` or of the result that it gathers or scatters, or that of `rhs`.
+      gathers: the dimensions of `rhs` that are gathered before it, with the axes.
+    """
+
+    lhs: Partition
+    rhs: Partition
+    out: Partition
+    operation: Operation = "matmul"
+    axes: Axes = ()
+    dimension: int = 0
+    gathers: tuple[tuple[int, Axes], ...] = ()
+
+    def __str__(self) -> str:
+        before = [f"`rhs` is gathered along {_said(axes)}" for _, axes in self.gathers]
+        along = f" along {_said(self.axes)}" if self.axes else " of each device's part"
+        return ", then ".join([*before, f"{self.operation}{along}"])
+
+
+def plan_of(
+    lhs: Partition, rhs: Partition, out: Partition, sizes: Mapping[str, int], explicit: Sequence[str] = ()
+) -> Plan:
+    """The plan of a product.
+
+    Args:
+      lhs: the partition of `lhs`, [..., m, k].
+      rhs: that of `rhs`, as [k, n].
+      out: that of the result, [..., m, n].
+      sizes: of the mesh's axes. Axes of one device count as if they were not there.
+      explicit: the Explicit ones among them. Within a dimension they must come before Auto ones, so where another
+        order would be needed, messages advise something else.
+
+    Raises:
+      ValueError: no operation of this library serves it; the message says which axis is where, and the way out.
+    """
+    lhs, rhs, out = (_without_single(partition, sizes) for partition in (lhs, rhs, out))
+    places = _Places(lhs, rhs, out)
+    kinds = {
+        axis: places.kind(axis) for axis in dict.fromkeys(axis for x in (lhs, rhs, out) for part in x for axis in part)
+    }
+
+    def only(axes: Axes, *wanted: str) -> Axes:
+        return tuple(axis for axis in axes if kinds[axis] in wanted)
+
+    # The order within each dimension. What is gathered or scattered comes last: its parts lie beside each other.
+    rows = range(len(out) - 1)
+    kept = [only(part, "local", "gather rhs") for part in out]
+    scattered = [only(part, "sum") for part in out]
+    gathered = [only(part, "gather lhs") for part in lhs]
+    gathered[-1] = ()
+    weights = [only(part, "gather rhs") for part in rhs]
+    kept[-1] = only(out[-1], "local", "gather lhs")
+    for i, part in enumerate(out):
+        _require_last(part, kept[i], scattered[i], places.name("out", i), explicit)
+    summed = lhs[-1]
+    wanted_lhs = (*(kept[i] + gathered[i] for i in rows), summed)
+    wanted_rhs = (summed + weights[K], kept[-1] + weights[N])
+    for i in rows:
+        _require_prefix(lhs[i], wanted_lhs[i], places.name("lhs", i), explicit)
+    if rhs[K] != wanted_rhs[K]:
+        late = _late(wanted_rhs[K], explicit)
+        way_out = "shard it so"
+        if late:
+            way_out = f"jax.reshard `rhs` so that it is whole along {_said(late)}, {_SINCE_MIXED}"
+        raise ValueError(
+            f"`lhs` and `rhs` must be sharded alike along k, apart from axes that `rhs` is gathered along, which come "
+            f"last: with k of `lhs` over {_said(summed)}, k of `rhs` must be sharded over {_said(wanted_rhs[K])}, got "
+            f"{_said(rhs[K])}: {way_out}"
+        )
+    _require_prefix(rhs[N], wanted_rhs[N], places.name("rhs", N), explicit)
+    plan = Plan(wanted_lhs, wanted_rhs, out, gathers=tuple((i, axes) for i, axes in enumerate(weights) if axes))
+    if summed and any(gathered):
+        raise ValueError(
+            f"one activation can be communicated in a product, and {_said(_flat(gathered))} gathers `lhs` while "
+            f"{_said(summed)} sums products: jax.reshard one of them first; {SEE_DOCS}"
+        )
+    if summed:
+        return _summed(plan, scattered, places)
+    if any(gathered):
+        first, *others = [i for i, part in enumerate(gathered) if part]
+        if others:
+            raise ValueError(
+                f"`lhs` can be gathered along one dimension, and it would be along {places.name('lhs', first)} (over "
+                f"{_said(gathered[first])}) and {places.name('lhs', others[0])} (over {_said(gathered[others[0]])}): "
+                "jax.reshard `lhs` so that one of them is whole"
+            )
+        return dataclasses.replace(plan, operation="all_gather_lhs_matmul", axes=gathered[first], dimension=first)
+    # The weights are gathered by the product where each device has rows of its own. Where all compute the same rows,
+    # the results must be the same bits, and a device's kernel adds up what it has first: gathered before, all agree.
+    has_own_rows = {axis for part in out[:-1] for axis in part}
+    for i, axes in reversed(plan.gathers):
+        if has_own_rows.issuperset(axes):
+            others = tuple(gather for gather in plan.gathers if gather[0] != i)
+            return dataclasses.replace(plan, operation="all_gather_rhs_matmul", axes=axes, dimension=i, gathers=others)
+    return plan
+
+
+def _summed(plan: Plan, scattered: list[Axes], places: _Places) -> Plan:
+    summed = plan.lhs[-1]
+    to = [i for i, part in enumerate(scattered) if part]
+    if not to:
+        return dataclasses.replace(plan, operation="matmul_all_reduce", axes=summed)
+    if len(to) > 1 or len(scattered[to[0]]) < len(summed):
+        said = [f"{places.name('out', i)} over {_said(scattered[i])}" for i in to]
+        raise ValueError(
+            f"the sum over {_said(summed)} can be scattered as a whole, along one dimension of the result, or not at "
+            f"all, got {', '.join(said)}: ask for {places.name('out', to[0])} over {_said(summed)} in `out_sharding` "
+            "and jax.reshard the result"
+        )
+    return dataclasses.replace(plan, operation="matmul_reduce_scatter", axes=scattered[to[0]], dimension=to[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Where the axes occur."""
+
+    lhs: Partition
+    rhs: Partition
+    out: Partition
+
+    def name(self, array: str, dimension: int) -> str:
+        """A dimension, as messages call it."""
+        if array == "rhs":
+            return f"{'kn'[dimension]} of `rhs`"
+        of, last = ("`lhs`", "k") if array == "lhs" else ("the result", "n")
+        rank = len(self.lhs)
+        names = {rank - 1: last, rank - 2: "the rows (m)"}
+        return f"{names.get(dimension, f'leading dimension {dimension}')} of {of}"
+
+    def kind(self, axis: str) -> str:
+        """What happens along an axis. ValueError: nothing that is served."""
+        left, right, out = (_place(axis, partition) for partition in (self.lhs, self.rhs, self.out))
+        last = len(self.lhs) - 1
+        rows, result_rows = None if left == last else left, None if out == last else out
+        of_k, of_n = left == last, out == last
+        if of_k and right == K:
+            return "sum"
+        if of_k:
+            self._refuse(axis, "shard k of `rhs` over it as well, or jax.reshard `lhs` so that its k is whole")
+        if of_n:
+            if right == K:
+                self._refuse(axis, "shard n of `rhs` over it instead of k, or leave it out of n in `out_sharding`")
+            if rows is None:
+                return "local"
+            if right == N:
+                return "gather lhs"
+            self._refuse(axis, "shard n of `rhs` over it as well: `lhs` is then gathered")
+        if rows is not None and result_rows is None:
+            self._refuse(
+                axis,
+                f"name it in `out_sharding`, for {self.name('out', rows)}, and jax.reshard the result: that gathers it",
+            )
+        if rows is not None and rows != result_rows:
+            self._refuse(axis, "ask for the result sharded as `lhs` is, and jax.reshard the result")
+        return "local" if right is None else "gather rhs"
+
+    def _refuse(self, axis: str, way_out: str) -> NoReturn:
+        found = [
+            self.name(array, i)
+            for array, partition in (("lhs", self.lhs), ("rhs", self.rhs), ("out", self.out))
+            if (i := _place(axis, partition)) is not None
+        ]
+        *others, last = found
+        where = f"{', '.join(others)} and {last}" if others else f"{last} alone"
+        raise ValueError(f"no operation serves a product where mesh axis {axis!r} cuts {where}: {way_out}; {SEE_DOCS}")
+
+
+def _place(axis: str, partition: Partition) -> int | None:
+    return next((i for i, part in enumerate(partition) if axis in part), None)
+
+
+def _without_single(partition: Partition, sizes: Mapping[str, int]) -> Partition:
+    return tuple(tuple(axis for axis in part if sizes[axis] > 1) for part in partition)
+
+
+def _late(wanted: Axes, explicit: Sequence[str]) -> Axes:
+    """The Explicit axes that come after Auto ones in an order, which a sharding cannot name so."""
+    return tuple(
+        axis for i, axis in enumerate(wanted) if axis in explicit and any(x not in explicit for x in wanted[:i])
+    )
+
+
+def _require_last(part: Axes, kept: Axes, scattered: Axes, name: str, explicit: Sequence[str]) -> None:
+    if part != kept + scattered:
+        way_out = f"ask for {_said(kept + scattered)} in `out_sharding`"
+        if _late(kept + scattered, explicit):
+            way_out = f"leave {_said(scattered)} out of `out_sharding` and jax.reshard the result, {_SINCE_MIXED}"
+        raise ValueError(
+            f"axes that sums are scattered along must come last, got {_said(part)} for {name}, of which "
+            f"{_said(scattered)} {'is' if len(scattered) == 1 else 'are'} scattered: {way_out}"
+        )
+
+
+def _require_prefix(part: Axes, wanted: Axes, name: str, explicit: Sequence[str]) -> None:
+    if part != wanted[: len(part)]:
+        way_out = "jax.reshard it, or name the axes in this order"
+        if late := _late(wanted, explicit):
+            way_out = f"jax.reshard it so that it is whole along {_said(late)}, {_SINCE_MIXED}"
+        raise ValueError(
+            f"with this `out_sharding`, {name} must be sharded over {_said(wanted)} in this order (axes that are "
+            f"gathered come last), got {_said(part)}: {way_out}"
+        )
+
+
+def _flat(parts: Sequence[Axes]) -> Axes:
+    return tuple(axis for part in parts for axis in part)
+
+
+def _said(axes: Axes) -> str:
+    return repr(axes[0]) if len(axes) == 1 else f"({', '.join(map(repr, axes))})" if axes else "no axis"

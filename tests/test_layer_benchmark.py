@@ -1,0 +1,82 @@
+"""The benchmark of transformer layers: what it measures is the same by all methods, and a wrong one is noticed."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from benchmarks import layer, profile_kinds
+
+pytestmark = pytest.mark.one_jax
+METHODS = ("chosen", "layers xla", "XLA", "windowed")
+
+
+def case(backward: bool) -> layer.Case:
+    mesh = jax.make_mesh((2,), (layer.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    return layer.Case(mesh, layer.MODELS["tiny"], 32, backward)
+
+
+@pytest.mark.parametrize(
+    ("backward", "methods"),
+    [
+        pytest.param(False, METHODS[1:3], marks=pytest.mark.slow),
+        pytest.param(False, METHODS, marks=pytest.mark.slow),
+        pytest.param(True, METHODS, marks=pytest.mark.slow),
+    ],
+)
+def test_all_methods_compute_the_same_layer(backward, methods):
+    found = layer.measure(case(backward), methods, rounds=1, turns=2, breakdown=False)
+    assert found["times"].keys() == set(methods) and all(us > 0 for [us] in found["times"].values())
+    lines = layer._rows("tiny", found)
+    assert len(lines) == len(methods) and all(line.count("|") == 6 for line in lines)
+
+
+def test_a_wrong_layer_is_noticed(monkeypatch):
+    right = layer.plain
+    monkeypatch.setattr(layer, "plain", lambda *given: 1.1 * right(*given) + 0.1)
+    with pytest.raises(AssertionError, match="chosen differs from XLA by"):
+        layer.measure(case(False), ("chosen",), rounds=1, turns=2, breakdown=False)
+
+
+def test_kernels_are_told_apart_by_their_names():
+    kinds = {
+        "overlap_all_gather_lhs_matmul": "fused",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "gather",
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL": "scatter",
+        "ncclDevKernel_SendRecv": "communication",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+        "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT": "products",
+        "loop_multiply_fusion": "rest",
+    }
+    assert {name: profile_kinds.kind_of(name) for name in kinds} == kinds
+
+
+def test_a_profile_without_gpus_has_no_kinds(tmp_path):
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
+    assert profile_kinds.device_us_by_kind(str(tmp_path), 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--methods zz", "`--methods` must be of chosen, fused, layers xla, XLA, windowed, got zz"),
+        ("--models zz", "`--models` must be of llama-70b, qwen-32b, tiny, got zz"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words, monkeypatch):
+    monkeypatch.setattr(layer.command, "need_gpus", lambda *_: None)
+    monkeypatch.setattr(layer.provenance, "facts", lambda *_: {})
+    monkeypatch.setattr(layer.overlap, "initialize", lambda: None)
+    with pytest.raises(layer.WrongArguments, match=words):
+        layer.main(options.split())
+
+
+def test_sizes_that_devices_do_not_divide_are_refused():
+    check = functools.partial(layer._check, layer._parser().parse_args([]))
+    with pytest.raises(layer.WrongArguments, match="3 devices do not divide the 8 heads of keys of llama-70b"):
+        check(3)
+    check(4)

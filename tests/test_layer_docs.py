@@ -1,0 +1,104 @@
+"""docs/layers.md: its code runs, what it says of memory is so; its examples in bare JAX and equinox run."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from layer_cases import AXES, BETWEEN, EXPLICIT, draw, make_mesh, put
+
+from overlap import layers
+
+pytestmark = pytest.mark.one_jax
+
+
+def test_the_page_runs(repository: pathlib.Path) -> None:
+    page = (repository / "docs" / "layers.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    pytest.importorskip("optax", reason="optax is not installed (extra `examples`)")
+    names: dict[str, Any] = {}
+    previous = jax.sharding.get_mesh()
+    try:
+        for block in blocks:
+            for size, small in (("28672", "64"), ("8192", "32"), ("64, 8, 128", "8, 4, 8"), ("64, 128", "8, 8")):
+                block = block.replace(size, small)
+            exec(compile(block, "layers.md", "exec"), names)
+        x = names["x"].astype(jnp.float32)
+        np.testing.assert_allclose(names["after"](x), names["before"](x), rtol=1e-3, atol=1e-3)
+        logits = np.asarray(names["embedding"])[names["tokens"]] @ np.asarray(names["head"].kernel[...])
+        chosen = np.take_along_axis(logits, np.asarray(names["tokens"])[..., None], -1)[..., 0]
+        losses = np.log(np.exp(logits).sum(-1)) - chosen
+        np.testing.assert_allclose(names["token_loss"], losses.mean(), rtol=1e-3)
+    finally:
+        jax.set_mesh(previous)
+    assert len(blocks) == 8 and names["y"].shape == (2, 32, 32) and names["h"].shape == (2, 32, 64)
+    assert np.isfinite(names["loss"]) and set(names["grads"]) == {"norm1", "qkv", "out", "norm2", "mlp"}
+
+
+def kept_bytes(layer: nnx.Module, x: jax.Array) -> int:
+    """What each device keeps from the forward to the backward pass."""
+    graph, state = nnx.split(layer)
+    back = jax.jit(lambda state, x: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1])(state, x)
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(back))
+
+
+def test_what_the_backward_pass_keeps() -> None:
+    """The input and the weights of a column-parallel layer: in shards, or gathered."""
+    devices, mesh = 2, make_mesh(2, 2, EXPLICIT)
+    x_bytes = 4 * 16 * 32 * 2 // 2  # Of one index along "data", all rows.
+    kernel_bytes = 32 * 64 * 2 // devices  # Of one index along "tensor", all rows.
+    kept = {}
+    with jax.set_mesh(mesh):
+        x = put(draw(0, dtype=jnp.bfloat16), mesh, BETWEEN)
+        for implementation, keep in (("fused", False), ("fused", True), ("xla", False), ("xla", True)):
+            layer = layers.ColumnParallelLinear(
+                32, 64, use_bias=False, dtype=jnp.bfloat16, implementation=implementation, keep_gathered=keep,
+                rngs=nnx.Rngs(0), **AXES,
+            )  # fmt: skip
+            kept[implementation, keep] = kept_bytes(layer, x)
+    assert kept["fused", False] == (x_bytes + kernel_bytes) // 2
+    assert kept["xla", False] == x_bytes + kernel_bytes // 2
+    assert kept["xla", True] == x_bytes + kernel_bytes
+    # (The kernel keeps the shard besides.)
+    assert kept["fused", True] - x_bytes - kernel_bytes in (0, x_bytes // 2)
+
+
+def load(name: str, repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if name == "block_equinox":
+        pytest.importorskip("equinox", reason="equinox is not installed (extra `dev`)")
+    monkeypatch.syspath_prepend(repository / "examples")
+    return importlib.import_module(name)
+
+
+EXAMPLES = pytest.mark.parametrize("name", ["block_bare_jax", "block_equinox"])
+
+
+@EXAMPLES
+def test_example_is_short_and_says_what_does_not_fit(
+    name: str, repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len((repository / "examples" / f"{name}.py").read_text().splitlines()) <= 80
+    example = load(name, repository, monkeypatch)
+    for sizes in ((1, 8), (3, 1), (4, 4)):  # Of heads, of the batch, of devices.
+        with pytest.raises(ValueError, match=r"must divide BATCH=4, tensor=. must divide KV_HEADS=4, on at most 8 dev"):
+            example.main(*sizes)
+
+
+@pytest.mark.slow
+@EXAMPLES
+def test_example(name: str, repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load(name, repository, monkeypatch)
+    (loss, grads), (expected, expected_grads) = example.main(2, 2), example.main(1, 1)
+    np.testing.assert_allclose(loss, expected, rtol=1e-2)
+    leaves, expected_leaves = jax.tree.leaves(grads), jax.tree.leaves(expected_grads)
+    assert len(leaves) == 9
+    for a, b in zip(leaves, expected_leaves, strict=True):
+        distance = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)
+        assert distance < 3e-2, distance  # (bf16, summed in another order.)

@@ -1,0 +1,137 @@
+"""What the layers of overlap/layers/ refuse, at construction and at the call: the message names layer and argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from layer_cases import AXES, make_mesh
+
+from overlap import layers
+
+pytestmark = pytest.mark.one_jax
+
+BUILT: dict[str, tuple[Any, type[Exception], str]] = {
+    "activation": (
+        lambda **o: layers.GatedMLP(32, 64, activation="silu", **o),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        r"GatedMLP: activation must be an elementwise function, got 'silu': give jax\.nn\.silu$",
+    ),
+    "no dtype": (
+        lambda **o: layers.GatedMLP(32, 64, dtype="bf16", **o),
+        TypeError,
+        r"GatedMLP\.gate: dtype must be a dtype, got 'bf16': give jnp\.bfloat16",
+    ),
+    "whole numbers": (
+        lambda **o: layers.ColumnParallelLinear(32, 64, param_dtype=jnp.int32, **o),
+        ValueError,
+        r"ColumnParallelLinear: param_dtype must be a floating-point dtype, got int32: give jnp\.bfloat16",
+    ),
+    "dtype of a norm": (
+        lambda **o: layers.LayerNorm(32, dtype=jnp.int32, **o),
+        ValueError,
+        "LayerNorm: dtype must be a floating-point dtype, got int32",
+    ),
+    "negative": (
+        lambda **o: layers.ColumnParallelLinear(-48, 64, **o),
+        ValueError,
+        "ColumnParallelLinear: in_features must be at least 1, got -48",
+    ),
+    "no whole number": (
+        lambda **o: layers.ColumnParallelLinear(48.0, 64, **o),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        r"ColumnParallelLinear: in_features must be a whole number, got 48\.0: give 48$",
+    ),
+    "no heads": (
+        lambda **o: layers.QKVProjection(32, 8, 0, **o),
+        ValueError,
+        "QKVProjection: num_kv_heads must be at least 1, got 0",
+    ),
+    "few heads": (
+        lambda **o: layers.QKVProjection(32, 2, 2, 7, **o),
+        ValueError,
+        "QKVProjection: num_heads=2 must be a multiple of the 4 devices along mesh axis 'tensor': shard along fewer",
+    ),
+    "a part": (
+        lambda **o: layers.GatedMLP(32, 62, **o),
+        ValueError,
+        r"GatedMLP\.gate: out_features=62 must be a multiple of the 4 devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BUILT)
+def test_at_construction(case: str) -> None:
+    build, kind, message = BUILT[case]
+    with jax.set_mesh(make_mesh()), pytest.raises(kind, match=message):
+        build(rngs=nnx.Rngs(0), **AXES)
+
+
+def test_dot_general_at_construction() -> None:
+    with pytest.raises(TypeError, match=r"ShardedDotGeneral: lhs_sharding must be a PartitionSpec .*, got 'd'"):
+        layers.ShardedDotGeneral("d", "t", "x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match='ShardedDotGeneral: implementation must be "fused", "xla" or None, got'):
+        layers.ShardedDotGeneral(out_sharding=P(), implementation="XLA")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="module")
+def model() -> dict[str, Any]:
+    """One of each layer."""
+    with jax.set_mesh(make_mesh()):
+        options: Any = {"rngs": nnx.Rngs(0), **AXES}
+        return {
+            "mlp": layers.GatedMLP(32, 64, **options),
+            "row": layers.RowParallelLinear(64, 32, **options),
+            "qkv": layers.QKVProjection(32, 8, 4, 8, **options),
+            "out": layers.OutputProjection(8, 8, 32, **options),
+            "norm": layers.RMSNorm(32, **options),
+        }
+
+
+X = jnp.zeros((2, 8, 32))
+CALLED: dict[str, tuple[str, tuple[Any, ...], type[Exception], str]] = {
+    "a list": ("mlp", ([[1.0]],), TypeError, r"GatedMLP: the input must be an array, got list: make it one by jnp\.as"),
+    "a list of heads": ("out", ([[1.0]],), TypeError, "OutputProjection: the input must be an array, got list"),
+    "features of an MLP": (
+        "mlp",
+        (jnp.zeros((2, 8, 48)),),
+        ValueError,
+        r"GatedMLP: the input must be \[\.\.\., rows, in_features\] with in_features=32, got shape \(2, 8, 48\): build",
+    ),
+    "features of heads": ("qkv", (jnp.zeros((2, 8, 48)),), ValueError, "QKVProjection: the input .*in_features=32"),
+    "features of a row": ("row", (X,), ValueError, "RowParallelLinear: the input .*in_features=64, got"),
+    "features of a norm": ("norm", (jnp.zeros((2, 8, 1)),), ValueError, "RMSNorm: the input .*num_features=32, got"),
+    "residual": (
+        "mlp",
+        (X, jnp.zeros((2, 8, 1))),
+        ValueError,
+        r"GatedMLP: residual must have the shape of the result, \(2, 8, 32\), got \(2, 8, 1\): jnp\.broadcast_to",
+    ),
+    "residual of a row": ("row", (jnp.zeros((2, 8, 64)), jnp.zeros(32)), ValueError, "RowParallelLinear: residual"),
+    "a residual that is a list": ("mlp", (X, [0.0]), TypeError, "GatedMLP: residual must be an array, got list"),
+    "batch": (
+        "mlp",
+        (jnp.zeros((3, 8, 32)),),
+        ValueError,
+        r"GatedMLP\.gate: batch \(the first dimension\)=3 must be a multiple of the 2 devices",
+    ),
+    "batch of a row": ("row", (jnp.zeros((3, 8, 64)),), ValueError, "RowParallelLinear: batch .*=3"),
+    "heads together": (
+        "out",
+        (jnp.zeros((2, 8, 64)),),
+        ValueError,
+        r"OutputProjection: the input must be \[.*\] with \(num_heads, head_dim\)=\(8, 8\), .*shape \(2, 8, 64\): "
+        r"reshape\(\*x\.shape\[:-1\], 8, 8\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_at_the_call(case: str, model: dict[str, Any]) -> None:
+    name, arguments, kind, message = CALLED[case]
+    with jax.set_mesh(make_mesh()), pytest.raises(kind, match=message):
+        model[name](*arguments)

@@ -1,0 +1,40 @@
+"""A tiny run of examples/train.py. Importing this puts examples/ on the path, or skips the tests that need it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
+for package in ("flax", "optax", "orbax.checkpoint"):
+    pytest.importorskip(package, reason=f"{package} is not installed (extra `examples`)")
+
+from gpt import devices, options  # noqa: E402
+from gpt.losses import Step  # noqa: E402
+
+TINY = (
+    "--layers 1 --features 32 --heads 4 --hidden 64 --sequence 32 --batch 8 --learning-rate 1e-2 --steps 12 --warmup 2"
+)
+TINY += " --dtype float32 --checkpoint-every 4 --sample 5 --implementation xla"
+
+
+def told(out: pathlib.Path, arguments: str = "", *, compared: bool = False) -> options.Options:
+    """The options of the tiny model, with further arguments; 8 devices are there."""
+    tiny = TINY.replace("--implementation xla", "") if compared else TINY
+    given = options.parser().parse_args([*tiny.split(), "--out", str(out), *arguments.split()])
+    axes = devices.fit(given.data or 1, given.fsdp, given.tensor or 1, devices=8, processes=1)
+    return options.complete(given, axes, gpus=False, processes=1)
+
+
+def losses_of(steps: list[Step]) -> list[float]:
+    return [step.loss for step in steps]
+
+
+def environment(repository: pathlib.Path) -> dict[str, str]:
+    """That of a child whose programs are compiled as those of this process."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "200",
+    }  # fmt: skip
