@@ -16,6 +16,7 @@ TABLES = (
     "matmul",
     "ladder",
     "block",
+    "layer",
 )
 
 

@@ -2,7 +2,7 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
 
     python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
-    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/fitted.csv \
+    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/fitted*.csv \
         --out overlap/choice/crossover.csv
 
 (`--warmup-s 0.2 --budget-s 120` for a quick one.) Of several results for one problem the last one given counts. Only

@@ -5,11 +5,13 @@ Nothing else in the library changes modules of jax. What comes from `jax._src` i
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from overlap import _compat
 
 __all__ = [
+    "let_operands_differ_in_tiles",
     "let_warps_arrive_at_cluster_barriers",
     "let_warps_load_scalars",
     "let_warps_loop",
@@ -56,6 +58,38 @@ def offer_square_mma_tiles() -> None:
     mma_tiling_constraint.offers_square_tiles = True  # pyright: ignore[reportFunctionMemberAccess]
     layout_inference.mma_tiling_constraint = mma_tiling_constraint
     mma_utils.create_descriptor = create_descriptor
+
+
+def let_operands_differ_in_tiles() -> None:
+    """Lets the two operands of a wgmma lie in different tiles, 8 × S and S × S (see above). Idempotent.
+
+    A descriptor says of each operand how it lies; only the layout inference of Mosaic GPU demands that they be equal,
+    where their widths, which must be, are checked again when the instruction is made. An operand of which a tile has
+    any multiple of 8 rows cannot lie in tiles of S × S. Same code in jax 0.11.2 and 0.12.0.1.
+    """
+    from jax.experimental.mosaic.gpu import (
+        constraints,
+        dialect,  # pyright: ignore[reportPrivateImportUsage]
+        layout_inference,
+    )
+
+    rules = layout_inference._constraint_system_derivation_rules
+    rule = rules[dialect.WGMMAOp.OPERATION_NAME]
+    if getattr(rule, "operands_may_differ", False):
+        return
+
+    def derive(ctx: Any, op: Any) -> Any:
+        system, *rest = rule(ctx, op)
+        free = []
+        for constraint in system.constraints:
+            if isinstance(constraint, constraints.Equals):
+                left: Any = constraint.lhs
+                constraint = layout_inference.mma_tiling_constraint(left, op)
+            free.append(constraint)
+        return (dataclasses.replace(system, constraints=free), *rest)
+
+    derive.operands_may_differ = True  # pyright: ignore[reportFunctionMemberAccess]
+    rules[dialect.WGMMAOp.OPERATION_NAME] = derive
 
 
 def let_warps_arrive_at_cluster_barriers() -> None:

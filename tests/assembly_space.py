@@ -29,17 +29,21 @@ from overlap.choice import space
 from overlap.choice.model import work_of
 from overlap.choice.problem import LAYOUTS, Layout, Problem
 from overlap.kernels.config import FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
-from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, smem_bytes
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, rows_loaded, smem_bytes
 from overlap.kernels.target import Target
 from overlap.kernels.tma.limits import BARRIER_BYTES
 from tests import assembly_registers
 from tests.assembly import TARGETS, Case
+from tests.assembly_largest import MOST_REGISTERS
 from tests.assembly_registers import Registers
 from tests.assembly_report import KernelReport
 
 TARGET = Target("gpu", TARGETS["h200"].name, TARGETS["h200"].core_count)
 # What each class must leave unused, since its other members may need a step or two of setmaxnreg more.
 RESERVE = Registers(compute=16, transfer=8)
+# Where tiles have any number of rows, the arithmetic of some gathers takes all that transfer threads have (one in
+# thirty; of 340 that were assembled none spills).
+RESERVE_OF_SWAPPED = Registers(compute=16, transfer=0)
 # Of the largest tiles with an epilogue that does more than to convert, per thread (`KernelReport.ignores_setmaxnreg`).
 SPILLS_OF_JAX_0_12 = 640
 MATMUL, GATHER_LHS = "matmul", "all_gather_lhs_matmul"
@@ -61,7 +65,13 @@ OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
 
 # The fields of a Config in which a class shows. tile_k is the operand's bytes; of split_k > 1 remains that the result
 # is f32 and the epilogue XLA's; of stream_k > 1 that tiles are cut, if the problem has such.
-SEEN = frozenset({"tile_m", "tile_n", "tile_k", "schedule", "epilogue_tile_n", "cluster", "split_k", "stream_k"})
+SEEN = frozenset(
+    {"tile_m", "tile_n", "tile_k", "schedule", "swap_operands", "epilogue_tile_n", "cluster", "split_k", "stream_k"}
+)
+# Of tiles whose operands are swapped any multiple of 8 rows can be chosen. Registers grow with them, so these stand for
+# all: a class has its own number of rows, and those down to the next one. (The last is the most with 256 columns in
+# turn; the one before is the most with 256 columns else, and with 128 in turn.)
+ROWS_OF_SWAPPED = (256, space.MOST_ACCUMULATED, space.MOST_ACCUMULATED // 2)
 # The others, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,
@@ -94,13 +104,14 @@ class KernelClass:
         layout: which operands lie transposed.
         operand_bytes: of an element; the dtypes of one size differ by one word of an instruction.
         out_bytes: of an element of what the kernel writes.
-        tile_m: as in `Config`, like the next two.
+        tile_m: as in `Config`, like the next two; if the operands are swapped, one of `ROWS_OF_SWAPPED`.
         tile_n: columns.
         epilogue_tile_n: columns per store.
         cluster: CTAs per cluster.
         cuts: whether CTAs share tiles.
         epilogue: whether the epilogue does more than to convert; then bias, addend, scales and activation all at once.
         schedule: as in `Config`.
+        swapped: whether the operands are.
     """
 
     op: str
@@ -114,6 +125,7 @@ class KernelClass:
     cuts: bool
     epilogue: bool
     schedule: str = "cooperative"
+    swapped: bool = False
 
     @property
     def loop(self) -> tuple[Any, ...]:
@@ -121,7 +133,7 @@ class KernelClass:
 
     @property
     def tile(self) -> tuple[Any, ...]:
-        return self.tile_m, self.tile_n, self.epilogue_tile_n, self.out_bytes, self.schedule
+        return self.tile_m, self.tile_n, self.epilogue_tile_n, self.out_bytes, self.schedule, self.swapped
 
     @property
     def ending(self) -> tuple[Any, ...]:
@@ -142,7 +154,7 @@ class KernelClass:
         }  # fmt: skip
         flags = [name for name in ("cuts", "epilogue") if getattr(self, name)]
         tile = f"{self.tile_m}x{self.tile_n}-{self.epilogue_tile_n}"
-        turn = ["pingpong"] if self.schedule == "pingpong" else []
+        turn = ["swapped"] * self.swapped + (["pingpong"] if self.schedule == "pingpong" else [])
         bits = f"{8 * self.operand_bytes}to{8 * self.out_bytes}"
         return " ".join(
             [op[self.op] + self.layout, bits, tile, *(["cluster"] if self.cluster > 1 else []), *turn, *flags]
@@ -157,14 +169,21 @@ def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass
         layout=problem.layout,
         operand_bytes=jnp.dtype(problem.dtype).itemsize,
         out_bytes=4 if split else jnp.dtype(problem.out_dtype).itemsize,
-        tile_m=config.tile_m,
+        tile_m=min(rows for rows in ROWS_OF_SWAPPED if rows >= config.tile_m)
+        if config.swap_operands
+        else config.tile_m,
         tile_n=config.tile_n,
         epilogue_tile_n=config.epilogue_tile_n,
         cluster=config.cluster,
         cuts=_cuts(config, problem),
         epilogue=epilogue and not split,
         schedule=config.schedule,
+        swapped=config.swap_operands,
     )
+
+
+def _rows_of_class(config: Config) -> int:
+    return min(n for n in ROWS_OF_SWAPPED if n >= config.tile_m) if config.swap_operands else config.tile_m
 
 
 def _cuts(config: Config, problem: Problem) -> bool:
@@ -174,18 +193,21 @@ def _cuts(config: Config, problem: Problem) -> bool:
 
 
 def every() -> list[KernelClass]:
-    """All classes of the space: the product of what can be chosen, less what `Config.check` refuses."""
-    tiles = list(
-        itertools.product(
-            (2, 4), space.SHAPE["tile_m"], space.SHAPE["tile_n"], space.FINE["epilogue_tile_n"], space.SHAPE["cluster"]
+    """All classes of the space: the product of what can be chosen, less what is refused or not tried."""
+    of_swapped = space.SHAPE | space.SWAPPED | {"tile_m": ROWS_OF_SWAPPED}
+    tiles = [
+        (*tile, swapped)
+        for swapped, shape, out_bytes in ((False, space.SHAPE, (2, 4)), (True, of_swapped, (2,)))
+        for tile in itertools.product(
+            out_bytes, shape["tile_m"], shape["tile_n"], space.FINE["epilogue_tile_n"], shape["cluster"]
         )
-    )
+    ]
     classes = [
-        KernelClass(op, layout, operand_bytes, *tile, cuts, epilogue, schedule)
+        KernelClass(op, layout, operand_bytes, *tile, cuts=cuts, epilogue=epilogue, schedule=schedule, swapped=swapped)
         for op, (layouts, sizes, epilogues) in OPERATIONS.items()
         # (What is sent in one shot has one tile a core, and so no turns.)
         for schedule in space.SHAPE["schedule"][: 1 if op == ONE_SHOT else None]
-        for layout, operand_bytes, tile, cuts in itertools.product(layouts, sizes, tiles, (False, True))
+        for layout, operand_bytes, (*tile, swapped), cuts in itertools.product(layouts, sizes, tiles, (False, True))
         for epilogue in (False, True)[: 1 + epilogues]
     ]
     return sorted(kernel for kernel in classes if _exists(kernel))
@@ -197,7 +219,8 @@ def _exists(kernel: KernelClass) -> bool:
         _problems_op(kernel), *SHAPES[0], DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
         devices=2 if kernel.pulls else 1, layout=kernel.layout,
     )  # fmt: skip
-    return problem.accepts(_config(kernel, fields), TARGET)
+    config = _config(kernel, fields)
+    return problem.accepts(config, TARGET) and not space.spills(config)
 
 
 def _problems_op(kernel: KernelClass) -> Any:
@@ -221,34 +244,7 @@ def cover() -> list[KernelClass]:
     return sorted(chosen)
 
 
-# Where a compute thread needs more than 160 registers (`python -m tests.assembly_sweep`, the table of registers), and
-# three small tiles that need far more than their neighbours: tile, and the ending.
-MOST_REGISTERS: tuple[tuple[tuple[Any, ...], tuple[bool, int, bool, bool]], ...] = (
-    ((256, 128, 64, 2, "cooperative"), (True, 1, True, True)),
-    ((256, 128, 64, 2, "cooperative"), (False, 2, True, True)),
-    ((256, 128, 64, 2, "cooperative"), (False, 2, True, False)),
-    ((256, 128, 64, 2, "cooperative"), (False, 1, False, True)),
-    ((256, 128, 64, 2, "cooperative"), (False, 2, False, True)),
-    ((256, 128, 32, 4, "cooperative"), (False, 2, False, True)),
-    ((128, 256, 64, 2, "cooperative"), (False, 2, True, True)),
-    ((128, 256, 64, 2, "cooperative"), (False, 1, True, True)),
-    ((128, 256, 64, 2, "cooperative"), (False, 1, False, True)),
-    ((128, 256, 64, 2, "cooperative"), (False, 2, False, True)),
-    ((128, 256, 64, 2, "cooperative"), (True, 1, True, True)),
-    ((128, 256, 64, 4, "cooperative"), (False, 2, True, True)),
-    ((128, 256, 64, 4, "cooperative"), (False, 2, False, True)),
-    ((128, 192, 64, 4, "cooperative"), (False, 2, True, True)),
-    ((64, 128, 64, 2, "cooperative"), (True, 2, True, False)),
-    ((128, 64, 64, 2, "cooperative"), (True, 1, True, False)),
-    ((256, 64, 64, 2, "cooperative"), (True, 1, True, False)),
-    ((64, 256, 64, 2, "pingpong"), (False, 2, True, True)),
-    ((64, 256, 64, 4, "pingpong"), (False, 1, False, True)),
-    ((128, 128, 64, 2, "pingpong"), (True, 1, True, True)),
-    ((128, 128, 64, 4, "pingpong"), (False, 2, True, True)),
-)
-
-
-# And where the communicator sends strips to all beside them.
+# What needs the most registers, beside `MOST_REGISTERS`: the communicator sends strips to all.
 MOST_OF_SPREAD = [KernelClass(SPREAD, layout, 2, 2, 256, 128, 64, 1, False, True) for layout in ("nn", "tt")]
 
 
@@ -312,10 +308,23 @@ class Member:
         """What `limits.smem_bytes` says, and the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
         announced = smem_bytes(self.config, self.problem.dtype, out_dtype, self.problem.transport(self.config))
+        if self.kernel.swapped:
+            # Of a transposed tile no more rows are stored than there are; what is announced is for all of them.
+            announced -= (
+                self.kernel.out_bytes
+                * self._rows_not_stored
+                * math.prod((COMPUTE_WARPGROUPS, self.config.epilogue_slots, self.config.epilogue_tile_n))
+            )
         if not self.kernel.epilogue or (self.kernel.pulls and not self.problem.scattered):
             return announced
         boxes = self.kernel.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES
         return announced + COMPUTE_WARPGROUPS * boxes * BARRIER_BYTES
+
+    @property
+    def _rows_not_stored(self) -> int:
+        joined = self.config.joined and self.kernel.op == GATHER_LHS
+        shards = self.problem.devices * self.problem.batch if joined else 1
+        return self.config.tile_m - rows_loaded(self.config, self.problem.m * shards)
 
 
 def members(kernel: KernelClass) -> Iterator[Member]:
@@ -348,7 +357,8 @@ def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
 def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
     return Config.of(
         tile_m=kernel.tile_m, tile_n=kernel.tile_n, tile_k=kernel.tile_k, epilogue_tile_n=kernel.epilogue_tile_n,
-        cluster=kernel.cluster, schedule=kernel.schedule, **fields | {"one_shot": kernel.op == ONE_SHOT},
+        cluster=kernel.cluster, schedule=kernel.schedule, swap_operands=kernel.swapped,
+        **fields | {"one_shot": kernel.op == ONE_SHOT},
     )  # fmt: skip
 
 
@@ -363,6 +373,7 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     limits, threads = assembly_registers.stated(ptx), math.prod(report.threads)
     taken = 128 * (COMPUTE_WARPGROUPS * limits.compute + limits.transfer)
     smem, most = report.shared_memory_bytes, TARGETS["h200"].shared_memory_per_block_optin
+    reserve = RESERVE_OF_SWAPPED if member.kernel.swapped and member.kernel.pulls else RESERVE
     # A division by what is not constant is a call of a function: with one, jax 0.12 has ptxas serialize wgmma.
     divisions = sorted(set(re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)))
     checks = {
@@ -382,6 +393,6 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
             smem is not None and smem + report.static_shared_memory_bytes <= most,
         # All CTAs must be resident: with flags between them, one that waits for its turn hangs the others.
         f"a grid of {report.grid}": math.prod(report.grid) <= TARGET.num_cores,
-        f"fewer than {RESERVE} of {limits} are left": assembly_registers.leaves(ptx, RESERVE),
+        f"fewer than {reserve} of {limits} are left": assembly_registers.leaves(ptx, reserve),
     }  # fmt: skip
     return [fault for fault, good in checks.items() if not good]

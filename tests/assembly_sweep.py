@@ -45,6 +45,15 @@ from tests.assembly_space import (
 )
 
 _of_thread = threading.local()
+# Tiles of which the members of a class are compared.
+SAMPLED: list[tuple[Any, ...]] = [
+    (128, 256, 64, 2, "cooperative", False),
+    (256, 128, 64, 2, "cooperative", False),
+    (64, 256, 32, 4, "cooperative", False),
+    (128, 128, 64, 2, "pingpong", False),
+    (space.MOST_ACCUMULATED, 256, 64, 2, "cooperative", True),
+    (space.MOST_ACCUMULATED, 128, 64, 2, "pingpong", True),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +93,9 @@ def relatives(member: Member) -> Iterator[tuple[str, Member]]:
     for (m, n, k), count in itertools.product(PULL_SHAPES if pulls else SHAPES, DEVICES if pulls else set(BATCHES)):
         sizes = dict(m=m, n=n, k=k, **{"devices" if pulls else "batch": count})
         others.append(("sizes", dataclasses.replace(member, problem=dataclasses.replace(problem, **sizes))))
+    # A class of tiles whose operands are swapped has those of fewer rows as well.
+    fewer = range(8, config.tile_m, 8) if kernel.swapped else ()
+    others += [("rows", dataclasses.replace(member, config=config.replace(tile_m=rows))) for rows in fewer]
     for dtype, out in itertools.product(DTYPES[kernel.operand_bytes], DTYPES[kernel.out_bytes]):
         kind = dataclasses.replace(problem, dtype=dtype, out_dtype=out)
         others.append(("dtypes", dataclasses.replace(member, problem=kind, rhs_dtype=dtype)))
@@ -95,8 +107,7 @@ def relatives(member: Member) -> Iterator[tuple[str, Member]]:
 
 def _samples(kernels: Sequence[KernelClass]) -> list[KernelClass]:
     """Classes whose members are compared: of a few tiles, all endings."""
-    tiles = [(128, 256, 64, 2), (256, 128, 128, 2), (64, 256, 32, 4)]
-    endings = {(kernel.tile, kernel.ending, kernel.pulls): kernel for kernel in kernels if kernel.tile in tiles}
+    endings = {(kernel.tile, kernel.ending, kernel.pulls): kernel for kernel in kernels if kernel.tile in SAMPLED}
     return list(endings.values())
 
 
@@ -113,11 +124,11 @@ def _registers_table(results: Sequence[Result]) -> list[str]:
         found.setdefault((kernel.tile, kernel.pulls, kernel.ending), []).append(result.registers)
     rows = []
     for tile in sorted({result.member.kernel.tile for result in results}):
-        tile_m, tile_n, width, out_bytes, schedule = tile
+        tile_m, tile_n, width, out_bytes, schedule, swapped = tile
         cells = [_span(found.get((tile, *ending), [])) for ending in endings]
         rows.append(
             [
-                f"{tile_m}×{tile_n}" + (" in turn" if schedule == "pingpong" else ""),
+                f"{tile_m}×{tile_n}" + " swapped" * swapped + (" in turn" if schedule == "pingpong" else ""),
                 width,
                 f"{8 * out_bytes} bit",
                 *cells,

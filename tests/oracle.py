@@ -96,7 +96,7 @@ def fitting(config: Any) -> Any:
         return config
     # An accumulator has 128 rows, and pairs of CTAs lie one below the other, each with whole boxes of columns.
     tile_n = max(128, config.tile_n // 128 * 128) if config.cluster > 1 else config.tile_n
-    return config.replace(tile_m=128, tile_n=tile_n, cluster_along="m", schedule="cooperative")
+    return config.replace(tile_m=128, tile_n=tile_n, cluster_along="m", schedule="cooperative", swap_operands=False)
 
 
 def fused(lhs: jax.Array, rhs: jax.Array, config: Any = None, **kwargs: Any) -> jax.Array:

@@ -272,7 +272,7 @@ def test_configurations(name, value):
         isinstance(value, str) and value in words[name]
         if name in words
         else isinstance(value, bool)
-        if name in ("joined", "one_shot")
+        if name in ("swap_operands", "joined", "one_shot")
         else False
         if name == "pull"
         else type(value) is int and value > 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlap.choice import space, tables
 from overlap.choice.problem import LAYOUTS, Problem
 from overlap.kernels.config import Config
-from tests import assembly, assembly_registers, assembly_space
+from tests import assembly, assembly_registers, assembly_space, assembly_sweep
 from tests.assembly_registers import Registers
 from tests.assembly_space import MATMUL, OPERATIONS, TARGET, UNSEEN, KernelClass, classify
 
@@ -65,7 +65,7 @@ def test_the_choices_for_common_products_are_enumerated(layout):
 sizes = st.integers(1, 40000) | st.integers(1, 4000).map(lambda x: 8 * x)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     m=sizes, n=sizes, k=sizes, kinds=st.sampled_from(KINDS), layout=st.sampled_from(LAYOUTS), batch=st.integers(1, 9)
 )
@@ -74,7 +74,7 @@ def test_every_candidate_for_a_product_is_enumerated(m, n, k, kinds, layout, bat
     assert_in_a_class(problem, space.candidates(problem, TARGET))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(sizes, sizes, sizes, st.sampled_from(KINDS), st.integers(2, 8), st.sampled_from(COLLECTIVES), st.data())
 def test_every_candidate_for_a_gathered_product_is_enumerated(m, n, k, kinds, devices, op, data):
     layouts, operand_bytes, _ = OPERATIONS[op]
@@ -85,7 +85,9 @@ def test_every_candidate_for_a_gathered_product_is_enumerated(m, n, k, kinds, de
 
 def test_what_the_shipped_table_says_is_enumerated():
     for entry in itertools.chain.from_iterable(map(tables.load, tables.shipped_files())):
-        assert_in_a_class(entry.problem, [entry.config])
+        # (What has too many registers with this version of jax is not taken.)
+        if not space.spills(entry.config):
+            assert_in_a_class(entry.problem, [entry.config])
 
 
 def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
@@ -102,9 +104,22 @@ def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
             assert sum(member.config.fields[name] == value for member in members) >= 4, (name, value)
 
 
+def test_the_sweep_compares_members_of_classes_that_there_are():
+    sampled = assembly_sweep._samples(COVER)
+    assert {kernel.tile for kernel in sampled} == set(assembly_sweep.SAMPLED)
+
+
+def test_swapped_tiles_of_any_rows_are_in_the_class_of_the_next_more():
+    problem = Problem(MATMUL, 1192, 1792, 6464, "bfloat16", "bfloat16")
+    most, half = space.MOST_ACCUMULATED, space.MOST_ACCUMULATED // 2
+    for rows, of_class in ((8, half), (half, half), (half + 8, most), (most, most), (most + 8, 256), (256, 256)):
+        config = Config(tile_m=rows, tile_n=128, swap_operands=True)
+        assert classify(config, problem, epilogue=False).tile_m == of_class
+
+
 def test_the_core_has_every_pair_of_values_and_what_needs_most_registers():
     pairs = [set().union(*map(assembly_space.value_pairs, kernels)) for kernels in (EVERY, CORE)]
-    assert pairs[0] == pairs[1] and len(CORE) <= 50
+    assert pairs[0] == pairs[1] and len(CORE) <= 60
     for tile, ending in assembly_space.MOST_REGISTERS:
         assert any((kernel.tile, (kernel.pulls, *kernel.ending)) == (tile, ending) for kernel in CORE)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 
+import jax
 import pytest
 
 from overlap import cli
@@ -35,6 +36,20 @@ def test_the_quickstart_runs() -> None:
             block = block.replace(size, small)
         exec(compile(block, "index.md", "exec"), names)
     assert getattr(names["y"], "shape", None) == (64, 64)
+
+
+def test_the_page_on_global_arrays_runs() -> None:
+    names: dict[str, object] = {}
+    before = jax.sharding.get_mesh()
+    try:
+        for block in blocks("sharded.md", "python"):
+            for size, small in (("1024", "16"), ("512", "32"), ("2048", "64")):
+                block = block.replace(size, small)
+            exec(compile(block, "sharded.md", "exec"), names)
+    finally:
+        jax.set_mesh(before)
+    assert getattr(names["y"], "shape", None) == (4, 16, 32)
+    assert getattr(names["h"], "shape", None) == (4, 16, 64)
 
 
 def commands() -> list[tuple[str, str]]:

@@ -50,6 +50,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "matmul": dict,
     "matmul_all_reduce": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
     "matmul_reduce_scatter": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
+    "sharded_matmul": lambda: {"x": jnp.ones((2, 64, 64), jnp.bfloat16), "w": matrix(64, 64)},
     "explain": lambda: {"mesh": mesh()},
     "autotune": lambda: {"layer": fused, "x": matrix(64, 64), "w": matrix(64, 64)},
     "core_count_of_devices": dict,

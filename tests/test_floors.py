@@ -19,9 +19,10 @@ FLOORS = (
     ("frame",),
     ("single_gpu",),
     ("collectives",),
+    ("sharded",),
     ("tuning",),
     ("__init__",),
-    ("cli",),
+    ("cli", "layers"),
     ("__main__",),
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}

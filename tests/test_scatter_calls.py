@@ -164,8 +164,11 @@ def test_explain(monkeypatch):
         chosen = explain(struct(8192, 8192), struct(8192, 8192), **keywords, **FUSED)
         assert chosen.implementation == "fused" and chosen.source == "heuristic"
         assert (chosen.config.cluster, chosen.config.stream_k, chosen.config.split_k) == (1, 1, 1)
-        # Of the two devices' products, in the result's dtype: the half that is sent, and the half that comes.
-        assert chosen.scratch_bytes == 8192 * 8192 * (4 if "preferred_element_type" in keywords else 2)
+        # Of the two devices' products, in the result's dtype: the half that is sent, and the half that comes, in tiles.
+        half = (8192, 4096) if keywords is COLUMNS else (4096, 8192)
+        tile = chosen.config.tile_m, chosen.config.tile_n
+        rows, columns = (-(-size // of_tile) * of_tile for size, of_tile in zip(half, tile, strict=True))
+        assert chosen.scratch_bytes == 2 * rows * columns * (4 if "preferred_element_type" in keywords else 2)
         assert f"scratch: {chosen.scratch_bytes:,} bytes" in str(chosen)
     assert explain(*GOOD, config=SMALL).config == SMALL
     refused = explain(GOOD[0], struct(64, 201))

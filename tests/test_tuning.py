@@ -62,8 +62,8 @@ def test_the_heuristic_knows_the_usual_cases():
 
     # Large: the tile with the most work per byte.
     assert tile("8192x8192x8192") == (128, 256, 1)
-    # 3.4 waves: the last one is cut, or of smaller tiles in turn. 3.9: neither is worth it.
-    assert fields("4096x3584x8192").stream_k > 1 or fields("4096x3584x8192").schedule == "pingpong"
+    # 3.4 waves: the last one is cut, or full of tiles with other rows.
+    assert fields("4096x3584x8192").stream_k > 1 or fields("4096x3584x8192").swap_operands
     assert fields("4096x4096x4096").stream_k == 1
     # Little depth: one warpgroup stores while the other multiplies.
     assert fields("4096x32768x512").schedule == "pingpong"
@@ -76,7 +76,6 @@ def test_the_heuristic_knows_the_usual_cases():
     assert tile("1024x1024x14336", devices=2)[2] == 1
     # A few rows: what is left of a tile is not loaded, so the narrowest one that fills the cores, uncut.
     assert tile("16x8192x8192") == tile("64x8192x8192") == (128, 64, 1)
-    assert tile("16x4096x4096")[2] > 1
 
 
 def test_the_model_counts_waves_and_partial_tiles():

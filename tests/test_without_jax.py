@@ -176,3 +176,27 @@ def test_a_jax_newer_than_the_range_is_a_problem_for_doctor_alone(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.11.1")
     assert "jax 0.11.1 is too old" in (why_not() or "")
     assert checks.version_of("no-such-package") is None
+
+
+def test_the_first_use_of_a_name_does_not_have_the_function_around_it_traced_again():
+    program = """
+import jax
+import jax.numpy as jnp
+import overlap
+traced = []
+@jax.jit
+def layer(x):
+    traced.append(1)
+    return overlap.matmul(x, x, implementation="xla")
+for _ in range(2):
+    layer(jnp.ones((8, 8)))
+print(len(traced))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.stdout.split() == ["1"], done

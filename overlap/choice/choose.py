@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import os
 import pathlib
-from typing import Any
 
 import jax
 
 from overlap.choice import crossover, tables
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
-from overlap.choice.space import heuristic
+from overlap.choice.session import session
+from overlap.choice.space import heuristic, spills
 from overlap.kernels.config import Config, default_config
 from overlap.kernels.target import Target
 
@@ -34,11 +34,6 @@ class Session:
     configs: dict[Problem, Config] = dataclasses.field(default_factory=dict)
     measured: dict[Problem, Measured] = dataclasses.field(default_factory=dict)
     asked: dict[Problem, None] = dataclasses.field(default_factory=dict)
-
-
-# Part of the cache key of `jax.jit`: a function that was traced outside a session is traced again inside, so that its
-# calls are seen, and the configurations of a session do not outlive it.
-session: Any = jax.make_user_context(None)
 
 
 def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
@@ -104,7 +99,8 @@ def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:
         for name, files in (("table", _user_files(target)), ("shipped table", tables.shipped_files())):
             for file in files:
                 entry = tables.find(tables.load(file), problem, target, jax.__version__)
-                if entry is not None:
+                # What was measured with another version of jax may have too many registers with this one.
+                if entry is not None and not spills(entry.config):
                     other = entry.measured_elsewhere(jax.__version__)
                     return f"{name} {file}: {entry.problem.shape}{f', {other}' if other else ''}", entry
     return "", None

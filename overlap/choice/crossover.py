@@ -22,8 +22,9 @@ from overlap.choice.problem import Problem
 from overlap.kernels.config import SWIZZLE_BYTES
 
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
-# Below this the difference is no noise: the same pair measured twice differs by up to 4%.
-LEAST_RATIO = 0.95
+# Below this the difference is no noise: the same pair measured twice differs by up to 4%, and XLA's times beside many
+# configurations are corrected by an estimate of 3% (`benchmarks.fit_model`).
+LEAST_RATIO = 0.93
 NOT_MEASURED = "not measured on this GPU yet"
 _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT

@@ -43,6 +43,7 @@ class Explanation:
         GPU until another device gets on, as XLA's collectives do, can wait for each other for ever.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
         "xla". The copies of shards that an all-gather makes are not counted.
+      plan: of `sharded_matmul`, what it runs along which mesh axes; else empty.
     """
 
     op: str
@@ -55,13 +56,15 @@ class Explanation:
     transport_reason: str = ""
     ctas_at_once: int = 0
     scratch_bytes: int = 0
+    plan: str = ""
 
     def __str__(self) -> str:
         config = f" with {self.config} ({self.source})" if self.config else ""
         transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
         needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
         scratch = f"; scratch: {self.scratch_bytes:,} bytes" if self.scratch_bytes else ""
-        return f"{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}{scratch}"
+        plan = f"{self.plan}: " if self.plan else ""
+        return f"{plan}{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}{scratch}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,10 +58,13 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     rates, work, itemsize = rates or rates_of(target), work_of(config, problem, target), problem.itemsize
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
-    hbm_rate = rates.hbm_bytes_per_us * active / target.num_cores
     weights, (*_, products) = problem.n * problem.k * itemsize, problem.grid(config)
     again = products - 1 if problem.pulls and problem.gathered == "m" and weights > rates.l2_bytes else 0
     hbm_bytes = problem.bytes_per_device + again * weights
+    hbm_rate = rates.hbm_bytes_per_us
+    if hbm_bytes > rates.l2_bytes:
+        # (Of what stays in the L2 each core has its share of that.)
+        hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * active)
     per_depth = _PerDepth.of(config, problem, rates, active, target)
     cycles = _core_cycles(config, problem, rates, target, per_depth)
     us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
@@ -137,6 +140,9 @@ class _PerDepth:
         busy = _at_once(
             rates.overlap_exponent, multiplied / rates.tensor_core_rate, read / rates.smem_bytes_per_cycle, load
         )
+        # A slot is given back one step late, and then filled again.
+        refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
+        busy = _at_once(rates.overlap_exponent, busy, refill)
         return _PerDepth(busy + step / config.tile_k, multiplied, loaded, read)
 
 

@@ -44,8 +44,10 @@ class Rates:
       in_turn: how much longer all products of a core take then.
       gathering_in_turn: likewise beside a gather, whose buffers leave less room for stages. Measured on 2 H200s: 1.03
         to 1.11.
-      hbm_bytes_per_us: of the whole device; a core alone draws no more than its share. Measured on an H200:
-        16 × 8192 × 8192 on 64 cores moves 2.3 MB/µs, on 128 cores 2.9 (with the overhead of split tiles in it).
+      load_latency_cycles: from the request of an operand tile until it is there.
+      hbm_bytes_per_us: of the whole device.
+      hbm_bytes_per_us_alone: of one core alone. Measured on an H200: 16 × 8192 × 8192 takes 45.8 µs on 64 cores, 36.3
+        on 128: 3.4 and 4.4 MB/µs behind the launch.
       l2_bytes: weights that are larger are read anew for each shard's tiles, which come one after the other.
       sum_bytes_per_us: of the kernel that sums up the parts of a split contraction.
       flag_cycles: of a tile that CTAs share: a flag crosses the L2, and what others have summed up is read one round
@@ -82,7 +84,9 @@ class Rates:
     turn_cycles: float
     in_turn: float
     gathering_in_turn: float
+    load_latency_cycles: float
     hbm_bytes_per_us: float
+    hbm_bytes_per_us_alone: float
     l2_bytes: float
     sum_bytes_per_us: float
     flag_cycles: float
@@ -109,6 +113,8 @@ class Rates:
         """Elements that the tensor cores read of shared memory, per element of a tile's depth."""
         rows, columns = hopper.warpgroup_tile(config)
         parts = config.tile_m * config.tile_n // (rows * columns)
+        if config.swap_operands:
+            rows, columns = columns, rows
         return parts * (rows / hopper.WGMMA_M) * (hopper.WGMMA_M + columns)
 
     def rows_multiplied(self, config: Config, loaded: int) -> int:

@@ -13,9 +13,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from overlap.choice.model import predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
+from overlap.kernels.hopper.limits import MAX_ACCUMULATOR_REGISTERS, accumulator_registers
 from overlap.kernels.target import Target
 
 SHAPE: dict[str, tuple[Any, ...]] = {
@@ -23,6 +27,7 @@ SHAPE: dict[str, tuple[Any, ...]] = {
     "tile_n": (256, 192, 128, 64),
     "tile_k": (64, 128),
     "schedule": ("cooperative", "pingpong"),
+    "swap_operands": (False,),
     "cluster": (1, 2),
     "cluster_along": ("m", "n"),
     "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
@@ -47,8 +52,19 @@ LEAST_ROWS_TO_SHARE = 128
 # Joined rows make few tiles, which more cores may share; more rows than these are better multiplied as they arrive.
 MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024
+# With swapped operands, rows are chosen so that the last tile is full.
+SWAPPED: dict[str, tuple[Any, ...]] = {"tile_n": (256, 128, 64), "swap_operands": (True,), "one_shot": (False,)}
+MOST_COLUMNS = 256
+# With jax 0.12 each thread has 168 registers, whatever its role asks for (docs/DESIGN.md): with more sums than these in
+# them wgmma is serialized. (Measured: 128 are well, 144 are not.)
+MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
+SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
 # As many as fit; fewer are tried because they leave more of the L1 to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
+# Tiles with swapped operands beside a gather, and clusters of joined rows: none has been timed. The tuner tries them.
+_NOT_MEASURED = 1.05
+# Fine choices are tried of so many shapes, the best ones.
+MOST_VARIED = 32
 # How much slower a configuration is assumed to be for each fine field that is not the usual one.
 _DEVIATION_COST = 0.015
 
@@ -67,6 +83,23 @@ def heuristic(problem: Problem, target: Target) -> Config | None:
     return next(iter(_candidates(problem, target)), None)
 
 
+def rank(config: Config, problem: Problem, target: Target, rates: Any = None) -> float:
+    """What `candidates` sorts by: the model's time, and a little more for each fine choice that is unusual."""
+    us = _expected_us(config, problem, target, rates)
+    shape = dataclasses.replace(_usual(problem), **{name: config.fields[name] for name in SHAPE})
+    base = _base(shape, problem, target)
+    if base is None:
+        return us
+    fine = (*FINE, *PULLS, "stages")
+    return us * (1 + _DEVIATION_COST * sum(config.fields[name] != base.fields[name] for name in fine))
+
+
+def _expected_us(config: Config, problem: Problem, target: Target, rates: Any = None) -> float:
+    us = predicted_us(config, problem, target, rates)
+    new = (config.swap_operands and problem.pulls) or (config.joined and config.cluster > 1)
+    return us * _NOT_MEASURED if new else us
+
+
 def differences(config: Config) -> str:
     """A configuration in words: its tile, and the fields in which it differs from `Config()` otherwise."""
     usual, tile = Config().fields, ("tile_m", "tile_n", "tile_k")
@@ -76,14 +109,13 @@ def differences(config: Config) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
+    found = (_base(shape, problem, target) for shape in _shapes(problem, target))
+    bases = [(_expected_us(base, problem, target), base) for base in found if base is not None]
+    bases.sort(key=lambda pair: pair[0])
     ranked: dict[Config, float] = {}
     seen: set[Any] = set()
-    for shape in _shapes(problem, target):
-        base = _base(shape, problem, target)
-        if base is None:
-            continue
-        us = predicted_us(base, problem, target)
-        for config, deviations in _variations(base, problem):
+    for place, (us, base) in enumerate(bases):
+        for config, deviations in _variations(base, problem) if place < MOST_VARIED else ((base, 0),):
             same = _walk(config, problem)
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
@@ -96,11 +128,16 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     """The tile shapes, each with the ways to fill the last wave that differ; all else as `Config` has it."""
     cuts = ("split_k", "stream_k")
     names = [name for name in SHAPE if name not in cuts]
-    for values in itertools.product(*(SHAPE[name] for name in names)):
+    upright = itertools.product(*(SHAPE[name] for name in names))
+    of_swapped = SHAPE | SWAPPED | {"tile_m": _rows_of_swapped(problem)}
+    swapped = itertools.product(*(of_swapped[name] for name in names))
+    for values in itertools.chain(upright, swapped if _may_swap(problem, target) else ()):
         whole = dataclasses.replace(_usual(problem), **dict(zip(names, values, strict=True)))
         if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole, problem, target):
             continue
         yield whole
+        if whole.swap_operands:
+            continue
         work = work_of(whole, problem, target)
         if not work.full_waves and not problem.pulls:
             # No more parts than fill one wave, and each with some depth.
@@ -116,6 +153,25 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
             if cut.workers not in seen and work.k_steps >= 2 * parts:
                 seen.add(cut.workers)
                 yield dataclasses.replace(whole, stream_k=parts)
+
+
+def _may_swap(problem: Problem, target: Target) -> bool:
+    """Whether the kernel may compute transposed tiles."""
+    exchanges = problem.pulls and not problem.gathered
+    return (
+        target.is_hopper and not exchanges and not problem.transpose_lhs and jnp.dtype(problem.out_dtype).itemsize == 2
+    )
+
+
+def _rows_of_swapped(problem: Problem) -> tuple[int, ...]:
+    """Rows of tiles whose operands are swapped: for each number of tiles below each other the fewest that suffice."""
+    found: set[int] = set()
+    # Those of a shard, and of all shards together where they are joined.
+    for m in {problem.m, problem.m * problem.devices * problem.batch} - {0}:
+        least = min(LEAST_ROWS_OF_SWAPPED, m)
+        counts = range(-(-m // MOST_ROWS_OF_SWAPPED), -(-m // least) + 1)
+        found |= {-(-m // (count * SWAPPED_UNIT)) * SWAPPED_UNIT for count in counts}
+    return tuple(sorted(rows for rows in found if rows <= MOST_ROWS_OF_SWAPPED))
 
 
 def _usual(problem: Problem) -> Config:
@@ -137,12 +193,17 @@ def _adjacent(shape: Config, problem: Problem) -> int:
 def _needless(shape: Config, problem: Problem, target: Target) -> bool:
     if shape.cluster == 1 and shape.cluster_along != Config().cluster_along:
         return True
-    if shape.cluster_along == "n" and shape.tile_m < LEAST_ROWS_TO_SHARE:
+    rows = problem.m * (problem.devices * problem.batch if shape.joined else 1)
+    if shape.cluster_along == "n" and (shape.tile_m < LEAST_ROWS_TO_SHARE or rows <= FEW_ROWS):
+        return True
+    if shape.swap_operands and not accumulator_registers(shape):
+        return True
+    if spills(shape):
         return True
     if shape.one_shot and not (problem.spreads and problem.pulls):
         return True
     if shape.in_turn and (
-        shape.joined or shape.one_shot or not work_of(shape, problem, target).full_waves or target.is_blackwell
+        shape.joined or shape.one_shot or work_of(shape, problem, target).pieces(0) < 2 or target.is_blackwell
     ):
         # With one tile a CTA there is nobody to take turns with.
         return True
@@ -155,6 +216,13 @@ def _needless(shape: Config, problem: Problem, target: Target) -> bool:
     filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)
     few = problem.m * shards <= MOST_JOINED_ROWS
     return problem.op != "all_gather_lhs_matmul" or problem.devices == 1 or filled or not few
+
+
+def spills(shape: Config) -> bool:
+    """Whether the kernel has too few registers with all of the epilogue. It runs all the same, but is not tried."""
+    # (`tests/assembly_space.py`. Of 80 rows, bfloat16 and a right operand as [k, n], 156 bytes; of 64, none to spare.)
+    in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
+    return shape.swap_operands and (in_clusters or accumulator_registers(shape) > MOST_ACCUMULATED)
 
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:

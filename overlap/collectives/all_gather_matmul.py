@@ -96,10 +96,11 @@ class AllGatherLhs(AllGather):
         return same_along(gathered_lhs, {*self.ring.names, *(axes_of(gathered_lhs) - axes_of(lhs))})
 
 
-def _prepare(
+def prepare(
     lhs: Any, rhs: Any, axis_name: Any, *, transport: str | None = None, return_gathered: bool = False,
     mesh: Any = None, **keywords: Any,
 ) -> tuple[AllGatherLhs, Call]:  # fmt: skip
+    """A checked call of `all_gather_lhs_matmul`; see `overlap.frame.call`."""
     returns = arguments.flag("return_gathered", return_gathered)
     ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
@@ -110,7 +111,7 @@ def _prepare(
 
 def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
     """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
-    return call.explain(_prepare, *args, **keywords)
+    return call.explain(prepare, *args, **keywords)
 
 
 # --- The public function: its result is what `rhs` and `return_gathered` say ------------------------------------------
@@ -281,4 +282,4 @@ def all_gather_lhs_matmul(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    return call.run(_prepare, **locals())
+    return call.run(prepare, **locals())

@@ -84,10 +84,11 @@ class AllGatherRhs(AllGather):
         return move(x.reshape(self.pieces, -1, x.shape[-1]), dimension).reshape(-1, x.shape[-1])
 
 
-def _prepare(
+def prepare(
     lhs: Any, rhs: Any, axis_name: Any, *, gather_dimension: Any, mesh: Any = None, transpose_rhs: Any = False,
     **keywords: Any,
 ) -> tuple[AllGatherRhs, Call]:  # fmt: skip
+    """A checked call of `all_gather_rhs_matmul`; see `overlap.frame.call`."""
     ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
         "gather_dimension", gather_dimension, (0, 1), "0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D])"
@@ -99,7 +100,7 @@ def _prepare(
 
 def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
     """Checks a call of `all_gather_rhs_matmul` and says what would run. Same arguments and errors."""
-    return call.explain(_prepare, *args, **keywords)
+    return call.explain(prepare, *args, **keywords)
 
 
 def all_gather_rhs_matmul(
@@ -178,4 +179,4 @@ def all_gather_rhs_matmul(
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023).
     """
-    return call.run(_prepare, **locals())
+    return call.run(prepare, **locals())

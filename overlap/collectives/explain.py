@@ -19,12 +19,16 @@ _DECIDE = {
 }
 
 
+# Operations of the floors above: each enters itself.
+EXPLAINED: dict[Callable[..., Any], Callable[..., Explanation]] = {}
+
+
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation `op(*args, **kwargs)` would run, with what configuration, and why.
 
     Args:
       op: a public operation, e.g. `overlap.all_gather_lhs_matmul`.
-      *args: its arguments, per shard; arrays or `jax.ShapeDtypeStruct`s.
+      *args: its arguments, per shard, or global for `sharded_matmul`; arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: its keywords; and `mesh=`, which the collectives need outside `jax.shard_map`: the decision is then for
         the devices of that mesh.
 
@@ -39,9 +43,9 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       >>> x, w = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
       >>> print(overlap.explain(overlap.all_gather_lhs_matmul, x, w, "x", mesh=mesh))
     """
-    decide = next((decide for known, decide in _DECIDE.items() if op is known), None)
+    decide = next((decide for known, decide in (*_DECIDE.items(), *EXPLAINED.items()) if op is known), None)
     if decide is None:
-        names = [f"overlap.{known.__name__}" for known in _DECIDE]
+        names = [f"overlap.{known.__name__}" for known in (*_DECIDE, *EXPLAINED)]
         raise ValueError(f"`op` must be one of {names}, got {arguments.said(op)}: pass the function itself")
     arguments.bound(op, args, kwargs, more=("mesh",))
     arguments.mesh(kwargs.get("mesh"))

@@ -180,7 +180,8 @@ class _Body:
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
             def broadcast(vector_gmem: Any) -> jax.Array:
-                return mainloop.broadcast_vector(vector_gmem, pl.ds(first_row + rows.start, rows.size), shape, 0)
+                where = pl.ds(first_row + rows.start, rows.size)
+                return mainloop.broadcast_vector(vector_gmem, where, shape, 1 if config.swap_operands else 0)
 
             if scales is None:
                 return broadcast(vectors.row_scale)
@@ -195,5 +196,5 @@ class _Body:
 
         return epilogue.epilogue(
             vectors, None, mainloop, first_column=first_column,
-            row_scales=None if vectors.row_scale is None else row_scales,
+            row_scales=None if vectors.row_scale is None else row_scales, transposed=config.swap_operands,
         )  # fmt: skip

@@ -143,18 +143,19 @@ class _Body:
 
     def _epilogue_at(self, tile: Tile) -> Any:
         (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
-        mainloop = self.kernel.mainloop
+        mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
             # They are here if the rows are. Where there are no rows, nothing is stored, and the scales of the last ones
             # serve.
             start = smaller(rows.start, schedule.read_rows - rows.size)
-            return mainloop.broadcast_vector(scales_gmem[0], pl.ds(start, rows.size), shape, 0)
+            return mainloop.broadcast_vector(scales_gmem[0], pl.ds(start, rows.size), shape, 1 if swapped else 0)
 
         first_column = schedule.product.first_column(tile.side) * self.kernel.config.cluster_tile[1]
         return epilogue.epilogue(
-            vectors, None, mainloop, first_column=first_column, row_scales=row_scales if scales_gmem else None
-        )
+            vectors, None, mainloop, first_column=first_column, row_scales=row_scales if scales_gmem else None,
+            transposed=swapped,
+        )  # fmt: skip
 
 
 def _pull_scales(

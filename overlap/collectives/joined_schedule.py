@@ -13,7 +13,7 @@ from typing import Any
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
-from overlap.kernels.hooks import BLOCK_ROWS
+from overlap.kernels.hooks import BLOCK_ROWS, LEAST_BLOCK_ROWS
 from overlap.primitives.copies import PullPlan
 from overlap.primitives.integers import ceil_div, choose, largest_divisor, quotient, remainder
 
@@ -93,7 +93,9 @@ class JoinedSchedule:
     @property
     def read_rows(self) -> int:
         """How many scales are read: those of whole blocks of rows as an epilogue is called with them."""
-        return ceil_div(self.rows, BLOCK_ROWS) * BLOCK_ROWS
+        # A tile of any number of rows (`Config.swap_operands`) ends with a block that does not begin at a multiple.
+        unit = BLOCK_ROWS if self.block_rows % LEAST_BLOCK_ROWS == 0 else self.block_rows
+        return ceil_div(self.rows, unit) * unit
 
     # --- Flags ---
 

@@ -72,14 +72,15 @@ class MatmulAllReduce(Summed):
         return lax.psum(cotangent, self.ring.axis_name)
 
 
-def _prepare(lhs: Any, rhs: Any, axis_name: Any, *, mesh: Any = None, **keywords: Any) -> tuple[MatmulAllReduce, Call]:
+def prepare(lhs: Any, rhs: Any, axis_name: Any, *, mesh: Any = None, **keywords: Any) -> tuple[MatmulAllReduce, Call]:
+    """A checked call of `matmul_all_reduce`; see `overlap.frame.call`."""
     operation = MatmulAllReduce(ring_of(NAME, arguments.axis_name(axis_name), mesh))
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 
 def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
     """Checks a call of `matmul_all_reduce` and says what would run. Same arguments and errors."""
-    return call.explain(_prepare, *args, **keywords)
+    return call.explain(prepare, *args, **keywords)
 
 
 def matmul_all_reduce(
@@ -159,4 +160,4 @@ def matmul_all_reduce(
     Source: the row-parallel layer of Shoeybi et al., "Megatron-LM" (2019); reduce-scatter and all-gather as one
     all-reduce as in Thakur et al., "Optimization of Collective Communication Operations in MPICH" (2005).
     """
-    return call.run(_prepare, **locals())
+    return call.run(prepare, **locals())

@@ -40,10 +40,11 @@ class MatmulReduceScatter(ReduceScatter):
     name = NAME
 
 
-def _prepare(
+def prepare(
     lhs: Any, rhs: Any, axis_name: Any, *, scatter_dimension: Any = 0, transport: Any = None, mesh: Any = None,
     **keywords: Any,
 ) -> tuple[MatmulReduceScatter, Call]:  # fmt: skip
+    """A checked call of `matmul_reduce_scatter`; see `overlap.frame.call`."""
     ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
         "scatter_dimension", scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
@@ -58,7 +59,7 @@ def _prepare(
 
 def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
     """Checks a call of `matmul_reduce_scatter` and says what would run. Same arguments and errors."""
-    return call.explain(_prepare, *args, **keywords)
+    return call.explain(prepare, *args, **keywords)
 
 
 def matmul_reduce_scatter(
@@ -147,4 +148,4 @@ def matmul_reduce_scatter(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    return call.run(_prepare, **locals())
+    return call.run(prepare, **locals())

@@ -1,14 +1,23 @@
 """Run Mosaic GPU kernels of several devices on the CPU, and find their races and deadlocks.
 
-A wing of its own: it imports nothing of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md.
+A wing of its own: it imports nothing of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md. Its names are
+loaded at their first use.
 """
 
-from .context import Event, Run, core_count, emulate
-from .core_counts import core_count_of_devices
-from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
-from .lowering import enable
-from .replay import run_sequence
-from .sequence import Launch
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .cores import core_count
+
+if TYPE_CHECKING:
+    from .context import Event, Run, emulate
+    from .core_counts import core_count_of_devices
+    from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
+    from .lowering import enable
+    from .replay import run_sequence
+    from .sequence import Launch
 
 __all__ = [
     "DeadlockError",
@@ -25,3 +34,28 @@ __all__ = [
     "enable",
     "run_sequence",
 ]
+
+# The module of each name: the imports above, for when the program runs.
+_HOMES = {
+    "DeadlockError": "errors",
+    "EmulationError": "errors",
+    "Event": "context",
+    "Launch": "sequence",
+    "ProtocolError": "errors",
+    "RaceError": "errors",
+    "Run": "context",
+    "StepLimitError": "errors",
+    "core_count_of_devices": "core_counts",
+    "emulate": "context",
+    "enable": "lowering",
+    "run_sequence": "replay",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'overlap.emulation' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = value
+        return value

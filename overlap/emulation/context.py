@@ -15,6 +15,8 @@ import jax
 import numpy as np
 
 from . import interrupt
+from .cores import DEFAULT_CORES
+from .cores import cores as in_cores
 from .errors import EmulationError
 from .scheduler import SCHEDULERS
 
@@ -22,16 +24,13 @@ Completion = Literal["late", "random", "eager"]
 Scheduler = Literal["pct", "random", "round_robin"]
 
 _COMPLETIONS = ("late", "random", "eager")
-_DEFAULT_CORES = 4
-# Part of the cache key of `jax.jit`: a function traced for two cores is not reused for three.
-_cores = jax.make_user_context(_DEFAULT_CORES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How kernels run; see `emulate`."""
 
-    cores: int = _DEFAULT_CORES
+    cores: int = DEFAULT_CORES
     completion: Completion = "late"
     scheduler: Scheduler = "pct"
     seed: int = 0
@@ -160,14 +159,6 @@ _active: list[Run] = []
 _background = Run(Settings())  # of kernels that run outside any context
 
 
-def core_count() -> int:
-    """How many cores (CTAs that fit) a CPU device pretends to have; 4 outside `emulate`.
-
-    The value is part of the cache key of `jax.jit`, so it may be asked for while a function is traced.
-    """
-    return _cores.value
-
-
 @functools.cache
 def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
     """A computation on all devices, and its argument."""
@@ -214,7 +205,7 @@ def _raise_if_interrupted(run: Run) -> None:
 
 @contextlib.contextmanager
 def emulate(
-    cores: int = _DEFAULT_CORES,
+    cores: int = DEFAULT_CORES,
     completion: Completion = "late",
     scheduler: Scheduler = "pct",
     seed: int = 0,
@@ -265,7 +256,7 @@ def emulate(
     with _lock:
         _active.append(run)
     try:
-        with _cores(cores):
+        with in_cores(cores):
             yield run
     except Exception as consequence:
         drain()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from .context import core_count
+from .cores import core_count
 
 
 @contextlib.contextmanager

@@ -18,25 +18,28 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "order_minor": ("m", "n"),
     "cluster_along": ("m", "n"),
 }
-_SWITCHES = ("joined", "one_shot")
+_SWITCHES = ("swap_operands", "joined", "one_shot")
 
 
 def _require_valid(sizes: Any) -> None:
     """Checks the fields of a (part of a) configuration one by one. Raises ValueError."""
-    for field in dataclasses.fields(sizes):
-        value, part = getattr(sizes, field.name), _PARTS.get(field.name)
+    # (The search makes thousands.)
+    for name, value in vars(sizes).items():
+        if type(value) is int and value >= 1 and name not in _NO_NUMBERS:
+            continue
+        part = _PARTS.get(name)
         if part is not None:
             if not isinstance(value, part):
-                raise ValueError(f"`{field.name}` must be an overlap.{part.__name__}, got {value!r}: pass one")
-        elif field.name in _SWITCHES:
+                raise ValueError(f"`{name}` must be an overlap.{part.__name__}, got {value!r}: pass one")
+        elif name in _SWITCHES:
             if not isinstance(value, bool):
-                raise ValueError(f"`{field.name}` must be True or False, got {value!r}")
-        elif field.name in _CHOICES:
-            first, second = _CHOICES[field.name]
+                raise ValueError(f"`{name}` must be True or False, got {value!r}")
+        elif name in _CHOICES:
+            first, second = _CHOICES[name]
             if not (isinstance(value, str) and value in (first, second)):
-                raise ValueError(f"`{field.name}` must be {first!r} or {second!r}, got {value!r}")
+                raise ValueError(f"`{name}` must be {first!r} or {second!r}, got {value!r}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{field.name}` must be an int of at least 1, got {value!r}")
+            raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class PullSizes:
 
 
 _PARTS: dict[str, type] = {"pull": PullSizes}
+_NO_NUMBERS = {*_SWITCHES, *_CHOICES, *_PARTS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Config:
     """The tunable sizes of a (fused) matmul.
 
     Attributes:
-      tile_m: rows of the output tile of one CTA: 64, 128 or 256; 128 on Blackwell.
+      tile_m: rows of the output tile of one CTA: 64, 128 or 256, or any multiple of 8 up to 256 with `swap_operands`;
+        128 on Blackwell.
       tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64 and the schedule
         cooperative), 256 at most. On Blackwell of 128 if `cluster` is 2, and of twice that if the right operand is
         float8 as [k, n].
@@ -72,6 +77,10 @@ class Config:
       schedule: "cooperative": the two compute warpgroups of a CTA share each tile. "pingpong": each has tiles of its
         own, in turn, so that one stores its tile while the other one multiplies; a tile is then 128 × 128 or 64 × 256
         at most. On Blackwell a tile is always stored beside the products of the next, and there is no "pingpong".
+      swap_operands: the tensor cores compute the transposed tile, rhsᵀ · lhsᵀ. These have 64 rows at a time, but
+        columns in eights; so `tile_m` may then be chosen for tiles that fill the cores' last wave, and `tile_n` is 64
+        (pingpong), 128 or 256. For 16-bit results and `lhs` as [m, k], without `stream_k` and `split_k`; not by the
+        transport "ring", where results are exchanged, and on Blackwell.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: tiles (of a cluster) per band of the order (`TileOrder`).
       stream_k: into how many parts each tile of the last, partial wave may be cut along k, so that cores that would
@@ -97,6 +106,7 @@ class Config:
     tile_k: int = 64
     stages: int = 4
     schedule: Literal["cooperative", "pingpong"] = "cooperative"
+    swap_operands: bool = False
     order_minor: Literal["m", "n"] = "m"
     order_width: int = 8
     stream_k: int = 1

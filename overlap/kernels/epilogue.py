@@ -66,6 +66,7 @@ def epilogue(
     *,
     first_column: Any = 0,
     row_scales: Callable[[Any, tuple[int, ...]], jax.Array] | None = None,
+    transposed: bool = False,
 ) -> Epilogue:
     """The epilogue of one tile (`Hooks.epilogue_at`).
 
@@ -76,18 +77,20 @@ def epilogue(
       first_column: where the columns of the tile's right operand begin in vectors of columns.
       row_scales: from a slice of rows of the output, and the shape of the values, to their scales; by default those of
         `vectors.row_scale` at these rows.
+      transposed: whether values (and `row_scales`) are [columns, rows] (`Config.swap_operands`).
     """
+    row_dimension, column_dimension = (1, 0) if transposed else (0, 1)
 
     def of_columns(vector_gmem: Any, columns: Any, shape: tuple[int, ...]) -> jax.Array:
         start = columns.start if _is_zero(first_column) else first_column + columns.start
-        return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, 1)
+        return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
 
     def apply(values: jax.Array, rows: Any, columns: Any, addend: jax.Array | None) -> jax.Array:
         shape = values.shape
         if row_scales is not None:
             values = values * row_scales(rows, shape)
         elif vectors.row_scale is not None:
-            values = values * mainloop.broadcast_vector(vectors.row_scale, rows, shape, 0)
+            values = values * mainloop.broadcast_vector(vectors.row_scale, rows, shape, row_dimension)
         if vectors.column_scale is not None:
             values = values * of_columns(vectors.column_scale, columns, shape)
         if vectors.bias is not None:

@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 
 # The most rows of the blocks of values that an epilogue is called with.
 BLOCK_ROWS = 128
+# And the fewest, but for the last ones of a tile that has another number of rows.
+LEAST_BLOCK_ROWS = 64
 Epilogue = Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array]
 
 
@@ -185,7 +187,7 @@ class Hooks:
       epilogue_at: from a tile to its epilogue. That is called as `epilogue(values, rows, columns, addend)` with f32
         values of the product, at most `BLOCK_ROWS` rows of them, the (traced) slices of the output that they are for,
         and the addend's values there (or None); it returns what is stored. The sum of the parts of an `Exchange` is an
-        addend.
+        addend. With `Config.swap_operands` all values are transposed: [columns, rows].
       exchange: for products of which peers compute a part. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: from a tile to where the scales of its blocks lie; None: it has none. Those of the rows are here
         when the rows are (`before_load`).

@@ -57,16 +57,16 @@ def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:
 def same_along(value: jax.Array, axes: Iterable[Any]) -> jax.Array:
     """A value that is known to be the same on all devices along `axes`, so typed; for instance gathered along them."""
     known = tuple(axis for axis in axes if axis in axes_of(value))
-    return _same_p.bind(value, axes=known) if known else value
+    return same_along_p.bind(value, axes=known) if known else value
 
 
-_same_p = Primitive("overlap_same_along")
-_same_p.def_impl(lambda value, *, axes: value)
-mlir.register_lowering(_same_p, lambda context, value, *, axes: [value])
-batching.defvectorized(_same_p)
+same_along_p = Primitive("overlap_same_along")
+same_along_p.def_impl(lambda value, *, axes: value)
+mlir.register_lowering(same_along_p, lambda context, value, *, axes: [value])
+batching.defvectorized(same_along_p)
 
 
-@_same_p.def_abstract_eval
+@same_along_p.def_abstract_eval
 def _abstract(aval: Any, *, axes: tuple[Any, ...]) -> Any:
     own = aval.manual_axis_type
     return aval.update(manual_axis_type=own.update(varying=own.varying - frozenset(axes)))
@@ -76,4 +76,4 @@ def _transpose(cotangent: Any, value: Any, *, axes: tuple[Any, ...]) -> list[Any
     return [part_of(cotangent, axes)]
 
 
-ad.deflinear2(_same_p, _transpose)
+ad.deflinear2(same_along_p, _transpose)

@@ -127,4 +127,5 @@ class _Body:
         _, vectors = self.refs.inputs
         scale = vectors.row_scale
         of_tile = dataclasses.replace(vectors, row_scale=None if scale is None else self._of_batch(scale, tile, 1))
-        return epilogue.epilogue(of_tile, self.program, self.kernel.mainloop)
+        swapped = self.kernel.config.swap_operands
+        return epilogue.epilogue(of_tile, self.program, self.kernel.mainloop, transposed=swapped)

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from overlap.choice import dispatch, table_files, tables
-from overlap.choice.choose import Session, session
+from overlap.choice.choose import Session
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
+from overlap.choice.session import session
 from overlap.choice.space import differences
 from overlap.frame import arguments
 from overlap.kernels.target import Target

@@ -27,6 +27,8 @@ CONFIGS = [
     ("n", overlap.Config(schedule="pingpong", tile_n=128, stages=5)),
     ("k", overlap.Config(schedule="pingpong", tile_m=64, tile_n=192, stages=4)),
     ("k", overlap.Config.of(stream_k=2, order_minor="n", chunk_bytes=4096)),
+    ("n", overlap.Config(swap_operands=True, tile_m=152, tile_n=128, stages=4)),
+    ("k", overlap.Config(swap_operands=True, schedule="pingpong", tile_m=104, tile_n=128, stages=5)),
 ]
 
 

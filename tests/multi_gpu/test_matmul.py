@@ -95,6 +95,38 @@ def test_random(seed):
     assert bool(jax.jit(lambda x, y: jnp.array_equal(x, y, equal_nan=True))(first, again))
 
 
+SWAPPED = [
+    (overlap.Config(swap_operands=True, tile_m=136, tile_n=256, stages=3), jnp.bfloat16),
+    (overlap.Config(swap_operands=True, tile_m=160, tile_n=256, stages=3, cluster=2), jnp.float16),
+    (overlap.Config(swap_operands=True, tile_m=256, tile_n=128, stages=3), jnp.bfloat16),
+    (overlap.Config(swap_operands=True, tile_m=8, tile_n=128, stages=4), jnp.bfloat16),
+    (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=80, tile_n=256, stages=4), jnp.bfloat16),
+    (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=240, tile_n=64, stages=4, cluster=2,
+                    cluster_along="n"), jnp.bfloat16),
+    (overlap.Config(swap_operands=True, tile_m=152, tile_n=128, tile_k=128, stages=4), jnp.float8_e4m3fn),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 72, 1000])
+@pytest.mark.parametrize(("config", "dtype"), SWAPPED, ids=str)
+def test_transposed_tiles(config, dtype, rows):
+    """With all of the epilogue, and rows that are no multiple of the tile's; integers, whose sums are exact."""
+    rng = np.random.default_rng(rows)
+    draw = lambda *shape: rng.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
+    n, k, transpose_rhs = 1032, 656, jnp.dtype(dtype).itemsize == 1
+    lhs, rhs, bias, addend = draw(rows, k), draw(k, n), draw(n), draw(rows, n)
+    lhs_scale, rhs_scale = 2.0 ** rng.integers(-1, 2, (rows, 1)), 2.0 ** rng.integers(-1, 2, n)
+    exact = np.maximum(lhs_scale * (lhs @ rhs) * rhs_scale + bias + addend, 0).astype(np.float32)
+    out = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
+    result = overlap.matmul(
+        jnp.asarray(lhs, dtype), jnp.asarray(rhs.T if transpose_rhs else rhs, dtype), transpose_rhs=transpose_rhs,
+        lhs_scale=jnp.asarray(lhs_scale, jnp.float32), rhs_scale=jnp.asarray(rhs_scale, jnp.float32),
+        bias=jnp.asarray(bias), addend=jnp.asarray(addend, out), activation=jax.nn.relu, preferred_element_type=out,
+        config=config, implementation="fused",
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(result, np.float32), np.asarray(exact.astype(out), np.float32))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_gradients_and_vmap(dtype):
     keys = jax.random.split(jax.random.key(0), 2)

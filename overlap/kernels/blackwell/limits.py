@@ -64,6 +64,8 @@ def check_types(sizes: Sizes) -> None:
 
 def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     """Whether a configuration fits itself, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
+    if config.swap_operands:
+        raise ValueError(f"`swap_operands` must be False on {target.kind}, got True: leave it out of `config`")
     if config.tile_m != TILE_M:
         raise ValueError(f"`tile_m` must be {TILE_M} on {target.kind}, the rows of tensor memory, got {config.tile_m}")
     if config.schedule != "cooperative":

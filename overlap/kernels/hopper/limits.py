@@ -16,22 +16,31 @@ if TYPE_CHECKING:
 
 COMPUTE_WARPGROUPS = 2
 # Of the 232 registers of a compute thread; the rest holds addresses, counters and the epilogue's temporaries.
-MAX_ACCUMULATOR_REGISTERS = 128
+MAX_ACCUMULATOR_REGISTERS = 160
 WARPGROUP_THREADS = 128
-WGMMA_M = 64
+WGMMA_M, WGMMA_N_UNIT = 64, 8
 LARGEST_TILE_M_IN_TURN = 128
 
 
 def warpgroup_tile(config: Config) -> tuple[int, int]:
     """Rows and columns that one compute warpgroup accumulates.
 
-    All of a tile if they take turns; else half of it, cut across the rows if both keep 64 of them.
+    All of a tile if they take turns; else half of it, cut across the rows if both keep 64 of them. The tensor cores'
+    rows are the tile's columns if the operands are swapped.
     """
     if config.in_turn:
         return config.tile_m, config.tile_n
+    if config.swap_operands:
+        return config.tile_m, config.tile_n // COMPUTE_WARPGROUPS
     if config.tile_m >= COMPUTE_WARPGROUPS * WGMMA_M:
         return config.tile_m // COMPUTE_WARPGROUPS, config.tile_n
     return config.tile_m, config.tile_n // COMPUTE_WARPGROUPS
+
+
+def accumulator_registers(config: Config) -> int:
+    """How many registers of each compute thread hold sums; 0 if a warpgroup has no whole 64 rows or columns."""
+    wg_m, wg_n = warpgroup_tile(config)
+    return 0 if wg_n % TILE_N_UNIT else wg_m * wg_n // WARPGROUP_THREADS
 
 
 def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
@@ -70,22 +79,26 @@ def check_types(sizes: Sizes) -> None:
 
 def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     """Whether a configuration fits itself, the dtypes, the registers and the shared memory. Raises ValueError."""
-    if config.tile_m not in (64, 128, 256):
-        raise ValueError(f"`tile_m` must be 64, 128 or 256, got {config.tile_m}")
-    if config.in_turn and config.tile_m > LARGEST_TILE_M_IN_TURN:
+    if config.swap_operands:
+        _check_swapped(sizes, config)
+    elif config.tile_m not in (64, 128, 256):
+        raise ValueError(
+            f"`tile_m` must be 64, 128 or 256 (with swap_operands=True a multiple of 8), got {config.tile_m}"
+        )
+    elif config.in_turn and config.tile_m > LARGEST_TILE_M_IN_TURN:
         raise ValueError(
             f"`tile_m` must be at most {LARGEST_TILE_M_IN_TURN} with schedule='pingpong', where one warpgroup computes "
             f"a whole tile, got {config.tile_m}: reduce it, or leave `schedule` out"
         )
     limits.check_tile_k(sizes, config)
-    wg_m, wg_n = warpgroup_tile(config)
+    _, wg_n = warpgroup_tile(config)
     if wg_n % TILE_N_UNIT or config.tile_n > TMA_BOX_LIMIT:
         unit = TILE_N_UNIT * config.tile_n // wg_n if wg_n else 2 * TILE_N_UNIT
         raise ValueError(
             f"`tile_n` must be a multiple of {unit} (for tile_m={config.tile_m}) and at most {TMA_BOX_LIMIT}, got "
             f"{config.tile_n}"
         )
-    if (registers := wg_m * wg_n // WARPGROUP_THREADS) > MAX_ACCUMULATOR_REGISTERS:
+    if (registers := accumulator_registers(config)) > MAX_ACCUMULATOR_REGISTERS:
         raise ValueError(
             f"a tile of {config.tile_m} × {config.tile_n} (schedule={config.schedule!r}) needs {registers} registers "
             f"per thread for its accumulator, and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
@@ -93,3 +106,25 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         )
     limits.check_stores(sizes, config, wg_n)
     limits.check_fits(smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport), sizes, config, target)
+
+
+def _check_swapped(sizes: Sizes, config: Config) -> None:
+    """Whether the tensor cores can compute the transposed tile. Raises ValueError."""
+    leave_out = "leave `swap_operands` out of `config`"
+    unit, rows = WGMMA_N_UNIT * (config.cluster if config.cluster_along == "n" else 1), config.tile_m
+    if rows % unit or rows > TMA_BOX_LIMIT:
+        raise ValueError(
+            f"`tile_m` must be a multiple of {unit} and at most {TMA_BOX_LIMIT} with `swap_operands`, got {rows}"
+        )
+    if sizes.transport not in ("", "pull"):
+        what = "with transport='ring'" if sizes.transport == "ring" else "where results are exchanged"
+        raise ValueError(f"`swap_operands` must be False {what}, got True: {leave_out}")
+    if sizes.layouts.transpose_lhs:
+        raise ValueError(f"`swap_operands` needs `lhs` as [m, k], got transpose_lhs=True: {leave_out}")
+    if jnp.dtype(sizes.out_dtype).itemsize != 2:
+        raise ValueError(
+            f"`swap_operands` needs a result of 16 bits, got {jnp.dtype(sizes.out_dtype).name}: {leave_out}"
+        )
+    for name, value in (("stream_k", config.stream_k), ("split_k", config.split_k)):
+        if value > 1:
+            raise ValueError(f"`{name}` must be 1 with `swap_operands`, got {value}: leave one of them out of `config`")

@@ -20,6 +20,10 @@ What the compute warpgroups do with the tiles is `Config.schedule`:
 In the second case nothing keeps them apart but the operands: these are loaded tile after tile, so the next tile's
 products begin when those of the one before end. Each has `full` barriers of its own (`Plan.taking_turns`).
 
+The tensor cores may compute the transposed tile, of the two operands in each other's place (`Config.swap_operands`):
+they have 64 rows at a time, but columns in eights, so a tile may then have any multiple of 8 rows. Sums are [columns,
+rows] in registers, and are transposed on their way to shared memory.
+
 Two CTAs may form a *cluster* (`Config.cluster`): they compute adjacent tiles, and each loads one half of the operand
 common to them into the shared memory of both. A slot is then free when both have consumed it. One of their tiles may
 lie wholly beyond the result's edge: it is computed from zeros, and none of it is stored.
@@ -87,8 +91,8 @@ def _part_index(config: Config, warpgroup: Any) -> tuple[Any, Any, Any]:
 
 
 def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> jax.Array:
-    """A compute warpgroup's products of one piece, summed in f32."""
-    config, layouts, (wg_m, wg_n) = loop.config, loop.layouts, warpgroup_tile(loop.config)
+    """A compute warpgroup's products of one piece, summed in f32; transposed if the operands are swapped."""
+    config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.wg_tile.rows, buffers.wg_tile.columns
     _, part_m, part_n = _part_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
@@ -98,10 +102,13 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
         have_landed()
         lhs_part = staging.part(lhs_mma.at[slot], part_m, wg_m, not layouts.transpose_lhs)
         rhs_part = staging.part(rhs_mma.at[slot], part_n, wg_n, layouts.transpose_rhs)
+        # As [rows, k] and [k, columns] of what the tensor cores compute.
+        left, right = (rhs_part, lhs_part) if config.swap_operands else (lhs_part, rhs_part)
+        turn_left, turn_right = layouts.transpose_lhs, layouts.transpose_rhs
+        if config.swap_operands:
+            turn_left, turn_right = not layouts.transpose_rhs, not layouts.transpose_lhs
         plgpu.wgmma(
-            acc,
-            lhs_part.transpose((1, 0)) if layouts.transpose_lhs else lhs_part,
-            rhs_part.transpose((1, 0)) if layouts.transpose_rhs else rhs_part,
+            acc, left.transpose((1, 0)) if turn_left else left, right.transpose((1, 0)) if turn_right else right
         )
 
     def accumulate(acc: Any) -> jax.Array:
@@ -123,7 +130,8 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
         pl.loop(first, piece.k_steps)(step)
         return acc[...]  # Waits for the last wgmma.
 
-    values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((wg_m, wg_n), jnp.float32))
+    shape = (wg_n, wg_m) if config.swap_operands else (wg_m, wg_n)
+    values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + piece.k_steps - 1, config.stages)])
     return values
 
@@ -148,11 +156,15 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
     def hand_over(sums_gmem: Any) -> None:
         sums_gmem[...] = values
 
+    def block(row: int, rows: int, columns: slice) -> jax.Array:
+        across = slice(row, row + rows)
+        return values[columns, across] if loop.config.swap_operands else values[across, columns]
+
     sums = Sums(
         warpgroup=warpgroup,
         part=part,
         corner=(part_m * wg_m, part_n * wg_n),
-        block=lambda row, rows, columns: values[row : row + rows, columns],
+        block=block,
         hand_over=hand_over,
         load=_load_as_accumulator,
         terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, part),
@@ -189,12 +201,15 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
     parts = in_all if wg_m == config.tile_m else ceil_div(loaded, wg_m)
     # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
     tile_rows = staging.SMALL_TILE_ROWS if types.layouts.k_major else staging.atom(types.dtype)
+    # Transposed values have as many rows as are loaded. They are stored in blocks as well: all at once would need more
+    # registers.
+    rows = loaded if config.swap_operands else wg_m
     return staging.Plan(
-        wg_tile=staging.WarpgroupTile(wg_m, wg_n, WGMMA_M, COMPUTE_WARPGROUPS),
+        wg_tile=staging.WarpgroupTile(rows, wg_n, WGMMA_M, COMPUTE_WARPGROUPS, config.swap_operands),
         parts=parts,
         rows=loaded,
         rhs_columns=config.tile_n,
-        lhs_tile_rows=tile_rows,
+        lhs_tile_rows=staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows,
         rhs_tile_rows=tile_rows,
         # The forwarder gives slots back as well.
         consumed=_consumed(config, parts + types.forwards),
@@ -226,6 +241,8 @@ class Hopper:
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
         if not types.layouts.k_major:
             _compat_mosaic.offer_square_mma_tiles()
+            if config.swap_operands:
+                _compat_mosaic.let_operands_differ_in_tiles()
         if types.forwards and config.cluster > 1:
             _compat_mosaic.let_warps_arrive_at_cluster_barriers()
         return Buffers(**staging.buffer_types(config, types, _plan(config, types)))

@@ -30,7 +30,8 @@ class Sums:
       warpgroup: the warpgroup's index.
       part: which part of the tile it has, counted from 0.
       corner: first row and column of its part within the tile.
-      block: from a first row, a number of rows and a slice of columns of the part to their f32 values.
+      block: from a first row, a number of rows and a slice of columns of the part to their f32 values; transposed if
+        `WarpgroupTile.transposed` says so.
       hand_over: from a reference as large as the part in global memory: stores all values there.
       load: from a block of f32 values in global memory to values as `block` gives them.
       terms: from the index of a box to what the peers have computed of it, a list of values for each block of rows;

@@ -45,12 +45,14 @@ class WarpgroupTile:
       columns: likewise.
       block_rows: how many rows of its values are in registers at a time; an epilogue is called with so many.
       warpgroups: how many compute warpgroups there are.
+      transposed: whether its values are in registers as [columns, rows].
     """
 
     rows: int
     columns: int
     block_rows: int
     warpgroups: int
+    transposed: bool = False
 
 
 @jax.tree_util.register_dataclass

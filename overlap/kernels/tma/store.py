@@ -55,7 +55,7 @@ def store(
     """Registers → shared memory → output: piece `index` of a warpgroup's part.
 
     All its pieces are `width` columns wide, and stored one after the other. `block(row, rows, columns)` gives the
-    f32 values of some rows and columns of the piece.
+    f32 values of some rows and columns of the piece, transposed if `WarpgroupTile.transposed` says so.
     """
     hooks, config, tile, (row, column) = loop.hooks, loop.config, part.tile, part.corner
     slots, wg_m, block_rows = config.epilogue_slots, buffers.wg_tile.rows, buffers.wg_tile.block_rows
@@ -82,17 +82,20 @@ def store(
             plgpu.barrier_wait(loaded[box])
         terms = None if part.terms is None else part.terms(index * boxes + box)
         for above in range(0, wg_m, block_rows):
+            rows = min(block_rows, wg_m - above)
             addend = None if terms is None else terms[above // block_rows]
             if part.only_terms and addend is not None:
                 values, addend = addend, None
             else:
-                values = block(above, block_rows, slice(box * box_width, (box + 1) * box_width))
-            block_smem = register_views.at[box, pl.ds(above, block_rows)]
+                values = block(above, rows, slice(box * box_width, (box + 1) * box_width))
+            block_smem = register_views.at[box, pl.ds(above, rows)]
+            if buffers.wg_tile.transposed:
+                block_smem = block_smem.transpose((1, 0))
             if addend_at is not None:
                 given = block_smem[...].astype(jnp.float32)
                 addend = given if addend is None else addend + given
             if epilogue is not None:
-                values = epilogue(values, pl.ds(first_row + above, block_rows), columns, addend)
+                values = epilogue(values, pl.ds(first_row + above, rows), columns, addend)
             elif addend is not None:
                 values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)

@@ -1,0 +1,17 @@
+"""How many cores an emulated device has. Apart from the rest, since it must be there before anything is traced."""
+
+from __future__ import annotations
+
+import jax
+
+DEFAULT_CORES = 4
+# Part of the cache key of `jax.jit`: a function traced for two cores is not reused for three.
+cores = jax.make_user_context(DEFAULT_CORES)
+
+
+def core_count() -> int:
+    """How many cores (CTAs that fit) a CPU device pretends to have; 4 outside `emulate`.
+
+    The value is part of the cache key of `jax.jit`, so it may be asked for while a function is traced.
+    """
+    return cores.value

@@ -1,0 +1,39 @@
+"""Which kernels need the most registers: `tests/assembly_space.py` says what a tile and an ending are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overlap.choice.space import MOST_ACCUMULATED
+
+# Where a compute thread needs more than 160 registers (`python -m tests.assembly_sweep`, the table of registers), and
+# three small tiles that need far more than their neighbours: tile, and the ending.
+MOST_REGISTERS: tuple[tuple[tuple[Any, ...], tuple[bool, int, bool, bool]], ...] = (
+    ((256, 128, 64, 2, "cooperative", False), (True, 1, True, True)),
+    ((256, 128, 64, 2, "cooperative", False), (False, 2, True, True)),
+    ((256, 128, 64, 2, "cooperative", False), (False, 2, True, False)),
+    ((256, 128, 64, 2, "cooperative", False), (False, 1, False, True)),
+    ((256, 128, 64, 2, "cooperative", False), (False, 2, False, True)),
+    ((256, 128, 32, 4, "cooperative", False), (False, 2, False, True)),
+    ((128, 256, 64, 2, "cooperative", False), (False, 2, True, True)),
+    ((128, 256, 64, 2, "cooperative", False), (False, 1, True, True)),
+    ((128, 256, 64, 2, "cooperative", False), (False, 1, False, True)),
+    ((128, 256, 64, 2, "cooperative", False), (False, 2, False, True)),
+    ((128, 256, 64, 2, "cooperative", False), (True, 1, True, True)),
+    ((128, 256, 64, 4, "cooperative", False), (False, 2, True, True)),
+    ((128, 256, 64, 4, "cooperative", False), (False, 2, False, True)),
+    ((128, 192, 64, 4, "cooperative", False), (False, 2, True, True)),
+    ((64, 128, 64, 2, "cooperative", False), (True, 2, True, False)),
+    ((128, 64, 64, 2, "cooperative", False), (True, 1, True, False)),
+    ((256, 64, 64, 2, "cooperative", False), (True, 1, True, False)),
+    ((64, 256, 64, 2, "pingpong", False), (False, 2, True, True)),
+    ((64, 256, 64, 4, "pingpong", False), (False, 1, False, True)),
+    ((128, 128, 64, 2, "pingpong", False), (True, 1, True, True)),
+    ((128, 128, 64, 4, "pingpong", False), (False, 2, True, True)),
+    ((MOST_ACCUMULATED, 256, 64, 2, "cooperative", True), (True, 2, False, True)),
+    ((MOST_ACCUMULATED, 256, 64, 2, "cooperative", True), (True, 1, False, True)),
+    ((MOST_ACCUMULATED, 256, 64, 2, "cooperative", True), (False, 2, False, True)),
+    ((MOST_ACCUMULATED, 128, 64, 2, "pingpong", True), (True, 1, False, True)),
+    ((MOST_ACCUMULATED, 128, 64, 2, "pingpong", True), (False, 2, False, True)),
+    ((MOST_ACCUMULATED // 2, 256, 64, 2, "pingpong", True), (False, 1, False, True)),
+)

@@ -1,0 +1,198 @@
+"""Defects of tiles that are computed transposed, each seeded by a patch: (program, words of the report, defect).
+
+The programs are those of `test_swap_protocol.py`. Most are slips in the source of one function. HARMLESS are changes
+that do no harm, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+
+from overlap.collectives import gathered_lhs, joined
+from overlap.collectives.joined_schedule import JoinedSchedule
+from overlap.kernels import epilogue
+from overlap.kernels.hopper import mainloop as hopper
+from overlap.kernels.tma import finish, store
+from overlap.single_gpu import product
+from tests.scatter_defects import NOTHING
+from tests.test_blackwell_found import slip
+
+accumulate = functools.partial(slip, hopper, "_accumulate")
+compute = functools.partial(slip, hopper, "_compute")
+plan = functools.partial(slip, hopper, "_plan")
+part_index = functools.partial(slip, hopper, "_part_index")
+stores = functools.partial(slip, store, "store", used_in=finish)
+half = functools.partial(slip, hopper, "warpgroup_tile")
+of_rows = functools.partial(slip, gathered_lhs._Body, "_epilogue_at")
+of_joined = functools.partial(slip, joined._Body, "_epilogue_at")
+
+OPERANDS = "(rhs_part, lhs_part) if config.swap_operands else (lhs_part, rhs_part)"
+BY_COLUMNS = "config.tile_m, config.tile_n // COMPUTE_WARPGROUPS"
+TURNS = "not layouts.transpose_rhs, not layouts.transpose_lhs"
+TRANSPOSED = "if buffers.wg_tile.transposed:"
+ROWS = "min(block_rows, wg_m - above)"
+PLACE = "register_views.at[box, pl.ds(above, rows)]"
+BOX = "pl.ds(first_column + i * box_width, box_width)"
+SHAPE = "(wg_n, wg_m) if config.swap_operands"
+TILES = "staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows"
+
+
+def replace(holder, name, value):
+    return lambda patch: patch.setattr(holder, name, value)
+
+
+def _untold(module):
+    """The module whose epilogues take values for upright ones."""
+
+    def epilogue_of(*args, **kwargs):
+        return module.epilogue(*args, **kwargs | {"transposed": False})
+
+    return types.SimpleNamespace(**{**vars(module), "epilogue": epilogue_of})
+
+
+# Exceptions of jax about shapes count as well: such a kernel cannot be made.
+SEEDED = {
+    # What the tensor cores multiply.
+    "operands not exchanged": ("one", "shape|dimension|Incompatible", accumulate({OPERANDS: "lhs_part, rhs_part"})),
+    "square tile, not exchanged": (
+        "square",
+        "not equal|shape",
+        accumulate({OPERANDS: "lhs_part, rhs_part", TURNS: "layouts.transpose_lhs, layouts.transpose_rhs"}),
+    ),
+    "left as it lies": ("square", "not equal", accumulate({TURNS: "layouts.transpose_rhs, not layouts.transpose_lhs"})),
+    "right as it lies": (
+        "square",
+        "not equal",
+        accumulate({TURNS: "not layouts.transpose_rhs, layouts.transpose_lhs"}),
+    ),
+    "accumulator upright": (
+        "one",
+        "shape|dimension|Incompatible",
+        accumulate({SHAPE: "(wg_m, wg_n) if config.swap_operands"}),
+    ),
+    # Which part of a tile each warpgroup has.
+    "both the left half": (
+        "one",
+        "not equal|race",
+        accumulate(
+            {"rhs_part = staging.part(rhs_mma.at[slot], part_n": "rhs_part = staging.part(rhs_mma.at[slot], 0 * part_n"}
+        ),
+    ),
+    "halves exchanged": ("one", "not equal", accumulate({"rhs_mma.at[slot], part_n": "rhs_mma.at[slot], 1 - part_n"})),
+    "corner left": ("one", "not equal|race", compute({"part_n * wg_n": "0"})),
+    "corner by rows": ("one", "not equal|race", compute({"part_n * wg_n": "part_n * wg_m"})),
+    "corner below": ("one", "out of bounds", part_index({"(warpgroup, 0, warpgroup)": "(warpgroup, warpgroup, 0)"})),
+    "halves across rows": (
+        "tall",
+        "out of bounds",
+        half(
+            {
+                f"return {BY_COLUMNS}\n    if": "return config.tile_m // COMPUTE_WARPGROUPS, config.tile_n\n    if",
+            }
+        ),
+    ),
+    "one warpgroup alone": ("one", "deadlock|not equal", plan({"parts = in_all if": "parts = 1 if"})),
+    "slots of one": (
+        "one",
+        "race|TMA load|missed|deadlock",
+        plan({"consumed=_consumed(config, parts + types.forwards)": "consumed=_consumed(config, 1)"}),
+    ),
+    # What is stored where.
+    "no transpose": ("one", "shape|dimension|Incompatible", stores({TRANSPOSED: "if False:"})),
+    "square block, no transpose": ("square", "not equal", stores({TRANSPOSED: "if False:"})),
+    "rows of the first block": ("blocks", "not equal", compute({"slice(row, row + rows)": "slice(0, rows)"})),
+    "stored in the first block": (
+        "blocks",
+        "nobody has written",
+        stores({PLACE: "register_views.at[box, pl.ds(0, rows)]"}),
+    ),
+    "no last block": (
+        "blocks",
+        "nobody has written",
+        stores({"range(0, wg_m, block_rows)": "range(0, wg_m // block_rows * block_rows, block_rows)"}),
+    ),
+    "last block too long": ("blocks", "bounds|shape|slice|divi|range", stores({ROWS: "block_rows"})),
+    "columns of the first piece": (
+        "pieces",
+        "not equal",
+        slip(finish, "_store_all", {"first + columns.start, first + columns.stop": "columns.start, columns.stop"}),
+    ),
+    "first box of two": (
+        "wide",
+        "not equal",
+        stores({"slice(box * box_width, (box + 1) * box_width)": "slice(0, box_width)"}),
+    ),
+    "boxes in one place": ("wide", "race|not equal", stores({BOX: "pl.ds(first_column, box_width)"})),
+    "rows and columns exchanged": (
+        "one",
+        "shape|dimension|bounds|Incompatible|slice",
+        compute({"values[columns, across] if": "values[across, columns] if"}),
+    ),
+    "as many rows as a tile": (
+        "few",
+        "nobody has written",
+        plan({"rows = loaded if": "rows = wg_m if"}),
+    ),
+    "fewer rows than are loaded": (
+        "one",
+        "not equal",
+        plan({"rows = loaded if": "rows = loaded - 8 if"}),
+    ),
+    "store before it is read": ("one", "buffers.out", replace(store, "wait_stores_read", NOTHING)),
+    "a store less": ("slots", "buffers.out", stores({"wait_stores_read(slots - 1)": "wait_stores_read(slots)"})),
+    "leave too early": ("one", "freed too early", replace(hopper, "wait_stores_read", NOTHING)),
+    "addend as it lies": (
+        "square addend",
+        "not equal",
+        stores({"given = block_smem[...]": "given = register_views.at[box, pl.ds(above, rows)][...]"}),
+    ),
+    "addend of the first block": (
+        "blocks, addend",
+        "not equal",
+        stores({"given = block_smem[...]": "given = register_views.at[box, pl.ds(0, rows)].transpose((1, 0))[...]"}),
+    ),
+    # Vectors.
+    "bias along rows": (
+        "square bias",
+        "not equal",
+        slip(epilogue, "epilogue", {"(1, 0) if transposed else (0, 1)": "(1, 1)"}),
+    ),
+    "scales along columns": (
+        "square scales",
+        "not equal",
+        slip(epilogue, "epilogue", {"(1, 0) if transposed else (0, 1)": "(0, 1)"}),
+    ),
+    "scales of the first block": (
+        "blocks, scales",
+        "not equal",
+        stores({"pl.ds(first_row + above, rows), columns, addend": "pl.ds(first_row, rows), columns, addend"}),
+    ),
+    "not told": (
+        "square scales",
+        "not equal",
+        lambda patch: patch.setattr(product, "epilogue", _untold(product.epilogue)),
+    ),
+    "row scales of a gather": (
+        "pull, scales",
+        "shape|not equal|dimension",
+        of_rows({"1 if config.swap_operands else 0": "0"}),
+    ),
+    "row scales of joined rows": (
+        "joined, scales",
+        "shape|not equal|dimension",
+        of_joined({"1 if swapped else 0": "0"}),
+    ),
+    "scales of the rows above": (
+        "joined, scales",
+        "not equal",
+        replace(JoinedSchedule, "read_rows", property(lambda _: 128)),
+    ),
+}
+HARMLESS = {
+    # In which blocks rows are stored matters to the registers alone.
+    "all rows at once": ("blocks", plan({"wg_n, WGMMA_M,": "wg_n, loaded,"})),
+    "blocks of 32 rows": ("blocks, scales", plan({"wg_n, WGMMA_M,": "wg_n, 32,"})),
+    # Tall tiles serve as well where they fit; the small ones do for any number of rows.
+    "tiles of 64 rows, which fit": ("square", plan({TILES: "tile_rows"})),
+}
