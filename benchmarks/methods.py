@@ -109,7 +109,7 @@ def summed_methods(
     def fused(variant: Variant) -> Method:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             more = {**form, "config": _config(variant.config), "implementation": "fused"}
-            if problem.spreads:
+            if problem.replicates:
                 return overlap.matmul_all_reduce(lhs, rhs, AXIS, **more)
             dimension = 0 if problem.scattered == "m" else 1
             return overlap.matmul_reduce_scatter(lhs, rhs, AXIS, scatter_dimension=dimension, **more)

@@ -313,7 +313,7 @@ class Member:
             announced -= (
                 self.kernel.out_bytes
                 * self._rows_not_stored
-                * math.prod((COMPUTE_WARPGROUPS, self.config.epilogue_slots, self.config.epilogue_tile_n))
+                * math.prod((COMPUTE_WARPGROUPS, self.config.epilogue_buffers, self.config.epilogue_tile_n))
             )
         if not self.kernel.epilogue or (self.kernel.pulls and not self.problem.scattered):
             return announced

@@ -97,7 +97,7 @@ def main():
     if arguments.one_key:
         from overlap.primitives import handshake
 
-        handshake._key = lambda context, ring, only: [0x5EED, 1, 2, 3]
+        handshake._key = lambda context, group, only: [0x5EED, 1, 2, 3]
     overlap.initialize()
     side = 2
     mesh = make_mesh(x=side, y=jax.device_count() // side)

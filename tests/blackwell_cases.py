@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import overlap
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.target import Target, emulating
 from overlap.single_gpu import product as single_gpu
@@ -70,7 +70,7 @@ def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int) ->
     """The kernel of a product alone, traced anew: `overlap.matmul` would reuse what it has traced before."""
     (m, n, k), target = shape, Target("cpu", "cpu as NVIDIA B200", cores)
     lhs, rhs = integers(0, m, k).astype(jnp.bfloat16), integers(1, k, n).astype(jnp.bfloat16)
-    plan = Plan(MATMUL, PLAIN, jnp.bfloat16, target, config)
+    plan = LaunchPlan(MATMUL, PLAIN, jnp.bfloat16, target, config)
     function = jax.jit(lambda lhs, rhs: single_gpu.launch(Operands(lhs, (rhs,)), plan))
     expected = (np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)).astype(jnp.bfloat16).astype(np.float32)
     check = lambda result: np.testing.assert_array_equal(np.asarray(result, np.float32), expected)  # noqa: E731

@@ -145,7 +145,7 @@ def members(kernel: KernelClass) -> Iterator[Member]:
         config = _config(
             kernel, stages=chance.choice((2, 3, 4, 5, 6)), stream_k=chance.choice((2, 3, 4)) if kernel.cuts else 1,
             order_minor=chance.choice("mn"), order_width=chance.choice((8, 16, 4)),
-            chunk_bytes=chance.choice((8192, 4096)), chunk_slots=chance.choice((2, 4)),
+            chunk_bytes=chance.choice((8192, 4096)), chunk_buffers=chance.choice((2, 4)),
         )  # fmt: skip
         problem = _problem(kernel, chance.choice(shapes), chance.choice(kernel.devices), chance.choice((0, 1)))
         if problem.accepts(config, B200) and work_of(config, problem, B200).cuts == kernel.cuts:
@@ -177,7 +177,7 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     smem, most = report.shared_memory_bytes, TARGETS["b200"].shared_memory_per_block_optin
     groups = set(re.findall(r"tcgen05\.mma\.cta_group::(\d)", ptx))
     columns, announced = tensor_memory_columns(ptx), member.smem_bytes
-    # What is passed on has one chunk buffer, whatever `chunk_slots` says.
+    # What is passed on has one chunk buffer, whatever `chunk_buffers` says.
     as_announced = smem == announced or (member.kernel.op == "ring m" and smem is not None and smem < announced)
     checks = {
         f"assembled for {report.architecture}": report.architecture == "sm_100a",

@@ -112,7 +112,7 @@ def look_at_the_other_neighbour(patch):
     look = Handshake._look
 
     def at_the_other(self, item):
-        look(self if self.only is None else dataclasses.replace(self, only=self.ring.size - self.only), item)
+        look(self if self.only is None else dataclasses.replace(self, only=self.group.size - self.only), item)
 
     patch.setattr(Handshake, "_look", at_the_other)
 
@@ -121,8 +121,8 @@ def tell_before_looking(patch):
     look = Handshake._look
 
     def tell_and_look(self, item):
-        peer = self.ring.peer(item + 1 if self.only is None else self.only)
-        atomics.set_bit_at_peer(self.flags.at[handshake._SEEN], self.ring, peer, self.ring.me())
+        peer = self.group.peer(item + 1 if self.only is None else self.only)
+        atomics.set_bit_at_peer(self.flags.at[handshake._SEEN], self.group, peer, self.group.me())
         look(self, item)
 
     patch.setattr(Handshake, "_look", tell_and_look)
@@ -146,11 +146,11 @@ def say_seen_to_nobody(patch):
 
 
 def say_seen_to_the_wrong_peer(patch):
-    change_tells(patch, lambda tell, word, ring, _, bit: tell(word, ring, ring.peer(1), bit), of="_look")
+    change_tells(patch, lambda tell, word, group, _, bit: tell(word, group, group.peer(1), bit), of="_look")
 
 
 def say_seen_by_the_wrong_bit(patch):
-    change_tells(patch, lambda tell, word, ring, place, _: tell(word, ring, place, place), of="_look")
+    change_tells(patch, lambda tell, word, group, place, _: tell(word, group, place, place), of="_look")
 
 
 # --- Numbers ----------------------------------------------------------------------------------------------------------
@@ -189,9 +189,9 @@ def without_waiting_for(*words):
 def wait_for_all_but_one_to_be_done(patch):
     wait = handshake.wait_for_word
 
-    def wait_for_fewer(word, expected, ring, peer, *, role, **kwargs):
+    def wait_for_fewer(word, expected, group, peer, *, role, **kwargs):
         fewer = expected & (expected - 1) if role == handshake.board.DONE else expected
-        wait(word, fewer, ring, peer, role=role, **kwargs | {"at_least": True})
+        wait(word, fewer, group, peer, role=role, **kwargs | {"at_least": True})
 
     patch.setattr(handshake, "wait_for_word", wait_for_fewer)
 
@@ -200,7 +200,7 @@ def wait_for_the_other_neighbour(patch):
     """Where one peer looks for this device, and this device for another one."""
     wait = Handshake._wait
     patch.setattr(
-        Handshake, "_wait", lambda self, flag, role, distance: wait(self, flag, role, self.ring.size - distance)
+        Handshake, "_wait", lambda self, flag, role, distance: wait(self, flag, role, self.group.size - distance)
     )
 
 
@@ -225,11 +225,11 @@ def say_done_to_nobody(patch):
 
 
 def say_done_to_the_wrong_peer(patch):
-    change_tells(patch, lambda tell, word, ring, place, bit: tell(word, ring, ring.me(), bit), of="_speak")
+    change_tells(patch, lambda tell, word, group, place, bit: tell(word, group, group.me(), bit), of="_speak")
 
 
 def say_done_by_the_wrong_bit(patch):
-    change_tells(patch, lambda tell, word, ring, place, bit: tell(word, ring, place, place), of="_speak")
+    change_tells(patch, lambda tell, word, group, place, bit: tell(word, group, place, place), of="_speak")
 
 
 def leave_without_a_word(patch):

@@ -40,14 +40,14 @@ class Layout:
         return f"{sizes} over {over}" + (f" of {self.order}" if self.order else "")
 
     @property
-    def ring(self) -> tuple[str, ...]:
+    def group(self) -> tuple[str, ...]:
         """The names in `over`."""
         return (self.over,) if isinstance(self.over, str) else self.over
 
     @property
     def size(self) -> int:
         """Devices per ring."""
-        return math.prod(dict(self.sizes)[name] for name in self.ring)
+        return math.prod(dict(self.sizes)[name] for name in self.group)
 
     def mesh(self) -> Mesh:
         """The mesh, over the first devices."""
@@ -99,7 +99,7 @@ def errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Cal
     Each ring of the mesh has a left operand of its own, so that a shard from another ring shows.
     """
     mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
-    others = tuple(name for name, _ in case.sizes if name not in case.ring)
+    others = tuple(name for name, _ in case.sizes if name not in case.group)
 
     def measure(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
         lhs = lhs * (1 + lax.axis_index(others)).astype(lhs.dtype) if others else lhs

@@ -51,8 +51,8 @@ def send_all_to_one_peer(patch):
 
 def send_to_the_place_of_the_receiver(patch):
     def there(_, self, tile, distance):
-        peer = self.ring.peer(distance)
-        return Boxes(self.ring.remote(self._landing, peer).at[peer], self._first_box(tile))
+        peer = self.group.peer(distance)
+        return Boxes(self.group.remote(self._landing, peer).at[peer], self._first_box(tile))
 
     change_body(patch, "_at_peer", there)
 
@@ -89,9 +89,9 @@ def raise_the_flag_of_the_receiver(patch):
     """In its place instead of this device's."""
 
     def announce_there(announce, self, tile):
-        def signal(flag, ring, position):
+        def signal(flag, group, position):
             del flag
-            primitives.signal_peer(self.refs.flags[0].at[position, self._place(tile)], ring, position)
+            primitives.signal_peer(self.refs.flags[0].at[position, self._place(tile)], group, position)
 
         patch.setattr(one_shot, "signal_peer", signal)
         announce(self, tile)
@@ -100,8 +100,8 @@ def raise_the_flag_of_the_receiver(patch):
 
 
 def signal_peers_at_the_scope_of_one_gpu(patch):
-    def signal(flag, ring, position):
-        plgpu.semaphore_signal(flag, 1, device_id=ring.device_id(position), memory_scope="gpu")
+    def signal(flag, group, position):
+        plgpu.semaphore_signal(flag, 1, device_id=group.device_id(position), memory_scope="gpu")
 
     patch.setattr(one_shot, "signal_peer", signal)
 
@@ -139,7 +139,7 @@ def leave_with_every_tile(patch):
 
 def add_the_own_part_first(patch):
     """On each device another order, so that they have other bits."""
-    from_here = lambda self, position: remainder(self.me + position, self.ring.size)  # noqa: E731
+    from_here = lambda self, position: remainder(self.me + position, self.group.size)  # noqa: E731
     change_body(patch, "_term_at", lambda term_at, self, tile, n: term_at(self, tile, from_here(self, n)))
 
 

@@ -11,7 +11,7 @@ from overlap import primitives
 from overlap.collectives import pull, scattered
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.kernels.tma import drawn, exchange, staging
-from overlap.primitives import Ring, atomics, board, waits
+from overlap.primitives import PeerGroup, atomics, board, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 
@@ -136,15 +136,15 @@ def count_chunks_without_acquiring(patch):
 
 
 def signal_peers_at_the_scope_of_one_gpu(patch):
-    def signal(flag, ring, position):
-        plgpu.semaphore_signal(flag, 1, device_id=ring.device_id(position), memory_scope="gpu")
+    def signal(flag, group, position):
+        plgpu.semaphore_signal(flag, 1, device_id=group.device_id(position), memory_scope="gpu")
 
     patch.setattr(scattered, "signal_peer", signal)
 
 
 def signal_another_peer(patch):
-    patch.setattr(scattered, "signal_peer", lambda flag, ring, position: primitives.signal_peer(
-        flag, ring, remainder(position + 1, ring.size)))  # fmt: skip
+    patch.setattr(scattered, "signal_peer", lambda flag, group, position: primitives.signal_peer(
+        flag, group, remainder(position + 1, group.size)))  # fmt: skip
 
 
 def signal_nobody(patch):
@@ -153,13 +153,13 @@ def signal_nobody(patch):
 
 def send_to_another_peer(patch):
     """The flags go to the right ones."""
-    remote = Ring.remote
+    remote = PeerGroup.remote
 
     def to_another(self, ref, position):
         is_memory = len(ref.shape) > 1
         return remote(self, ref, remainder(position + 1, self.size) if is_memory else position)
 
-    patch.setattr(Ring, "remote", to_another)
+    patch.setattr(PeerGroup, "remote", to_another)
 
 
 def send_to_another_slot(patch):

@@ -136,11 +136,11 @@ class Call:
         """Of all devices: small integers, no two devices' the same."""
         rows, columns, k = self.shape
         devices, sizes = len(self.layout.order), dict(self.layout.sizes)
-        ring = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
-        whole_k = k * ring if self.kind == "rhs k" else k
+        group = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
+        whole_k = k * group if self.kind == "rhs k" else k
         by_rows = self.kind in ("scatter m", "scatter by ring") or (self.kind == "spread" and self.shape[0] > 16)
         by_columns = self.kind == "scatter n" or (self.kind == "spread" and not by_rows)
-        whole_rows, whole_columns = rows * ring if by_rows else rows, columns * ring if by_columns else columns
+        whole_rows, whole_columns = rows * group if by_rows else rows, columns * group if by_columns else columns
         draw = np.random.default_rng(random.Random(str(self)).getrandbits(32)).integers
         return (
             draw(-4, 5, (devices * whole_rows, whole_k)).astype(jnp.bfloat16),
@@ -199,7 +199,7 @@ def _pool(number: int) -> list[Call]:
     layouts = alike if chance.random() < 0.7 and len(alike) > 1 else LAYOUTS
     rings = [(each, axes) for each in layouts for axes in each.rings]
     forms = chance.sample([(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes], 2)
-    return [Call(*ring, *form) for ring in chance.sample(rings, min(5, len(rings))) for form in forms]
+    return [Call(*group, *form) for group in chance.sample(rings, min(5, len(rings))) for form in forms]
 
 
 def trial(number: int, *, detect: bool = False) -> Trial:

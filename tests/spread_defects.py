@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.collectives import pull, scattered
 from overlap.collectives.pull import Communicator
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
-from overlap.primitives import Handshake, Ring, copies
+from overlap.primitives import Handshake, PeerGroup, copies
 from tests.handshake_cases import change_own_chunks, change_transfers
 
 NOTHING = lambda *_, **__: None  # noqa: E731
@@ -155,8 +155,8 @@ def strips_are_no_transfers(patch):
 
 
 def send_all_strips_to_one_peer(patch):
-    peer = Ring.peer
-    to_the_next = lambda p: p.setattr(Ring, "peer", lambda self, distance: peer(self, 1 + 0 * distance))  # noqa: E731
+    peer = PeerGroup.peer
+    to_the_next = lambda p: p.setattr(PeerGroup, "peer", lambda self, distance: peer(self, 1 + 0 * distance))  # noqa: E731
     change_strips(patch, send=lambda send: while_called(send, to_the_next))
 
 
@@ -167,7 +167,7 @@ def send_rows_of_whole_tiles(patch):
 
 def send_strips_to_the_receivers_block(patch):
     """Instead of this device's."""
-    remote, own_block, places = Ring.remote, scattered._Body._own_block, {}
+    remote, own_block, places = PeerGroup.remote, scattered._Body._own_block, {}
 
     def remember(self, ref, position):
         there = remote(self, ref, position)
@@ -178,7 +178,7 @@ def send_strips_to_the_receivers_block(patch):
         _, owner = places.get(id(ref), (ref, self.me))
         return own_block(dataclasses.replace(self, me=owner), ref, element)
 
-    patch.setattr(Ring, "remote", remember)
+    patch.setattr(PeerGroup, "remote", remember)
     patch.setattr(scattered._Body, "_own_block", of_receiver)
 
 

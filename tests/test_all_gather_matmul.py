@@ -40,9 +40,13 @@ def test_error_within_twice_the_unfused_product(devices, dtype, transport):
         (1, (128, 128, 64), SMALL),  # One CTA does everything.
         (7, (128, 128, 64), SMALL),  # More CTAs than tiles or chunks.
         (3, (256, 384, 192), SMALL),  # Several row blocks, columns and steps; k is no multiple of the stages.
-        (3, (256, 256, 320), overlap.Config.of(tile_n=128, stages=3, epilogue_slots=2, order_minor="n", order_width=2)),
-        (2, (128, 256, 256), overlap.Config.of(chunk_bytes=256, chunk_slots=3)),  # Parts of rows.
-        (2, (128, 256, 128), overlap.Config.of(chunk_bytes=4096, chunk_slots=1)),
+        (
+            3,
+            (256, 256, 320),
+            overlap.Config.of(tile_n=128, stages=3, epilogue_buffers=2, order_minor="n", order_width=2),
+        ),
+        (2, (128, 256, 256), overlap.Config.of(chunk_bytes=256, chunk_buffers=3)),  # Parts of rows.
+        (2, (128, 256, 128), overlap.Config.of(chunk_bytes=4096, chunk_buffers=1)),
         (2, (200, 264, 136), SMALL),  # Ragged in all dimensions, inside the shards of the result, too.
         (3, (131, 8, 1032), overlap.Config.of(tile_n=64, chunk_bytes=1024)),
         (2, (1, 24, 8), SMALL),

@@ -27,9 +27,9 @@ H200 = Target("gpu", "NVIDIA H200", 132)
 CONFIGS = {
     "one CTA": (1, SMALL),
     "odd": (3, SMALL),
-    "more CTAs than chunks": (7, overlap.Config.of(tile_n=256, stages=3, epilogue_slots=2, order_minor="n")),
-    "parts of rows": (2, overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_slots=3)),
-    "one slot": (2, overlap.Config.of(tile_n=64, chunk_slots=1, chunk_bytes=4096)),
+    "more CTAs than chunks": (7, overlap.Config.of(tile_n=256, stages=3, epilogue_buffers=2, order_minor="n")),
+    "parts of rows": (2, overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),
+    "one slot": (2, overlap.Config.of(tile_n=64, chunk_buffers=1, chunk_bytes=4096)),
     "stream k": (5, dataclasses.replace(SMALL, stream_k=4)),
     "cluster": (5, dataclasses.replace(SMALL, cluster=2)),
     "cluster along n": (4, dataclasses.replace(SMALL, tile_n=64, cluster=2, cluster_along="n")),

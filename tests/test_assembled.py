@@ -154,8 +154,8 @@ def test_matmul_assembles_without_spills(devices: int, dtype: str) -> None:
     [
         {"tile_n": 128, "stages": 6},
         {"tile_n": 192, "stages": 3},
-        {"stages": 3, "epilogue_slots": 2},
-        {"chunk_bytes": 4096, "chunk_slots": 4, "order_minor": "n"},
+        {"stages": 3, "epilogue_buffers": 2},
+        {"chunk_bytes": 4096, "chunk_buffers": 4, "order_minor": "n"},
     ],
     ids=lambda config: ",".join(f"{name}={value}" for name, value in config.items()),
 )

@@ -34,7 +34,7 @@ def drawn(seed):
     config = overlap.Config.of(
         tile_m=128, tile_n=rng.choice((64, 128)) * cluster, stages=rng.choice((2, 3, 4)), cluster=cluster,
         stream_k=rng.choice((1, 1, 2, 3)), order_minor=rng.choice("mn"), order_width=rng.choice((1, 3, 8)),
-        epilogue_tile_n=32 if f32 else 64, epilogue_slots=rng.choice((1, 2)) if f32 else 1,
+        epilogue_tile_n=32 if f32 else 64, epilogue_buffers=rng.choice((1, 2)) if f32 else 1,
     )  # fmt: skip
     layout = rng.choice(("nn", "nt", "tn", "tt"))
     return shape, config, layout, jnp.float32 if f32 else jnp.bfloat16, rng.choice((2, 3, 5, 8))

@@ -33,7 +33,7 @@ SIZES = [  # cores, shape, config
     (2, (300, 272, 32), config()),
     (2, (200, 192, 416), config(tile_n=64)),
     (3, (1, 16, 1056), config(stages=2)),
-    (4, (130, 400, 288), config(order_minor="n", epilogue_slots=2)),
+    (4, (130, 400, 288), config(order_minor="n", epilogue_buffers=2)),
     (2, (300, 272, 288), config(cluster=2)),
     (4, (513, 144, 608), config(cluster=2, stages=2)),
     (3, (260, 144, 544), config(stream_k=3)),

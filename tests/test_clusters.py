@@ -30,7 +30,7 @@ SIZES = [  # cores, shape, config
     (7, (450, 264, 136), overlap.Config.of(order_width=1, **SMALL)),
     (2, (130, 264, 136), overlap.Config(tile_m=64, cluster=2, stages=3)),  # A warpgroup has half of the columns.
     (2, (300, 72, 200), overlap.Config(tile_m=256, tile_n=64, cluster=2, stages=3)),
-    (3, (300, 264, 328), overlap.Config.of(cluster=2, stages=3, epilogue_slots=2)),
+    (3, (300, 264, 328), overlap.Config.of(cluster=2, stages=3, epilogue_buffers=2)),
 ]
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives.axis import ring_of
+from overlap.collectives.axis import peer_group_of
 from overlap.kernels.target import SMEM_BYTES, Target
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -75,7 +75,7 @@ WRONG_CONFIGS = [
     ({"tile_n": 96}, ["`tile_n`", "64", "96"]),
     ({"tile_n": 512}, ["`tile_n`", "256", "512"]),
     ({"epilogue_tile_n": 96}, ["`epilogue_tile_n`", "96", "256"]),
-    ({"tile_n": 64, "epilogue_slots": 2}, ["`epilogue_slots`", "divide the 1 stores", "got 2"]),
+    ({"tile_n": 64, "epilogue_buffers": 2}, ["`epilogue_buffers`", "divide the 1 stores", "got 2"]),
     ({"stages": 1}, ["`stages`", "at least 2", "1"]),
     ({"stages": 6}, ["shared memory", str(SMEM_BYTES), "`stages` (6)"]),
     ({"chunk_bytes": 1000}, ["`chunk_bytes`", "16", "1000"]),
@@ -90,7 +90,7 @@ def test_configs_that_do_not_fit(fields, fragments):
         assert fragment in str(caught.value)
 
 
-@pytest.mark.parametrize("fields", [{"tile_n": 0}, {"stages": "4"}, {"order_minor": "k"}, {"chunk_slots": True}])
+@pytest.mark.parametrize("fields", [{"tile_n": 0}, {"stages": "4"}, {"order_minor": "k"}, {"chunk_buffers": True}])
 def test_configs_that_make_no_sense(fields):
     with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
         overlap.Config.of(**fields)
@@ -155,5 +155,5 @@ def test_a_choice_is_said_once(caplog):
 
 
 def test_an_axis_of_one_device_and_a_tuple_of_one_name():
-    assert ring_of("op", ("x",), mesh(x=2)).axis_name == "x"
+    assert peer_group_of("op", ("x",), mesh(x=2)).axis_name == "x"
     assert trace(*GOOD, on=mesh(x=1)).shape == (128, 256)

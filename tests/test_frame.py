@@ -206,6 +206,6 @@ def test_the_usual_configuration():
     assert dataclasses.asdict(overlap.Config()) == {
         "tile_m": 128, "tile_n": 256, "tile_k": 64, "stages": 4, "schedule": "cooperative", "swap_operands": False,
         "order_minor": "m", "order_width": 8, "stream_k": 1, "split_k": 1, "cluster": 1, "cluster_along": "m",
-        "joined": False, "one_shot": False, "epilogue_tile_n": 64, "epilogue_slots": 1,
-        "pull": {"chunk_bytes": 8192, "chunk_slots": 2},
+        "joined": False, "one_shot": False, "epilogue_tile_n": 64, "epilogue_buffers": 1,
+        "pull": {"chunk_bytes": 8192, "chunk_buffers": 2},
     }  # fmt: skip

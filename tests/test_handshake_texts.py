@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap.emulation import EmulationError, emulate
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, Ring, each_drawn, fence_async_proxy, shared_flags
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, each_drawn, fence_async_proxy, shared_flags
 from tests.oracle import make_mesh
 
 DEVICES, CTAS, SHARD = 3, 2, (1, 64)
@@ -28,8 +28,8 @@ X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
 def gather(x_gmem, out_gmem, x_smem, loaded):
     """[1, 64] -> [3, 64]: whoever draws a peer copies its row."""
     (flags,) = shared_flags(HANDSHAKE_FLAGS)
-    ring = Ring("x", (("x", DEVICES),))
-    handshake = Handshake(flags, ring, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
+    group = PeerGroup("x", (("x", DEVICES),))
+    handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
 
     def copy(source, owner):
         plgpu.copy_gmem_to_smem(source, x_smem, loaded)
@@ -45,11 +45,11 @@ def gather(x_gmem, out_gmem, x_smem, loaded):
             handshake.await_peers()
 
             def pull(item):
-                peer = ring.peer(item - handshake.looks + 1)
-                copy(ring.remote(x_gmem, peer), peer)
+                peer = group.peer(item - handshake.looks + 1)
+                copy(group.remote(x_gmem, peer), peer)
 
             _, carried = each_drawn(handshake.counter, number, handshake.items, handshake.items, pull)
-            pl.when(lax.axis_index("cta") == 0)(lambda: copy(x_gmem, ring.me()))
+            pl.when(lax.axis_index("cta") == 0)(lambda: copy(x_gmem, group.me()))
             fence_async_proxy()
             handshake.leave(carried)
 

@@ -62,8 +62,8 @@ def begin_late(patch):
     def stall_and_begin(self, look):
         @pl.when(self.cta == 0)
         def _stall():
-            me = self.ring.me()
-            wait_for_word(self.flags.at[0], handshake._LOWERED, self.ring, me, operation=0, role=handshake.board.BEGUN)
+            me = self.group.me()
+            wait_for_word(self.flags.at[0], handshake._LOWERED, self.group, me, operation=0, role=handshake.board.BEGUN)
 
         return begin(self, look)
 

@@ -24,7 +24,7 @@ from tests.tuning_cases import H200
 ONE = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True)
 CUT = dataclasses.replace(ONE, stages=3, stream_k=3)
 MANY = dataclasses.replace(ONE, tile_m=128, tile_n=64, order_minor="n", order_width=2)
-FINE = ONE.replace(epilogue_tile_n=64, chunk_bytes=512, chunk_slots=3)
+FINE = ONE.replace(epilogue_tile_n=64, chunk_bytes=512, chunk_buffers=3)
 ALONG_M = dataclasses.replace(ONE, cluster=2)
 ALONG_N = dataclasses.replace(CUT, cluster=2, cluster_along="n")
 F8 = dataclasses.replace(CUT, tile_k=128)
@@ -223,11 +223,11 @@ def test_the_ring_has_a_tile_for_each_shard():
     form, mesh = Form(16, (72,), 136, container=None), oracle.make_mesh(x=3)
     arrays = several_sides_cases.operands(form, 3)
     body = several_sides_cases.call(form, implementation="fused", config=ONE, transport="ring")
-    ring = several_sides_cases.on_mesh(form, mesh, body)
+    group = several_sides_cases.on_mesh(form, mesh, body)
     with emulate(cores=3):
         given = several_sides_cases.put(form, mesh, arrays)
-        assert KERNEL not in str(jax.make_jaxpr(ring)(*given))
-        results = ring(*given)
+        assert KERNEL not in str(jax.make_jaxpr(group)(*given))
+        results = group(*given)
     several_sides_cases.assert_exact(form, arrays, results)
 
 

@@ -283,8 +283,8 @@ def test_a_wrong_configuration_is_an_error_where_xla_runs_too():
 
 def test_parts_of_a_configuration():
     part = overlap.PullSizes(chunk_bytes=4096)
-    config = overlap.Config.of(pull=part, chunk_slots=4, tile_n=128)
-    assert config == overlap.Config(tile_n=128, pull=overlap.PullSizes(chunk_bytes=4096, chunk_slots=4))
+    config = overlap.Config.of(pull=part, chunk_buffers=4, tile_n=128)
+    assert config == overlap.Config(tile_n=128, pull=overlap.PullSizes(chunk_bytes=4096, chunk_buffers=4))
     assert overlap.Config.of(**config.fields) == config
     with pytest.raises(TypeError, match="tile_x"):
         config.replace(tile_x=1)

@@ -26,7 +26,11 @@ from tests.product_cases import in_f32, normal, oracle_of
     [
         (1, (128, 256, 64), overlap.Config()),
         (2, (384, 256, 448), overlap.Config(tile_n=128)),
-        (3, (256, 384, 128), overlap.Config.of(tile_n=128, stages=2, epilogue_slots=2, order_minor="n", order_width=1)),
+        (
+            3,
+            (256, 384, 128),
+            overlap.Config.of(tile_n=128, stages=2, epilogue_buffers=2, order_minor="n", order_width=1),
+        ),
         (9, (256, 256, 64), overlap.Config.of(tile_n=128, epilogue_tile_n=128)),
     ],
 )

@@ -29,7 +29,7 @@ TILES = [
     overlap.Config.of(tile_m=256, tile_n=128, epilogue_tile_n=64),
     overlap.Config(tile_m=256, tile_n=64, stages=3),
     overlap.Config(tile_m=128, tile_n=192),
-    overlap.Config.of(tile_m=128, tile_n=128, stages=5, epilogue_slots=2),
+    overlap.Config.of(tile_m=128, tile_n=128, stages=5, epilogue_buffers=2),
 ]
 
 

@@ -66,9 +66,12 @@ SETTINGS = {  # a configuration, and how it is run
     "wide tiles": (overlap.Config.of(tile_m=128, tile_n=256, stages=3, epilogue_tile_n=32), {"cores": 3}),
     "high tiles": (overlap.Config.of(tile_m=256, tile_n=128, stages=2, epilogue_tile_n=32, order_minor="n"), {}),
     "low, wide tiles": (overlap.Config.of(tile_m=64, tile_n=256, stages=3), {"cores": 2}),
-    "two buffers": (overlap.Config.of(tile_n=128, stages=2, epilogue_tile_n=32, epilogue_slots=2), {}),
-    "small chunks": (overlap.Config.of(tile_m=64, tile_n=128, stages=3, chunk_bytes=1024, chunk_slots=3), {"cores": 3}),
-    "large chunks": (overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=65536, chunk_slots=1), {}),
+    "two buffers": (overlap.Config.of(tile_n=128, stages=2, epilogue_tile_n=32, epilogue_buffers=2), {}),
+    "small chunks": (
+        overlap.Config.of(tile_m=64, tile_n=128, stages=3, chunk_bytes=1024, chunk_buffers=3),
+        {"cores": 3},
+    ),
+    "large chunks": (overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=65536, chunk_buffers=1), {}),
 }
 
 

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives.axis import ring_of
+from overlap.collectives.axis import peer_group_of
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import Target
-from overlap.primitives import Ring, clique, peers
+from overlap.primitives import PeerGroup, clique, peers
 from tests import assembly, mesh_cases, oracle
 from tests.mesh_cases import layout
 from tests.product_cases import normal
@@ -133,58 +133,60 @@ TUPLES = [axes for count in (1, 2, 3) for axes in itertools.permutations("abc", 
 
 @pytest.mark.parametrize("axes", TUPLES, ids="-".join)
 def test_positions_and_coordinates(axes):
-    ring, sizes = Ring(axes, MESH_SHAPE), dict(MESH_SHAPE)
-    assert ring.size == np.prod([sizes[name] for name in axes])
-    for position in range(ring.size):
+    group, sizes = PeerGroup(axes, MESH_SHAPE), dict(MESH_SHAPE)
+    assert group.size == np.prod([sizes[name] for name in axes])
+    for position in range(group.size):
         coordinates = np.unravel_index(position, [sizes[name] for name in axes])
-        assert ring.device_id(position) == dict(zip(axes, map(int, coordinates), strict=True))
+        assert group.device_id(position) == dict(zip(axes, map(int, coordinates), strict=True))
 
 
 @pytest.mark.parametrize("axes", TUPLES, ids="-".join)
 def test_me_counts_as_all_gather_does(axes):
-    ring = Ring(axes, MESH_SHAPE)
+    group = PeerGroup(axes, MESH_SHAPE)
     mesh = Mesh(np.array(jax.devices()[:6])[list(TRANSPOSED)].reshape(2, 3, 1), ("a", "b", "c"))
 
     def body():
-        gathered = lax.all_gather(ring.me(), axes)
-        return jnp.concatenate([gathered, jnp.stack([ring.me() - lax.axis_index(axes)])])[None]
+        gathered = lax.all_gather(group.me(), axes)
+        return jnp.concatenate([gathered, jnp.stack([group.me() - lax.axis_index(axes)])])[None]
 
     # (Without jit, each operation in it would be compiled by itself.)
     out = oracle.on_mesh(mesh, body, (), P(("a", "b", "c")))()
-    np.testing.assert_array_equal(np.asarray(out), [[*range(ring.size), 0]] * 6)
+    np.testing.assert_array_equal(np.asarray(out), [[*range(group.size), 0]] * 6)
 
 
 def test_a_tuple_of_one_axis_is_that_axis():
     mesh = layout("x", x=2).mesh()
-    assert ring_of("op", ("x",), mesh) == ring_of("op", ["x"], mesh) == ring_of("op", "x", mesh)
+    assert peer_group_of("op", ("x",), mesh) == peer_group_of("op", ["x"], mesh) == peer_group_of("op", "x", mesh)
 
 
 # ---- What the tests above would catch: seeded defects ----------------------------------------------------------------
 
 
 def take_ids_of_devices(patch, order):
-    device_id = Ring.device_id
+    device_id = PeerGroup.device_id
 
     def physical(self, position):
         return device_id(self, sum(jnp.where(position == i, jnp.int32(d), 0) for i, d in enumerate(order)))
 
-    patch.setattr(Ring, "device_id", physical)
+    patch.setattr(PeerGroup, "device_id", physical)
 
 
 def take_the_position_for_a_logical_id(patch):
     logical = pl.DeviceIdType.LOGICAL
-    patch.setattr(Ring, "remote", lambda self, ref, position: plgpu.remote_ref(ref, position, device_id_type=logical))
+    patch.setattr(
+        PeerGroup, "remote", lambda self, ref, position: plgpu.remote_ref(ref, position, device_id_type=logical)
+    )
 
 
 def count_in_the_order_of_the_mesh(patch):
-    axes = vars(Ring)["axes"].fget
-    patch.setattr(Ring, "axes", property(lambda self: tuple(sorted(axes(self)))))
+    axes = vars(PeerGroup)["axes"].fget
+    patch.setattr(PeerGroup, "axes", property(lambda self: tuple(sorted(axes(self)))))
 
 
 def reach_into_the_first_ring(patch):
-    device_id = Ring.device_id
+    device_id = PeerGroup.device_id
     patch.setattr(
-        Ring, "device_id", lambda self, position: {n: 0 for n, _ in self.mesh_shape} | device_id(self, position)
+        PeerGroup, "device_id", lambda self, position: {n: 0 for n, _ in self.mesh_shape} | device_id(self, position)
     )
 
 

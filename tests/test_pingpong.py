@@ -12,7 +12,7 @@ import pytest
 
 import overlap
 from overlap.emulation import EmulationError, emulate
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.limits import Sizes
@@ -49,8 +49,8 @@ CASES = {  # cores, shape, config, what else
     "cut": (4, (320, 128, 584), TURNS.replace(stream_k=3), {}),
     "cut after three tiles": (4, (13 * 64, 128, 328), TURNS.replace(stream_k=3), {}),
     "cut, cluster": (8, (320, 264, 584), TURNS.replace(stream_k=3, cluster=2), {}),
-    "two slots": (2, RAGGED, TURNS.replace(epilogue_slots=2), {}),
-    "four slots of 32": (1, RAGGED, TURNS.replace(epilogue_slots=4, epilogue_tile_n=32), {}),
+    "two slots": (2, RAGGED, TURNS.replace(epilogue_buffers=2), {}),
+    "four slots of 32": (1, RAGGED, TURNS.replace(epilogue_buffers=4, epilogue_tile_n=32), {}),
     "one tile": (2, (64, 128, 200), TURNS, {}),
     "fewer tiles than cores": (5, (65, 128, 200), TURNS, {}),
     "one k step": (1, (*RAGGED[:2], 40), TURNS.replace(stages=4), {}),
@@ -58,7 +58,7 @@ CASES = {  # cores, shape, config, what else
     "few rows": (2, (16, 520, 200), TURNS.replace(tile_m=128), {}),
     "batch": (2, (80, 264, 200), TURNS, {"batch": (3,)}),
     "split k": (2, (72, 136, 360), TURNS.replace(split_k=3), {}),
-    "all of the epilogue": (2, RAGGED, TURNS.replace(epilogue_slots=2), EPILOGUE),
+    "all of the epilogue": (2, RAGGED, TURNS.replace(epilogue_buffers=2), EPILOGUE),
     "all of the epilogue, cut": (5, RAGGED, TURNS.replace(stream_k=3), EPILOGUE),
     "bfloat16": (2, (200, 264, 72), TURNS, {"preferred_element_type": BF16}),
     "float8": (2, (*RAGGED[:2], 400), TURNS.replace(tile_k=128), {"dtype": E4M3, "transpose_rhs": True}),
@@ -159,7 +159,7 @@ def test_one_shot_of_fewer_rows_than_a_block(config):
 
 def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int, addend: bool = False) -> Kernel:
     """A product alone, traced anew: `overlap.matmul` would reuse what it has traced before."""
-    (m, n, k), plan = shape, Plan(MATMUL, PLAIN, jnp.float32, Target("cpu", "cpu", cores), config)
+    (m, n, k), plan = shape, LaunchPlan(MATMUL, PLAIN, jnp.float32, Target("cpu", "cpu", cores), config)
     lhs, rhs, more = integers(1, m, k), integers(2, k, n), integers(3, m, n) if addend else None
     function = jax.jit(lambda *given: product.launch(Operands(lhs, (rhs,), addends=given or None), plan))
     expected = oracle_of(lhs, rhs, addend=more if addend else 0.0)
@@ -173,10 +173,10 @@ def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int, ad
 PROGRAMS = {  # cores, kernel
     "one": (1, lambda: launched(TURNS, (320, 128, 192), 1)),
     "two cores": (2, lambda: launched(TURNS, (640, 128, 192), 2)),
-    "slots": (1, lambda: launched(TURNS.replace(epilogue_slots=2), (320, 128, 192), 1)),
+    "slots": (1, lambda: launched(TURNS.replace(epilogue_buffers=2), (320, 128, 192), 1)),
     "addend": (1, lambda: launched(TURNS, (320, 128, 192), 1, addend=True)),
     "cut": (4, lambda: launched(TURNS.replace(stream_k=3), (320, 128, 328), 4)),
-    "cut, slots": (4, lambda: launched(TURNS.replace(stream_k=3, epilogue_slots=2), (576, 128, 328), 4)),
+    "cut, slots": (4, lambda: launched(TURNS.replace(stream_k=3, epilogue_buffers=2), (576, 128, 328), 4)),
     "ring": (1, lambda: of_rows(ROWS, PULL, 2, "ring")),
     "scatter": (1, lambda: of_sums("m", SUMS.replace(stages=3), 2, block=(72, 136))),
     "scatter, two cores": (2, lambda: of_sums("m", SUMS.replace(stages=3), 2, block=(72, 136))),
@@ -228,7 +228,7 @@ def check_limits(target: Target, config: overlap.Config) -> None:
         (H200, {"tile_m": 128, "tile_n": 192}, "needs 192 registers"),
         (H200, {"tile_n": 96}, "`tile_n` must be a multiple of 64"),
         (H200, {"tile_n": 256, "stages": 6}, "bytes of shared memory"),
-        (H200, {"epilogue_slots": 4}, "`epilogue_slots` must divide the 2 stores"),
+        (H200, {"epilogue_buffers": 4}, "`epilogue_buffers` must divide the 2 stores"),
         (B200, {"tile_m": 128}, "`schedule` must be 'cooperative' on NVIDIA B200.*got 'pingpong': leave it out"),
     ],
     ids=str,

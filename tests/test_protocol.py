@@ -11,7 +11,7 @@ from overlap.collectives import pull, pull_rows
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.tma import staging, store
-from overlap.primitives import Ring, copies
+from overlap.primitives import PeerGroup, copies
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 from tests.protocol_cases import of_rows
@@ -246,7 +246,7 @@ def test_scales_count_as_transfers(form, monkeypatch):
 
 def test_a_wrong_peer_shows_in_the_numbers(monkeypatch):
     """Reading another peer's shard is no race, so it is the oracle that has to catch it."""
-    peer = Ring.peer
-    monkeypatch.setattr(Ring, "peer", lambda self, distance: peer(self, distance % 2 + 1))
+    peer = PeerGroup.peer
+    monkeypatch.setattr(PeerGroup, "peer", lambda self, distance: peer(self, distance % 2 + 1))
     with pytest.raises(AssertionError):
         of_rows(Form(128, (128,), 192, container=None), CONFIG).run(cores=2)

@@ -17,7 +17,7 @@ from overlap import primitives
 from overlap.collectives import pull, transport
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import partial_sums, product_kernel
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS
 from overlap.kernels.hopper import mainloop as hopper
@@ -41,7 +41,7 @@ BOTH = dataclasses.replace(STREAM_K, cluster=2)
 CASES = {  # devices, cores, (m, n, k) of a shard, config
     "stream k": (1, 7, (256, 128, 448), STREAM_K),
     "stream k after a wave": (1, 4, (640, 128, 320), STREAM_K),
-    "stream k, two slots": (1, 4, (640, 128, 320), STREAM_K.replace(epilogue_slots=2)),
+    "stream k, two slots": (1, 4, (640, 128, 320), STREAM_K.replace(epilogue_buffers=2)),
     "cluster": (1, 4, (384, 128, 320), CLUSTER),
     "cluster along n": (1, 4, (128, 264, 320), dataclasses.replace(CLUSTER, cluster_along="n")),
     "both": (1, 12, (384, 128, 448), BOTH),
@@ -55,7 +55,7 @@ def kernel_of(name):
     devices, cores, (m, n, k), config = CASES[name]
     lhs, rhs = integers(1, devices * m, k), integers(2, k, devices * n)
     if devices == 1:
-        plan = Plan(MATMUL, PLAIN, jnp.float32, Target("cpu", "cpu", cores), config)
+        plan = LaunchPlan(MATMUL, PLAIN, jnp.float32, Target("cpu", "cpu", cores), config)
         # Not `overlap.matmul`, which would reuse what it has traced before.
         function = jax.jit(lambda a, b: product.launch(Operands(a, (b,)), plan))
     else:

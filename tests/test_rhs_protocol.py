@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from overlap import primitives
 from overlap.collectives import gathered_rhs, pull
 from overlap.collectives.rhs_schedule import STEPS_PER_FLAG, GatherRhsSchedule
-from overlap.primitives import Ring, copies, handshake
+from overlap.primitives import PeerGroup, copies, handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 from overlap.primitives.waits import wait_for_word
@@ -37,8 +37,10 @@ def pull_last(patch, victim, devices):
         @pl.when(lax.axis_index("x") == victim)
         def _stall():
             others = (1 << devices) - 1 - (1 << victim)
-            me = self.ring.me()
-            wait_for_word(self.flags.at[handshake._DONE], others, self.ring, me, operation=0, role=handshake.board.DONE)
+            me = self.group.me()
+            wait_for_word(
+                self.flags.at[handshake._DONE], others, self.group, me, operation=0, role=handshake.board.DONE
+            )
 
     patch.setattr(Handshake, "await_peers", await_late)
 
@@ -154,7 +156,7 @@ def test_another_shard_of_the_left_operand_shows_in_the_numbers(monkeypatch):
 @pytest.mark.parametrize("along", ALONG)
 def test_a_wrong_peer_shows_in_the_numbers(along, monkeypatch):
     """Reading another peer's shard is no race, so it is the numbers that have to tell."""
-    peer = Ring.peer
-    monkeypatch.setattr(Ring, "peer", lambda self, distance: peer(self, remainder(3 - distance, 3)))
+    peer = PeerGroup.peer
+    monkeypatch.setattr(PeerGroup, "peer", lambda self, distance: peer(self, remainder(3 - distance, 3)))
     with pytest.raises(AssertionError):
         of_weights(along, SMALL, m=128, shard=(128, 128)).run(cores=3)

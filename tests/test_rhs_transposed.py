@@ -14,7 +14,7 @@ from tests.rhs_cases import SMALL, call, fused, product, weights
 from tests.scatter_cases import assert_close
 
 SIZES = [  # along, devices, m of a device, the shard of the weights, configuration
-    ("k", 3, 200, (136, 264), overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_slots=3)),
+    ("k", 3, 200, (136, 264), overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),
     ("k", 2, 8, (12, 8), SMALL),  # Rows of which a shard has less than a whole piece of 16 bytes.
     ("k", 2, 136, (72, 136), overlap.Config.of(tile_n=128, stages=2, cluster=2, stream_k=3)),
     ("n", 3, 200, (136, 72), SMALL),

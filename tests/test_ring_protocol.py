@@ -16,7 +16,7 @@ from overlap.collectives.transport import Shards
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Ring, waits
+from overlap.primitives import PeerGroup, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import quotient, remainder
 from tests import oracle, several_sides_cases
@@ -77,8 +77,8 @@ def test_no_signal_but_the_flags_and_no_more_of_them_than_pieces_need():
 
 
 def test_who_waits_too_long_names_the_device_whose_rows_are_missing(monkeypatch):
-    peer, asked, waited = Ring.peer, [], []
-    monkeypatch.setattr(Ring, "peer", lambda self, distance: asked.append(distance) or peer(self, distance))
+    peer, asked, waited = PeerGroup.peer, [], []
+    monkeypatch.setattr(PeerGroup, "peer", lambda self, distance: asked.append(distance) or peer(self, distance))
     monkeypatch.setattr(Handshake, "wait_for", lambda *_: waited.append(asked[-1]))
     cores, run_kernel, _ = kernel_of("plain")
     with pytest.raises(EmulationError), emulate(cores=cores):
@@ -128,7 +128,7 @@ def drop_the_proxy_fence(patch):
 
 
 def count_a_whole_tile_as_one_part(patch):
-    patch.setattr(ring, "signal_peer", lambda flag, ring, position, n: primitives.signal_peer(flag, ring, position))
+    patch.setattr(ring, "signal_peer", lambda flag, group, position, n: primitives.signal_peer(flag, group, position))
 
 
 def count_a_part_as_a_whole_tile(patch):
@@ -145,7 +145,7 @@ def signal_once_more(patch):
 
 
 def signal_the_device_after(patch):
-    patch.setattr(ring, "signal_peer", lambda flag, ring, _, n: primitives.signal_peer(flag, ring, ring.peer(1), n))
+    patch.setattr(ring, "signal_peer", lambda flag, group, _, n: primitives.signal_peer(flag, group, group.peer(1), n))
 
 
 def signal_before_the_first_k_step(patch):
@@ -172,7 +172,7 @@ def raise_the_flag_of_another_step(patch):
 
     def other(self, step, tile):
         # The producer asks for the tile's own step, the forwarder for another one.
-        return flag(self, step if step is tile.step else remainder(step, self.ring.size - 1) + 1, tile)
+        return flag(self, step if step is tile.step else remainder(step, self.group.size - 1) + 1, tile)
 
     patch.setattr(Shards, "flag", other)
 
@@ -297,8 +297,8 @@ def test_each_defect_is_reported(defect, name, error, words, monkeypatch):
 
 
 def send_to_the_device_after(patch):
-    peer = Ring.peer
-    patch.setattr(Ring, "peer", lambda self, distance: peer(self, self.size - distance))
+    peer = PeerGroup.peer
+    patch.setattr(PeerGroup, "peer", lambda self, distance: peer(self, self.size - distance))
 
 
 def test_rows_of_another_peer_show_in_the_numbers(monkeypatch):

@@ -138,7 +138,7 @@ def test_clean_if_a_cta_begins_when_all_is_over(monkeypatch):
 def hold_a_chunk_while_waiting_for_a_tile(patch):
     smem_types = pull.smem_types
     patch.setattr(
-        pull, "smem_types", lambda config, *args, **kwargs: smem_types(config.replace(chunk_slots=2), *args, **kwargs)
+        pull, "smem_types", lambda config, *args, **kwargs: smem_types(config.replace(chunk_buffers=2), *args, **kwargs)
     )
 
 

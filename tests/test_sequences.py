@@ -46,7 +46,7 @@ SEEDS = 12
 
 def faults_of(pair, kind, *, detect):
     shape = sequences.SHAPES[kind][0]
-    first, second = (Call(*ring, kind, shape) for ring in PAIRS[pair])
+    first, second = (Call(*group, kind, shape) for group in PAIRS[pair])
     for number in range(SEEDS):
         settings = {
             "completion": ("late", "random", "eager")[number % 3],
@@ -63,7 +63,7 @@ def faults_of(pair, kind, *, detect):
 def one_key(monkeypatch):
     """The same beacon for all launches, as it once was."""
     sequences.launch_of.cache_clear()
-    monkeypatch.setattr(handshake, "_key", lambda context, ring, only: [7, 8, 9, 10])
+    monkeypatch.setattr(handshake, "_key", lambda context, group, only: [7, 8, 9, 10])
     yield
     sequences.launch_of.cache_clear()
 

@@ -22,7 +22,7 @@ SMALL = overlap.Config(tile_n=64, stages=2)
 CUT = overlap.Config(tile_n=64, stages=2, stream_k=3)
 ALONG_M = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, order_minor="n", order_width=2)
 ALONG_N = overlap.Config(tile_n=64, stages=2, cluster=2, cluster_along="n", stream_k=2)
-FINE = overlap.Config.of(tile_n=128, epilogue_slots=2, chunk_bytes=512, chunk_slots=3)
+FINE = overlap.Config.of(tile_n=128, epilogue_buffers=2, chunk_bytes=512, chunk_buffers=3)
 F8 = overlap.Config(tile_n=64, tile_k=128, stages=2)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

@@ -141,7 +141,7 @@ SIZES = [  # cores, shape, config
     (4, (384, 256, 328), overlap.Config.of(stream_k=2, order_minor="n", order_width=1, **SMALL)),
     (6, (64, 512, 320), overlap.Config(tile_m=64, stream_k=3, stages=3)),  # A warpgroup has half of the columns.
     (3, (256, 128, 320), overlap.Config.of(tile_m=256, stream_k=4, stages=3, **SMALL)),  # Half of the rows.
-    (5, (128, 256, 320), overlap.Config.of(stream_k=5, stages=3, epilogue_slots=2)),
+    (5, (128, 256, 320), overlap.Config.of(stream_k=5, stages=3, epilogue_buffers=2)),
     (5, (130, 264, 328), overlap.Config.of(tile_n=128, stream_k=3, epilogue_tile_n=128)),  # Ragged in all dimensions.
 ]
 

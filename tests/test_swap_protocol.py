@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap.emulation import EmulationError, emulate
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.tma import staging
@@ -134,7 +134,7 @@ def launched(config: overlap.Config, shape: tuple[int, int, int], what: str = ""
     Operands lie as `layouts` says, "nn" or "nt".
     """
     m, n, k = shape
-    plan = Plan(MATMUL, OperandLayouts(False, layouts == "nt"), BF16, Target("cpu", "cpu", 1), config)
+    plan = LaunchPlan(MATMUL, OperandLayouts(False, layouts == "nt"), BF16, Target("cpu", "cpu", 1), config)
     lhs, rhs = integers(1, m, k), integers(2, *((n, k) if layouts == "nt" else (k, n)))
     power = jnp.asarray(2.0 ** np.random.default_rng(4).integers(-1, 2, m), jnp.float32)
     more = {
@@ -167,7 +167,7 @@ PROGRAMS = {  # (All on one core, but for the gathers.)
     "blocks, scales": lambda: launched(BLOCKS, (208, 128, 128), "scales"),
     "wide": lambda: launched(SWAPPED.replace(tile_n=256, epilogue_tile_n=128), (72, 256, 128)),
     "pieces": lambda: launched(SWAPPED.replace(tile_n=256), (72, 256, 128)),
-    "slots": lambda: launched(TURNS.replace(epilogue_slots=2), (360, 256, 192)),
+    "slots": lambda: launched(TURNS.replace(epilogue_buffers=2), (360, 256, 192)),
     "few": lambda: launched(SWAPPED, (16, 264, 192)),
     **GATHERS,
 }
@@ -207,7 +207,7 @@ def test_what_does_no_harm(program, change, monkeypatch):
 
 
 def lowered(config: overlap.Config) -> str:
-    plan = Plan(MATMUL, OperandLayouts(False, False), BF16, Target("gpu", "NVIDIA H200", 132), config)
+    plan = LaunchPlan(MATMUL, OperandLayouts(False, False), BF16, Target("gpu", "NVIDIA H200", 132), config)
     types = jax.ShapeDtypeStruct((200, 192), BF16), jax.ShapeDtypeStruct((192, 264), BF16)
     traced = jax.jit(lambda lhs, rhs: product.launch(Operands(lhs, (rhs,)), plan)).trace(*types)
     return traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -160,7 +160,7 @@ def test_any_value_in_place_of_any_part_leaves_calls_decided(one_heuristic_each,
 def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
     """They keep the rules of a table; whether the kernel can have them, it says itself."""
     largest = 2**31 - 1
-    write(line(config=Config.of(order_width=largest, chunk_bytes=2**31 - 16, chunk_slots=largest).fields))
+    write(line(config=Config.of(order_width=largest, chunk_bytes=2**31 - 16, chunk_buffers=largest).fields))
     assert explained().config.order_width == largest
     operands = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4096, 4096), (4096, 8192)))
     with jax.sharding.use_abstract_mesh(ON_H200):

@@ -38,19 +38,19 @@ def hopper(monkeypatch):
 
 
 def test_explain_says_which_and_why(hopper):
-    default, pull, ring = explain(), explain(transport="pull"), explain(transport="ring")
-    assert (default.transport, pull.transport, ring.transport) == ("pull", "pull", "ring")
-    assert "one hop" in default.transport_reason and ring.transport_reason == pull.transport_reason == "asked for"
-    assert default.config == ring.config and default.reason == ring.reason
-    for choice in (default, ring):
+    default, pull, group = explain(), explain(transport="pull"), explain(transport="ring")
+    assert (default.transport, pull.transport, group.transport) == ("pull", "pull", "ring")
+    assert "one hop" in default.transport_reason and group.transport_reason == pull.transport_reason == "asked for"
+    assert default.config == group.config and default.reason == group.reason
+    for choice in (default, group):
         assert f"transport {choice.transport}: {choice.transport_reason}" in str(choice)
 
 
 def test_explain_says_how_many_ctas_must_run_at_once(hopper):
     whole, cut = (explain(config=overlap.Config(stream_k=parts)) for parts in (1, 3))
-    ring = explain(transport="ring")
-    assert (whole.ctas_at_once, cut.ctas_at_once, ring.ctas_at_once) == (1, 3, ring.target.num_cores)
-    assert "at the same time" not in str(whole) and f"needs {ring.ctas_at_once} CTAs at the same time" in str(ring)
+    group = explain(transport="ring")
+    assert (whole.ctas_at_once, cut.ctas_at_once, group.ctas_at_once) == (1, 3, group.target.num_cores)
+    assert "at the same time" not in str(whole) and f"needs {group.ctas_at_once} CTAs at the same time" in str(group)
     assert explain(implementation="xla").ctas_at_once == 0
     assert explain(devices=1, transport="ring", config=overlap.Config()).ctas_at_once == 1
 
@@ -79,7 +79,7 @@ def test_the_ring_needs_no_chunk_buffers(hopper):
     config, bf16 = overlap.Config(), jnp.bfloat16
     pulled, plain = (smem_bytes(config, bf16, bf16, transport) for transport in ("pull", ""))
     assert smem_bytes(config, bf16, bf16, "ring") == plain
-    assert pulled - plain == config.pull.chunk_slots * (config.pull.chunk_bytes + BARRIER_BYTES)
+    assert pulled - plain == config.pull.chunk_buffers * (config.pull.chunk_bytes + BARRIER_BYTES)
     # So a configuration may fit the ring alone; all other limits are the same.
     large = overlap.Config.of(chunk_bytes=16384)
     assert smem_bytes(large, bf16, bf16, "pull") > SMEM_BYTES
@@ -146,7 +146,7 @@ ASSEMBLED = [  # devices, m of a shard, config; of 384 rows, tiles of all steps 
     (3, 384, {"stream_k": 4}),
     (4, 1000, {"tile_n": 128, "stages": 6}),
     (4, 1024, {"cluster": 2, "tile_m": 64, "stages": 5}),
-    (4, 1024, {"cluster": 2, "cluster_along": "n", "stages": 3, "epilogue_slots": 2}),
+    (4, 1024, {"cluster": 2, "cluster_along": "n", "stages": 3, "epilogue_buffers": 2}),
     (2, 384, {"cluster": 2, "cluster_along": "n", "stream_k": 4}),
 ]
 

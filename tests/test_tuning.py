@@ -130,7 +130,7 @@ def test_the_heuristic_serves_what_any_configuration_serves(of, target):
         of.check(chosen, target)
         assert model.predicted_us(chosen, of, target) > 0
         return
-    names = ("tile_m", "tile_n", "tile_k", "epilogue_tile_n", "epilogue_slots", "stages")
+    names = ("tile_m", "tile_n", "tile_k", "epilogue_tile_n", "epilogue_buffers", "stages")
     every = {**space.SHAPE, **space.FINE, "stages": space.STAGES}
     for values in itertools.product(*(every[name] for name in names)):
         config = Config.of(**dict(zip(names, values, strict=True)))

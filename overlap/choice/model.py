@@ -154,7 +154,7 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
     tiles = work.full_waves + (work.left > 0)
     elements = config.tile_m * config.tile_n
     # A store that finds no free buffer waits until one has been read.
-    waits = max(rates.stores(config) - config.epilogue_slots, 0)
+    waits = max(rates.stores(config) - config.epilogue_buffers, 0)
     store = elements * out_bytes / rates.store_bytes_per_cycle + rates.tile_cycles + waits * rates.store_wait_cycles
     if rates.overlaps_epilogue:
         # All but the last one run beside the products of the next tile.
@@ -207,7 +207,7 @@ def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, ra
     last_us = min(of_peers, work.num_ctas) * tile_bytes / rates.pulled_bytes_per_us
     slack_us = us * (waves_in_all - waves_of_peers) / waves_in_all
     us += SCATTER_US + max(last_us - slack_us, 0.0)
-    if problem.spreads:
+    if problem.replicates:
         # What the last tiles have summed up is sent when nothing is left to compute.
         own = min(work.tiles - of_peers, work.num_ctas) * (problem.devices - 1)
         us += SPREAD_US + own * tile_bytes / rates.pulled_bytes_per_us

@@ -101,7 +101,7 @@ class Problem:
         return "m" if squares(self.m // self.devices, self.n) <= squares(self.m, self.n // self.devices) else "n"
 
     @property
-    def spreads(self) -> bool:
+    def replicates(self) -> bool:
         """Whether all devices are to have the whole sum."""
         return self.op == _ALL_REDUCE
 
@@ -113,17 +113,17 @@ class Problem:
         m, n = of_row if self.transpose_lhs else 1, of_result if self.transpose_rhs else max(of_result, of_row)
         return {"m": self.devices * m, "n": self.devices * n}
 
-    def transport(self, config: Config) -> Literal["", "pull", "push", "spread", "one_shot"]:
+    def transport(self, config: Config) -> Literal["", "pull", "push", "broadcast", "one_shot"]:
         """How data travels between devices, as `limits.Sizes` has it."""
         if not self.pulls:
             return ""
-        if self.spreads:
-            return "one_shot" if config.one_shot else "spread"
+        if self.replicates:
+            return "one_shot" if config.one_shot else "broadcast"
         return "push" if self.scattered else "pull"
 
     def grid(self, config: Config) -> tuple[int, int, int]:
         """Rows and columns of each product whose tiles a device computes, and how many such products there are."""
-        if self.spreads and config.one_shot:
+        if self.replicates and config.one_shot:
             return self.m, self.n, self.batch
         m, n = self.block
         return (self.blocks * m, n, 1) if config.joined else (m, n, self.blocks)
@@ -167,7 +167,7 @@ class Problem:
     def received_bytes_per_device(self) -> float:
         """Bytes that one device receives from the others."""
         if self.scattered:
-            block = math.prod(self.block) * jnp.dtype(self.out_dtype).itemsize * (2 if self.spreads else 1)
+            block = math.prod(self.block) * jnp.dtype(self.out_dtype).itemsize * (2 if self.replicates else 1)
         else:
             block = (self.m if self.gathered == "m" else self.n) * self.k * self.itemsize
         return float((self.devices - 1) * self.batch * block)
@@ -207,7 +207,7 @@ class Problem:
     def check_blocks(self, config: Config) -> None:
         """Raises NotImplementedError if the devices cannot have equal blocks of a sum that all are to have."""
         cut = {"m": self.m, "n": self.n}.get(self.scattered, 0)
-        if self.transport(config) == "spread" and cut % self.units[self.scattered]:
+        if self.transport(config) == "broadcast" and cut % self.units[self.scattered]:
             raise NotImplementedError(
                 f"the fused kernel of `{self.op}` sums up a block of rows or columns on each of the {self.devices} "
                 f"devices, got m={self.m} and n={self.n}: pad m to a multiple of {self.units['m']} or n to one of "
@@ -232,7 +232,7 @@ class Problem:
         """
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
-        if transport in ("push", "spread") and (config.tile_m == 256 or fills_warpgroup):
+        if transport in ("push", "broadcast") and (config.tile_m == 256 or fills_warpgroup):
             return True
         if config.in_turn and transport == "pull" and (config.cluster > 1 or config.tile_m * config.tile_n <= 64 * 64):
             return True
@@ -244,7 +244,7 @@ class Problem:
             return True
         has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
         is_large = config.tile_m * config.tile_n >= 128 * 256
-        if transport == "spread" and is_large and (self.itemsize == 1 or has_wide_results):
+        if transport == "broadcast" and is_large and (self.itemsize == 1 or has_wide_results):
             return True
         wide = config.tile_m == 256 and has_wide_results
         return wide and config.cluster > 1 and config.stream_k > 1

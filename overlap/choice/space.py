@@ -39,11 +39,11 @@ SHAPE: dict[str, tuple[Any, ...]] = {
 FINE: dict[str, tuple[Any, ...]] = {
     # Wider ones bring nothing that was measured, and some need more registers than there are.
     "epilogue_tile_n": (64, 32),
-    "epilogue_slots": (1, 2, 3, 4),
+    "epilogue_buffers": (1, 2, 3, 4),
     "order_minor": ("m", "n"),
     "order_width": (8, 16, 4),
 }
-PULLS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_slots": (2, 4)}
+PULLS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
 # Of a product that is less than one wave so many cores may share a tile; more parts are better summed by XLA. Of few
 # rows a narrow tile for each core is the fastest (measured on an H200).
 MOST_SHARED, FEW_ROWS = 6, 64
@@ -200,7 +200,7 @@ def _needless(shape: Config, problem: Problem, target: Target) -> bool:
         return True
     if spills(shape):
         return True
-    if shape.one_shot and not (problem.spreads and problem.pulls):
+    if shape.one_shot and not (problem.replicates and problem.pulls):
         return True
     if shape.in_turn and (
         shape.joined or shape.one_shot or work_of(shape, problem, target).pieces(0) < 2 or target.is_blackwell
@@ -227,7 +227,7 @@ def spills(shape: Config) -> bool:
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     """The usual configuration of a tile shape, with as many stages as fit and are filled; None if none can run."""
-    epilogue = ("epilogue_tile_n", "epilogue_slots")
+    epilogue = ("epilogue_tile_n", "epilogue_buffers")
     low = shape.tile_m < LEAST_ROWS_TO_SHARE
     if shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
         # A band of as many rows as with larger tiles. Where sums are scattered, one of twice as many was measured to be
@@ -247,7 +247,7 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
 def _values(name: str, target: Target) -> tuple[Any, ...]:
     """The values of a fine field, the usual one first."""
     # There one warpgroup stores what two do on Hopper: it fills a buffer while the other one is read.
-    return (2, 1) if target.is_blackwell and name == "epilogue_slots" else FINE[name]
+    return (2, 1) if target.is_blackwell and name == "epilogue_buffers" else FINE[name]
 
 
 def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:

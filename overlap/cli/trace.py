@@ -96,7 +96,7 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
 def _require_divisible(problem: Problem) -> None:
     """Raises ValueError unless the devices divide what they scatter."""
     size = problem.m if problem.scattered == "m" else problem.n
-    if problem.scattered and not problem.spreads and size % problem.devices:
+    if problem.scattered and not problem.replicates and size % problem.devices:
         raise ValueError(
             f"--shape: the {problem.devices} devices must divide {problem.scattered}, got {problem.scattered}={size}: "
             f"round it to a multiple of {problem.devices}"

@@ -17,14 +17,14 @@ from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import AS_BEFORE, backward
 from overlap.frame import sharded
 from overlap.frame.normalize import Call
-from overlap.frame.operands import Operands, Plan, sizes
+from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, part_of, varying
-from overlap.primitives import Ring
+from overlap.primitives import PeerGroup
 
 _XLA = 'use implementation="xla"'
 
@@ -41,7 +41,7 @@ class AllGather(Operation):
       has_batch: whether it takes leading dimensions as such; else they are more rows.
     """
 
-    ring: Ring
+    group: PeerGroup
     along: Literal["m", "n", "k"]
     transport: Literal["pull", "ring"] = dataclasses.field(default="pull", kw_only=True)
 
@@ -59,7 +59,7 @@ class AllGather(Operation):
 
     @property
     def gather_factors(self) -> dict[str, int]:
-        return {**NOTHING_GATHERED, self.along: self.ring.size}
+        return {**NOTHING_GATHERED, self.along: self.group.size}
 
     # --- The choice ---
 
@@ -72,16 +72,16 @@ class AllGather(Operation):
         op = self.name if self.along == "m" else f"{self.name}_{self.along}"
         # Several right operands count as one.
         scaled = operands.is_block_scaled
-        return Problem(op, m, sum(widths), k, *dtypes, self.ring.size, layout, max(batch or 1, 1), scaled)  # pyright: ignore[reportArgumentType]
+        return Problem(op, m, sum(widths), k, *dtypes, self.group.size, layout, max(batch or 1, 1), scaled)  # pyright: ignore[reportArgumentType]
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         del call
-        return dispatch.Circumstances(untried=untried(self.ring, mesh))
+        return dispatch.Circumstances(untried=untried(self.group, mesh))
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         self._check_operands(call)
         problem = self.problem(call.operands, call.layouts, call.out_dtype)
-        several = self.ring.size > 1
+        several = self.group.size > 1
         unit = limits.TMA_ROW_BYTES // problem.itemsize
         if self.along == "k" and problem.k % unit and several and not call.layouts.transpose_lhs:
             raise NotImplementedError(
@@ -100,7 +100,7 @@ class AllGather(Operation):
                 limits.check(of_one, config, target)
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
-        require_peers(self.ring, target, mesh)
+        require_peers(self.group, target, mesh)
         if mesh is None:
             sharded.require_rest_of_one()
             rhs_list = dict(zip(call.names, call.operands.rhs_list, strict=True))
@@ -143,8 +143,8 @@ class AllGather(Operation):
 
     def typed(self, operands: Operands) -> Operands:
         if self.along == "m":
-            return dataclasses.replace(operands, lhs=varying(operands.lhs, self.ring.names))
-        rhs_list = tuple(varying(rhs, self.ring.names) for rhs in operands.rhs_list)
+            return dataclasses.replace(operands, lhs=varying(operands.lhs, self.group.names))
+        rhs_list = tuple(varying(rhs, self.group.names) for rhs in operands.rhs_list)
         return dataclasses.replace(operands, rhs_list=rhs_list)
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
@@ -170,7 +170,7 @@ class AllGather(Operation):
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._along_the_ring(cotangents, layouts, self._scatter)
 
-    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
         # Contracted are the rows of all shards: a product whose right operand is gathered along k.
         from overlap.collectives.all_gather_rhs_matmul import AllGatherRhs
 
@@ -180,20 +180,20 @@ class AllGather(Operation):
         lhs, g = (x.reshape(-1, x.shape[-1]) for x in (lhs, g))
         # The kernel gives the transpose, which may have to be copied. Only if that costs less than the gather is saved.
         itemsize = lhs.dtype.itemsize
-        copied_bytes, received_bytes = lhs.shape[1] * g.shape[1] * itemsize, (self.ring.size - 1) * lhs.size * itemsize
+        copied_bytes, received_bytes = lhs.shape[1] * g.shape[1] * itemsize, (self.group.size - 1) * lhs.size * itemsize
         if not plan.layouts.transpose_rhs and not copied_sooner_than_received(copied_bytes, received_bytes):
             return None
-        found = backward(AllGatherRhs(self.ring, "k", pieces=pieces), g, lhs, dtype, plan, OperandLayouts(True, False))
+        found = backward(AllGatherRhs(self.group, "k", pieces=pieces), g, lhs, dtype, plan, OperandLayouts(True, False))
         return found if found is None or plan.layouts.transpose_rhs else found.T
 
-    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
         # Each of the two operations is the other's backward pass.
         from overlap.collectives.matmul_reduce_scatter import MatmulReduceScatter
 
         if self.along != "m" or plan.layouts.transpose_lhs or g.dtype != rhs.dtype or rhs.ndim > 2:
             return None
         transport = "ring" if self.transport == "ring" else "push"
-        scatter = MatmulReduceScatter(self.ring, "m", transport=transport, transport_reason=AS_BEFORE)
+        scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
         return backward(scatter, g, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
     def _along_the_ring(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
@@ -211,14 +211,14 @@ class AllGather(Operation):
     def _gather(self, x: Any, dimension: int) -> Any:
         if x is None or x.shape[dimension] == 0:  # XLA does not gather nothing.
             return x
-        return lax.all_gather(x, self.ring.axis_name, axis=x.ndim + dimension, tiled=True)
+        return lax.all_gather(x, self.group.axis_name, axis=x.ndim + dimension, tiled=True)
 
     def _scatter(self, x: Any, dimension: int) -> Any:
         if x is None or x.shape[dimension] == 0:
             return x
-        return lax.psum_scatter(x, self.ring.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
+        return lax.psum_scatter(x, self.group.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: Plan) -> str | None:
+    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
         if plan.layouts.transpose_lhs and not self.has_batch and is_batched.lhs:

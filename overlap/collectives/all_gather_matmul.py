@@ -21,13 +21,13 @@ from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import gathered_lhs, joined
 from overlap.collectives.all_gather import AllGather, folded
-from overlap.collectives.axis import ring_of
+from overlap.collectives.axis import peer_group_of
 from overlap.collectives.pull_rows import PullTransport
 from overlap.collectives.ring import RingTransport
 from overlap.collectives.transport import Transport
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along
@@ -62,25 +62,25 @@ class AllGatherLhs(AllGather):
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         others = super().circumstances(call, mesh)
-        if self.ring.size == 1:
+        if self.group.size == 1:
             return others
         needs = TRANSPORTS[self.transport].needs_all_ctas
         return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.untried)
 
-    def launch(self, operands: Operands, plan: Plan) -> Results:
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         config: Any = plan.config
-        if self.ring.size == 1:
+        if self.group.size == 1:
             outs, gathered = self._on_one_device(operands, plan)
         elif config.joined and self.transport == "pull" and not operands.is_block_scaled:
-            outs, gathered = joined.launch(operands, plan, self.ring, returns_gathered=self.returns_gathered)
+            outs, gathered = joined.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
         else:
             outs, gathered = gathered_lhs.launch(
-                folded(operands, keep=True), plan, self.ring, TRANSPORTS[self.transport],
+                folded(operands, keep=True), plan, self.group, TRANSPORTS[self.transport],
                 keeps_own=self.returns_gathered,
             )  # fmt: skip
         return outs, None if gathered is None else self.kept(gathered, operands.lhs)
 
-    def _on_one_device(self, operands: Operands, plan: Plan) -> Results:
+    def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
         """The same where there is nothing to gather: products, the batch folded into the rows."""
         of_rows, of_one = folded(operands, keep=False), dataclasses.replace(plan, operation=MATMUL)
         outs: list[Any] = []
@@ -93,7 +93,7 @@ class AllGatherLhs(AllGather):
         """Typed as what it is: the same on all devices of the ring, and elsewhere as the operand."""
         if not self.returns_gathered:
             return None
-        return same_along(gathered_lhs, {*self.ring.names, *(axes_of(gathered_lhs) - axes_of(lhs))})
+        return same_along(gathered_lhs, {*self.group.names, *(axes_of(gathered_lhs) - axes_of(lhs))})
 
 
 def prepare(
@@ -102,10 +102,10 @@ def prepare(
 ) -> tuple[AllGatherLhs, Call]:  # fmt: skip
     """A checked call of `all_gather_lhs_matmul`; see `overlap.frame.call`."""
     returns = arguments.flag("return_gathered", return_gathered)
-    ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
+    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
-    operation = AllGatherLhs(ring, "m", reason, returns, transport=chosen or "pull")
+    operation = AllGatherLhs(group, "m", reason, returns, transport=chosen or "pull")
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 

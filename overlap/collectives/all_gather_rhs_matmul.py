@@ -23,10 +23,10 @@ from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import gathered_rhs
 from overlap.collectives.all_gather import AllGather, folded
-from overlap.collectives.axis import ring_of
+from overlap.collectives.axis import peer_group_of
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -59,13 +59,13 @@ class AllGatherRhs(AllGather):
             )
         super().check(call, config, target, mesh)
 
-    def launch(self, operands: Operands, plan: Plan) -> Results:
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         # (If it is transposed, there is one batch element at most.)
         rows = folded(operands, keep=False)
-        if self.ring.size == 1:
+        if self.group.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
         else:
-            out = gathered_rhs.launch(rows, plan, self.ring, self.along, self.pieces)
+            out = gathered_rhs.launch(rows, plan, self.group, self.along, self.pieces)
         leading = operands.lhs.shape[:-2]
         return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
 
@@ -89,12 +89,12 @@ def prepare(
     **keywords: Any,
 ) -> tuple[AllGatherRhs, Call]:  # fmt: skip
     """A checked call of `all_gather_rhs_matmul`; see `overlap.frame.call`."""
-    ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
+    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
         "gather_dimension", gather_dimension, (0, 1), "0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D])"
     )
     transposed = arguments.flag("transpose_rhs", transpose_rhs)
-    operation = AllGatherRhs(ring, "k" if (dimension == 0) != transposed else "n")
+    operation = AllGatherRhs(group, "k" if (dimension == 0) != transposed else "n")
     return operation, normalize(operation, lhs, rhs, transpose_rhs=transposed, **keywords)
 
 

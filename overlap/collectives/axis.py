@@ -8,11 +8,11 @@ import jax
 
 from overlap import _settings
 from overlap.kernels.target import Target
-from overlap.primitives import Ring, windows
+from overlap.primitives import PeerGroup, windows
 from overlap.primitives.clique import Clique, several_hosts
 
 
-def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
+def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
     """The ring along `axis_name` of the enclosing `jax.shard_map`, or of `mesh` if one is given.
 
     Args:
@@ -55,12 +55,12 @@ def ring_of(op: str, axis_name: Any, mesh: Any = None) -> Ring:
             f"`{op}` must be called inside `jax.shard_map` over axis {missing[0]!r}, and the manual axes here are "
             f"{manual}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"
         )
-    return Ring(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
+    return PeerGroup(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
 
 
-def untried(ring: Ring, mesh: Any = None) -> str | None:
+def untried(group: PeerGroup, mesh: Any = None) -> str | None:
     """Why a kernel along `ring` is not chosen unless it is asked for; None if nothing speaks against it."""
-    if ring.size > 1 and several_hosts(mesh):
+    if group.size > 1 and several_hosts(mesh):
         return (
             "the GPUs are on several hosts, where the fused kernels have not run yet: "
             'implementation="fused" runs them, along axes that lie within a host'
@@ -68,19 +68,19 @@ def untried(ring: Ring, mesh: Any = None) -> str | None:
     return None
 
 
-def require_peers(ring: Ring, target: Target, mesh: Any) -> None:
+def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
     """Raises NotImplementedError if the GPUs of `mesh` cannot talk to each other along `ring`.
 
     Only `explain` knows the mesh's devices beforehand; inside `jax.shard_map` it is for the lowering to find out. And
     in a job of several processes a program must be told where its peers' memory is.
     """
-    if ring.size == 1:
+    if group.size == 1:
         return
     _settings.wait_timeout_s()  # It is part of the kernel, and wrong before that is traced.
     if target.platform != "gpu":
         return
     windows.require_room()
     if isinstance(mesh, jax.sharding.Mesh):
-        clique = Clique.of(mesh, frozenset(name for name, _ in ring.axes))
+        clique = Clique.of(mesh, frozenset(name for name, _ in group.axes))
         assert clique is not None
         clique.require_known_ids()

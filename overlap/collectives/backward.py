@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from overlap.frame import call
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import Plan
+from overlap.frame.operands import LaunchPlan
 from overlap.frame.operation import Operation
 from overlap.kernels.config import FLOAT16
 from overlap.kernels.layouts import OperandLayouts
@@ -19,7 +19,7 @@ AS_BEFORE = "as in the forward pass"
 
 
 def backward(
-    operation: Operation, g: jax.Array, other: jax.Array, dtype: Any, plan: Plan, layouts: OperandLayouts
+    operation: Operation, g: jax.Array, other: jax.Array, dtype: Any, plan: LaunchPlan, layouts: OperandLayouts
 ) -> Any:
     """`operation` on the cotangent `g` and an operand of the forward pass; None: not by a kernel.
 

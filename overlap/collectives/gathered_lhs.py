@@ -23,17 +23,17 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Ring
+from overlap.primitives import PeerGroup
 from overlap.primitives.integers import ceil_div
 
 
-def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, keeps_own: bool) -> Any:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Transport, *, keeps_own: bool) -> Any:
     """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
     lhs, config = operands.lhs, plan.config
     assert config is not None
@@ -41,17 +41,17 @@ def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, 
     widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list]
     has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
     schedule = AllGatherSchedule.of(
-        ring.size, lhs.shape, widths, lhs.dtype.itemsize, config, keeps_own=keeps_own,
+        group.size, lhs.shape, widths, lhs.dtype.itemsize, config, keeps_own=keeps_own,
         scaled=has_scales and transport.brings_scales, scale_steps=blocks[0].shape[1] if blocks else 0,
     )  # fmt: skip
     if schedule.batch == 1:
         batch = []
     work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
-    row_scale = _filled_rows(operands.row_scale, schedule, plan, ring)
+    row_scale = _filled_rows(operands.row_scale, schedule, plan, group)
     inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale), blocks
     scales = blocks[0] if blocks else row_scale
     out_types = (
-        [jax.ShapeDtypeStruct((*batch, ring.size, m_shard, n), plan.out_dtype) for n in widths],
+        [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
         [_of_peers(scales, schedule)] if schedule.scaled else [],
     )
@@ -62,14 +62,14 @@ def launch(operands: Operands, plan: Plan, ring: Ring, transport: Transport, *, 
         plan.types(operands, m_shard, forwards=transport.forwards), work, transport.flag_shapes(schedule),
         transport.smem_types(schedule, config, lhs.dtype), read if transport.told else (),
     )  # fmt: skip
-    body_of = functools.partial(_Body.of, kernel, schedule, ring, transport, plan.operation.name)
+    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.operation.name)
     outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
-    rows = (*operands.lhs.shape[:-2], ring.size * m_shard)
+    rows = (*operands.lhs.shape[:-2], group.size * m_shard)
     gathered = scratch.reshape(*rows, k) if keeps_own else None
     return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered
 
 
-def _packed(operands: Operands, plan: Plan) -> Any:
+def _packed(operands: Operands, plan: LaunchPlan) -> Any:
     """The scales of blocks as tiles take them, [tiles, k steps, words] of all rows and of each right operand."""
     if operands.rhs_block_scales is None:
         return ()
@@ -86,7 +86,7 @@ def _of_peers(scales: jax.Array, schedule: AllGatherSchedule) -> jax.ShapeDtypeS
     return jax.ShapeDtypeStruct(shape, scales.dtype)
 
 
-def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: Plan, ring: Ring) -> Any:
+def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: LaunchPlan, group: PeerGroup) -> Any:
     """The row scales, each batch element filled up to whole tiles.
 
     [1, n] of this device's where they travel with the rows; else gathered by XLA: a vector of all shards'.
@@ -94,7 +94,7 @@ def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: Plan, ring: 
     if row_scale is None:
         return None
     assert plan.config is not None
-    scales = row_scale if schedule.scaled else lax.all_gather(row_scale, ring.axis_name)
+    scales = row_scale if schedule.scaled else lax.all_gather(row_scale, group.axis_name)
     filler = schedule.filled_rows(plan.config) - scales.shape[-1]
     filled = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, filler),))
     return filled.reshape(1, -1) if schedule.scaled else filled.reshape(-1)
@@ -120,13 +120,18 @@ class _Body:
 
     @staticmethod
     def of(
-        kernel: ProductKernel, schedule: AllGatherSchedule, ring: Ring, transport: Transport, operation: str, refs: Refs
+        kernel: ProductKernel,
+        schedule: AllGatherSchedule,
+        group: PeerGroup,
+        transport: Transport,
+        operation: str,
+        refs: Refs,
     ) -> _Body:
         """The body of one device, from the references that the launch made."""
         (lhs_gmem, _, vectors, blocks), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
         scales = (blocks[0] if blocks else vectors.row_scale, *scales_gmem) if scales_gmem else None
-        shards = Shards(operation, ring, schedule, kernel.config, kernel.work.parts, lhs_gmem, scratch_gmem, scales)
-        return _Body(kernel, transport, shards, refs, ring.me())
+        shards = Shards(operation, group, schedule, kernel.config, kernel.work.parts, lhs_gmem, scratch_gmem, scales)
+        return _Body(kernel, transport, shards, refs, group.me())
 
     def tile_at(self, index: Any) -> Tile:
         schedule, config = self.shards.schedule, self.kernel.config

@@ -24,22 +24,22 @@ from jax.experimental import pallas as pl
 from overlap.collectives import pull
 from overlap.collectives.pull import Chunks, Communicator
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Ring, marks, signal
+from overlap.primitives import PeerGroup, marks, signal
 from overlap.primitives.integers import quotient
 from overlap.primitives.marks import Work
 
 
-def launch(operands: Operands, plan: Plan, ring: Ring, along: Any, pieces: int = 1) -> jax.Array:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, pieces: int = 1) -> jax.Array:
     """Runs the kernel on checked operands: [m, n] for lhs [m, k], or [k, m] if it is transposed.
 
     `pieces`: as in `AllGatherRhs`.
     """
-    (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, ring.size
+    (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, group.size
     assert config is not None
     (m, _), (rows, columns) = plan.layouts.m_k(lhs.shape), rhs.shape
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
@@ -57,7 +57,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any, pieces: int =
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
         jax.ShapeDtypeStruct((schedule.pulled, rows, columns), rhs.dtype),
     )
-    body_of = lambda refs: _Body(kernel, schedule, ring, plan.operation.name, refs, ring.me())  # noqa: E731
+    body_of = lambda refs: _Body(kernel, schedule, group, plan.operation.name, refs, group.me())  # noqa: E731
     out, _ = kernel.launch(inputs, out_types, body_of)
     return out.reshape(m, -1)
 
@@ -77,7 +77,7 @@ class _Body:
 
     kernel: ProductKernel
     schedule: GatherRhsSchedule
-    ring: Ring
+    group: PeerGroup
     operation: str
     refs: Refs
     me: Any
@@ -146,11 +146,11 @@ class _Body:
     def _communicate(self) -> None:
         refs = self.refs
         (_, rhs_gmem), (_, scratch_gmem), (flags, *rest) = refs.inputs, refs.outputs, refs.flags
-        schedule, ring = self.schedule, self.ring
+        schedule, group = self.schedule, self.group
         peers = Chunks(
             schedule.pulls, schedule.plan, schedule.chunk,
-            source=lambda step, *place: ring.remote(rhs_gmem, ring.peer(step)).at[place],
+            source=lambda step, *place: group.remote(rhs_gmem, group.peer(step)).at[place],
             destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],
             landed=lambda *where: signal(flags.at[schedule.flag(*where)]),
         )  # fmt: skip
-        Communicator(self.operation, ring, self.kernel.config, tuple(rest), refs.smem, peers).run()
+        Communicator(self.operation, group, self.kernel.config, tuple(rest), refs.smem, peers).run()

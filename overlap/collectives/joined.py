@@ -34,19 +34,19 @@ from overlap.collectives import pull
 from overlap.collectives.all_gather import folded
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.collectives.pull import Chunks, Communicator
-from overlap.frame.operands import Operands, Plan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import epilogue
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Ring, signal
+from overlap.primitives import PeerGroup, signal
 from overlap.primitives.integers import ceil_div, smaller
 
 NAME = "all_gather_lhs_matmul_joined"
 
 
-def launch(operands: Operands, plan: Plan, ring: Ring, *, returns_gathered: bool) -> Any:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_gathered: bool) -> Any:
     """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
     config = plan.config
     assert config is not None
@@ -54,7 +54,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, *, returns_gathered: bool
     of_rows = folded(operands, keep=False)
     lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None
     widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in rhs_list]
-    schedule = JoinedSchedule.of(ring.size, lhs.shape, widths, lhs.dtype.itemsize, config, scaled=scaled)
+    schedule = JoinedSchedule.of(group.size, lhs.shape, widths, lhs.dtype.itemsize, config, scaled=scaled)
     work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, config.tile_k))
     out_types = (
         [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in widths],
@@ -67,14 +67,14 @@ def launch(operands: Operands, plan: Plan, ring: Ring, *, returns_gathered: bool
         peers_read=(0, 1 + len(widths)) if scaled else (0,),
     )  # fmt: skip
     inputs = lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale)
-    outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, schedule, ring))
+    outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, schedule, group))
 
     def by_batch(x: jax.Array) -> jax.Array:
         """From the shards' order of rows, [D, batch, rows], to [batch, D · rows]."""
         if math.prod(batch) == 1:
             return x.reshape(*batch, schedule.rows, -1)
-        apart = x.reshape(ring.size, *batch, rows_shard, -1)
-        return jnp.moveaxis(apart, 0, len(batch)).reshape(*batch, ring.size * rows_shard, -1)
+        apart = x.reshape(group.size, *batch, rows_shard, -1)
+        return jnp.moveaxis(apart, 0, len(batch)).reshape(*batch, group.size * rows_shard, -1)
 
     return tuple(map(by_batch, outs)), by_batch(scratch) if returns_gathered else None
 
@@ -85,7 +85,7 @@ class _Body:
 
     kernel: ProductKernel
     schedule: JoinedSchedule
-    ring: Ring
+    group: PeerGroup
     refs: Refs
 
     def tile_at(self, index: Any) -> Tile:
@@ -115,8 +115,8 @@ class _Body:
     def _communicate(self) -> None:
         refs = self.refs
         (lhs_gmem, _, vectors), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
-        (flags, *rest), schedule, ring = refs.flags, self.schedule, self.ring
-        me = ring.me()
+        (flags, *rest), schedule, group = refs.flags, self.schedule, self.group
+        me = group.me()
 
         def destination(step: Any, rows: Any, columns: Any) -> Any:
             return scratch_gmem.at[pl.ds(schedule.row(me, step, rows.start), rows.size), columns]
@@ -125,7 +125,7 @@ class _Body:
             signal(flags.at[schedule.flag(schedule.row(me, step, row))])
 
         def of_peer(step: Any, *place: Any) -> Any:
-            return ring.remote(lhs_gmem, ring.peer(step)).at[place]
+            return group.remote(lhs_gmem, group.peer(step)).at[place]
 
         peers = Chunks(schedule.pulls, schedule.plan, schedule.chunk, of_peer, destination, landed)
         own = Chunks(
@@ -135,9 +135,9 @@ class _Body:
         pull_scales = None
         if scales_gmem:
             (of_all,) = scales_gmem
-            pull_scales = lambda index: _pull_scales(index, vectors.row_scale, of_all, flags, ring, schedule)  # noqa: E731
+            pull_scales = lambda index: _pull_scales(index, vectors.row_scale, of_all, flags, group, schedule)  # noqa: E731
         Communicator(
-            NAME, ring, self.kernel.config, tuple(rest), refs.smem, peers, own, own_first=True,
+            NAME, group, self.kernel.config, tuple(rest), refs.smem, peers, own, own_first=True,
             scale_pieces=schedule.scale_pieces, pull_scales=pull_scales,
         ).run()  # fmt: skip
 
@@ -159,11 +159,11 @@ class _Body:
 
 
 def _pull_scales(
-    index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, ring: Ring, schedule: JoinedSchedule
+    index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, group: PeerGroup, schedule: JoinedSchedule
 ) -> None:
     """A piece of the scales, by loads and stores: too little for the copy engine, and too unevenly placed."""
     step, row = schedule.scales(index)
-    of_peer, first = ring.remote(own_gmem, ring.peer(step)), schedule.row(ring.me(), step, row)
+    of_peer, first = group.remote(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
     if schedule.read_rows > schedule.rows:
         # While they are on their way: what is read with the last ones, and gets into rows that are not stored.

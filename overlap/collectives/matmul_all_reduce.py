@@ -21,11 +21,11 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import ring_of
+from overlap.collectives.axis import peer_group_of
 from overlap.collectives.summed import XLA, Summed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -39,7 +39,7 @@ class MatmulAllReduce(Summed):
     """See `Summed`."""
 
     name = NAME
-    spreads = True
+    replicates = True
     takes_more_rows = True
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
@@ -47,7 +47,7 @@ class MatmulAllReduce(Summed):
         operands = call.operands
         local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
         for name, arrays in local.items():
-            if axes := axes_of(*jax.tree.leaves(arrays)) & set(self.ring.names):
+            if axes := axes_of(*jax.tree.leaves(arrays)) & set(self.group.names):
                 what = "what `activation` captures" if name == "activation" else f"`{name}`"
                 raise NotImplementedError(
                     f"the fused kernel takes {what} to be the same on all devices, and by its type it varies along "
@@ -55,26 +55,26 @@ class MatmulAllReduce(Summed):
                 )
         super().check(call, config, target, mesh)
 
-    def launch(self, operands: Operands, plan: Plan) -> Results:
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         (out,), _ = super().launch(operands, plan)
-        return (same_along(out, self.ring.names),), None
+        return (same_along(out, self.group.names),), None
 
     # --- The same by XLA, and the backward pass ---
 
     def reduced(self, product: jax.Array) -> jax.Array:
-        return lax.psum(varying(product, self.ring.names), self.ring.axis_name)
+        return lax.psum(varying(product, self.group.names), self.group.axis_name)
 
     def spread(self, cotangent: jax.Array) -> jax.Array:
         # As jax transposes its own sum: with types that say where values vary (check_vma), a cotangent that is the same
         # on all devices is that of each part; without, each device has a share of it.
-        if axes_of(lax.axis_index(self.ring.names[0])):
-            return varying(cotangent, self.ring.names)
-        return lax.psum(cotangent, self.ring.axis_name)
+        if axes_of(lax.axis_index(self.group.names[0])):
+            return varying(cotangent, self.group.names)
+        return lax.psum(cotangent, self.group.axis_name)
 
 
 def prepare(lhs: Any, rhs: Any, axis_name: Any, *, mesh: Any = None, **keywords: Any) -> tuple[MatmulAllReduce, Call]:
     """A checked call of `matmul_all_reduce`; see `overlap.frame.call`."""
-    operation = MatmulAllReduce(ring_of(NAME, arguments.axis_name(axis_name), mesh))
+    operation = MatmulAllReduce(peer_group_of(NAME, arguments.axis_name(axis_name), mesh))
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 

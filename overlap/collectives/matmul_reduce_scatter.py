@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import pull
-from overlap.collectives.axis import ring_of
+from overlap.collectives.axis import peer_group_of
 from overlap.collectives.reduce_scatter import ReduceScatter
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
@@ -45,13 +45,13 @@ def prepare(
     **keywords: Any,
 ) -> tuple[MatmulReduceScatter, Call]:  # fmt: skip
     """A checked call of `matmul_reduce_scatter`; see `overlap.frame.call`."""
-    ring = ring_of(NAME, arguments.axis_name(axis_name), mesh)
+    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
         "scatter_dimension", scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
     )
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     operation = MatmulReduceScatter(
-        ring, "n" if dimension else "m", transport=chosen or "push",
+        group, "n" if dimension else "m", transport=chosen or "push",
         transport_reason="asked for" if chosen else TRANSPORTS["push"],
     )  # fmt: skip
     return operation, normalize(operation, lhs, rhs, **keywords)

@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from overlap.collectives import scattered
 from overlap.collectives.pull import wait_for_block
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
-from overlap.frame.operands import Operands, Plan, sizes
+from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
@@ -43,11 +43,11 @@ from overlap.kernels.hooks import Boxes, Epilogue, Exchange, Hooks, OneOf, Sends
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, Ring, board, signal, signal_peer
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, board, signal, signal_peer
 from overlap.primitives.integers import ceil_div
 
 
-def launch(operands: Operands, plan: Plan, ring: Ring) -> jax.Array:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     """Runs the kernel on checked operands: [batch, m, n] for lhs [(batch,) m, k]."""
     config: Any = plan.config
     (_, m, (n,), k), lhs = sizes(operands, plan.layouts), operands.lhs
@@ -56,10 +56,10 @@ def launch(operands: Operands, plan: Plan, ring: Ring) -> jax.Array:
         f"overlap_{plan.operation.name}_one_shot", plan.target, config, types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Parts that have come, of each device.
-        ((ring.size, schedule.tiles), HANDSHAKE_FLAGS), draws=True, transport="one_shot",
+        ((group.size, schedule.tiles), HANDSHAKE_FLAGS), draws=True, transport="one_shot",
     )  # fmt: skip
     result, parts, landing = (
-        jax.ShapeDtypeStruct(shape, plan.out_dtype) for shape in ((schedule.batch, m, n), boxes, (ring.size, *boxes))
+        jax.ShapeDtypeStruct(shape, plan.out_dtype) for shape in ((schedule.batch, m, n), boxes, (group.size, *boxes))
     )
     rows = operands.row_scale
     rows = None if rows is None else scattered.filled(rows.reshape(-1, m), config.tile_m)
@@ -69,16 +69,16 @@ def launch(operands: Operands, plan: Plan, ring: Ring) -> jax.Array:
     if scattered.lands_in_an_operand():
         inputs, out_types = (*inputs[:-1], [scattered.landing_place(landing)]), out_types[:2]
         kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
-    body_of = lambda refs: _Body(kernel, schedule, ring, plan, refs, ring.me())  # noqa: E731
+    body_of = lambda refs: _Body(kernel, schedule, group, plan, refs, group.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of)[0]
 
 
-def scratch_bytes(operands: Operands, plan: Plan, devices: int) -> int:
+def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int) -> int:
     """Memory of one device for its parts, and for those that it receives."""
     return (devices + 1) * math.prod(_schedule(operands, plan)[2]) * jnp.dtype(plan.out_dtype).itemsize
 
 
-def _schedule(operands: Operands, plan: Plan) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int]]:
+def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int]]:
     """The tiles, what the mainloop must know, and the boxes of all tiles with their elements; arrays may be types."""
     config: Any = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
@@ -105,8 +105,8 @@ class _Body:
 
     kernel: ProductKernel
     schedule: ReduceScatterSchedule
-    ring: Ring
-    plan: Plan
+    group: PeerGroup
+    plan: LaunchPlan
     refs: Refs
     me: Any
 
@@ -126,21 +126,21 @@ class _Body:
             addend_at=(lambda tile: _of_element(addends[0], tile)) if addends else None,
             epilogue_at=lambda tile: self._epilogue_at(tile, of_part=False),
             exchange=Exchange(
-                terms=self.ring.size,
+                terms=self.group.size,
                 is_own=lambda tile: True,
                 part_at=lambda tile: Boxes(parts_gmem, self._first_box(tile)),
                 term_at=self._term_at,
                 await_terms=self._await_terms,
                 part_stored=self._announce,
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, of_part=True)) if has_scales else None,
-                sends=Sends(self.ring.size - 1, self._handshake.await_peers_by_warpgroup, self._at_peer),
+                sends=Sends(self.group.size - 1, self._handshake.await_peers_by_warpgroup, self._at_peer),
             ),
         )
 
     @property
     def _handshake(self) -> Handshake:
         name, (_, flags) = self.plan.operation.name, self.refs.flags
-        return Handshake(flags, self.ring, cta(self.kernel.config), name, self.schedule.tiles)
+        return Handshake(flags, self.group, cta(self.kernel.config), name, self.schedule.tiles)
 
     @property
     def _landing(self) -> Any:
@@ -155,7 +155,7 @@ class _Body:
         return self._place(tile) * self.schedule.boxes[0]
 
     def _at_peer(self, tile: Tile, distance: Any) -> Boxes:
-        there = self.ring.remote(self._landing, self.ring.peer(distance))
+        there = self.group.remote(self._landing, self.group.peer(distance))
         return Boxes(there.at[self.me], self._first_box(tile))
 
     def _term_at(self, tile: Tile, position: Any) -> Boxes:
@@ -177,17 +177,17 @@ class _Body:
         self._handshake.begin()
 
     def _announce(self, tile: Tile) -> None:
-        flag, ring, handshake = self.refs.flags[0].at[self.me, self._place(tile)], self.ring, self._handshake
-        pl.loop(1, ring.size)(lambda distance: signal_peer(flag, ring, ring.peer(distance)))
+        flag, group, handshake = self.refs.flags[0].at[self.me, self._place(tile)], self.group, self._handshake
+        pl.loop(1, group.size)(lambda distance: signal_peer(flag, group, group.peer(distance)))
         signal(flag)
         handshake.leave(1)
 
     def _await_terms(self, tile: Tile) -> None:
         flags, place, handshake = self.refs.flags[0], self._place(tile), self._handshake
 
-        @pl.loop(1, self.ring.size)
+        @pl.loop(1, self.group.size)
         def _peer(distance: Any) -> None:
-            peer = self.ring.peer(distance)
+            peer = self.group.peer(distance)
             handshake.wait_for(board.TERMS, flags.at[peer, place], 1, peer)
 
         wait_for_block(flags.at[self.me, place], 1)

@@ -29,8 +29,8 @@ from overlap.kernels.grid import cta
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
+    PeerGroup,
     PullPlan,
-    Ring,
     draw,
     each_drawn,
     fence_async_proxy,
@@ -88,7 +88,7 @@ class Communicator:
     """
 
     name: str
-    ring: Ring
+    group: PeerGroup
     config: Config
     flags: tuple[Any, ...]
     smem: tuple[Any, Any]
@@ -104,7 +104,7 @@ class Communicator:
         """To be called by that warp, once (`Hooks.communicate`)."""
         behind = 0 if self.results is None else self.results[0].count
         transfers = self.scale_pieces + self.peers.count + behind
-        handshake = Handshake(self.flags[0], self.ring, cta(self.config), self.name, transfers, self.only)
+        handshake = Handshake(self.flags[0], self.group, cta(self.config), self.name, transfers, self.only)
         number, carried, first = handshake.begin(), 0, handshake.looks
         if self.own_first:
             self._copy_own()
@@ -148,12 +148,12 @@ def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int,
 
 def smem_types(config: Config, plan: PullPlan, dtype: Any, scales: Any = None, results: Any = None) -> tuple[Any, Any]:
     """Chunk buffers with their barriers. `scales`, of this type, come first through the same memory, `results` last."""
-    slots = plgpu.SMEM((config.pull.chunk_slots, plan.rows, plan.cols), dtype)
+    slots = plgpu.SMEM((config.pull.chunk_buffers, plan.rows, plan.cols), dtype)
     if scales is not None:
         slots = plgpu.RefUnion(slots, scales)
     if results is not None:
-        slots = plgpu.RefUnion(slots, plgpu.SMEM((config.pull.chunk_slots, results.rows, results.cols), dtype))
-    return slots, plgpu.Barrier(num_arrivals=1, num_barriers=config.pull.chunk_slots)
+        slots = plgpu.RefUnion(slots, plgpu.SMEM((config.pull.chunk_buffers, results.rows, results.cols), dtype))
+    return slots, plgpu.Barrier(num_arrivals=1, num_barriers=config.pull.chunk_buffers)
 
 
 def wait_for_block(flag: Any, times: Any) -> None:

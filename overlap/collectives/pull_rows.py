@@ -27,7 +27,7 @@ def _pull_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, inde
     step, element, block = schedule.scales(index)
     row = block * schedule.block_rows
     place = pl.ds(0, 1), pl.ds(element * schedule.filled_rows(shards.config) + row, schedule.block_rows)
-    of_peer = shards.ring.remote(own_gmem, shards.ring.peer(step)).at[place]
+    of_peer = shards.group.remote(own_gmem, shards.group.peer(step)).at[place]
     plgpu.copy_gmem_to_smem(of_peer, scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
     plgpu.barrier_wait(loaded.at[0])
     send_tile(scales_smem, scratch_gmem.at[(step - 1, *place)])
@@ -41,7 +41,7 @@ def _pull_block_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any
     (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
     step, element, block = schedule.scales(index)
     tile, count = element * schedule.row_blocks + block, scales_smem.shape[0]
-    of_peer = shards.ring.remote(own_gmem, shards.ring.peer(step))
+    of_peer = shards.group.remote(own_gmem, shards.group.peer(step))
 
     @pl.loop(0, schedule.scale_steps // count)
     def _chunk(number: Any) -> None:
@@ -92,7 +92,7 @@ class _Places:
 
     def _at_peer(self, shard: Any, *place: Any) -> Any:
         (step, batch), shards = shard, self.shards
-        return shards.within(shards.ring.remote(shards.lhs_gmem, shards.ring.peer(step)), batch, *place)
+        return shards.within(shards.group.remote(shards.lhs_gmem, shards.group.peer(step)), batch, *place)
 
     def _destination(self, shard: Any, *place: Any) -> Any:
         (step, batch), shards = shard, self.shards
@@ -127,9 +127,9 @@ class PullTransport:
             pull_scales = lambda index: of_kind(shards, row_flags, scales_smem, loaded, index)  # noqa: E731
 
         def communicate() -> None:
-            places = _Places(shards, row_flags, shards.ring.me())
+            places = _Places(shards, row_flags, shards.group.me())
             Communicator(
-                shards.operation, shards.ring, shards.config, tuple(rest), (slots_smem, loaded), places.peers(),
+                shards.operation, shards.group, shards.config, tuple(rest), (slots_smem, loaded), places.peers(),
                 places.own() if schedule.keeps_own else None,
                 scale_pieces=schedule.scale_pieces, pull_scales=pull_scales,
             ).run()  # fmt: skip

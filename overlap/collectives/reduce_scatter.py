@@ -10,7 +10,7 @@ from jax import lax
 
 from overlap.collectives.backward import AS_BEFORE, backward
 from overlap.collectives.summed import Summed
-from overlap.frame.operands import Plan
+from overlap.frame.operands import LaunchPlan
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.varying import varying
 
@@ -36,7 +36,7 @@ class ReduceScatter(Summed):
         return self.name if self.dimension == "m" else f"{self.name}_{self.dimension}"
 
     def result_shape(self, m: int, n: int) -> tuple[int, int]:
-        size = self.ring.size
+        size = self.group.size
         scattered_size = {"m": m, "n": n}[self.dimension]
         if scattered_size % size:
             what = "rows of `lhs`" if self.dimension == "m" else "columns of `rhs`"
@@ -49,16 +49,16 @@ class ReduceScatter(Summed):
     # --- The same by XLA, and the backward pass ---
 
     def reduced(self, product: jax.Array) -> jax.Array:
-        if self.ring.size == 1:
+        if self.group.size == 1:
             return product
-        product = varying(product, self.ring.names)
+        product = varying(product, self.group.names)
         dimension = product.ndim - (2 if self.dimension == "m" else 1)
         if product.shape[dimension] == 0:
             return product
-        return lax.psum_scatter(product, self.ring.axis_name, scatter_dimension=dimension, tiled=True)
+        return lax.psum_scatter(product, self.group.axis_name, scatter_dimension=dimension, tiled=True)
 
     def spread_and_times(
-        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan
+        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan
     ) -> tuple[jax.Array, jax.Array] | None:
         # Each of the two operations is the other's backward pass.
         from overlap.collectives import all_gather_matmul
@@ -66,11 +66,11 @@ class ReduceScatter(Summed):
         if self.dimension != "m" or plan.layouts.transpose_lhs or cotangent.dtype != rhs.dtype or rhs.ndim > 2:
             return None
         transport = "ring" if self.transport == "ring" else "pull"
-        gather = all_gather_matmul.AllGatherLhs(self.ring, "m", AS_BEFORE, returns_gathered=True, transport=transport)
+        gather = all_gather_matmul.AllGatherLhs(self.group, "m", AS_BEFORE, returns_gathered=True, transport=transport)
         return backward(gather, cotangent, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
     def spread(self, cotangent: jax.Array) -> jax.Array:
-        if self.ring.size == 1:
+        if self.group.size == 1:
             return cotangent
         dimension = cotangent.ndim - (2 if self.dimension == "m" else 1)
-        return lax.all_gather(cotangent, self.ring.axis_name, axis=dimension, tiled=True)
+        return lax.all_gather(cotangent, self.group.axis_name, axis=dimension, tiled=True)

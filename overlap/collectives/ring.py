@@ -56,14 +56,14 @@ from overlap.primitives import (
 
 def _pass_on(shards: Shards, tile: Tile, k: Any, lhs_smem: Any) -> None:
     """The forwarder's part of one k step; the edges clip what lies beyond the last row or k."""
-    ring, schedule, config = shards.ring, shards.schedule, shards.config
-    me, previous = ring.me(), ring.peer(ring.size - 1)
+    group, schedule, config = shards.group, shards.schedule, shards.config
+    me, previous = group.me(), group.peer(group.size - 1)
     place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k * config.tile_k, config.tile_k)
 
     @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _send() -> None:
         there = schedule.slot(previous, tile.step + 1)
-        send_tile(lhs_smem, shards.within(ring.remote(shards.scratch_gmem, previous), tile.batch, there, *place))
+        send_tile(lhs_smem, shards.within(group.remote(shards.scratch_gmem, previous), tile.batch, there, *place))
         if schedule.keeps_own:
 
             @pl.when(tile.step == 0)
@@ -81,11 +81,11 @@ def _announce(shards: Shards, tile: Tile, parts: Any, flags: Any) -> None:
     def _signal() -> None:
         # Landed, not only read: the flag speaks of the destination.
         wait_stores_landed()
-        flag, previous = flags.at[shards.flag(tile.step + 1, tile)], shards.ring.peer(shards.ring.size - 1)
+        flag, previous = flags.at[shards.flag(tile.step + 1, tile)], shards.group.peer(shards.group.size - 1)
         # A signal's increment must be a constant, so there are two signals to choose from.
-        pl.when(parts == 1)(lambda: signal_peer(flag, shards.ring, previous, shards.parts))
+        pl.when(parts == 1)(lambda: signal_peer(flag, shards.group, previous, shards.parts))
         if shards.parts > 1:
-            pl.when(parts > 1)(lambda: signal_peer(flag, shards.ring, previous, 1))
+            pl.when(parts > 1)(lambda: signal_peer(flag, shards.group, previous, 1))
 
 
 class RingTransport:
@@ -106,11 +106,11 @@ class RingTransport:
 
     def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
         (row_flags, handshake_flags), () = flags, smem
-        ring = shards.ring
-        handshake = Handshake(handshake_flags, ring, cta(shards.config), shards.operation, only=ring.size - 1)
+        group = shards.group
+        handshake = Handshake(handshake_flags, group, cta(shards.config), shards.operation, only=group.size - 1)
 
         def wait(tile: Tile) -> None:
-            handshake.wait_for(board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.parts, ring.peer(1))
+            handshake.wait_for(board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.parts, group.peer(1))
 
         return dataclasses.replace(
             hooks,

@@ -53,7 +53,7 @@ from jax.experimental import pallas as pl
 from overlap.collectives import pull
 from overlap.collectives.pull import Chunks, Communicator
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
-from overlap.frame.operands import Operands, Plan, sizes
+from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
@@ -62,32 +62,32 @@ from overlap.kernels.launch import sealed
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Handshake, Ring, addresses, board, send_tile, signal, signal_peer
+from overlap.primitives import Handshake, PeerGroup, addresses, board, send_tile, signal, signal_peer
 from overlap.primitives.atomics import add
 from overlap.primitives.integers import ceil_div
 
 
-def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -> jax.Array:
     """Runs the kernel on checked operands: [batch, m / D, n] or [batch, m, n / D] for lhs [(batch,) m, k].
 
     Of an operation that spreads its results, [batch, m, n].
     """
     config, (_, m, (n,), k) = plan.config, sizes(operands, plan.layouts)
     assert config is not None
-    schedule, types, block = _schedule(operands, plan, ring.size, along)
+    schedule, types, block = _schedule(operands, plan, group.size, along)
     strips, batch = None, block[0]
-    if plan.operation.spreads:
+    if plan.operation.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
     steps, places = schedule.flags
     # By ring a communicator must not hold a chunk while it waits for a tile, which may wait for that chunk.
-    with_buffers = config.replace(chunk_slots=1) if schedule.passes_on else config
+    with_buffers = config.replace(chunk_buffers=1) if schedule.passes_on else config
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}", plan.target, config, types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Tiles stored here, chunks sent of each, and terms that have come.
         ((steps + 1, places), schedule.flags, *pull.flag_shapes(schedule.flags, copies_own=strips is not None)),
         pull.smem_types(with_buffers, schedule.plan, plan.out_dtype, results=strips), draws=True,
-        transport="push" if strips is None else "spread",
+        transport="push" if strips is None else "broadcast",
     )  # fmt: skip
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else _in_blocks((batch, m, n), schedule), plan.out_dtype)
@@ -102,7 +102,7 @@ def launch(operands: Operands, plan: Plan, ring: Ring, along: Any) -> jax.Array:
         inputs = *inputs[:-1], places
         peers_read = tuple(range(count, count + len(places)))
         kernel = dataclasses.replace(kernel, peers_read=peers_read, results_in=results_in)
-    body_of = lambda refs: _Body(kernel, schedule, strips, ring, plan, refs, ring.me())  # noqa: E731
+    body_of = lambda refs: _Body(kernel, schedule, strips, group, plan, refs, group.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of)[0].reshape(batch, *((m, n) if strips else block[1:]))
 
 
@@ -119,14 +119,14 @@ def _in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> 
     return (batch, devices, m // devices, n) if schedule.along == "m" else (batch, m, devices, n // devices)
 
 
-def scratch_bytes(operands: Operands, plan: Plan, devices: int, along: Any) -> int:
+def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any) -> int:
     """Memory of one device for the parts that it sends, and for those that it receives."""
     schedule, _, _ = _schedule(operands, plan, devices, along)
     return 2 * math.prod(schedule.sent) * jnp.dtype(plan.out_dtype).itemsize
 
 
 def _schedule(
-    operands: Operands, plan: Plan, devices: int, along: Any
+    operands: Operands, plan: LaunchPlan, devices: int, along: Any
 ) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int, int]]:
     """The schedule, what the mainloop must know, and batch, rows and columns of a block; arrays may be types."""
     config: Any = plan.config
@@ -144,7 +144,7 @@ def lands_in_an_operand() -> bool:
     return jax.process_count() > 1
 
 
-def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> tuple[Any, Any, epilogue.Vectors]:
+def _blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule) -> tuple[Any, Any, epilogue.Vectors]:
     """lhs, rhs and what the epilogue reads, what is scattered with a dimension of its own for the blocks.
 
     lhs is [batch, blocks, m, k] or [batch, k, blocks, m], rhs [k, blocks, n] or [blocks, n, k]; blocks is 1 in the
@@ -158,7 +158,7 @@ def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> 
     lhs = lhs.reshape(-1, *((k, by_m, m // by_m) if layouts.transpose_lhs else (by_m, m // by_m, k)))
     rhs = rhs.reshape((by_n, n // by_n, k) if layouts.transpose_rhs else (k, by_n, n // by_n))
     rows, columns = operands.row_scale, operands.column_scales
-    cut = plan.operation.spreads and schedule.along == "n"
+    cut = plan.operation.replicates and schedule.along == "n"
     biases = None if cut else operands.biases
     vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None, biases=biases))
     if cut and operands.biases is not None:
@@ -170,10 +170,10 @@ def _blocks(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> 
     return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
 
 
-def _addends(operands: Operands, plan: Plan, schedule: ReduceScatterSchedule) -> list[jax.Array]:
+def _addends(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule) -> list[jax.Array]:
     """The addend, if there is one: [batch or 1, m, n] of a block, or of all. It passes through the result's buffer."""
     given = [x.reshape(-1, *x.shape[-2:]).astype(plan.out_dtype) for x in operands.addends or ()]
-    return [x.reshape(_in_blocks(x.shape, schedule)) for x in given] if plan.operation.spreads else given
+    return [x.reshape(_in_blocks(x.shape, schedule)) for x in given] if plan.operation.replicates else given
 
 
 def filled(scales: jax.Array, unit: int) -> jax.Array:
@@ -198,8 +198,8 @@ class _Body:
     kernel: ProductKernel
     schedule: ReduceScatterSchedule
     strips: Strips | None
-    ring: Ring
-    plan: Plan
+    group: PeerGroup
+    plan: LaunchPlan
     refs: Refs
     me: Any
 
@@ -289,7 +289,7 @@ class _Body:
     @property
     def _handshake(self) -> Handshake:
         return Handshake(
-            self.refs.flags[3], self.ring, cta(self.kernel.config), self.plan.operation.name, self.schedule.sends
+            self.refs.flags[3], self.group, cta(self.kernel.config), self.plan.operation.name, self.schedule.sends
         )
 
     def _await_terms(self, tile: Tile) -> None:
@@ -301,7 +301,7 @@ class _Body:
             handshake.wait_for(board.TERMS, self._flag(2, step, tile), 1, schedule.source(self.me, step))
 
     def _communicate(self) -> None:
-        schedule, ring, (stored, sent, come, *handshake) = self.schedule, self.ring, self.refs.flags
+        schedule, group, (stored, sent, come, *handshake) = self.schedule, self.group, self.refs.flags
         (_, parts_gmem, *_), (terms_gmem, _) = self.refs.outputs, self._landing
 
         def receiver(step: Any) -> Any:
@@ -312,7 +312,7 @@ class _Body:
             place = schedule.place_of_row(row)
             before = add(sent.at[step, place], 1)
             come_there = come.at[step, place]
-            pl.when(before + 1 == schedule.tile_chunks)(lambda: signal_peer(come_there, ring, receiver(step)))
+            pl.when(before + 1 == schedule.tile_chunks)(lambda: signal_peer(come_there, group, receiver(step)))
 
         def within(ref: Any, step: Any, rows: Any, columns: Any) -> Any:
             box, first = schedule.box_of_row(rows.start)
@@ -321,7 +321,7 @@ class _Body:
         chunks = Chunks(
             schedule.sends, schedule.plan, schedule.chunk,
             source=lambda step, *where: within(parts_gmem, step, *where),
-            destination=lambda step, *where: within(ring.remote(terms_gmem, receiver(step)), step, *where),
+            destination=lambda step, *where: within(group.remote(terms_gmem, receiver(step)), step, *where),
             ready=lambda step, row, _: pull.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
             landed=landed,
         )  # fmt: skip
@@ -331,7 +331,7 @@ class _Body:
             slots_smem, strip_slots_smem = slots_smem
             results = self._results(self.strips), strip_slots_smem
         communicator = Communicator(
-            self.plan.operation.name, ring, self.kernel.config, tuple(handshake), (slots_smem, loaded), chunks,
+            self.plan.operation.name, group, self.kernel.config, tuple(handshake), (slots_smem, loaded), chunks,
             results=results, only=schedule.last_step if schedule.by_ring else None,
         )  # fmt: skip
         communicator.run()
@@ -339,15 +339,15 @@ class _Body:
     def _results(self, strips: Strips) -> Chunks:
         """The strips of own tiles, each to all peers."""
         stored, (out_gmem, *_), (_, results_gmem) = self.refs.flags[0], self.refs.outputs, self._landing
-        ring, last = self.ring, self.schedule.last_step
+        group, last = self.group, self.schedule.last_step
 
         def send(of: Any, rows: Any, columns: Any, strip_smem: Any) -> None:
             # A row of a tile is one piece of memory, so that it can be sent to a peer chosen here.
             count, end = strips.rows_at(rows.start), columns.start + strips.cols
 
-            @pl.loop(1, ring.size)
+            @pl.loop(1, group.size)
             def _to_peer(distance: Any) -> None:
-                there = ring.remote(results_gmem, ring.peer(distance))
+                there = group.remote(results_gmem, group.peer(distance))
 
                 def send_rows(width: int) -> None:
                     @pl.loop(0, count)

@@ -13,14 +13,14 @@ from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
 from overlap.frame import sharded
 from overlap.frame.normalize import Call
-from overlap.frame.operands import Operands, Plan, Results, as_rows, sizes
+from overlap.frame.operands import LaunchPlan, Operands, Results, as_rows, sizes
 from overlap.frame.operation import Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.varying import varying
-from overlap.primitives import Ring
+from overlap.primitives import PeerGroup
 from overlap.single_gpu.matmul import MATMUL
 
 XLA = 'use implementation="xla"'
@@ -38,7 +38,7 @@ class Summed(Operation):
       transport_reason: why so; empty: there is no choice.
     """
 
-    ring: Ring
+    group: PeerGroup
 
     reduces = True
     epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
@@ -53,35 +53,35 @@ class Summed(Operation):
 
     @property
     def summed_over(self) -> int:
-        return self.ring.size
+        return self.group.size
 
     # --- The choice ---
 
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
         batch, m, (n,), k = sizes(self._as_rows(operands, layouts), layouts)
         dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
-        return Problem(self.op, m, n, k, *dtypes, self.ring.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
+        return Problem(self.op, m, n, k, *dtypes, self.group.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
 
     def _as_rows(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         return as_rows(operands, layouts) if self.takes_more_rows else operands
 
-    def along(self, operands: Operands, plan: Plan) -> str:
+    def along(self, operands: Operands, plan: LaunchPlan) -> str:
         """In which dimension the sum is cut into blocks."""
         return self.problem(operands, plan.layouts, plan.out_dtype).scattered
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         def scratch_bytes(config: Config, target: Target) -> int:
-            if self.ring.size == 1:
+            if self.group.size == 1:
                 return 0
-            plan, operands = Plan(self, call.layouts, call.out_dtype, target, config), call.operands
+            plan, operands = LaunchPlan(self, call.layouts, call.out_dtype, target, config), call.operands
             operands = self._as_rows(operands, call.layouts)
-            if self.spreads and config.one_shot:
-                return one_shot.scratch_bytes(operands, plan, self.ring.size)
-            return scattered.scratch_bytes(operands, plan, self.ring.size, self.along(operands, plan))
+            if self.replicates and config.one_shot:
+                return one_shot.scratch_bytes(operands, plan, self.group.size)
+            return scattered.scratch_bytes(operands, plan, self.group.size, self.along(operands, plan))
 
-        transport = self.transport if self.transport_reason and self.ring.size > 1 else ""
+        transport = self.transport if self.transport_reason and self.group.size > 1 else ""
         return dispatch.Circumstances(
-            transport, self.transport_reason, untried=untried(self.ring, mesh), scratch_bytes=scratch_bytes
+            transport, self.transport_reason, untried=untried(self.group, mesh), scratch_bytes=scratch_bytes
         )
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
@@ -96,36 +96,36 @@ class Summed(Operation):
             )
         problem = self.problem(operands, call.layouts, call.out_dtype)
         (rows, columns, _), transport = problem.grid(config), problem.transport(config)
-        cut = {} if transport == "one_shot" else {problem.scattered: f"{problem.scattered} / {self.ring.size}"}
+        cut = {} if transport == "one_shot" else {problem.scattered: f"{problem.scattered} / {self.group.size}"}
         names = {"m": "m", "n": "n"} | cut
         checked = limits.Sizes(
             rows, columns, k, operands.lhs.dtype, call.out_dtype, call.layouts, transport, names["m"], names["n"]
         )
         limits.check(checked, config, target)
-        require_peers(self.ring, target, mesh)
+        require_peers(self.group, target, mesh)
         if mesh is None:
             sharded.require_rest_of_one()
             sharded.require_whole({"lhs": operands.lhs, "rhs": operands.rhs_list[0]})
 
     # --- The kernel ---
 
-    def launch(self, operands: Operands, plan: Plan) -> Results:
-        if self.ring.size == 1:
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
+        if self.group.size == 1:
             return MATMUL.launch(operands, dataclasses.replace(plan, operation=MATMUL))
         rows = self._as_rows(operands, plan.layouts)
-        if self.spreads and plan.config is not None and plan.config.one_shot:
-            out = one_shot.launch(rows, plan, self.ring)
+        if self.replicates and plan.config is not None and plan.config.one_shot:
+            out = one_shot.launch(rows, plan, self.group)
         else:
-            out = scattered.launch(rows, plan, self.ring, self.along(rows, plan))
+            out = scattered.launch(rows, plan, self.group, self.along(rows, plan))
         if rows is not operands:
             return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
         return (out if operands.lhs.ndim > 2 else out[0],), None
 
     def typed(self, operands: Operands) -> Operands:
         # What the kernel is given may be the same on all devices.
-        return dataclasses.replace(operands, lhs=varying(operands.lhs, self.ring.names))
+        return dataclasses.replace(operands, lhs=varying(operands.lhs, self.group.names))
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: Plan) -> str | None:
+    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         del plan
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"

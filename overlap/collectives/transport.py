@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
-from overlap.primitives import Ring
+from overlap.primitives import PeerGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Shards:
     """
 
     operation: str
-    ring: Ring
+    group: PeerGroup
     schedule: AllGatherSchedule
     config: Config
     parts: int

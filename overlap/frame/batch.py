@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from overlap.frame import by_xla
-from overlap.frame.operands import Operands, Plan, Results, in_f32, sizes
+from overlap.frame.operands import LaunchPlan, Operands, Results, in_f32, sizes
 from overlap.kernels import launch
 
 # Dimensions of each field without a batch, of those that a kernel may have a batch of.
 _RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2, "lhs_block_scale": 2, "rhs_block_scales": 2}
 
 
-def batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, fused: Callable[..., Any]) -> Results:
+def batched(
+    operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan, fused: Callable[..., Any]
+) -> Results:
     """The operation on operands with a further leading dimension where `is_batched`; `fused`: the operation itself."""
     if cannot := plan.operation.why_not_folded(is_batched, axis_size, plan):
         launch.leave_to_xla(plan.operation.name, cannot, insists=plan.insists)
@@ -39,7 +41,7 @@ def batched(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan
     return tuple(map(unfold, outs)), None if kept is None else unfold(kept)
 
 
-def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: Plan) -> Results:
+def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> Results:
     of_one = lambda operands: by_xla.whole(operands, plan, plan.applied(operands))  # noqa: E731
     return jax.vmap(of_one, (_axes(is_batched),), axis_size=axis_size)(operands)
 
@@ -67,7 +69,12 @@ def _folded(
 
 
 def _epilogue_by_xla(
-    operands: Operands, is_batched: Operands, axis_size: int, plan: Plan, bare: Plan, fused: Callable[..., Any]
+    operands: Operands,
+    is_batched: Operands,
+    axis_size: int,
+    plan: LaunchPlan,
+    bare: LaunchPlan,
+    fused: Callable[..., Any],
 ) -> Any:
     """The vectors have no batch in the kernel: the products by the kernel (`bare`), their epilogue by XLA."""
     axis, nothing = None, dict[str, Any](lhs=None, rhs_list=(None,) * len(operands.rhs_list))

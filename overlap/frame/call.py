@@ -16,7 +16,7 @@ from overlap.frame import arguments, by_xla, sharded
 from overlap.frame.batch import batched
 from overlap.frame.derivative import derivative
 from overlap.frame.normalize import ARRAYS, Call
-from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.operation import Operation
 from overlap.frame.primitive import Primitive
 from overlap.kernels.config import Config
@@ -57,7 +57,7 @@ def run_prepared(
 ) -> Any:
     """The same for a call that has been checked."""
     choice = decide(operation, call, config, implementation)
-    plan = Plan(
+    plan = LaunchPlan(
         operation, call.layouts, call.out_dtype, choice.target, choice.config, call.activation,
         insists=implementation == "fused",
     )  # fmt: skip
@@ -76,7 +76,7 @@ def explain(
     return decide(operation, call, config, implementation, mesh)
 
 
-def fused(operands: Operands, plan: Plan) -> Results:
+def fused(operands: Operands, plan: LaunchPlan) -> Results:
     """The kernel itself on checked operands, with its rules for derivatives and `jax.vmap`."""
     return _primitive(operands, plan)
 

@@ -13,13 +13,13 @@ from jax.interpreters import ad
 
 from overlap.frame import by_xla
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import F32, Operands, Plan, in_f32
+from overlap.frame.operands import F32, LaunchPlan, Operands, in_f32
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.layouts import OperandLayouts
 
 
 def derivative(
-    operands: Operands, tangents: Operands, plan: Plan, evaluate: Callable[[], Any], fused: Callable[..., Any]
+    operands: Operands, tangents: Operands, plan: LaunchPlan, evaluate: Callable[[], Any], fused: Callable[..., Any]
 ) -> tuple[Any, Any]:
     """The results, and the linear map of the tangents, for `Primitive`; `fused`: the operation itself."""
     if operands.is_block_scaled:
@@ -40,7 +40,7 @@ def derivative(
     return results, tangent
 
 
-def _tangents_by_xla(operands: Operands, tangents: Operands, plan: Plan) -> Any:
+def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -> Any:
     """XLA's tangents of the results, in either mode."""
     leaves, structure = jax.tree.flatten(operands)
     directions = structure.flatten_up_to(tangents)
@@ -54,7 +54,7 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: Plan) -> Any:
     return jax.jvp(of_moved, [leaves[i] for i in moved], list(moved.values()))[1]
 
 
-def _cotangents(plan: Plan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
+def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
     """Cotangents of the operands, in the dtypes that are wanted or wider: nothing else is rounded below f32.
 
     What was gathered is gathered anew, but for a left operand that is a result as well. Cotangents of results may be
@@ -147,7 +147,7 @@ def _like(x: jax.Array, rank: int) -> jax.Array:
     return x.sum(axis=0) if x.ndim > rank else x
 
 
-def _through_activation(plan: Plan, z: jax.Array, scalars: Any, cotangent: jax.Array) -> tuple[jax.Array, tuple]:
+def _through_activation(plan: LaunchPlan, z: jax.Array, scalars: Any, cotangent: jax.Array) -> tuple[jax.Array, tuple]:
     """Cotangents of what goes into the activation: of the product, and of the scalars (None for integers)."""
     activation: Any = plan.activation
     floats = [index for index, scalar in enumerate(scalars) if jnp.issubdtype(scalar.dtype, jnp.floating)]
@@ -164,7 +164,7 @@ def _through_activation(plan: Plan, z: jax.Array, scalars: Any, cotangent: jax.A
 # d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each in the form in which its operand lies in memory: nothing is transposed.
 
 
-def _of_lhs(plan: Plan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any) -> jax.Array:
+def _of_lhs(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any) -> jax.Array:
     layouts = plan.layouts
     dtype = F32 if g.ndim > lhs.ndim else dtype
     if layouts.transpose_lhs:
@@ -174,7 +174,7 @@ def _of_lhs(plan: Plan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any
     return _like(d, lhs.ndim)
 
 
-def _of_rhs(plan: Plan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any) -> jax.Array:
+def _of_rhs(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any) -> jax.Array:
     layouts = plan.layouts
     if lhs.ndim > rhs.ndim and not layouts.transpose_lhs:
         # The rows of all batch elements contract as one.
@@ -187,7 +187,7 @@ def _of_rhs(plan: Plan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any
     return _like(d, rhs.ndim)
 
 
-def _times(plan: Plan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -> jax.Array:
+def _times(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -> jax.Array:
     """A product of the backward pass, in `dtype` or in f32, whatever the dtypes of its operands: nothing is lost."""
     if lhs.dtype != rhs.dtype and {lhs.dtype, rhs.dtype} & set(FLOAT16):
         # What is exact in 8 bits is so in 16.

@@ -99,7 +99,7 @@ class Operands:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What is static about a product.
 
     Attributes:
@@ -195,7 +195,7 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
     )  # fmt: skip
 
 
-def in_f32(operands: Operands, plan: Plan) -> Plan:
+def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
     """The plan of the same without the activation and in f32; its `config` is None if no kernel can do that.
 
     f32 results take more shared memory and registers, so the configuration of the call may not do. Arrays may be types.

@@ -12,7 +12,7 @@ import jax
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.frame import by_xla
-from overlap.frame.operands import Operands, Plan, Results
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
@@ -49,7 +49,7 @@ class Operation:
     takes_parts = True
     gathers_rows = False
     reduces = False
-    spreads = False
+    replicates = False
     transport = ""
     epilogue = frozenset()
     takes_block_scales = False
@@ -105,7 +105,7 @@ class Operation:
 
     # --- The kernel ---
 
-    def launch(self, operands: Operands, plan: Plan) -> Results:
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Runs the kernel on checked operands."""
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class Operation:
         """The operands, typed as varying along the mesh axes along which the kernel communicates."""
         return operands
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: Plan) -> str | None:
+    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         """Why the kernel has no batch for what `jax.vmap` is over; None if it has."""
         del is_batched, axis_size, plan
         return None
@@ -145,7 +145,7 @@ class Operation:
         del d_kept, operands, wanted, layouts
         return cotangents
 
-    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
         """Of a single right operand: the cotangent g rhsᵀ of the left one as `scattered` gives it, by one kernel.
 
         None if there is no such kernel: then `times` and `scattered` do it.
@@ -153,7 +153,7 @@ class Operation:
         del g, rhs, dtype, plan
         return None
 
-    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: Plan) -> jax.Array | None:
+    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
         """The cotangent lhsᵀ g of a right operand, the operand `lhs` being gathered by the same kernel.
 
         None if there is no such kernel: then `gathered` and `times` do it.
@@ -162,13 +162,13 @@ class Operation:
         return None
 
     def spread_and_times(
-        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: Plan
+        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan
     ) -> tuple[jax.Array, jax.Array] | None:
         """g rhsᵀ and g itself, which is what `spread` gives, by one kernel; None if there is no such kernel."""
         del cotangent, rhs, dtype, plan
         return None
 
-    def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
+    def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
         """A product of the backward pass."""
         del plan
         return by_xla.times(lhs, rhs, layouts, dtype)

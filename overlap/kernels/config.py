@@ -48,11 +48,11 @@ class PullSizes:
 
     Attributes:
       chunk_bytes: the most that the communicator of one CTA pulls in one copy.
-      chunk_slots: how many such copies are in flight per CTA.
+      chunk_buffers: how many such copies are in flight per CTA.
     """
 
     chunk_bytes: int = 8192
-    chunk_slots: int = 2
+    chunk_buffers: int = 2
 
     def __post_init__(self) -> None:
         _require_valid(self)
@@ -96,7 +96,7 @@ class Config:
       one_shot: whether each device sends its part of all of the result to all others, and adds up all of it itself: for
         few rows (`matmul_all_reduce` only; elsewhere it means nothing).
       epilogue_tile_n: columns that a warpgroup stores at a time.
-      epilogue_slots: shared-memory buffers per warpgroup for that, so that one is filled while another is stored. A
+      epilogue_buffers: shared-memory buffers per warpgroup for that, so that one is filled while another is stored. A
         divisor of the stores of a tile.
       pull: sizes of what communicates in chunks (fused operations only; not the transport "ring").
     """
@@ -116,7 +116,7 @@ class Config:
     joined: bool = False
     one_shot: bool = False
     epilogue_tile_n: int = 64
-    epilogue_slots: int = 1
+    epilogue_buffers: int = 1
     pull: PullSizes = PullSizes()
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from overlap.primitives.integers import ceil_div
 
 TMA_ROW_BYTES = 16
 # The transports of products that are summed over devices.
-SUMMING = ("push", "spread", "one_shot")
+SUMMING = ("push", "broadcast", "one_shot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Sizes:
       dtype: of both operands.
       out_dtype: of what the kernel writes.
       layouts: how the operands lie in memory.
-      transport: how a fused collective moves its operand ("pull" or "ring") or parts of sums ("push"; "spread": the
+      transport: how a fused collective moves its operand ("pull" or "ring") or parts of sums ("push"; "broadcast": the
         sums as well, to all devices; "one_shot": all parts to all devices); empty: nothing moves.
       m_name: what the caller calls `m`.
       n_name: likewise `n`.
@@ -42,7 +42,7 @@ class Sizes:
     dtype: Any
     out_dtype: Any
     layouts: OperandLayouts = PLAIN
-    transport: Literal["", "pull", "ring", "push", "spread", "one_shot"] = ""
+    transport: Literal["", "pull", "ring", "push", "broadcast", "one_shot"] = ""
     m_name: str = "m"
     n_name: str = "n"
     block_scaled: bool = False

@@ -85,7 +85,7 @@ class ProductKernel:
     smem: tuple[Any, ...] = ()
     peers_read: tuple[int, ...] = ()
     draws: bool = False
-    transport: Literal["", "pull", "ring", "push", "spread", "one_shot"] = ""
+    transport: Literal["", "pull", "ring", "push", "broadcast", "one_shot"] = ""
     results_in: tuple[tuple[int, int], ...] = ()
 
     @property

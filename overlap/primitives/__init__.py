@@ -37,13 +37,13 @@ from overlap.primitives.atomics import draw, each_drawn
 from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, wait_stores_landed, wait_stores_read
 from overlap.primitives.flags import converge_warp, fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
-from overlap.primitives.peers import Ring
+from overlap.primitives.peers import PeerGroup
 
 __all__ = [
     "HANDSHAKE_FLAGS",
     "Handshake",
+    "PeerGroup",
     "PullPlan",
-    "Ring",
     "converge_warp",
     "draw",
     "each_drawn",

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from overlap import _compat_mosaic
-from overlap.primitives.peers import Ring
+from overlap.primitives.peers import PeerGroup
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 BY_LANE_0 = (".reg .pred first;", ".reg .b32 lane;", "mov.u32 lane, %laneid;", "setp.eq.u32 first, lane, 0;")
@@ -95,9 +95,9 @@ def add(counter: Any, amount: Any) -> jax.Array:
     return inline(_add, [counter], amount, returns=True)
 
 
-def set_bit_at_peer(word: Any, ring: Ring, position: Any, bit: Any) -> None:
+def set_bit_at_peer(word: Any, group: PeerGroup, position: Any, bit: Any) -> None:
     """Sets a bit in a word of the device at `position` of the ring. A release at system scope."""
-    inline(_set_bit, [ring.remote(word, position)], bit)
+    inline(_set_bit, [group.remote(word, position)], bit)
 
 
 def each_drawn(counter: Any, number: Any, end: int, last: int, do: Callable[[Any], None]) -> tuple[Any, Any]:

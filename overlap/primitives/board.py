@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from overlap import _cuda
-from overlap.primitives.peers import Ring
+from overlap.primitives.peers import PeerGroup
 
 REPORT_AFTER_S = 30.0
 # A kernel that has given up waits for so long before it ends, for the host to have read its record.
@@ -61,11 +61,11 @@ _logger = logging.getLogger("overlap")
 _described: dict[int, tuple[str, int]] = {}
 
 
-def describe(operation: str, ring: Ring) -> int:
+def describe(operation: str, group: PeerGroup) -> int:
     """A number, the same in each process, by which a kernel names itself on the board."""
     # Made of places and sizes: a kernel does not depend on what axes are called.
-    number = int.from_bytes(hashlib.sha256(f"{operation} {ring.places}".encode()).digest()[:4], "little")
-    _described[number] = (f"{operation} along {ring.axis_name!r} of {ring.size} devices", ring.size)
+    number = int.from_bytes(hashlib.sha256(f"{operation} {group.places}".encode()).digest()[:4], "little")
+    _described[number] = (f"{operation} along {group.axis_name!r} of {group.size} devices", group.size)
     return number
 
 

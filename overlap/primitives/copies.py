@@ -32,7 +32,7 @@ def wait_stores_landed(in_flight: int = 0) -> None:
 
 
 def send_tile(tile_smem: Any, destination_gmem: Any) -> None:
-    """Starts the copy of a shared-memory tile to global memory, here or (`Ring.remote`) on a peer.
+    """Starts the copy of a shared-memory tile to global memory, here or (`PeerGroup.remote`) on a peer.
 
     The tile must have been loaded by TMA, or written by threads and committed (`plgpu.commit_smem`). A destination that
     is a peer chosen on the device must be a contiguous piece of an untiled buffer.

@@ -10,7 +10,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives.addresses import FLAG_BYTES, TABLE_FLAGS
-from overlap.primitives.peers import Ring
+from overlap.primitives.peers import PeerGroup
 
 # XLA lays out what collective kernels use in one arena, and NCCL's windows (one process per GPU) must begin at
 # multiples of 4096 bytes there, which XLA does not see to (openxla/xla#47406). So whatever a kernel adds is padded.
@@ -39,9 +39,9 @@ def signal(flag: Any, increment: Any = 1) -> None:
     plgpu.semaphore_signal(flag, increment, memory_scope="gpu")
 
 
-def signal_peer(flag: Any, ring: Ring, position: Any, increment: Any = 1) -> None:
+def signal_peer(flag: Any, group: PeerGroup, position: Any, increment: Any = 1) -> None:
     """Raises the flag of the device at `position` of the ring. A release at system scope."""
-    plgpu.semaphore_signal(flag, increment, device_id=ring.device_id(position))
+    plgpu.semaphore_signal(flag, increment, device_id=group.device_id(position))
 
 
 def wait_at_least(flag: Any, value: Any) -> None:

@@ -55,7 +55,7 @@ from overlap.primitives import atomics, board, clique, marks
 from overlap.primitives.addresses import require_told
 from overlap.primitives.flags import fence_async_proxy, signal, wait_at_least
 from overlap.primitives.marks import Work
-from overlap.primitives.peers import Ring
+from overlap.primitives.peers import PeerGroup
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
 _WORDS = 4
@@ -67,9 +67,9 @@ HANDSHAKE_FLAGS = (_WORDS + 5,)
 _LOWERED = 1
 
 
-def _key(context: Any, ring: Ring, only: int | None) -> list[int]:
+def _key(context: Any, group: PeerGroup, only: int | None) -> list[int]:
     """The words of a raised beacon; asked for at lowering, when the devices of the mesh are known."""
-    text = f"overlap: {ring.places} on {clique.device_ids(context)}, looking for {only}"
+    text = f"overlap: {group.places} on {clique.device_ids(context)}, looking for {only}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
     return [max(words[0], _LOWERED + 1), *words[1:]]
@@ -90,7 +90,7 @@ class Handshake:
     """
 
     flags: Any
-    ring: Ring
+    group: PeerGroup
     cta: Any
     operation: str
     transfers: int = 0
@@ -99,7 +99,7 @@ class Handshake:
     @property
     def looks(self) -> int:
         """How many peers this device looks for: so many items of the counter come first."""
-        return self.ring.size - 1 if self.only is None else 1
+        return self.group.size - 1 if self.only is None else 1
 
     @property
     def items(self) -> int:
@@ -113,7 +113,7 @@ class Handshake:
 
     @property
     def _number(self) -> int:
-        return board.describe(self.operation, self.ring)
+        return board.describe(self.operation, self.group)
 
     def begin(self) -> Any:
         """Every communicator calls it once, first: looks for the peers that fall to it.
@@ -172,13 +172,13 @@ class Handshake:
 
     def wait_for(self, role: int, word: Any, expected: Any, position: Any) -> None:
         """Waits until a word of this device, which the peer at `position` raises, has reached `expected`."""
-        wait_for_word(word, expected, self.ring, position, operation=self._number, role=role, at_least=True)
+        wait_for_word(word, expected, self.group, position, operation=self._number, role=role, at_least=True)
 
     def _raise(self) -> None:
         atomics.inline(self._raise_code, [self.flags.at[0]])
 
     def _raise_code(self, context: Any, pointer: Any) -> None:
-        key = _key(context, self.ring, self.only)
+        key = _key(context, self.group, self.only)
         others = [f"@first st.relaxed.sys.global.b32 [$0+{4 * i}], {key[i]};" for i in range(1, _WORDS)]
         lines = [
             *atomics.BY_LANE_0, ".reg .b32 before;",
@@ -196,15 +196,15 @@ class Handshake:
 
     def _look(self, item: Any) -> None:
         """Looks for one peer until it has begun, and tells it so."""
-        ring, beacon = self.ring, self.flags.at[0]
-        peer = ring.peer(item + 1 if self.only is None else self.only)
-        atomics.inline(self._look_code, [ring.remote(beacon, peer), beacon], ring.me(), peer, 1)
+        group, beacon = self.group, self.flags.at[0]
+        peer = group.peer(item + 1 if self.only is None else self.only)
+        atomics.inline(self._look_code, [group.remote(beacon, peer), beacon], group.me(), peer, 1)
         signal(self.flags.at[_BEGUN])
-        atomics.set_bit_at_peer(self.flags.at[_SEEN], ring, peer, ring.me())
+        atomics.set_bit_at_peer(self.flags.at[_SEEN], group, peer, group.me())
 
     def _look_code(self, context: Any, *operands: Any) -> None:
         # A peer's memory is not cached here: each look crosses NVLink.
-        key = _key(context, self.ring, self.only)
+        key = _key(context, self.group, self.only)
         look = [
             ".reg .b32 word<4>;", *(f"ld.relaxed.sys.global.b32 word{i}, [$0+{4 * i}];" for i in range(_WORDS)),
             "mov.b32 got, word0;", f"setp.eq.u32 there, word0, {key[0]};",
@@ -214,28 +214,28 @@ class Handshake:
 
     def _speak(self) -> None:
         """Lowers the beacon, tells all peers concerned, and waits for their word."""
-        ring = self.ring
-        readers, owners = (1, 1) if self.only is None else (ring.size - self.only, self.only)
+        group = self.group
+        readers, owners = (1, 1) if self.only is None else (group.size - self.only, self.only)
         self._wait(_SEEN, board.SEEN, readers)
         atomics.inline(self._lower_code, [self.flags.at[0]])
         for_all = self.only is None
 
-        @pl.loop(1, ring.size) if for_all else _once(readers)
+        @pl.loop(1, group.size) if for_all else _once(readers)
         def _tell(distance: Any) -> None:
-            atomics.set_bit_at_peer(self.flags.at[_DONE], ring, ring.peer(distance), ring.me())
+            atomics.set_bit_at_peer(self.flags.at[_DONE], group, group.peer(distance), group.me())
 
         self._wait(_DONE, board.DONE, owners)
 
     def _wait(self, flag: int, role: int, distance: int) -> None:
         """Waits for a bit of each peer, or of the one in that distance."""
-        ring = self.ring
+        group = self.group
         if self.only is None:
-            me = ring.me()
-            expected, peer = jnp.int32((1 << ring.size) - 1) ^ (jnp.int32(1) << me), me
+            me = group.me()
+            expected, peer = jnp.int32((1 << group.size) - 1) ^ (jnp.int32(1) << me), me
         else:
-            peer = ring.peer(distance)
+            peer = group.peer(distance)
             expected = jnp.int32(1) << peer
-        wait_for_word(self.flags.at[flag], expected, ring, peer, operation=self._number, role=role)
+        wait_for_word(self.flags.at[flag], expected, group, peer, operation=self._number, role=role)
 
 
 def _once(value: int) -> Callable[[Callable[[Any], None]], None]:

@@ -14,7 +14,7 @@ from overlap.primitives.integers import quotient, remainder
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class PeerGroup:
     """The devices along one mesh axis, or along several as if they were one, seen from inside a kernel.
 
     A kernel never uses a mesh index as a device id: the two agree only while the axis is the whole mesh. It asks for

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap import _settings
 from overlap.primitives import board
 from overlap.primitives.atomics import inline, ptx
-from overlap.primitives.peers import Ring
+from overlap.primitives.peers import PeerGroup
 
 _NEVER = 2**32 - 1
 _FENCES = ("fence.acquire.sys;", "fence.proxy.async.global;")
@@ -102,7 +102,7 @@ def look_until(
 
 
 def wait_for_word(
-    word: Any, expected: Any, ring: Ring, peer: Any, *, operation: int, role: int, at_least: bool = False
+    word: Any, expected: Any, group: PeerGroup, peer: Any, *, operation: int, role: int, at_least: bool = False
 ) -> None:
     """Waits until a word of this device is `expected`. An acquire at system scope, then a proxy fence.
 
@@ -121,7 +121,7 @@ def wait_for_word(
     def emit(_: Any, *operands: Any) -> None:
         look_until(look, operands, operation=operation, role=role)
 
-    inline(emit, [word, word], ring.me(), peer, expected)
+    inline(emit, [word, word], group.me(), peer, expected)
 
 
 def wait_within_device(word: Any, count: int) -> None:

@@ -22,7 +22,7 @@ from overlap.kernels.config import Config
 from overlap.sharded import checks, partitions
 from overlap.sharded.checks import NAME
 from overlap.sharded.parts import Product
-from overlap.sharded.plan import Partition, Plan, plan_of
+from overlap.sharded.plan import Partition, ShardingPlan, plan_of
 
 Sharding = PartitionSpec | jax.NamedSharding
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -146,7 +146,7 @@ def _of_each_rhs(given: Any, count: int) -> list[Any]:
 
 def _planned(
     operands: dict[str, Any], whole: Call, out_sharding: Any, lhs_sharding: Any, rhs_shardings: list[Any], mesh: Any
-) -> tuple[Plan, Partition]:
+) -> tuple[ShardingPlan, Partition]:
     """The plan, and the partition of the result as the caller asks for it."""
     left = partitions.of_operand("lhs", operands["lhs"], lhs_sharding, mesh)
     out = partitions.given("out_sharding", out_sharding, len(operands["lhs"].shape), mesh)

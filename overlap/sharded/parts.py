@@ -19,7 +19,7 @@ from overlap.frame.activation import Activation
 from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along, same_along_p, varying
-from overlap.sharded.plan import Plan
+from overlap.sharded.plan import ShardingPlan
 from overlap.single_gpu import matmul
 
 # How each operation brings a call into the frame's form, and the keywords of the epilogue that its fused kernel takes.
@@ -46,7 +46,7 @@ class Product:
       keep_gathered: whether what was gathered is kept for the backward pass.
     """
 
-    plan: Plan
+    plan: ShardingPlan
     transpose_rhs: bool
     out_dtype: Any
     activation: Activation | None
@@ -131,7 +131,7 @@ class Product:
             # The same, but gathered here, so that what is gathered is known not to be kept.
             gathered = self._gathered(rhs, lhs, ((plan.dimension, plan.axes),))
             whole = dataclasses.replace(
-                self, plan=Plan(plan.lhs, plan.rhs, plan.out), implementation="xla", config=None
+                self, plan=ShardingPlan(plan.lhs, plan.rhs, plan.out), implementation="xla", config=None
             )
             return whole._run(dict(lhs=lhs, rhs=gathered) | epilogue)
         return self._run(given | epilogue)

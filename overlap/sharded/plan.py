@@ -36,7 +36,7 @@ SEE_DOCS = "docs/sharded.md has the table of what can be served"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """How a product runs.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
 
 def plan_of(
     lhs: Partition, rhs: Partition, out: Partition, sizes: Mapping[str, int], explicit: Sequence[str] = ()
-) -> Plan:
+) -> ShardingPlan:
     """The plan of a product.
 
     Args:
@@ -114,7 +114,7 @@ def plan_of(
             f"{_said(rhs[K])}: {way_out}"
         )
     _require_prefix(rhs[N], wanted_rhs[N], places.name("rhs", N), explicit)
-    plan = Plan(wanted_lhs, wanted_rhs, out, gathers=tuple((i, axes) for i, axes in enumerate(weights) if axes))
+    plan = ShardingPlan(wanted_lhs, wanted_rhs, out, gathers=tuple((i, axes) for i, axes in enumerate(weights) if axes))
     if summed and any(gathered):
         raise ValueError(
             f"one activation can be communicated in a product, and {_said(_flat(gathered))} gathers `lhs` while "
@@ -141,7 +141,7 @@ def plan_of(
     return plan
 
 
-def _summed(plan: Plan, scattered: list[Axes], places: _Places) -> Plan:
+def _summed(plan: ShardingPlan, scattered: list[Axes], places: _Places) -> ShardingPlan:
     summed = plan.lhs[-1]
     to = [i for i, part in enumerate(scattered) if part]
     if not to:

@@ -17,7 +17,7 @@ from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
 from overlap.frame import arguments, by_xla, call, sharded
 from overlap.frame.normalize import ARRAYS, Call, normalize
-from overlap.frame.operands import Operands, Plan, Results, accumulator, as_rows, sizes
+from overlap.frame.operands import LaunchPlan, Operands, Results, accumulator, as_rows, sizes
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyArray, Scale
 from overlap.kernels import launch
@@ -52,7 +52,7 @@ class Matmul(Operation):
         self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)
         sharded.require_rest_of_one()
 
-    def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: Plan) -> jax.Array:
+    def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
         """By the kernel where that can be, else by XLA."""
         operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):
@@ -63,10 +63,10 @@ class Matmul(Operation):
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(operands, Plan(self, layouts, dtype, plan.target, config, insists=plan.insists))
+        (out,), _ = call.fused(operands, LaunchPlan(self, layouts, dtype, plan.target, config, insists=plan.insists))
         return out
 
-    def launch(self, operands: Operands, plan: Plan) -> Results:
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         # The cache of `jax.jit` keeps its static arguments.
         kept = plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.alone)
         rows = as_rows(operands, plan.layouts)
@@ -78,7 +78,7 @@ class Matmul(Operation):
 MATMUL = Matmul()
 
 
-def _sealed(operands: Operands, plan: Plan) -> jax.Array:
+def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """The kernel, or the same by XLA where XLA's partitioner may split it and the caller does not insist."""
     leaves, structure = jax.tree.flatten(operands)
 

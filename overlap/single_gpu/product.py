@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from overlap.frame import by_xla
-from overlap.frame.operands import Operands, Plan, sizes
+from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Hooks, Tile
@@ -30,7 +30,7 @@ NAME = "overlap_matmul"
 
 
 @in_32_bits
-def launch(operands: Operands, plan: Plan) -> jax.Array:
+def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Runs the kernel; everything has been checked. Returns [(batch,) m, n]."""
     config: Any = plan.config
     split = config.split_k
@@ -53,7 +53,7 @@ def launch(operands: Operands, plan: Plan) -> jax.Array:
     return by_xla.finish((product,), operands, plan.out_dtype, plan.computed(operands))[0]
 
 
-def _matrices(operands: Operands, out_dtype: Any, plan: Plan) -> Operands:
+def _matrices(operands: Operands, out_dtype: Any, plan: LaunchPlan) -> Operands:
     """The operands that the mainloop loads. An addend passes through the buffer of the result."""
     addends, config, layouts = operands.addends, plan.config, plan.layouts
     assert config is not None
@@ -68,7 +68,7 @@ def _matrices(operands: Operands, out_dtype: Any, plan: Plan) -> Operands:
     return dataclasses.replace(matrices, lhs_block_scale=left, rhs_block_scales=(right,))
 
 
-def _vectors(operands: Operands, plan: Plan) -> epilogue.Vectors:
+def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
     assert plan.config is not None
     rows, _ = plan.config.cluster_tile
     scale = operands.row_scale

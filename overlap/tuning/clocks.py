@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap.kernels.launch import sealed
-from overlap.primitives import Ring, atomics, board, shared_flags, signal_peer
+from overlap.primitives import PeerGroup, atomics, board, shared_flags, signal_peer
 from overlap.primitives.integers import in_32_bits
 from overlap.primitives.waits import wait_for_word
 from overlap.tuning.operations import AXIS
@@ -71,20 +71,20 @@ def offset(sent: Sequence[int] | Any, answered: Sequence[int] | Any, returned: S
 
 def program(mesh: jax.sharding.Mesh) -> Any:
     """A program without arguments that runs the kernel on each device of a mesh along `AXIS`."""
-    ring = Ring(AXIS, ((AXIS, mesh.size),))
-    mapped = jax.shard_map(lambda: _exchange(ring), mesh=mesh, in_specs=(), out_specs=P(AXIS), check_vma=False)
+    group = PeerGroup(AXIS, ((AXIS, mesh.size),))
+    mapped = jax.shard_map(lambda: _exchange(group), mesh=mesh, in_specs=(), out_specs=P(AXIS), check_vma=False)
     return jax.jit(mapped)
 
 
 @in_32_bits
-def _exchange(ring: Ring) -> jax.Array:
+def _exchange(group: PeerGroup) -> jax.Array:
     """The kernel: int32 [D, exchanges, 3, 2]; of that only what this device has read of its clock is filled in."""
-    out_type = jax.ShapeDtypeStruct((ring.size, EXCHANGES, 3, 2), jnp.int32)
+    out_type = jax.ShapeDtypeStruct((group.size, EXCHANGES, 3, 2), jnp.int32)
 
     def body(times_gmem: Any) -> None:
-        (flags,) = shared_flags((ring.size,))
-        me = ring.me()
-        as_first, as_other = (functools.partial(part, ring, flags, times_gmem) for part in (_ask, _answer))
+        (flags,) = shared_flags((group.size,))
+        me = group.me()
+        as_first, as_other = (functools.partial(part, group, flags, times_gmem) for part in (_ask, _answer))
 
         @plgpu.warp_map
         def _one_warp(warp: Any) -> None:
@@ -98,33 +98,33 @@ def _exchange(ring: Ring) -> jax.Array:
     return sealed(kernel, _NAME)()
 
 
-def _ask(ring: Ring, flags: Any, times_gmem: Any) -> None:
+def _ask(group: PeerGroup, flags: Any, times_gmem: Any) -> None:
     """The first device's part."""
 
-    @pl.loop(1, ring.size)
+    @pl.loop(1, group.size)
     def _peer(peer: Any) -> None:
         @pl.loop(0, EXCHANGES)
         def _turn(turn: Any) -> None:
             _read_clock(times_gmem.at[peer, turn, _SENT])
-            signal_peer(flags.at[0], ring, peer)
-            _await(ring, flags.at[peer], turn + 1, peer)
+            signal_peer(flags.at[0], group, peer)
+            _await(group, flags.at[peer], turn + 1, peer)
             _read_clock(times_gmem.at[peer, turn, _RETURNED])
 
 
-def _answer(ring: Ring, flags: Any, times_gmem: Any) -> None:
+def _answer(group: PeerGroup, flags: Any, times_gmem: Any) -> None:
     """The part of each other one. The first device raises its flag 0, it raises the first one's flag of its number."""
-    me = ring.me()
+    me = group.me()
 
     @pl.loop(0, EXCHANGES)
     def _turn(turn: Any) -> None:
-        _await(ring, flags.at[0], turn + 1, 0)
+        _await(group, flags.at[0], turn + 1, 0)
         _read_clock(times_gmem.at[me, turn, _ANSWERED])
-        signal_peer(flags.at[me], ring, 0)
+        signal_peer(flags.at[me], group, 0)
 
 
-def _await(ring: Ring, flag: Any, count: Any, peer: Any) -> None:
+def _await(group: PeerGroup, flag: Any, count: Any, peer: Any) -> None:
     wait_for_word(
-        flag, count, ring, peer, operation=board.describe(_NAME, ring), role=board.BEGUN, at_least=True
+        flag, count, group, peer, operation=board.describe(_NAME, group), role=board.BEGUN, at_least=True
     )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def reduce(problem: Problem, out: jax.Array) -> jax.Array:
     """Of a product that is summed over the devices, this one's part."""
     if not (problem.pulls and problem.scattered):
         return out
-    if problem.spreads:
+    if problem.replicates:
         return lax.psum(out, AXIS)
     dimension = out.ndim - (2 if problem.scattered == "m" else 1)
     return lax.psum_scatter(out, AXIS, scatter_dimension=dimension, tiled=True)

@@ -35,7 +35,7 @@ def shards():
 
 
 @functools.cache
-def ring(defects=kernels.NO_DEFECTS, devices=DEVICES):
+def group(defects=kernels.NO_DEFECTS, devices=DEVICES):
     mesh = make_mesh(x=devices)
     kernel = sharded(kernels.ring_push(devices, ROWS, COLUMNS, defects), mesh, P("x"), P("x"))
     x = shards()[: devices * ROWS]
@@ -95,4 +95,4 @@ def normal(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-KERNELS = {"ring": ring, "pull": pull, "matmul": matmul}
+KERNELS = {"ring": group, "pull": pull, "matmul": matmul}

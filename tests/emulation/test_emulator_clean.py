@@ -33,7 +33,7 @@ def test_clean_under_other_schedulers(name, scheduler):
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_ring_on_other_axis_sizes(devices):
     with emulate():
-        cases.ring(devices=devices)()
+        cases.group(devices=devices)()
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])

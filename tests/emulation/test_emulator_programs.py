@@ -25,11 +25,11 @@ def gathered(x, devices):
 
 def test_scan_and_psum_around_the_kernel():
     mesh = cases.make_mesh(x=4)
-    ring = kernels.ring_push(4, ROWS, COLUMNS)
+    group = kernels.ring_push(4, ROWS, COLUMNS)
 
     def step(x):
         def iterate(carry, _):
-            whole = ring(carry)
+            whole = group(carry)
             return carry + lax.psum(whole.sum(), "x") * 1e-5, whole[:1]
 
         return lax.scan(iterate, x, None, length=5)
@@ -50,12 +50,12 @@ def test_scan_and_psum_around_the_kernel():
 @pytest.mark.parametrize("axis", ["a", "b"])
 def test_one_axis_of_a_mesh_of_two(axis):
     mesh = cases.make_mesh(a=2, b=2)
-    ring = kernels.ring_push(2, ROWS, COLUMNS, axis=axis)
+    group = kernels.ring_push(2, ROWS, COLUMNS, axis=axis)
     other = "b" if axis == "a" else "a"
     x = np.random.default_rng(0).standard_normal((4 * ROWS, COLUMNS)).astype(np.float32)
     spec = P((other, axis))
     with emulate():
-        y = np.asarray(cases.sharded(ring, mesh, spec, spec)(cases.place(x, mesh, spec)))
+        y = np.asarray(cases.sharded(group, mesh, spec, spec)(cases.place(x, mesh, spec)))
     groups = x.reshape(2, 1, 2 * ROWS, COLUMNS)
     np.testing.assert_array_equal(y, np.broadcast_to(groups, (2, 2, 2 * ROWS, COLUMNS)).reshape(-1, COLUMNS))
 
@@ -136,9 +136,9 @@ def test_eight_devices_and_many_calls_in_flight():
 def test_a_mesh_in_the_context_and_results_that_nobody_keeps():
     mesh = cases.make_mesh(x=4)
     x = cases.place(cases.shards(), mesh, P("x"))
-    ring = jax.shard_map(kernels.ring_push(4, ROWS, COLUMNS), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    group = jax.shard_map(kernels.ring_push(4, ROWS, COLUMNS), in_specs=P("x"), out_specs=P("x"), check_vma=False)
     with jax.set_mesh(mesh):
-        kernel = jax.jit(ring)
+        kernel = jax.jit(group)
         with emulate() as run:
             for _ in range(5):
                 kernel(x)
@@ -190,7 +190,7 @@ def test_cores_take_part_in_tracing_and_seeds_do_not():
 
 def test_record_names_who_did_what():
     with emulate(record=True) as run:
-        cases.ring()()
+        cases.group()()
     kinds = {e.kind for e in run.events}
     assert kinds == {"copy", "remote_copy", "signal", "wait"}
     remote = [e for e in run.events if e.kind == "remote_copy"]
@@ -198,7 +198,7 @@ def test_record_names_who_did_what():
     assert all(e.peer == (e.device + 1) % 4 and e.start <= e.end for e in remote)
     assert {e.target.split(" of ")[0] for e in remote} == {f"output 0[{i}:{i + 8}, 0:64]" for i in range(0, 32, 8)}
     with emulate() as silent:
-        cases.ring()()
+        cases.group()()
     assert silent.events == []
 
 
@@ -214,13 +214,13 @@ def test_check_raises_inside_the_context():
 
 def test_a_fault_outranks_the_wrong_number_it_causes():
     with pytest.raises(EmulationError, match="nobody has written") as caught, emulate():
-        cases.ring(defects=frozenset({"wrong peer"}))()  # asserts on NaN inside the context
+        cases.group(defects=frozenset({"wrong peer"}))()  # asserts on NaN inside the context
     assert isinstance(caught.value.__cause__, AssertionError)
 
 
 def test_an_error_of_the_caller_passes_through():
     with pytest.raises(KeyError, match="mine"), emulate():
-        cases.ring()()
+        cases.group()()
         raise KeyError("mine")
 
 

@@ -22,7 +22,7 @@ SHAPES = [  # m, and the shard of the weights: along n, and along k
 ]
 CONFIGS = [
     ("n", overlap.Config(cluster=2, stream_k=2)),
-    ("n", overlap.Config.of(tile_n=192, chunk_bytes=1024, chunk_slots=4)),
+    ("n", overlap.Config.of(tile_n=192, chunk_bytes=1024, chunk_buffers=4)),
     ("k", overlap.Config(cluster=2, cluster_along="n")),
     ("n", overlap.Config(schedule="pingpong", tile_n=128, stages=5)),
     ("k", overlap.Config(schedule="pingpong", tile_m=64, tile_n=192, stages=4)),

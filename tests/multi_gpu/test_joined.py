@@ -24,7 +24,7 @@ EXACT = [
     (Form(16, (1024,), 192, container=None), None),
     (Form(1, (24,), 8, container=None), CUT),
     (Form(16, (520, 136, 8), 200, gathered=True, container=tuple), dataclasses.replace(CUT, stages=3)),
-    (Form(40, (264,), 136, container=None), ONE.replace(tile_m=128, chunk_bytes=256, chunk_slots=3)),
+    (Form(40, (264,), 136, container=None), ONE.replace(tile_m=128, chunk_bytes=256, chunk_buffers=3)),
     (Form(100, (264, 520), 200, gathered=True), dataclasses.replace(ONE, cluster=2)),
     (Form(24, (264, 520), 136, scales=("scalar", *ALL)), dataclasses.replace(CUT, cluster=2, cluster_along="n")),
     (Form(40, (264,), 136, scales=ALL), ONE.replace(tile_m=72, swap_operands=True)),

@@ -259,10 +259,10 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         exchange.tell_stored(buffers, piece.ordinal)
 
 
-def _plan(config: Config, types: OperandTypes) -> staging.Plan:
+def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     layouts, width = types.layouts, staging.atom(types.dtype)
     arrivals = 1 + types.forwards
-    return staging.Plan(
+    return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
         parts=1,
         # What is passed on is passed on as whole tiles.

@@ -192,7 +192,7 @@ def _registers(hooks: Hooks) -> tuple[int, int]:
     return REGISTERS_OF_EXCHANGE if hooks.exchange.own_stored is None else REGISTERS_OF_BOTH_WAYS
 
 
-def _plan(config: Config, types: OperandTypes) -> staging.Plan:
+def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     wg_m, wg_n = warpgroup_tile(config)
     in_turn = config.in_turn
     # What is passed on is passed on as whole tiles.
@@ -204,7 +204,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.Plan:
     # Transposed values have as many rows as are loaded. They are stored in blocks as well: all at once would need more
     # registers.
     rows = loaded if config.swap_operands else wg_m
-    return staging.Plan(
+    return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(rows, wg_n, WGMMA_M, COMPUTE_WARPGROUPS, config.swap_operands),
         parts=parts,
         rows=loaded,

@@ -23,7 +23,7 @@ RESERVED_BYTES = 1024
 # Which tiles have been drawn (two numbers, as large as a buffer can begin behind them), and the barriers around that.
 MAIL_BYTES, MAIL_BARRIERS = 1024, 5
 # Transports whose data passes through shared memory in chunks, and those that exchange parts of tiles.
-IN_CHUNKS, EXCHANGING = ("pull", "push", "spread"), ("push", "spread", "one_shot")
+IN_CHUNKS, EXCHANGING = ("pull", "push", "broadcast"), ("push", "broadcast", "one_shot")
 
 
 def rows_loaded(config: Config, m: int, transpose_lhs: bool = False, *, shared: int = 1) -> int:
@@ -46,11 +46,11 @@ def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_row
     # What is exchanged is sent box by box, or in parts of a box.
     largest = wg_rows * SWIZZLE_BYTES if exchanges else config.pull.chunk_bytes
     chunk_bytes = min(config.pull.chunk_bytes, largest) if pulls else 0
-    if transport == "spread":
+    if transport == "broadcast":
         itemsize = out_dtype.itemsize
         chunk_bytes = max(chunk_bytes, config.strip_rows(itemsize) * config.tile_n * itemsize)
-    chunk_bytes *= config.pull.chunk_slots
-    barriers = (config.pull.chunk_slots if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
+    chunk_bytes *= config.pull.chunk_buffers
+    barriers = (config.pull.chunk_buffers if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
     return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
 
 
@@ -91,11 +91,11 @@ def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
             f"`epilogue_tile_n` must be a multiple of {out_swizzle_elements} that divides a warpgroup's {wg_columns} "
             f"columns, got {width} for tile_n={config.tile_n}"
         )
-    if (wg_columns // width) % config.epilogue_slots:
-        # Else a slot would come round again before `epilogue_slots` stores, which is what the epilogue waits for.
+    if (wg_columns // width) % config.epilogue_buffers:
+        # Else a slot would come round again before `epilogue_buffers` stores, which is what the epilogue waits for.
         raise ValueError(
-            f"`epilogue_slots` must divide the {wg_columns // width} stores of a tile ({wg_columns} columns / "
-            f"epilogue_tile_n={width}), got {config.epilogue_slots}"
+            f"`epilogue_buffers` must divide the {wg_columns // width} stores of a tile ({wg_columns} columns / "
+            f"epilogue_tile_n={width}), got {config.epilogue_buffers}"
         )
 
 
@@ -103,18 +103,18 @@ def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> Non
     """Whether `needed` bytes of shared memory fit. Raises ValueError."""
     needed += RESERVED_BYTES
     if needed > target.smem_limit_bytes:
-        chunks = config.pull.chunk_bytes, config.pull.chunk_slots
-        also = " or `chunk_bytes` ({}) × `chunk_slots` ({})".format(*chunks) if sizes.transport in IN_CHUNKS else ""
+        chunks = config.pull.chunk_bytes, config.pull.chunk_buffers
+        also = " or `chunk_bytes` ({}) × `chunk_buffers` ({})".format(*chunks) if sizes.transport in IN_CHUNKS else ""
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
-            f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}), `epilogue_slots` "
-            f"({config.epilogue_slots}){also}"
+            f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}), `epilogue_buffers` "
+            f"({config.epilogue_buffers}){also}"
         )
 
 
 def epilogue_bytes(config: Config, rows: int, out_dtype: jnp.dtype) -> int:
     """Shared memory of the epilogue's buffers of all warpgroups, which have `rows` rows together."""
-    return math.prod((config.epilogue_slots, rows, config.epilogue_tile_n, out_dtype.itemsize))
+    return math.prod((config.epilogue_buffers, rows, config.epilogue_tile_n, out_dtype.itemsize))
 
 
 def _names(dtypes: tuple[jnp.dtype, ...]) -> str:

@@ -140,7 +140,7 @@ def _pieces(box: tuple[int, ...], dtype: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BufferPlan:
     """What a mainloop decides about its shared memory, beside what `Config` says.
 
     Attributes:
@@ -181,13 +181,13 @@ def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
     return (*views, _pieces(shape, types.out_dtype)) if types.sends else views
 
 
-def box_shape(plan: Plan, out_dtype: Any) -> tuple[int, int, int]:
+def box_shape(plan: BufferPlan, out_dtype: Any) -> tuple[int, int, int]:
     """How many boxes a tile of results is stored as, and rows and columns of each: those that the operand has."""
     width = atom(out_dtype)
     return plan.parts * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
 
 
-def buffer_types(config: Config, types: OperandTypes, plan: Plan) -> dict[str, Any]:
+def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, Any]:
     """The fields of `Buffers`, as scratch types for `pl.run_scoped`."""
     dtype, layouts, wg_tile = types.dtype, types.layouts, plan.wg_tile
     width, stages, tile_k = atom(dtype), config.stages, config.tile_k
@@ -195,7 +195,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: Plan) -> dict[str, A
     rhs_box, rhs_mma = _operand(plan.rhs_columns, tile_k, width, not layouts.transpose_rhs)
     out_width = atom(types.out_dtype)
     out_boxes = config.epilogue_tile_n // out_width
-    out = (wg_tile.warpgroups, config.epilogue_slots, out_boxes, wg_tile.rows, out_width)
+    out = (wg_tile.warpgroups, config.epilogue_buffers, out_boxes, wg_tile.rows, out_width)
     # In the slots of the operand that has room for a box of each part; a slot of terms is as large as one of that.
     parts = config.tile_m * config.tile_n // (wg_tile.rows * wg_tile.columns)
     lhs_has_room = config.tile_m >= parts * wg_tile.rows
@@ -243,7 +243,7 @@ def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[in
     return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
 
 
-def copies_per_step(dtype: Any, layouts: OperandLayouts, plan: Plan) -> int:
+def copies_per_step(dtype: Any, layouts: OperandLayouts, plan: BufferPlan) -> int:
     """How many boxes one k step of both operands is."""
     width = atom(dtype)
     lhs = plan.rows // width if layouts.transpose_lhs else 1

@@ -58,7 +58,7 @@ def store(
     f32 values of some rows and columns of the piece, transposed if `WarpgroupTile.transposed` says so.
     """
     hooks, config, tile, (row, column) = loop.hooks, loop.config, part.tile, part.corner
-    slots, wg_m, block_rows = config.epilogue_slots, buffers.wg_tile.rows, buffers.wg_tile.block_rows
+    slots, wg_m, block_rows = config.epilogue_buffers, buffers.wg_tile.rows, buffers.wg_tile.block_rows
     slot = remainder(index, slots)
     epilogue = None if part.epilogue_at is None else part.epilogue_at(tile)
     first_row, first_column = tile.m * config.tile_m + row, tile.n * config.tile_n + column + index * width
@@ -67,7 +67,7 @@ def store(
     boxes = width // box_width
     # A piece is several boxes side by side, each with its place in the output.
     places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
-    # The slot's last store was `epilogue_slots` stores ago, maybe in the tile before.
+    # The slot's last store was `epilogue_buffers` stores ago, maybe in the tile before.
     wait_stores_read(slots - 1)
     loaded: list[Any] = []
     # (A peer's tile has none: that is added to the whole sum.)
