@@ -223,12 +223,15 @@ class Problem:
         return target.is_blackwell or not self._crowds_registers(config)
 
     def _crowds_registers(self, config: Config) -> bool:
-        """Whether a compute thread of Hopper may need a few registers more than it has: see `tests.assembly_sweep`.
+        """Whether a thread of Hopper may need a few registers more than it has (`python -m tests.assembly_sweep`).
 
-        That is where all comes together: 256 rows, 32-bit results, cut tiles, a cluster, all that an epilogue can do;
-        or, where parts of peers are added, 128 rows of a warpgroup or the largest tile of one in turn; or, where own
-        tiles leave as well, the largest ones of 8 bits or with 32-bit results. And a producer, if it serves two
-        warpgroups in turn beside a gather, in a cluster or with the smallest tiles, or cut tiles of 256 × 64 in one.
+        These combinations were found by assembling all of them, and are not offered:
+        - 32-bit results, cut tiles, a cluster and a full epilogue, with tiles of 256 rows, or with the largest tiles if
+          both operands are transposed;
+        - parts of peers to be added, with 256 rows or with the largest tiles of "pingpong";
+        - own tiles that are sent to all peers, with the largest tiles of 8-bit operands or of 32-bit results;
+        - a producer that serves "pingpong" beside a gather, in a cluster or with the smallest tiles; or one that serves
+          cut tiles of 256 × 64 in a cluster.
         """
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
@@ -246,7 +249,7 @@ class Problem:
         is_large = config.tile_m * config.tile_n >= 128 * 256
         if transport == "broadcast" and is_large and (self.itemsize == 1 or has_wide_results):
             return True
-        wide = config.tile_m == 256 and has_wide_results
+        wide = has_wide_results and (config.tile_m == 256 or (is_large and self.layout == "tt"))
         return wide and config.cluster > 1 and config.stream_k > 1
 
 
