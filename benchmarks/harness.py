@@ -159,7 +159,7 @@ class Session:
 
     def _complete(self, method: Method) -> bool:
         # On one device all operands are complete.
-        return method.gathered and self.problem.pulls
+        return method.gathered and self.problem.communicates
 
     def add(self, method: Method, progress: Callable[[str], None] = lambda _: None) -> Result:
         """Compiles and checks a method; what goes wrong is kept in its result and the session goes on."""

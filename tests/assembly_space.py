@@ -75,7 +75,7 @@ ROWS_OF_SWAPPED = (256, space.MOST_ACCUMULATED, space.MOST_ACCUMULATED // 2)
 # The others, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,
-    **{name: values for name, values in (space.SHAPE | space.FINE | space.PULLS).items() if name not in SEEN},
+    **{name: values for name, values in (space.SHAPE | space.FINE | space.CHUNKS).items() if name not in SEEN},
 }
 DTYPES = {2: [dtype.name for dtype in FLOAT16], 4: ["float32"], 1: [dtype.name for dtype in FLOAT8]}
 # Whole and ragged tiles, few and many, one and several k steps; with a batch for plain products.
@@ -297,8 +297,8 @@ class Member:
         config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
         config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
-        function = "scattered" if problem.scattered else "gathered" if problem.pulls else "product"
-        config |= {"op": problem.op} if problem.pulls else {}
+        function = "scattered" if problem.scattered else "gathered" if problem.communicates else "product"
+        config |= {"op": problem.op} if problem.communicates else {}
         config |= {"return_gathered": self.keeps} if function == "gathered" else {}
         function = f"tests.assembly_products:{function}"
         return Case(function, problem.devices, (problem.m, problem.n, problem.k), problem.dtype, config=config)

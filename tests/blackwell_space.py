@@ -88,7 +88,7 @@ class Member:
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
         config |= {"op": problem.op} if name != "matmul" else {}
         config |= {"transport": TRANSPORTS[name]} if name in TRANSPORTS else {}
-        function = "scattered" if problem.scattered else "gathered" if problem.pulls else "product"
+        function = "scattered" if problem.scattered else "gathered" if problem.communicates else "product"
         shape = problem.m, problem.n, problem.k
         return Case(f"tests.assembly_products:{function}", problem.devices, shape, problem.dtype, "b200", config)
 
@@ -97,7 +97,7 @@ class Member:
         """What `limits.smem_bytes` says, and the barriers for `addend`."""
         transport = "ring" if self.kernel.op == "ring" else self.problem.transport(self.config)
         announced = smem_bytes(self.config, self.problem.dtype, self.problem.out_dtype, transport)
-        if not self.kernel.epilogue or (self.problem.pulls and not self.problem.scattered):
+        if not self.kernel.epilogue or (self.problem.communicates and not self.problem.scattered):
             return announced
         return announced + self.config.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES * BARRIER_BYTES
 

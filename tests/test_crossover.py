@@ -26,7 +26,7 @@ H200 = Target("gpu", "NVIDIA H200", 132)
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_logged", set())
 
 
 @pytest.fixture

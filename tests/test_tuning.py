@@ -44,9 +44,9 @@ def test_candidates_are_valid_few_and_different(shape, devices):
 
 def test_every_field_of_the_space_is_a_field_of_the_config():
     names = Config().fields.keys()
-    assert {*space.SHAPE, *space.FINE, *space.PULLS} <= names
+    assert {*space.SHAPE, *space.FINE, *space.CHUNKS} <= names
     # A new field is to be put into the space, or here.
-    assert names - {*space.SHAPE, *space.FINE, *space.PULLS} == {"stages"}
+    assert names - {*space.SHAPE, *space.FINE, *space.CHUNKS} == {"stages"}
 
 
 def test_the_heuristic_knows_the_usual_cases():

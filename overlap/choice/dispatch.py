@@ -21,7 +21,7 @@ from overlap.kernels.target import Target, current_target
 Implementation = Literal["fused", "xla"]
 IMPLEMENTATIONS = get_args(Implementation)
 logger = logging.getLogger("overlap")
-_said: set[tuple[Any, ...]] = set()
+_logged: set[tuple[Any, ...]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +76,15 @@ class Circumstances:
       transport_reason: why so.
       needs_all_ctas: whether the fused kernel ends only where all its CTAs run at the same time; else only those that
         share a tile must.
-      untried: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing speaks against
-        it.
+      why_not_by_default: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing
+        speaks against it.
       scratch_bytes: from the configuration to the memory that the fused kernel needs beside operands and results.
     """
 
     transport: str = ""
     transport_reason: str = ""
     needs_all_ctas: bool = False
-    untried: str | None = None
+    why_not_by_default: str | None = None
     scratch_bytes: Callable[[Config, Target], int] = lambda config, target: 0
 
 
@@ -143,7 +143,7 @@ def decide(
     source = "given"
     if config is None:
         config, source = _first_that_fits(*choose_config(problem, device), problem, device, check)
-    untried, transport = circumstances.untried, (circumstances.transport, circumstances.transport_reason)
+    transport = circumstances.transport, circumstances.transport_reason
     at_once = device.num_cores if circumstances.needs_all_ctas else config.cluster * config.stream_k
     if implementation == "fused":
         check(config, device)
@@ -167,8 +167,10 @@ def decide(
         try:
             check(config, device)
             # An explicit `config=` means that the caller wants the fused kernel: nothing is compared.
-            slower = None if source == "given" else untried or xla_is_faster(problem, device)
-            missed = slower is not None and (slower == untried or slower.startswith(NOT_MEASURED))
+            slower = None if source == "given" else circumstances.why_not_by_default or xla_is_faster(problem, device)
+            missed = slower is not None and (
+                slower == circumstances.why_not_by_default or slower.startswith(NOT_MEASURED)
+            )
             if slower:
                 choice = Explanation(op, "xla", None, slower, device)
             else:
@@ -178,8 +180,8 @@ def decide(
         except NotImplementedError as cannot:
             missed = True
             choice = Explanation(op, "xla", None, str(cannot), device)
-    if (op, problem, choice) not in _said:
-        _said.add((op, problem, choice))
+    if (op, problem, choice) not in _logged:
+        _logged.add((op, problem, choice))
         # On a GPU that the kernels are for, XLA is not what the user came for: that must not pass unnoticed, unless it
         # was measured to be faster.
         warns = missed and device.platform == "gpu" and (device.is_hopper or device.is_blackwell)

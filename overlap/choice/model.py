@@ -59,7 +59,7 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
     weights, (*_, products) = problem.n * problem.k * itemsize, problem.grid(config)
-    again = products - 1 if problem.pulls and problem.gathered == "m" and weights > rates.l2_bytes else 0
+    again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
     hbm_bytes = problem.bytes_per_device + again * weights
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
@@ -74,11 +74,11 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
         added = (work.parts - 1) / rates.add_bytes_per_cycle
         summed = elements * F32_BYTES * (1 / rates.store_bytes_per_cycle + added)
         us += (summed + rates.flag_cycles) / rates.cycles_per_us
-    if problem.pulls and problem.gathered == "m":
+    if problem.communicates and problem.gathered == "m":
         us = _with_gather(us, work, config, problem, rates, hbm_rate)
     if problem.transport(config) == "one_shot":
         us = _with_one_shot(us, work, config, problem, rates)
-    elif problem.pulls and problem.scattered:
+    elif problem.communicates and problem.scattered:
         us = _with_scatter(us, work, config, problem, rates)
     if work.cuts:
         us += rates.zero_flags_us
@@ -161,7 +161,7 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
         return max(mainloop, (tiles - 1) * store) + store
     if config.in_turn:
         # Each warpgroup has every second tile, and stores while the other one multiplies.
-        mainloop *= rates.gathering_in_turn if problem.pulls and problem.gathered else rates.in_turn
+        mainloop *= rates.gathering_in_turn if problem.communicates and problem.gathered else rates.in_turn
         turn = mainloop / max(tiles, 1) + store
         return max(mainloop + tiles * rates.turn_cycles, ceil_div(tiles, 2) * turn - store) + store
     return mainloop + tiles * store

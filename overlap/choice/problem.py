@@ -80,7 +80,7 @@ class Problem:
         return f"{self.m}x{self.n}x{self.k}"
 
     @property
-    def pulls(self) -> bool:
+    def communicates(self) -> bool:
         """Whether a communicator runs beside the matmul."""
         return self.devices > 1
 
@@ -115,7 +115,7 @@ class Problem:
 
     def transport(self, config: Config) -> Literal["", "pull", "push", "broadcast", "one_shot"]:
         """How data travels between devices, as `limits.Sizes` has it."""
-        if not self.pulls:
+        if not self.communicates:
             return ""
         if self.replicates:
             return "one_shot" if config.one_shot else "broadcast"

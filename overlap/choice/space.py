@@ -43,7 +43,7 @@ FINE: dict[str, tuple[Any, ...]] = {
     "order_minor": ("m", "n"),
     "order_width": (8, 16, 4),
 }
-PULLS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
+CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
 # Of a product that is less than one wave so many cores may share a tile; more parts are better summed by XLA. Of few
 # rows a narrow tile for each core is the fastest (measured on an H200).
 MOST_SHARED, FEW_ROWS = 6, 64
@@ -90,13 +90,13 @@ def rank(config: Config, problem: Problem, target: Target, rates: Any = None) ->
     base = _base(shape, problem, target)
     if base is None:
         return us
-    fine = (*FINE, *PULLS, "stages")
+    fine = (*FINE, *CHUNKS, "stages")
     return us * (1 + _DEVIATION_COST * sum(config.fields[name] != base.fields[name] for name in fine))
 
 
 def _expected_us(config: Config, problem: Problem, target: Target, rates: Any = None) -> float:
     us = predicted_us(config, problem, target, rates)
-    new = (config.swap_operands and problem.pulls) or (config.joined and config.cluster > 1)
+    new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
     return us * _NOT_MEASURED if new else us
 
 
@@ -116,7 +116,7 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     seen: set[Any] = set()
     for place, (us, base) in enumerate(bases):
         for config, deviations in _variations(base, problem) if place < MOST_VARIED else ((base, 0),):
-            same = _walk(config, problem)
+            same = _on_grid(config, problem)
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
                 ranked[config] = us * (1 + _DEVIATION_COST * deviations)
@@ -133,13 +133,13 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     swapped = itertools.product(*(of_swapped[name] for name in names))
     for values in itertools.chain(upright, swapped if _may_swap(problem, target) else ()):
         whole = dataclasses.replace(_usual(problem), **dict(zip(names, values, strict=True)))
-        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _needless(whole, problem, target):
+        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _is_pointless(whole, problem, target):
             continue
         yield whole
         if whole.swap_operands:
             continue
         work = work_of(whole, problem, target)
-        if not work.full_waves and not problem.pulls:
+        if not work.full_waves and not problem.communicates:
             # No more parts than fill one wave, and each with some depth.
             for parts in SHAPE["split_k"][1:]:
                 if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
@@ -157,7 +157,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
 
 def _may_swap(problem: Problem, target: Target) -> bool:
     """Whether the kernel may compute transposed tiles."""
-    exchanges = problem.pulls and not problem.gathered
+    exchanges = problem.communicates and not problem.gathered
     return (
         target.is_hopper and not exchanges and not problem.transpose_lhs and jnp.dtype(problem.out_dtype).itemsize == 2
     )
@@ -190,7 +190,7 @@ def _adjacent(shape: Config, problem: Problem) -> int:
     return -(-size // tile)
 
 
-def _needless(shape: Config, problem: Problem, target: Target) -> bool:
+def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     if shape.cluster == 1 and shape.cluster_along != Config().cluster_along:
         return True
     rows = problem.m * (problem.devices * problem.batch if shape.joined else 1)
@@ -200,7 +200,7 @@ def _needless(shape: Config, problem: Problem, target: Target) -> bool:
         return True
     if spills(shape):
         return True
-    if shape.one_shot and not (problem.replicates and problem.pulls):
+    if shape.one_shot and not (problem.replicates and problem.communicates):
         return True
     if shape.in_turn and (
         shape.joined or shape.one_shot or work_of(shape, problem, target).pieces(0) < 2 or target.is_blackwell
@@ -253,7 +253,7 @@ def _values(name: str, target: Target) -> tuple[Any, ...]:
 def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
     """`base`, and `base` with one fine field changed; with the number of changes."""
     yield base, 0
-    in_chunks = PULLS if problem.transport(base) not in ("", "one_shot") else {}
+    in_chunks = CHUNKS if problem.transport(base) not in ("", "one_shot") else {}
     fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
     for name, values in fields.items():
         for value in values:
@@ -261,7 +261,7 @@ def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
                 yield base.replace(**{name: value}), 1
 
 
-def _walk(config: Config, problem: Problem) -> Config:
+def _on_grid(config: Config, problem: Problem) -> Config:
     """The same configuration with its order of tiles as it comes out on the problem's grid: equal ones are one."""
     rows, columns = config.cluster_tile
     m, n, _ = problem.grid(config)

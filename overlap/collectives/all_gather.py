@@ -76,7 +76,7 @@ class AllGather(Operation):
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         del call
-        return dispatch.Circumstances(untried=untried(self.group, mesh))
+        return dispatch.Circumstances(why_not_by_default=untried(self.group, mesh))
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         self._check_operands(call)
@@ -102,7 +102,7 @@ class AllGather(Operation):
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
         require_peers(self.group, target, mesh)
         if mesh is None:
-            sharded.require_rest_of_one()
+            sharded.require_no_partitioner_axes()
             rhs_list = dict(zip(call.names, call.operands.rhs_list, strict=True))
             sharded.require_whole({"lhs": call.operands.lhs} | rhs_list)
 
@@ -218,7 +218,7 @@ class AllGather(Operation):
             return x
         return lax.psum_scatter(x, self.group.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
+    def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
         if plan.layouts.transpose_lhs and not self.has_batch and is_batched.lhs:

@@ -65,7 +65,7 @@ class AllGatherLhs(AllGather):
         if self.group.size == 1:
             return others
         needs = TRANSPORTS[self.transport].needs_all_ctas
-        return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.untried)
+        return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.why_not_by_default)
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         config: Any = plan.config
@@ -85,7 +85,7 @@ class AllGatherLhs(AllGather):
         of_rows, of_one = folded(operands, keep=False), dataclasses.replace(plan, operation=MATMUL)
         outs: list[Any] = []
         for index in range(len(of_rows.rhs_list)):
-            outs += MATMUL.launch(of_rows.of_one(index), of_one)[0]
+            outs += MATMUL.launch(of_rows.for_rhs(index), of_one)[0]
         lhs = operands.lhs
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 

@@ -33,6 +33,6 @@ def backward(
         preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
     )  # fmt: skip
     try:
-        return call.run_prepared(operation, transposed, implementation="fused" if plan.insists else None)
+        return call.run_prepared(operation, transposed, implementation="fused" if plan.must_fuse else None)
     except NotImplementedError:
         return None

@@ -46,7 +46,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     decide = next((decide for known, decide in (*_DECIDE.items(), *EXPLAINED.items()) if op is known), None)
     if decide is None:
         names = [f"overlap.{known.__name__}" for known in (*_DECIDE, *EXPLAINED)]
-        raise ValueError(f"`op` must be one of {names}, got {arguments.said(op)}: pass the function itself")
+        raise ValueError(f"`op` must be one of {names}, got {arguments.shown(op)}: pass the function itself")
     arguments.bound(op, args, kwargs, more=("mesh",))
     arguments.mesh(kwargs.get("mesh"))
     return decide(*args, **kwargs)

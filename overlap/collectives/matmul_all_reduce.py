@@ -64,7 +64,7 @@ class MatmulAllReduce(Summed):
     def reduced(self, product: jax.Array) -> jax.Array:
         return lax.psum(varying(product, self.group.names), self.group.axis_name)
 
-    def spread(self, cotangent: jax.Array) -> jax.Array:
+    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         # As jax transposes its own sum: with types that say where values vary (check_vma), a cotangent that is the same
         # on all devices is that of each part; without, each device has a share of it.
         if axes_of(lax.axis_index(self.group.names[0])):

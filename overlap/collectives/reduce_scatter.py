@@ -57,7 +57,7 @@ class ReduceScatter(Summed):
             return product
         return lax.psum_scatter(product, self.group.axis_name, scatter_dimension=dimension, tiled=True)
 
-    def spread_and_times(
+    def lhs_and_product_cotangents(
         self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan
     ) -> tuple[jax.Array, jax.Array] | None:
         # Each of the two operations is the other's backward pass.
@@ -69,7 +69,7 @@ class ReduceScatter(Summed):
         gather = all_gather_matmul.AllGatherLhs(self.group, "m", AS_BEFORE, returns_gathered=True, transport=transport)
         return backward(gather, cotangent, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
-    def spread(self, cotangent: jax.Array) -> jax.Array:
+    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         if self.group.size == 1:
             return cotangent
         dimension = cotangent.ndim - (2 if self.dimension == "m" else 1)

@@ -81,7 +81,7 @@ class Summed(Operation):
 
         transport = self.transport if self.transport_reason and self.group.size > 1 else ""
         return dispatch.Circumstances(
-            transport, self.transport_reason, untried=untried(self.group, mesh), scratch_bytes=scratch_bytes
+            transport, self.transport_reason, why_not_by_default=untried(self.group, mesh), scratch_bytes=scratch_bytes
         )
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
@@ -104,7 +104,7 @@ class Summed(Operation):
         limits.check(checked, config, target)
         require_peers(self.group, target, mesh)
         if mesh is None:
-            sharded.require_rest_of_one()
+            sharded.require_no_partitioner_axes()
             sharded.require_whole({"lhs": operands.lhs, "rhs": operands.rhs_list[0]})
 
     # --- The kernel ---
@@ -125,7 +125,7 @@ class Summed(Operation):
         # What the kernel is given may be the same on all devices.
         return dataclasses.replace(operands, lhs=varying(operands.lhs, self.group.names))
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
+    def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         del plan
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"

@@ -1,1 +1,4 @@
-"""What every operation goes through around its kernel: activations, scales, derivatives, sharded operands."""
+"""The path of every call, from a public function's arguments to the launch of a kernel or to XLA.
+
+`call.py` says in which order the modules of this folder come.
+"""

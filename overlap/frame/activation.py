@@ -1,7 +1,7 @@
-"""A user's activation: traced once, proven to be elementwise, and fit for the inside of a kernel and for derivatives.
+"""A user's activation: traced once, proven to be elementwise, and usable inside a kernel and for derivatives.
 
-What an activation captures becomes operands of the call, if they are scalars: so the function is not called again
-later, when its closure may have changed, and `jax.grad`, `jax.jit` and `jax.vmap` see them.
+Scalars that the activation captures become operands of the call. So the function is not called again later, when the
+variables of its closure may have changed, and `jax.grad`, `jax.jit` and `jax.vmap` see these scalars.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.typing import DTypeLike
 
-from overlap.frame.arguments import said
+from overlap.frame.arguments import shown
 from overlap.frame.elementwise import NotElementwise, Program, program_of
 from overlap.frame.entries import elementwise_map, typeless
 
-# No tile has this shape, and none is as large: what a function makes of sizes shows in a comparison with one entry.
+# An activation is traced on both shapes, and both programs must be equal: a function that computes with the sizes of
+# its argument gives two different programs. No tile has the large shape, and no tile is as large.
 _LARGE, _ONE = (2003, 3001), (1, 1)
 _WAY_OUT = (
     "use functions of single values, such as jax.nn.gelu, and scalars (vectors have `bias`, `lhs_scale` and "
@@ -32,74 +34,81 @@ class Activation:
     """An elementwise function of f32 values and of the scalars that it captures. Equal ones compute the same.
 
     Attributes:
-      program: what the kernel computes.
-      of_one: the jaxpr of the function of the scalars and of one value, with its own rules of derivatives.
+      program: the function as the kernel computes it.
+      entry_jaxpr: the function of the scalars and of one value, [], as a closed jaxpr. It keeps the derivative rules of
+        the user's function (`jax.custom_jvp` and the like), which the program does not have.
     """
 
     program: Program
-    of_one: Any = dataclasses.field(compare=False, repr=False)
+    entry_jaxpr: Any = dataclasses.field(compare=False, repr=False)
 
     @property
-    def alone(self) -> Activation:
-        """The program without the function: what a cache may keep, since it holds nothing of the caller's."""
+    def without_function(self) -> Activation:
+        """The program alone. A cache may keep it, since it holds nothing that belongs to the caller."""
         return Activation(self.program, None)
 
     def __call__(self, values: jax.Array, scalars: Sequence[Any]) -> jax.Array:
-        """The function as JAX sees it: of an array of any shape, with derivatives of any order."""
-        return elementwise_map(self.of_one, *(jnp.broadcast_to(_wide(x), values.shape) for x in scalars), values)
+        """Applies the function by XLA to an array of any shape. It has derivatives of any order."""
+        return elementwise_map(self.entry_jaxpr, *(jnp.broadcast_to(_wide(x), values.shape) for x in scalars), values)
 
 
-def _wide(scalar: Any) -> Any:
-    """In 32 bits or more: the cotangents of all entries are added in that dtype."""
+def _wide(scalar: Any) -> jax.Array:
+    """A scalar in at least 32 bits: its cotangents, one for each entry of the values, are added in that dtype."""
     is_narrow = jnp.issubdtype(scalar.dtype, jnp.floating) and scalar.dtype.itemsize < 4
     return scalar.astype(jnp.float32) if is_narrow else jnp.asarray(scalar)
 
 
-def traced(function: Callable[[jax.Array], jax.Array], dtype: Any = jnp.float32) -> tuple[Activation, tuple[Any, ...]]:
-    """An activation as it is now, of values of `dtype`, and the scalars that it captures.
+def traced(
+    function: Callable[[jax.Array], jax.Array], dtype: DTypeLike = jnp.float32
+) -> tuple[Activation, tuple[Any, ...]]:
+    """Traces an activation of values of `dtype`; returns it and the values of the scalars that it captures now.
 
     Raises:
       ValueError: it is no function of one array, or cannot be proven to be elementwise.
     """
     if not callable(function):
         raise ValueError(
-            f"`activation` must be a function of an array, got {said(function)}: pass a function, e.g. jax.nn.relu"
+            f"`activation` must be a function of an array, got {shown(function)}: pass a function, e.g. jax.nn.relu"
         )
-    # What is traced is used wherever the call's operands vary, and inside a kernel: it has no types of a mesh.
+    # The traced function is used inside kernels, and outside on values that may vary along any mesh axes. So its own
+    # types must say nothing of a mesh.
     with typeless():
-        large, of_one = (_trace(function, shape, jnp.float32) for shape in (_LARGE, _ONE))
+        large, single = (_trace(function, shape, jnp.float32) for shape in (_LARGE, _ONE))
         try:
             program = program_of(large, _LARGE)
-            if program_of(of_one, _ONE) != program:
+            if program_of(single, _ONE) != program:
                 raise NotElementwise("what it computes depends on the shape of its argument")
         except NotElementwise as why:
             raise ValueError(f"`activation` must be elementwise, got {_name(function)}: {why}; {_WAY_OUT}") from None
         if dtype != jnp.float32:
-            of_one = _trace(function, _ONE, dtype)
+            single = _trace(function, _ONE, dtype)
         scalars = tuple(large.consts[index] for index in program.captured)
         types = [jax.ShapeDtypeStruct((), _wide(x).dtype) for x in scalars]
-        alone = jax.make_jaxpr(_of_entry(of_one, program))(*types, jax.ShapeDtypeStruct((), dtype))
-    return Activation(program, alone), scalars
+        entry_jaxpr = jax.make_jaxpr(_of_entry(single, program))(*types, jax.ShapeDtypeStruct((), dtype))
+    return Activation(program, entry_jaxpr), scalars
 
 
-def _of_entry(of_one: Any, program: Program) -> Callable[..., jax.Array]:
-    """A function of the scalars and of one value, [], which keeps none of the constants: they may be tracers."""
-    types = [(np.shape(const), const.dtype) for const in of_one.consts]
+def _of_entry(single: ClosedJaxpr, program: Program) -> Callable[..., jax.Array]:
+    """The function of the scalars and of one value, [], from its jaxpr on an array of shape `_ONE`.
+
+    It keeps none of the jaxpr's constants, which may be tracers.
+    """
+    types = [(np.shape(const), const.dtype) for const in single.consts]
 
     def of_entry(*operands: jax.Array) -> jax.Array:
         *scalars, value = operands
-        # The result does not depend on those that are not among the scalars.
+        # The result does not depend on constants that are not among the scalars, so zeros stand for them.
         consts: list[Any] = [np.zeros(*shape_and_dtype) for shape_and_dtype in types]
         for index, scalar in zip(program.captured, scalars, strict=True):
             consts[index] = scalar.astype(types[index][1])
-        return jaxpr_as_fun(ClosedJaxpr(of_one.jaxpr, consts))(value.reshape(_ONE))[0].reshape(())
+        return jaxpr_as_fun(ClosedJaxpr(single.jaxpr, consts))(value.reshape(_ONE))[0].reshape(())
 
     return of_entry
 
 
-def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: Any) -> Any:
+def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: DTypeLike) -> ClosedJaxpr:
     try:
-        # A function of its own: JAX keeps what it has traced of one that it has seen, whose closure may have changed.
+        # Wrap it in a new lambda: JAX caches traces by function object, and its closure may have changed since.
         closed, types = jax.make_jaxpr(lambda values: function(values), return_shape=True)(
             jax.ShapeDtypeStruct(shape, dtype)
         )
@@ -116,11 +125,11 @@ def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], d
         ) from wrong
     if not isinstance(types, jax.ShapeDtypeStruct):
         raise ValueError(
-            f"`activation` must return one array, got {_name(function)}, which returns {said(types)}: return the array "
-            "alone"
+            f"`activation` must return one array, got {_name(function)}, which returns {shown(types)}: return the "
+            "array alone"
         )
     return closed
 
 
-def _name(function: Any) -> str:
+def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", None) or repr(function)

@@ -1,7 +1,7 @@
-"""Checks of arguments, the same for all operations: each returns what it was given in the form that is used here.
+"""Checks of arguments, the same for all operations. Each function checks one argument and returns it in one form.
 
-All raise ValueError, before anything is traced or sent, with the argument's name, what it must be, what was given and
-what to do about it.
+All raise ValueError before anything is traced or sent. The message has the argument's name, what it must be, what was
+given, and what to do about it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from overlap.frame.signatures import AnyMesh
 from overlap.kernels.config import Config
 
-_SAID_CHARACTERS = 80
+_MOST_CHARACTERS = 80
 
 
-def said(value: Any) -> str:
-    """A value as a message shows it: short, and no entries of arrays."""
+def shown(value: Any) -> str:
+    """A value as messages show it: at most 80 characters; for an array its shape and dtype instead of its entries."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {tuple(np.shape(value))} and dtype {value.dtype}"
     text = repr(value)
-    return text if len(text) <= _SAID_CHARACTERS else f"{text[:_SAID_CHARACTERS]}…"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
 
 def array(name: str, value: Any) -> Any:
-    """An array of floating-point numbers: of JAX or of NumPy, or the type of one (`jax.ShapeDtypeStruct`)."""
+    """A floating-point array of JAX or NumPy, or the type of one (`jax.ShapeDtypeStruct`). NumPy's become JAX's."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufcV":
-            raise ValueError(f"`{name}` must be an array of numbers, got {said(value)}: convert it")
+            raise ValueError(f"`{name}` must be an array of numbers, got {shown(value)}: convert it")
         value = jnp.asarray(value)
     elif not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         raise ValueError(
-            f"`{name}` must be an array of JAX or NumPy, got {type(value).__name__} ({said(value)}): convert it, e.g. "
+            f"`{name}` must be an array of JAX or NumPy, got {type(value).__name__} ({shown(value)}): convert it, e.g. "
             "with jnp.asarray"
         )
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -50,78 +52,83 @@ def array(name: str, value: Any) -> Any:
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` must be True or False, got {said(value)}: name one of these")
+        raise ValueError(f"`{name}` must be True or False, got {shown(value)}: name one of these")
     return bool(value)
 
 
-def function(name: str, value: Any) -> Any:
+def function(name: str, value: Any) -> Callable[..., Any]:
     """Something that can be called."""
     if not callable(value):
-        raise ValueError(f"`{name}` must be a function, got {said(value)}: pass one")
+        raise ValueError(f"`{name}` must be a function, got {shown(value)}: pass one")
     return value
 
 
 def count(name: str, value: Any) -> int | None:
-    """How many of something, or None."""
+    """A number of things, at least 1; or None."""
     if value is None:
         return None
     is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_number or value < 1:
-        raise ValueError(f"`{name}` must be None or an integer of at least 1, got {said(value)}: leave it out")
+        raise ValueError(f"`{name}` must be None or an integer of at least 1, got {shown(value)}: leave it out")
     return int(value)
 
 
 def config(value: Any) -> Config | None:
-    """A configuration, or None."""
+    """An `overlap.Config`, or None."""
     if value is not None and not isinstance(value, Config):
         raise ValueError(
-            f"`config` must be None or an overlap.Config, got {said(value)}: leave it out, or pass "
+            f"`config` must be None or an overlap.Config, got {shown(value)}: leave it out, or pass "
             "overlap.Config(tile_m=…, …)"
         )
     return value
 
 
 def one_of(name: str, value: Any, names: tuple[str, ...]) -> str | None:
-    """One of some names, or None."""
+    """One of the strings in `names`, or None."""
     if value is not None and not (isinstance(value, str) and value in names):
-        raise ValueError(f"`{name}` must be None or one of {names}, got {said(value)}: leave it out, or name one")
+        raise ValueError(f"`{name}` must be None or one of {names}, got {shown(value)}: leave it out, or name one")
     return value
 
 
 def index(name: str, value: Any, values: tuple[int, ...], meaning: str) -> int:
-    """One of some integers."""
+    """One of the integers in `values`; `meaning` says in the message which these are."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
         number = None
     if number not in values:
-        raise ValueError(f"`{name}` must be {meaning}, got {said(value)}: name one of these")
+        raise ValueError(f"`{name}` must be {meaning}, got {shown(value)}: name one of these")
     return number
 
 
 def axis_name(value: Any) -> Any:
-    """The name of a mesh axis or a tuple of such, as far as that can be told without the mesh."""
+    """The name of a mesh axis, or a tuple of names. Whether the mesh has these axes is checked later."""
     names = value if isinstance(value, (tuple, list)) else (value,)
     for name in names:
         if isinstance(name, (jax.Array, np.ndarray)) or not isinstance(name, Hashable) or name is None:
             raise ValueError(
-                f"`axis_name` must be the name of a mesh axis or a tuple of such, got {said(value)}: name the axis, "
+                f"`axis_name` must be the name of a mesh axis or a tuple of such, got {shown(value)}: name the axis, "
                 "e.g. 'x'"
             )
     return value
 
 
-def mesh(value: Any) -> Any:
+def mesh(value: Any) -> AnyMesh | None:
     """A mesh, or None."""
     if value is not None and not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise ValueError(
-            f"`mesh` must be a jax.sharding.Mesh, got {said(value)}: pass the mesh that the operands are on"
+            f"`mesh` must be a jax.sharding.Mesh, got {shown(value)}: pass the mesh that the operands are on"
         )
     return value
 
 
-def result_dtype(value: Any, operands: Any) -> jnp.dtype:
-    """The dtype of a result: `preferred_element_type` if given, else that of the operands (bfloat16 for 8 bits)."""
+def result_dtype(value: Any, operands: DTypeLike) -> jnp.dtype:
+    """The dtype of a result: `preferred_element_type` if given, else that of the operands (bfloat16 for 8 bits).
+
+    Args:
+      value: `preferred_element_type` as the caller gave it, or None.
+      operands: the dtype of the operands.
+    """
     if value is None:
         return jnp.dtype(jnp.bfloat16) if jnp.dtype(operands).itemsize < 2 else jnp.dtype(operands)
     way_out = "leave it out, or name one, e.g. jnp.float32"
@@ -129,7 +136,7 @@ def result_dtype(value: Any, operands: Any) -> jnp.dtype:
         dtype = jnp.dtype(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"`preferred_element_type` must be a floating-point dtype, got {said(value)}: {way_out}"
+            f"`preferred_element_type` must be a floating-point dtype, got {shown(value)}: {way_out}"
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`preferred_element_type` must be a floating-point dtype, got {dtype.name}: {way_out}")
@@ -140,26 +147,26 @@ def result_dtype(value: Any, operands: Any) -> jnp.dtype:
     return dtype
 
 
-def factor(name: str, value: Any, dtype: Any) -> Any:
-    """A real number or an array of such, as an array of `dtype`."""
+def factor(name: str, value: Any, dtype: DTypeLike) -> Any:
+    """A real number or an array of real numbers, as an array of `dtype`; of a type, the type with that dtype."""
     if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
         return jnp.asarray(value, dtype)
     kind: Any = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) else bool
     if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
         raise ValueError(
-            f"`{name}` must be a real number or an array of such, got {said(value)}: convert it, e.g. with jnp.float32"
+            f"`{name}` must be a real number or an array of such, got {shown(value)}: convert it, e.g. with jnp.float32"
         )
     return each(lambda x: jnp.asarray(x, dtype), value)
 
 
 def each(take: Callable[..., Any], *values: Any) -> Any:
-    """`take` of arrays; or the type of its result, if one of them is the type of an array."""
+    """`take(*values)`; if one of `values` is the type of an array (`jax.ShapeDtypeStruct`), the type of the result."""
     of_types = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
     return jax.eval_shape(take, *values) if of_types else take(*values)
 
 
 def require_values(**given: Any) -> None:
-    """Refuses types where arrays are needed: only `overlap.explain` takes either."""
+    """Raises ValueError if one of the arguments is the type of an array: only `overlap.explain` takes types."""
     for name, value in given.items():
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
             raise ValueError(
@@ -168,10 +175,16 @@ def require_values(**given: Any) -> None:
 
 
 def bound(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, more: tuple[str, ...]) -> None:
-    """Checks that a call of `op` has all arguments that it needs, and none that it does not know but `more`.
+    """Checks that a call of `op` has all arguments that `op` needs, and none that it does not know.
+
+    Args:
+      op: a public operation.
+      args: the arguments by position.
+      kwargs: the arguments by keyword.
+      more: keywords that are allowed in addition to those of `op`.
 
     Raises:
-      TypeError: as Python itself does, with the names that the caller knows.
+      TypeError: an argument is missing, unknown or given twice. The message names public functions and arguments.
     """
     signature, name = inspect.signature(op), f"overlap.{op.__name__}"
     known = [*signature.parameters, *more]

@@ -1,4 +1,4 @@
-"""`jax.vmap` of any operation: as the kernel's own batch where it has one, else by XLA."""
+"""`jax.vmap` of any operation: by the kernel's own batch dimension where it has one, else by XLA."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ import jax
 import jax.numpy as jnp
 
 from overlap.frame import by_xla
-from overlap.frame.operands import LaunchPlan, Operands, Results, in_f32, sizes
+from overlap.frame.operands import LaunchPlan, Leaf, Operands, Results, in_f32, sizes
 from overlap.kernels import launch
 
-# Dimensions of each field without a batch, of those that a kernel may have a batch of.
+# The fields of `Operands` for which a kernel may have a batch dimension, with their ranks without it.
 _RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2, "lhs_block_scale": 2, "rhs_block_scales": 2}
 
 
 def batched(
-    operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan, fused: Callable[..., Any]
+    operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan, fused: Callable[..., Results]
 ) -> Results:
-    """The operation on operands with a further leading dimension where `is_batched`; `fused`: the operation itself."""
-    if cannot := plan.operation.why_not_folded(is_batched, axis_size, plan):
-        launch.leave_to_xla(plan.operation.name, cannot, insists=plan.insists)
+    """The batching rule of an operation, for `Primitive`.
+
+    Args:
+      operands: arrays. Those that `jax.vmap` maps have the mapped dimension in front.
+      is_batched: a bool in the place of each array: whether it is mapped.
+      axis_size: the size of the mapped dimension.
+      plan: of the operation on one element.
+      fused: the operation itself, called as `fused(operands, plan)`.
+
+    Returns:
+      The results, all with the mapped dimension in front.
+    """
+    if cannot := plan.operation.why_not_batched(is_batched, axis_size, plan):
+        launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
         return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)
     batch, m, widths, _ = sizes(one, plan.layouts)
@@ -37,23 +48,38 @@ def batched(
     together = plan.operation.batched_together
     folded = {name: _folded(name, operands, is_batched, axis_size, batch, name in together) for name in _RANKS}
     outs, kept = fused(dataclasses.replace(operands, **folded), plan)
-    unfold = lambda out: out.reshape(*leading, *out.shape[-2:])  # noqa: E731
+
+    def unfold(out: jax.Array) -> jax.Array:
+        return out.reshape(*leading, *out.shape[-2:])
+
     return tuple(map(unfold, outs)), None if kept is None else unfold(kept)
 
 
 def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> Results:
-    of_one = lambda operands: by_xla.whole(operands, plan, plan.applied(operands))  # noqa: E731
-    return jax.vmap(of_one, (_axes(is_batched),), axis_size=axis_size)(operands)
+    def one(operands: Operands) -> Results:
+        return by_xla.whole(operands, plan, plan.bound_activation(operands))
+
+    return jax.vmap(one, (_axes(is_batched),), axis_size=axis_size)(operands)
 
 
-def _axes(is_batched: Any) -> Any:
+def _axes(is_batched: Operands) -> Operands:
+    """`in_axes` of `jax.vmap`: 0 for the mapped arrays, None for the others."""
     return jax.tree.map(lambda b: 0 if b else None, is_batched)
 
 
 def _folded(
     name: str, operands: Operands, is_batched: Operands, axis_size: int, batch: int | None, together: bool
-) -> Any:
-    """A field with what `vmap` adds in front folded into the batch; `together`: even where it adds nothing."""
+) -> Leaf:
+    """A field of `operands` with the mapped dimension folded into the kernel's batch dimension.
+
+    Args:
+      name: the field's.
+      operands: as for `batched`.
+      is_batched: as for `batched`.
+      axis_size: as for `batched`.
+      batch: the size of the kernel's batch dimension on one element; None if the element has no such dimension.
+      together: whether the field gets a batch dimension even if it is not mapped itself.
+    """
 
     def fold(x: Any, batched: bool) -> Any:
         rank = _RANKS[name]
@@ -74,14 +100,17 @@ def _epilogue_by_xla(
     axis_size: int,
     plan: LaunchPlan,
     bare: LaunchPlan,
-    fused: Callable[..., Any],
-) -> Any:
-    """The vectors have no batch in the kernel: the products by the kernel (`bare`), their epilogue by XLA."""
+    fused: Callable[..., Results],
+) -> Results:
+    """The products by the kernel, their epilogue by XLA: in the kernel, vectors and scalars have no batch dimension.
+
+    `bare` is the plan of the products without their epilogue. The other arguments are those of `batched`.
+    """
     axis, nothing = None, dict[str, Any](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
     nothing |= dict(lhs_block_scale=None, rhs_block_scales=None)
     matrices, is_batched_matrices = operands.matrices, is_batched.matrices
     if plan.operation.reduces:
-        # Each device's product has scales of its own, before the sum.
+        # Each device scales its own product before the sum over the devices. So the scales stay with the products.
         scales = ("row_scale", "column_scales")
         matrices, is_batched_matrices = (
             dataclasses.replace(x.matrices, **{name: getattr(x, name) for name in scales})
@@ -93,5 +122,8 @@ def _epilogue_by_xla(
     else:
         products, _ = fused(matrices, bare)
     rest, axes = (dataclasses.replace(x, **nothing) for x in (operands, _axes(is_batched)))
-    finish = lambda products, rest: by_xla.finish(products, rest, plan.out_dtype, plan.applied(rest))  # noqa: E731
+
+    def finish(products: tuple[jax.Array, ...], rest: Operands) -> tuple[jax.Array, ...]:
+        return by_xla.finish(products, rest, plan.out_dtype, plan.bound_activation(rest))
+
     return jax.vmap(finish, in_axes=(axis, axes), axis_size=axis_size)(products, rest), None

@@ -1,7 +1,8 @@
 """Scales of blocks: `lhs_scale` and `rhs_scale` with one power of two for each 32 elements along k.
 
-They are told from scales of rows and columns by their dtype, float8_e8m0fnu. Each is shaped as its operand, with k / 32
-in place of k: so whatever is done to an operand (a gather, more rows instead of a batch) is done to its scales alike.
+Their dtype, float8_e8m0fnu, tells them from scales of rows and columns. An operand and its scales have the same shape,
+but for k / 32 in place of k. So whatever is done to an operand (a gather, a batch dimension folded into the rows) is
+done to its scales in the same way.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from overlap.kernels.block_scales import BLOCK, SCALE_DTYPE
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.layouts import OperandLayouts
 
-# An 8-bit float times a power of two is exact in it, unless it overflows or underflows.
+# In this dtype an 8-bit float times a power of two is exact, unless the product overflows or underflows.
 _DEQUANTIZED = jnp.bfloat16
-# Elements along k that share a scale of dtype float8_e4m3fn in nvfp4, which is refused.
+# The number of elements along k that share a scale (of dtype float8_e4m3fn) in nvfp4, a format that is refused.
 _NVFP4_BLOCK = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class _Operand:
-    """An operand that has scales.
+    """An operand, and what its scale is compared with.
 
     Attributes:
-      name: what the caller calls it.
-      scale_name: what the caller calls its scale.
-      array: itself.
-      k_axis: its dimension of size k, -1 or -2.
+      name: the operand's, for messages.
+      scale_name: the scale's, for messages.
+      array: the operand.
+      k_axis: the operand's dimension of size k, -1 or -2.
     """
 
     name: str
@@ -44,7 +45,7 @@ class _Operand:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape of its scale."""
+        """The shape that a scale of blocks must have."""
         return self._scale_shape(BLOCK)
 
     def _scale_shape(self, block: int) -> tuple[int, ...]:
@@ -57,7 +58,11 @@ class _Operand:
         return self.array.shape[self.k_axis]
 
     def is_scaled_by_blocks(self, scale: Any) -> bool:
-        """Whether a scale is one of blocks. Raises ValueError if it has the shape, but not the dtype of such."""
+        """Whether `scale` is a scale of blocks.
+
+        Raises:
+          ValueError: it has the shape of a scale of blocks, but another dtype.
+        """
         dtype = getattr(scale, "dtype", None)
         if dtype == SCALE_DTYPE:
             return True
@@ -77,7 +82,11 @@ class _Operand:
         )
 
     def checked(self, scale: Any) -> Any:
-        """The scale, as an array. ValueError: it does not fit the operand."""
+        """The scale, as an array.
+
+        Raises:
+          ValueError: it does not fit the operand.
+        """
         if self.array.dtype not in FLOAT8:
             raise ValueError(
                 f"`{self.scale_name}` of dtype {SCALE_DTYPE.name} scales blocks of float8_e4m3fn or float8_e5m2, got "
@@ -101,15 +110,18 @@ class _Operand:
 def normalize(
     lhs_scale: Any, rhs_scale: Any, lhs: Any, rhs_list: list[Any], several: bool, layouts: OperandLayouts
 ) -> tuple[Any, tuple[Any, ...]] | None:
-    """Checks scales of blocks and returns those of the left operand and of each right one; None if they are no such.
+    """Checks scales of blocks.
 
     Args:
-      lhs_scale: what the caller gave.
-      rhs_scale: likewise; for several right operands a list or tuple with one entry for each.
+      lhs_scale: `lhs_scale` as the caller gave it.
+      rhs_scale: `rhs_scale` as the caller gave it; for several right operands a list or tuple with one entry for each.
       lhs: the left operand.
       rhs_list: the right operands.
       several: whether the caller gave a list of right operands.
-      layouts: how they lie in memory.
+      layouts: how the operands lie in memory.
+
+    Returns:
+      The scale of the left operand and a tuple of those of the right ones; None if neither is a scale of blocks.
 
     Raises:
       ValueError: a scale of blocks has a wrong dtype or shape, or only one operand has such scales.
@@ -119,13 +131,13 @@ def normalize(
     names = [f"[{index}]" for index in range(len(rhs_list))] if several else [""]
     right = [_Operand(f"rhs{x}", f"rhs_scale{x}", rhs, k_axis) for x, rhs in zip(names, rhs_list, strict=True)]
     given = list(rhs_scale) if several and isinstance(rhs_scale, (list, tuple)) else [rhs_scale]
-    # A list of the wrong length, and one scale for several right operands, are refused with those of columns.
+    # (A list of the wrong length, and one array for several right operands, are refused below or in `scales.py`.)
     of_right = [operand.is_scaled_by_blocks(scale) for operand, scale in zip(right, given, strict=False)]
     if not left.is_scaled_by_blocks(lhs_scale) and not any(of_right):
         return None
     for operand, scale in ((left, lhs_scale), *zip(right, [*given, *[None] * len(right)], strict=False)):
         if not operand.is_scaled_by_blocks(scale):
-            was = "nothing" if scale is None else arguments.said(scale)
+            was = "nothing" if scale is None else arguments.shown(scale)
             raise ValueError(
                 f"`lhs_scale` and `rhs_scale` must both be of blocks or neither, got {was} as `{operand.scale_name}`: "
                 f"give {SCALE_DTYPE.name} of shape {operand.scale_shape}, ones where there is nothing to scale"
@@ -142,20 +154,27 @@ def normalize(
 
 
 def gathered(operands: Operands, gather: Callable[[Operands], Operands]) -> Operands:
-    """`gather(operands)`, and their scales of blocks gathered alike; these have no derivative: TypeError."""
+    """`gather(operands)`, with the scales of blocks gathered in the same way.
+
+    Raises:
+      TypeError: when the scales are differentiated: they have no derivative.
+    """
     whole = gather(operands)
     if not operands.is_block_scaled:
         return whole
-    # As integers, which every collective takes.
+    # As integers: every collective takes these.
     left, right = operands.lhs_block_scale, operands.rhs_block_scales
-    as_bits = lambda x: lax.bitcast_convert_type(_without_derivative(x), jnp.uint8)  # noqa: E731
+
+    def as_bits(scale: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(_without_derivative(scale), jnp.uint8)
+
     bits = gather(jax.tree.map(as_bits, Operands(left, right or ())))
     left, *right = (lax.bitcast_convert_type(x, SCALE_DTYPE) for x in (bits.lhs, *bits.rhs_list))
     return dataclasses.replace(whole, lhs_block_scale=left, rhs_block_scales=tuple(right))
 
 
 def dequantized(operands: Operands, layouts: OperandLayouts) -> Operands:
-    """Operands without scales of blocks, multiplied by these; in bfloat16, where that is exact."""
+    """The operands multiplied by their scales of blocks, in bfloat16, where that is exact."""
     if not operands.is_block_scaled:
         return operands
     lhs = _scaled(operands.lhs, operands.lhs_block_scale, -2 if layouts.transpose_lhs else -1)
@@ -174,11 +193,14 @@ def _scaled(x: jax.Array, scale: jax.Array, k_axis: int) -> jax.Array:
 
 @jax.custom_jvp
 def _without_derivative(scale: jax.Array) -> jax.Array:
-    """A scale of blocks itself; a TypeError where it is to be differentiated, which integers would not raise."""
+    """Returns `scale`, and raises TypeError if it is differentiated.
+
+    As integers alone it would have a zero derivative.
+    """
     return scale
 
 
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
     (scale,), (tangent,) = primals, tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
         raise TypeError(

@@ -1,22 +1,25 @@
-"""Products by XLA: whole ones with their epilogues, and those of the backward passes."""
+"""Products by XLA: whole operations with their epilogues, and the products of the backward passes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
+from jax.typing import DTypeLike
 
 from overlap.frame import block_scales
-from overlap.frame.operands import Operands, accumulator
+from overlap.frame.operands import LaunchPlan, Operands, Results, accumulator
 from overlap.kernels.layouts import OperandLayouts
 
-Applied = Callable[[jax.Array], jax.Array] | None
+# An activation of the values alone, its captured scalars bound already; None for none.
+BoundActivation = Callable[[jax.Array], jax.Array] | None
 
 
-def products(operands: Operands, layouts: OperandLayouts, out_dtype: Any, activation: Applied) -> tuple[jax.Array, ...]:
+def products(
+    operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike, activation: BoundActivation
+) -> tuple[jax.Array, ...]:
     """activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i]) for each right operand."""
     operands = block_scales.dequantized(operands, layouts)
     bare = not operands.has_epilogue and activation is None
@@ -26,11 +29,11 @@ def products(operands: Operands, layouts: OperandLayouts, out_dtype: Any, activa
 
 
 def finish(
-    products: tuple[jax.Array, ...], operands: Operands, out_dtype: Any, activation: Applied
+    products: tuple[jax.Array, ...], operands: Operands, out_dtype: DTypeLike, activation: BoundActivation
 ) -> tuple[jax.Array, ...]:
-    """The epilogue on whole products; `activation` is a function of their values."""
+    """The epilogue, applied to whole products; the results have dtype `out_dtype`."""
     outs = []
-    for z, (_, column_scale, bias, addend) in zip(products, operands.of_each, strict=True):
+    for z, (_, column_scale, bias, addend) in zip(products, operands.per_rhs, strict=True):
         z = z if operands.row_scale is None else z * to_rank(operands.row_scale[..., None], z.ndim)
         z = z if column_scale is None else z * to_rank(column_scale, z.ndim)
         z = z if bias is None else z + to_rank(bias, z.ndim)
@@ -41,12 +44,15 @@ def finish(
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
-    """With dimensions of size 1 in front: `jax_numpy_rank_promotion` may forbid to leave them out."""
+    """`x` with dimensions of size 1 in front, up to `rank`.
+
+    `jax_numpy_rank_promotion` may forbid to leave that to jax.
+    """
     return lax.expand_dims(x, range(rank - x.ndim)) if x.ndim < rank else x
 
 
-def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -> jax.Array:
-    """One product of operands with or without a leading dimension."""
+def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
+    """One product, [(batch,) m, n] of `dtype`, of operands with or without a leading dimension."""
     dimensions = (((0 if layouts.transpose_lhs else 1,), (1 if layouts.transpose_rhs else 0,)), ((), ()))
 
     def one(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -56,10 +62,10 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -
     return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)
 
 
-def whole(operands: Operands, plan: Any, activation: Applied) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """The whole operation: what it gathers, the products, their sum over devices. The form of all operations' results.
+def whole(operands: Operands, plan: LaunchPlan, activation: BoundActivation) -> Results:
+    """The whole operation by XLA: the gather of its operands, the products, and their sum over the devices.
 
-    What is summed over devices travels in the result's dtype.
+    Products that are summed over devices are rounded to the results' dtype before they are sent.
     """
     operation, out_dtype = plan.operation, plan.out_dtype
     gathered = block_scales.gathered(operands, lambda given: operation.gathered(given, plan.layouts))

@@ -1,8 +1,10 @@
-"""The way of every call, written once: normalize → check → decide → plan → derivatives and `vmap` → launch.
+"""The way of every call: normalize → check → decide → plan → derivatives and `vmap` → launch.
 
-A public operation is a function from its arguments to an `Operation` and a checked `Call` (its `prepare`); `run` does
-the rest, and `explain` stops behind the decision. What a kernel computes lies behind a primitive of jax with rules of
-its own for derivatives (`derivative.py`) and for `jax.vmap` (`batch.py`).
+A public operation has a function `prepare`, which makes of its arguments an `Operation` and a checked `Call`. `run`
+does the rest. `explain` stops after the decision between the fused kernel and XLA.
+
+The fused kernel lies behind a primitive of jax, which has its own rules for derivatives (`derivative.py`) and for
+`jax.vmap` (`batch.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from overlap.frame.normalize import ARRAYS, Call
 from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.operation import Operation
 from overlap.frame.primitive import Primitive
+from overlap.frame.signatures import AnyMesh
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
@@ -26,13 +29,16 @@ Prepare = Callable[..., tuple[Operation, Call]]
 
 
 def check_choice(config: Any, implementation: Any) -> None:
-    """Refuses what can be neither: whoever decides by them before `decide` does checks them first."""
+    """Raises ValueError if `config` is no configuration, or `implementation` no implementation.
+
+    `decide` does that, too. Code that uses one of them before it calls `decide` calls this function first.
+    """
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     arguments.config(config)
 
 
 def decide(
-    operation: Operation, call: Call, config: Config | None, implementation: str | None, mesh: Any = None
+    operation: Operation, call: Call, config: Config | None, implementation: str | None, mesh: AnyMesh | None = None
 ) -> dispatch.Explanation:
     """What would run, and why. Raises as the operation does."""
 
@@ -47,7 +53,7 @@ def decide(
 
 
 def run(prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any) -> Any:
-    """Runs a public operation on its arguments, by name."""
+    """Runs a public operation on the arguments `given`, all by keyword."""
     arguments.require_values(**{name: given[name] for name in ARRAYS if name in given})
     return run_prepared(*prepare(**given), config=config, implementation=implementation)
 
@@ -55,29 +61,38 @@ def run(prepare: Prepare, *, config: Config | None = None, implementation: str |
 def run_prepared(
     operation: Operation, call: Call, *, config: Config | None = None, implementation: str | None = None
 ) -> Any:
-    """The same for a call that has been checked."""
+    """Runs an operation on a call that has been checked."""
     choice = decide(operation, call, config, implementation)
     plan = LaunchPlan(
-        operation, call.layouts, call.out_dtype, choice.target, choice.config, call.activation,
-        insists=implementation == "fused",
-    )  # fmt: skip
+        operation,
+        call.layouts,
+        call.out_dtype,
+        choice.target,
+        choice.config,
+        call.activation,
+        must_fuse=implementation == "fused",
+    )
     if choice.config is None:
         return call.restore(by_xla.whole(call.operands, plan, call.by_xla))
     operands = operation.typed(call.operands)
-    return call.restore(sharded.on_the_rest(lambda operands: fused(operands, plan), operands))
+    return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))
 
 
 def explain(
-    prepare: Prepare, *args: Any, config: Config | None = None, implementation: str | None = None, mesh: Any = None,
+    prepare: Prepare,
+    *args: Any,
+    config: Config | None = None,
+    implementation: str | None = None,
+    mesh: AnyMesh | None = None,
     **keywords: Any,
-) -> dispatch.Explanation:  # fmt: skip
+) -> dispatch.Explanation:
     """Checks a call of a public operation and says what would run. Same arguments and errors."""
     operation, call = prepare(*args, mesh=mesh, **keywords)
     return decide(operation, call, config, implementation, mesh)
 
 
 def fused(operands: Operands, plan: LaunchPlan) -> Results:
-    """The kernel itself on checked operands, with its rules for derivatives and `jax.vmap`."""
+    """The kernel on checked operands, with its rules for derivatives and `jax.vmap`."""
     return _primitive(operands, plan)
 
 

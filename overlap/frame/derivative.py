@@ -1,4 +1,11 @@
-"""Derivatives of any operation, to any order: XLA's in forward mode, and products of their own in reverse mode."""
+"""Derivatives of any operation, to any order.
+
+Forward mode differentiates the operation as XLA computes it. Reverse mode has a backward pass of its own, whose
+products may be kernels.
+
+Names: `d_x` is the cotangent of `x`. z is what goes into the activation (or is the result, without one). g is the
+cotangent of a product lhs @ rhs.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +17,57 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
+from jax.typing import DTypeLike
 
 from overlap.frame import by_xla
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import F32, LaunchPlan, Operands, in_f32
+from overlap.frame.operands import F32, LaunchPlan, Operands, Results, in_f32
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.layouts import OperandLayouts
 
 
 def derivative(
-    operands: Operands, tangents: Operands, plan: LaunchPlan, evaluate: Callable[[], Any], fused: Callable[..., Any]
-) -> tuple[Any, Any]:
-    """The results, and the linear map of the tangents, for `Primitive`; `fused`: the operation itself."""
+    operands: Operands,
+    tangents: Operands,
+    plan: LaunchPlan,
+    evaluate: Callable[[], Results],
+    fused: Callable[..., Results],
+) -> tuple[Results, Results]:
+    """The derivative rule of an operation, for `Primitive`.
+
+    Args:
+      operands: arrays.
+      tangents: of the operands; symbolic zeros where an operand has none.
+      plan: of the operation.
+      evaluate: returns the results of the operation, without tracing it anew.
+      fused: the operation itself, called as `fused(operands, plan)`.
+
+    Returns:
+      The results and their tangents. The tangents are a linear map with its own transpose (`overlap.frame.linear`).
+    """
     if operands.is_block_scaled:
         return evaluate(), _tangents_by_xla(operands, tangents, plan)
     products: Any = None
     if plan.activation is None:
         results = evaluate()
     else:
-        # The activation's derivative needs what goes into it, so here it runs by XLA, behind the kernel.
+        # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it.
         bare, sums = in_f32(operands, plan), dataclasses.replace(operands, scalars=())
         products, kept = by_xla.whole(sums, bare, None) if bare.config is None else fused(sums, bare)
         results = tuple(plan.activation(z, operands.scalars).astype(plan.out_dtype) for z in products), kept
     tangent = tangents_of(
-        results, operands, tangents, saved=(products, results[1]),
-        by_xla=lambda given: by_xla.whole(given, plan, plan.applied(given)),
+        results,
+        operands,
+        tangents,
+        by_xla=lambda given: by_xla.whole(given, plan, plan.bound_activation(given)),
         backward=functools.partial(_cotangents, plan),
-    )  # fmt: skip
+        saved=(products, results[1]),
+    )
     return results, tangent
 
 
-def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -> Any:
-    """XLA's tangents of the results, in either mode."""
+def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -> Results:
+    """The tangents of the operation as XLA computes it. Reverse mode transposes them by XLA as well."""
     leaves, structure = jax.tree.flatten(operands)
     directions = structure.flatten_up_to(tangents)
     moved = {i: x for i, x in enumerate(directions) if not isinstance(x, ad.Zero)}
@@ -49,22 +75,29 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -
     def of_moved(*given: Any) -> Any:
         changed = dict(zip(moved, given, strict=True))
         values = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
-        return by_xla.whole(values, plan, plan.applied(values))
+        return by_xla.whole(values, plan, plan.bound_activation(values))
 
     return jax.jvp(of_moved, [leaves[i] for i in moved], list(moved.values()))[1]
 
 
 def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
-    """Cotangents of the operands, in the dtypes that are wanted or wider: nothing else is rounded below f32.
+    """Cotangents of the operands, each in the dtype that is wanted or in a wider one. Sums in between are in f32.
 
-    What was gathered is gathered anew, but for a left operand that is a result as well. Cotangents of results may be
-    symbolic zeros.
+    Operands that the operation gathers are gathered again. The exception is a left operand that the operation returned
+    gathered: it was saved.
+
+    Args:
+      plan: of the operation.
+      operands: arrays.
+      saved: z of each right operand (None without an activation), and the gathered left operand if it is a result.
+      cotangents: of the results; may be symbolic zeros.
+      wanted: the dtype in the place of each operand; None for operands whose cotangent is not asked for.
     """
     operation, (d_outs, d_kept), (products, gathered) = plan.operation, cotangents, saved
     is_kept = gathered is not None
     d_outs, d_kept = tuple(map(ad.instantiate_zeros, d_outs)), None if isinstance(d_kept, ad.Zero) else d_kept
     if not is_kept:
-        # (What is not used of it, jax and XLA leave out.)
+        # (jax and XLA remove gathers that turn out to be unused.)
         whole = operation.gathered(operands, plan.layouts)
     else:
         whole = operation.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
@@ -72,20 +105,20 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     several = len(d_outs) > 1 or d_kept is not None
     sums = _Sums()
     rest = {name: [] for name in ("rhs_list", "column_scales", "biases", "addends")}
-    for index, ((rhs, column_scale, _, addend), d_out) in enumerate(zip(whole.of_each, d_outs, strict=True)):
-        wants = wanted.of_each[index]
+    for index, ((rhs, column_scale, _, addend), d_out) in enumerate(zip(whole.per_rhs, d_outs, strict=True)):
+        wants = wanted.per_rhs[index]
         d_z = d_out.astype(F32)
         if plan.activation is not None:
             d_z, d_scalars = _through_activation(plan, products[index], operands.scalars, d_out)
             sums.add_to_scalars(d_scalars)
         d_sum, d_part, direct = d_z, d_out, None
         if operation.reduces:
-            # What devices have summed up goes to all of them, in the dtype in which it came.
+            # Each device's product needs the cotangent of the whole sum. It travels in the dtype of the result.
             own = d_out if plan.activation is None else d_z.astype(d_out.dtype)
             both = None
             if wanted.lhs is not None and not whole.is_scaled:
-                both = operation.spread_and_times(own, rhs, wanted.lhs, plan)
-            direct, d_part = (None, operation.spread(own)) if both is None else both
+                both = operation.lhs_and_product_cotangents(own, rhs, wanted.lhs, plan)
+            direct, d_part = (None, operation.product_cotangent(own)) if both is None else both
             d_z = d_part.astype(F32)
         row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
         column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
@@ -94,9 +127,9 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
             weighted = d_z * _times(plan, whole.lhs, rhs, plan.layouts, F32)
             d_column = None if wants[1] is None else (weighted * row).sum(axis=tuple(range(d_z.ndim - 1)))
             if wanted.row_scale is not None:
-                sums.rows = _plus(sums.rows, _like((weighted * column).sum(axis=-1), operands.row_scale.ndim))
-        # The cotangent as it came, where nothing has changed it: the kernel can multiply it if it has the operands'
-        # dtype.
+                sums.rows = _add(sums.rows, _sum_to_rank((weighted * column).sum(axis=-1), operands.row_scale.ndim))
+        # Where no activation or scale has changed the cotangent, take it as it came: then it may have the operands'
+        # dtype, which a kernel needs, and not f32.
         unchanged = plan.activation is None or operation.reduces
         g = d_part if unchanged and not whole.is_scaled else d_z * row * column
         if wanted.lhs is not None:
@@ -104,29 +137,36 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
             if direct is None and d_kept is None:
                 direct = operation.lhs_cotangent(g, rhs, dtype, plan)
             if direct is None:
-                sums.lhs = _plus(sums.lhs, _of_lhs(plan, whole.lhs, rhs, g, dtype))
-            sums.direct = _plus(sums.direct, direct)
+                sums.lhs = _add(sums.lhs, _lhs_cotangent(plan, whole.lhs, rhs, g, dtype))
+            sums.direct = _add(sums.direct, direct)
         d_rhs = None
         if wants[0] is not None:
             if not (is_kept or d_kept is not None or whole.is_scaled):
                 d_rhs = operation.rhs_cotangent(operands.lhs, g, wants[0], plan)
             if d_rhs is None:
-                d_rhs = _of_rhs(plan, whole.lhs, rhs, g, wants[0])
+                d_rhs = _rhs_cotangent(plan, whole.lhs, rhs, g, wants[0])
         rest["rhs_list"].append(d_rhs)
         rest["column_scales"].append(d_column)
         rest["biases"].append(None if wants[2] is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))))
-        rest["addends"].append(None if wants[3] is None else _like(d_sum, addend.ndim))
+        rest["addends"].append(None if wants[3] is None else _sum_to_rank(d_sum, addend.ndim))
     given = {name: tuple(found) for name, found in rest.items() if getattr(operands, name) is not None}
     found = Operands(
         lhs=sums.lhs, row_scale=sums.rows, scalars=operands.scalars if sums.scalars is None else sums.scalars, **given
     )
     found = operation.scattered(found, d_kept, operands, wanted, plan.layouts)
-    return dataclasses.replace(found, lhs=_plus(found.lhs, sums.direct))
+    return dataclasses.replace(found, lhs=_add(found.lhs, sums.direct))
 
 
 @dataclasses.dataclass
 class _Sums:
-    """What all right operands add to; `direct`: what is scattered already."""
+    """The cotangents to which every right operand adds a term.
+
+    Attributes:
+      lhs: of the gathered left operand.
+      direct: of the left operand itself, by kernels that multiply and scatter at once.
+      rows: of the row scale.
+      scalars: of the scalars that the activation captures.
+    """
 
     lhs: Any = None
     direct: Any = None
@@ -135,20 +175,22 @@ class _Sums:
 
     def add_to_scalars(self, more: Sequence[Any]) -> None:
         before = self.scalars or (None,) * len(more)
-        self.scalars = tuple(_plus(a, b) for a, b in zip(before, more, strict=True))
+        self.scalars = tuple(_add(a, b) for a, b in zip(before, more, strict=True))
 
 
-def _plus(total: Any, more: Any) -> Any:
+def _add(total: Any, more: Any) -> Any:
     return more if total is None else total if more is None else total + more
 
 
-def _like(x: jax.Array, rank: int) -> jax.Array:
-    """Summed over the batch if the operand has none."""
+def _sum_to_rank(x: jax.Array, rank: int) -> jax.Array:
+    """A cotangent for an operand of `rank` dimensions: summed over the batch if the operand has none."""
     return x.sum(axis=0) if x.ndim > rank else x
 
 
-def _through_activation(plan: LaunchPlan, z: jax.Array, scalars: Any, cotangent: jax.Array) -> tuple[jax.Array, tuple]:
-    """Cotangents of what goes into the activation: of the product, and of the scalars (None for integers)."""
+def _through_activation(
+    plan: LaunchPlan, z: jax.Array, scalars: Sequence[jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, tuple]:
+    """Cotangents of the operands of the activation: of z, and of the scalars (None for integers)."""
     activation: Any = plan.activation
     floats = [index for index, scalar in enumerate(scalars) if jnp.issubdtype(scalar.dtype, jnp.floating)]
 
@@ -161,36 +203,39 @@ def _through_activation(plan: LaunchPlan, z: jax.Array, scalars: Any, cotangent:
     return d_z, tuple(found.get(index) for index in range(len(scalars)))
 
 
-# d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each in the form in which its operand lies in memory: nothing is transposed.
+# d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each laid out as its operand is. So nothing is transposed in memory.
 
 
-def _of_lhs(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any) -> jax.Array:
+def _lhs_cotangent(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: DTypeLike) -> jax.Array:
     layouts = plan.layouts
     dtype = F32 if g.ndim > lhs.ndim else dtype
     if layouts.transpose_lhs:
         d = _times(plan, rhs, g, OperandLayouts(layouts.transpose_rhs, True), dtype)
     else:
         d = _times(plan, g, rhs, OperandLayouts(False, not layouts.transpose_rhs), dtype)
-    return _like(d, lhs.ndim)
+    return _sum_to_rank(d, lhs.ndim)
 
 
-def _of_rhs(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: Any) -> jax.Array:
+def _rhs_cotangent(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: DTypeLike) -> jax.Array:
     layouts = plan.layouts
     if lhs.ndim > rhs.ndim and not layouts.transpose_lhs:
-        # The rows of all batch elements contract as one.
+        # The right operand is shared by all batch elements: their rows are contracted as one long dimension.
         lhs, g = lhs.reshape(-1, lhs.shape[-1]), g.reshape(-1, g.shape[-1])
     dtype = F32 if g.ndim > rhs.ndim else dtype
     if layouts.transpose_rhs:
         d = _times(plan, g, lhs, OperandLayouts(True, layouts.transpose_lhs), dtype)
     else:
         d = _times(plan, lhs, g, OperandLayouts(not layouts.transpose_lhs, False), dtype)
-    return _like(d, rhs.ndim)
+    return _sum_to_rank(d, rhs.ndim)
 
 
-def _times(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any) -> jax.Array:
-    """A product of the backward pass, in `dtype` or in f32, whatever the dtypes of its operands: nothing is lost."""
+def _times(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
+    """A product of the backward pass, in `dtype` or f32.
+
+    Operands of different dtypes are converted to one that holds both.
+    """
     if lhs.dtype != rhs.dtype and {lhs.dtype, rhs.dtype} & set(FLOAT16):
-        # What is exact in 8 bits is so in 16.
+        # All 8-bit floats are exact in 16 bits.
         lhs, rhs = (x.astype(y.dtype) if x.dtype in FLOAT8 else x for x, y in ((lhs, rhs), (rhs, lhs)))
     if lhs.dtype != rhs.dtype:
         if not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):

@@ -1,15 +1,15 @@
-"""Proves that a traced function is elementwise, and brings it into a form that any block of values can go through.
+"""Proves that a traced function is elementwise, and makes of it a program that can be applied to any block of values.
 
-`program_of` walks a jaxpr that was traced on one abstract array of f32 values. Calls are inlined, loops with a known
-number of rounds are unrolled, and branches become selections. What is left is a `Program`: a list of primitives, each
-of which computes every entry of its result from the same entry of its operands, or from scalars.
+`program_of` walks a jaxpr that was traced on one abstract array of f32 values. It inlines calls, unrolls loops with a
+known number of rounds, and turns branches into selections. The result is a `Program`: a list of primitives. Each of
+them computes every entry of its result from the same entry of its operands, or from scalars.
 
-A value is *varying* if it has an entry for each entry of the input, else *uniform*: one number, in whatever shape. Only
-elementwise primitives may take varying values; anything else that one goes into cannot be proven to be elementwise, and
-so the result must not depend on it.
+A value is *varying* if it has an entry for each entry of the input. Otherwise it is *uniform*: one number, in whatever
+shape. Only elementwise primitives may take varying values. The result of any other primitive with a varying operand
+cannot be proven to be elementwise. It is marked as refused, and the function is refused if its result depends on it.
 
-Programs are compared by what they compute, so they can be a part of the key of a compiled kernel. Numbers of 64 bits
-are computed in 32 bits.
+Programs are compared by what they compute, so a program can be part of the cache key of a compiled kernel. Numbers of
+64 bits are computed in 32 bits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Primitive
 
+# Primitives that call a jaxpr.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+# Primitives that return their operand, and those that change its shape alone.
 _SAME = {"copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "pbroadcast"}
 _SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev"}
-# Those whose operands may be scalars beside arrays.
+# Primitives whose operands may be scalars beside arrays. For all others, scalars are broadcast to the input's shape.
 _BROADCASTING = {
     "add", "sub", "mul", "div", "rem", "pow", "max", "min", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge",
 }  # fmt: skip
-# What Mosaic GPU lowers on a block in registers, to what XLA computes.
+# Primitives that Mosaic GPU lowers for a block in registers, with the same results as XLA's.
 _IN_KERNEL = _BROADCASTING - {"pow", "rem"} | {
     "abs", "clamp", "convert_element_type", "cos", "exp", "exp2", "integer_pow", "log", "log2", "logistic", "neg",
     "round", "rsqrt", "select_n", "sin", "sqrt", "square", "tanh",
@@ -46,17 +48,17 @@ _ELEMENTWISE = _IN_KERNEL | {
 }  # fmt: skip
 _KERNEL_DTYPES = {"float32", "float16", "bfloat16", "int32", "bool"}
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
-# The longest program that a kernel takes: each operation is code for each of a thread's values.
-MAX_STEPS = 256
+# The longest program that a kernel takes. Each operation becomes code for each of the values that a thread holds.
+MAX_OPS = 256
 
 
 class NotElementwise(Exception):
-    """Why a function is not elementwise, as far as can be seen."""
+    """A function cannot be proven to be elementwise; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A number of a dtype, as its bytes, so that equal ones (NaNs too) compare equal."""
+    """A number of a dtype. It is kept as bytes, so that equal constants compare equal, NaNs too."""
 
     dtype: str
     data: bytes
@@ -68,17 +70,17 @@ class Constant:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One primitive of a program.
+class ElementwiseOp:
+    """One operation of a program.
 
     Attributes:
-      primitive: the primitive; None gives a uniform value the shape of the input.
-      params: its parameters.
-      operands: constants, or indices of values.
+      primitive: the primitive of jax. None: the operation broadcasts a uniform value to the shape of the input.
+      params: the primitive's parameters.
+      operands: constants, or indices of the program's values.
       dtype: name of the result's dtype.
     """
 
-    primitive: Any
+    primitive: Primitive | None
     params: tuple[tuple[str, Any], ...]
     operands: tuple[Constant | int, ...]
     dtype: str
@@ -88,62 +90,63 @@ class Step:
 class Program:
     """An elementwise function of one array and some scalars.
 
-    Values are numbered: the array, the scalars, then the result of each step.
+    Its values are numbered: first the array, then the scalars, then the result of each operation.
 
     Attributes:
-      captured: which constants of the function the scalars are.
-      scalars: names of their dtypes.
-      steps: what is computed.
-      output: index of the result; it is varying.
+      captured: for each scalar, its index among the constants of the traced function.
+      scalars: names of the scalars' dtypes.
+      ops: the operations, in order.
+      output: index of the value that is the result; it is varying.
       dtype: name of the result's dtype.
-      too_much: why a kernel cannot take this program, if that cannot be seen from the steps.
+      why_not_unrolled: why `ops` is not the whole function: a loop that is too long, or of unknown length. A kernel
+        then cannot take the program.
     """
 
     captured: tuple[int, ...]
     scalars: tuple[str, ...]
-    steps: tuple[Step, ...]
+    ops: tuple[ElementwiseOp, ...]
     output: int
     dtype: str
-    too_much: str | None = None
+    why_not_unrolled: str | None = None
 
     def __call__(self, values: Any, scalars: Sequence[Any]) -> Any:
-        """Applies the program to values of any shape; inside a kernel or outside."""
+        """Applies the program to values of any shape, inside a kernel or outside."""
         known: list[Any] = [values, *scalars]
-        for step in self.steps:
-            operands = [known[x] if isinstance(x, int) else x.value for x in step.operands]
-            if step.primitive is None:
+        for op in self.ops:
+            operands = [known[x] if isinstance(x, int) else x.value for x in op.operands]
+            if op.primitive is None:
                 known.append(lax.broadcast_in_dim(operands[0], values.shape, ()))
             else:
-                known.append(step.primitive.bind(*operands, **dict(step.params)))
+                known.append(op.primitive.bind(*operands, **dict(op.params)))
         return known[self.output]
 
     @property
     def why_not_in_kernel(self) -> str | None:
         """Why a kernel cannot take this program; None if it can."""
-        if self.too_much is not None:
-            return self.too_much
-        if len(self.steps) > MAX_STEPS:
-            return f"it has {len(self.steps)} operations, and {MAX_STEPS} is the most"
-        for dtype in (*self.scalars, *(step.dtype for step in self.steps)):
+        if self.why_not_unrolled is not None:
+            return self.why_not_unrolled
+        if len(self.ops) > MAX_OPS:
+            return f"it has {len(self.ops)} operations, and {MAX_OPS} is the most"
+        for dtype in (*self.scalars, *(op.dtype for op in self.ops)):
             if dtype not in _KERNEL_DTYPES:
                 return f"it computes in {dtype}"
         known = ["float32", *self.scalars]
-        for step in self.steps:
-            name = "broadcast" if step.primitive is None else step.primitive.name
-            operands = [known[x] if isinstance(x, int) else x.dtype for x in step.operands]
-            if step.primitive is not None and (name not in _IN_KERNEL or dict(step.params).get("accuracy") is not None):
+        for op in self.ops:
+            name = "broadcast" if op.primitive is None else op.primitive.name
+            operands = [known[x] if isinstance(x, int) else x.dtype for x in op.operands]
+            if op.primitive is not None and (name not in _IN_KERNEL or dict(op.params).get("accuracy") is not None):
                 return f"the kernel has no {name!r}"
-            if name == "convert_element_type" and "float" in operands[0] and "float" not in step.dtype:
-                return f"the kernel converts no {operands[0]} to {step.dtype}"
-            known.append(step.dtype)
+            if name == "convert_element_type" and "float" in operands[0] and "float" not in op.dtype:
+                return f"the kernel converts no {operands[0]} to {op.dtype}"
+            known.append(op.dtype)
         return None
 
 
 def program_of(closed: Any, shape: tuple[int, ...]) -> Program:
-    """The program of a function that was traced on an f32 array of `shape`; its constants become the scalars.
+    """The program of a function that was traced on an f32 array of `shape`. Its constants become the scalars.
 
     Raises:
-      NotElementwise: it cannot be proven to be elementwise.
+      NotElementwise: the function cannot be proven to be elementwise.
     """
     if closed.effects:
         raise NotElementwise(f"it has an effect, {next(iter(closed.effects))}")
@@ -161,12 +164,12 @@ def program_of(closed: Any, shape: tuple[int, ...]) -> Program:
         raise NotElementwise("its result is complex")
     if not out.varying:
         out = walk.add(None, {}, [out], True, out.dtype)
-    assert isinstance(out.where, int)
-    return walk.program(out.where)
+    assert isinstance(out.source, int)
+    return walk.program(out.source)
 
 
 def _captured(index: int, const: tuple[Any, str]) -> _Value:
-    """The value of a constant of the function."""
+    """The value for a constant that the function captures: `index` in its jaxpr's constants, `const` with its dtype."""
     value, dtype = const
     if (shape := tuple(np.shape(value))) != ():
         return _Value(0, False, "", f"it captures an array of shape {shape}")
@@ -176,52 +179,69 @@ def _captured(index: int, const: tuple[Any, str]) -> _Value:
 
 
 def _narrow(dtype: Any) -> str:
+    """The name of a dtype, with 32 bits instead of 64."""
     name = str(dtype)
     return _NARROW.get(name, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A value on the way: where it is, whether it varies, and why nothing may depend on it."""
+    """A value of the jaxpr during the walk.
 
-    where: Constant | int
+    Attributes:
+      source: a constant, or the index of a value of the program.
+      varying: whether it has an entry for each entry of the input.
+      dtype: name of its dtype.
+      refused: why the function's result must not depend on this value; None if it may.
+    """
+
+    source: Constant | int
     varying: bool
     dtype: str
     refused: str | None = None
 
 
 class _Walk:
-    """Collects the steps of a program."""
+    """Walks a jaxpr and collects the operations of its program.
+
+    Args:
+      shape: the shape of the input.
+      scalars: names of the dtypes of the captured constants.
+    """
 
     def __init__(self, shape: tuple[int, ...], scalars: list[str]) -> None:
-        self.shape, self.scalars, self.steps = shape, scalars, []
-        self.too_much: str | None = None
+        self.shape, self.scalars, self.ops = shape, scalars, []
+        self.why_not_unrolled: str | None = None
 
     def program(self, output: int) -> Program:
-        """The program with that output, without the scalars and the steps that it does not need."""
+        """The program whose result is the value `output`, without the scalars and operations that it does not need."""
         first = 1 + len(self.scalars)
         needed = {0, output}
-        for index in range(len(self.steps) - 1, -1, -1):
+        for index in range(len(self.ops) - 1, -1, -1):
             if first + index in needed:
-                needed.update(x for x in self.steps[index].operands if isinstance(x, int))
+                needed.update(x for x in self.ops[index].operands if isinstance(x, int))
         place = {old: new for new, old in enumerate(sorted(needed))}
-        steps = tuple(
-            dataclasses.replace(step, operands=tuple(place[x] if isinstance(x, int) else x for x in step.operands))
-            for index, step in enumerate(self.steps, start=first)
+        ops = tuple(
+            dataclasses.replace(op, operands=tuple(place[x] if isinstance(x, int) else x for x in op.operands))
+            for index, op in enumerate(self.ops, start=first)
             if index in needed
         )
         captured = tuple(x - 1 for x in sorted(needed) if 0 < x < first)
-        dtype = "float32" if output == 0 else self.steps[output - first].dtype
-        return Program(captured, tuple(self.scalars[x] for x in captured), steps, place[output], dtype, self.too_much)
+        dtype = "float32" if output == 0 else self.ops[output - first].dtype
+        return Program(
+            captured, tuple(self.scalars[x] for x in captured), ops, place[output], dtype, self.why_not_unrolled
+        )
 
-    def add(self, primitive: Any, params: dict[str, Any], operands: list[_Value], varying: bool, dtype: str) -> _Value:
-        """A step, and the value that it makes."""
+    def add(
+        self, primitive: Primitive | None, params: dict[str, Any], operands: list[_Value], varying: bool, dtype: str
+    ) -> _Value:
+        """Adds an operation, and returns its result."""
         name = primitive.name if primitive is not None else ""
         if varying and primitive is not None and name not in _BROADCASTING:
             operands = [x if x.varying else self.add(None, {}, [x], True, x.dtype) for x in operands]
         items = tuple(sorted((key, _hashable(value)) for key, value in params.items()))
-        self.steps.append(Step(primitive, items, tuple(x.where for x in operands), dtype))
-        return _Value(len(self.scalars) + len(self.steps), varying, dtype)
+        self.ops.append(ElementwiseOp(primitive, items, tuple(x.source for x in operands), dtype))
+        return _Value(len(self.scalars) + len(self.ops), varying, dtype)
 
     def run(self, jaxpr: Any, arguments: list[_Value]) -> list[_Value]:
         """The values of a jaxpr's results."""
@@ -274,7 +294,8 @@ class _Walk:
 
     def _elementwise(self, equation: Any, operands: list[_Value], varying: bool, dtype: str) -> _Value:
         name, params = equation.primitive.name, dict(equation.params)
-        # A number is true if it is not zero, but Mosaic GPU would take its last bit; and its `not` is of integers.
+        # Mosaic GPU converts a number to bool by its last bit, and has `not` for integers alone. So compare with zero,
+        # and use `xor`.
         if name == "convert_element_type" and dtype == "bool" and operands[0].dtype != "bool":
             return self.add(lax.ne_p, {}, [operands[0], _constant(np.zeros((), operands[0].dtype))], varying, dtype)
         if name == "not" and dtype == "bool":
@@ -291,7 +312,7 @@ class _Walk:
         return self.add(equation.primitive, params, operands, varying, dtype)
 
     def _select(self, which: _Value, cases: list[_Value], varying: bool, dtype: str) -> _Value:
-        """The case of that index, by selections between two: a kernel has no others."""
+        """The case with the index `which`, by selections between two values: a kernel has no other selection."""
         chosen = cases[0]
         for index, case in enumerate(cases[1:], start=1):
             varies = which.varying or case.varying or chosen.varying
@@ -305,7 +326,7 @@ class _Walk:
         return chosen
 
     def _cond(self, equation: Any, operands: list[_Value]) -> list[_Value]:
-        """All branches, and of each result the one that is meant."""
+        """Computes all branches, and selects each result."""
         which, *given = operands
         if which.refused or which.varying:
             reason = which.refused or "it branches on an array"
@@ -319,7 +340,7 @@ class _Walk:
         return results
 
     def _scan(self, equation: Any, operands: list[_Value]) -> list[_Value]:
-        """As many rounds as there are; results that are stacked, and what is scanned over, are refused."""
+        """Unrolls the rounds. Values that the loop scans over or stacks are refused."""
         body, length = equation.params["jaxpr"], equation.params["length"]
         of_body, of_scan = [var.aval.shape for var in body.outvars], [var.aval.shape for var in equation.outvars]
         carried = sum(inner == outer for inner, outer in zip(of_body, of_scan, strict=True))
@@ -333,9 +354,9 @@ class _Walk:
         first = len(inputs) - sum(slices) - carried
         consts, carry, rest = inputs[:first], inputs[first : first + carried], inputs[first + carried :]
         for count in range(length):
-            if len(self.steps) > MAX_STEPS:
-                # The first round has shown whether a round is elementwise.
-                self.too_much = f"its loop of {length} rounds is too long, after {count} of them"
+            if len(self.ops) > MAX_OPS:
+                # Stop here: the rounds so far have shown whether a round is elementwise.
+                self.why_not_unrolled = f"its loop of {length} rounds is too long, after {count} of them"
                 break
             outs = self._inner(body, [*consts, *carry, *rest])
             carry = self._carried(outs[:carried], carry)
@@ -343,11 +364,11 @@ class _Walk:
         return [*carry, *stacked]
 
     def _while(self, equation: Any, operands: list[_Value]) -> list[_Value]:
-        """One round shows whether the loop is elementwise; how many there will be is not known here."""
+        """Walks one round, which shows whether the loop is elementwise. The number of rounds is not known here."""
         params = equation.params
         of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
         carry = operands[of_condition + of_body :]
-        self.too_much = "it has a loop whose number of rounds is not known"
+        self.why_not_unrolled = "it has a loop whose number of rounds is not known"
         carry = self._carried(
             self._inner(params["body_jaxpr"], [*operands[of_condition : of_condition + of_body], *carry]), carry
         )
@@ -356,7 +377,7 @@ class _Walk:
         return [dataclasses.replace(x, refused=refused) for x in carry] if refused else carry
 
     def _carried(self, outs: list[_Value], before: list[_Value]) -> list[_Value]:
-        """What a round of a loop hands to the next: whatever cannot be proven of one value spoils all."""
+        """The values that a round of a loop hands to the next. If one of them is refused, all are."""
         refused = next((x.refused for x in outs if x.refused), None)
         return [
             dataclasses.replace(x, varying=x.varying or old.varying, refused=refused) if refused else x
@@ -365,6 +386,7 @@ class _Walk:
 
 
 def _constant(value: Any, dtype: Any = None) -> _Value:
+    """The value for a literal, or for a constant of an inner jaxpr."""
     if (shape := tuple(np.shape(value))) != ():
         return _Value(0, False, "", f"it captures an array of shape {shape}")
     name = _narrow(np.asarray(value).dtype if dtype is None else dtype)
@@ -372,6 +394,7 @@ def _constant(value: Any, dtype: Any = None) -> _Value:
 
 
 def _hashable(value: Any) -> Any:
+    """A parameter of a primitive in a form that can be compared and hashed."""
     if isinstance(value, (np.dtype, type(None), str, int, float, tuple)):
         return value
     return value if value.__hash__ is not None else repr(value)

@@ -1,9 +1,11 @@
-"""A traced function of single values, applied to every entry of arrays: one operation of jax, whatever their types.
+"""A primitive that applies a traced function of single values to every entry of arrays, whatever the arrays' types.
 
-An activation is traced once, at the call, on types that say nothing of a mesh. What it is applied to may vary along
-mesh axes (`varying.py`) or be sharded over Explicit ones, and its jaxpr would not fit these types. So it is the
-parameter of a primitive: the result has the type of the operands, and the jaxpr shows only when it is lowered. The
-derivative is the sum of the partial derivatives, which are functions of single values again, times the tangents.
+An activation is traced once, at the call, on types that say nothing of a mesh. The arrays that it is applied to may
+vary along mesh axes (`varying.py`) or be sharded over Explicit axes, and its jaxpr would not fit these types. So the
+jaxpr is the parameter of a primitive. The primitive's result has the type of the operands, and the jaxpr appears only
+when the primitive is lowered.
+
+The derivative is the sum of the partial derivatives, which are functions of single values again, times the tangents.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from overlap import _compat
@@ -25,13 +27,18 @@ _entries_p = Primitive("overlap_entries")
 
 @contextlib.contextmanager
 def typeless() -> Iterator[None]:
-    """A context in which what is traced says nothing of a mesh, wherever that is."""
+    """A context in which types of traced values say nothing of a mesh, also inside `jax.shard_map`."""
     with _compat.without_varying_axes(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         yield
 
 
-def elementwise_map(of_entry: Any, *operands: jax.Array) -> jax.Array:
-    """A closed jaxpr of single values, [] each, and with one result, applied to every entry of arrays of one shape."""
+def elementwise_map(of_entry: ClosedJaxpr, *operands: jax.Array) -> jax.Array:
+    """Applies `of_entry` to every entry of arrays of one shape.
+
+    Args:
+      of_entry: a closed jaxpr from single values, [] each, to one value, [].
+      operands: arrays of one shape, as many as `of_entry` has arguments.
+    """
     return _entries_p.bind(*alike(operands), of_entry=of_entry)
 
 
@@ -72,7 +79,10 @@ def _jvp(operands: Any, tangents: Any, *, of_entry: Any) -> tuple[Any, Any]:
 
 
 def _partial(of_entry: Any, index: int) -> Any:
-    """The partial derivative by one operand. In reverse mode: an activation may have a `jax.custom_vjp`."""
+    """The partial derivative by one operand.
+
+    It is taken in reverse mode, since an activation may have a `jax.custom_vjp`.
+    """
     with typeless():
         types = [jax.ShapeDtypeStruct((), aval.dtype) for aval in of_entry.in_avals]
         return jax.make_jaxpr(jax.grad(lambda *entries: jaxpr_as_fun(of_entry)(*entries)[0], index))(*types)

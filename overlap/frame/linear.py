@@ -1,9 +1,9 @@
-"""Linear maps with a transpose of their own: what makes an operation differentiable in both modes, to any order.
+"""Linear maps with a transpose of their own. They make operations differentiable in both modes, to any order.
 
-An operation's derivative is a linear map of the operands' tangents. Forward mode (`jax.jvp`) evaluates it, and reverse
-mode (`jax.grad`) transposes it. Here the map itself is ordinary JAX, run by XLA; its transpose is the operation's own
-backward pass, which may run kernels. So an operation with such a map has both modes, which `jax.custom_vjp` cannot
-give.
+An operation's derivative is a linear map of the operands' tangents. Forward mode (`jax.jvp`) evaluates the map, and
+reverse mode (`jax.grad`) transposes it. Here the map itself is ordinary JAX, run by XLA. Its transpose is the
+operation's own backward pass, which may run kernels. So the operation has both modes; with `jax.custom_vjp` it would
+have reverse mode only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from overlap.kernels.varying import summed_like
 
-# From residuals, the dtypes in which cotangents of the operands are wanted (None: not at all), and cotangents of the
-# results, to the cotangents of the operands.
+# Called as transpose(residuals, wanted, cotangents), see `linear_map`; returns the cotangents of the operands.
 Transpose = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_p = Primitive("overlap_linear")
@@ -35,13 +34,18 @@ def linear_map(
     """`forward(residuals, operands)`, which is linear in `operands`, with a transpose of its own.
 
     Args:
-      forward: in terms of JAX's own operations; it captures no arrays.
-      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand. Those given
-        may be symbolic zeros (`ad.Zero`). `wanted`
-        holds the dtype in which each is wanted, or None where it is not: that of the operand, or f32 if it will be
-        added to others first. A cotangent may have more bits than that; it is rounded once, at the end.
+      forward: in terms of JAX's own operations. It captures no arrays.
+      transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand.
+        `cotangents` are those of the results, and may be symbolic zeros (`ad.Zero`). `wanted` has an entry for each
+        operand: the dtype in which its cotangent is wanted, or None if it is not wanted. That dtype is the operand's,
+          or
+        f32 if the cotangent will be added to others first. A returned cotangent may have more bits; it is rounded once,
+        at the end.
       residuals: arrays.
       operands: arrays.
+
+    Returns:
+      The results of `forward`.
     """
     count = len(residuals)
     traced = jax.make_jaxpr(lambda *values: list(forward(values[:count], values[count:])))(*residuals, *operands)
@@ -93,13 +97,13 @@ def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpos
 
 
 def _as_operand(cotangent: jax.Array, operand: Any) -> jax.Array:
-    """A cotangent of the operand's type: what travels to be summed over devices is rounded, but not to 8 bits."""
+    """A cotangent, given the operand's type. If devices sum it up, it is rounded before that, though not to 8 bits."""
     travels = jnp.float32 if operand.dtype.itemsize < 2 else operand.dtype
     return summed_like(cotangent.astype(travels), operand).astype(operand.dtype)
 
 
 def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, count: int) -> Any:
-    # A dimension of None: the same for all elements.
+    # None in `dims` means that the value is the same for all elements.
     (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
     values = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in zip(values, dims, strict=True)]
     axes = [None if dim is None else 0 for dim in dims]
@@ -108,7 +112,8 @@ def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, coun
         return jax.vmap(jaxpr_as_fun(forward), in_axes=axes, axis_size=size)(*residuals, *operands)
 
     def transpose_of_all(residuals: Sequence[Any], wanted: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        # What all elements share has the sum of their cotangents, which are not rounded before it.
+        # An operand that all elements share gets the sum of their cotangents. Ask for f32, so that they are not rounded
+        # before they are added.
         dtypes = [
             dtype if axis == 0 or dtype is None else jnp.dtype(jnp.float32)
             for dtype, axis in zip(wanted, axes[count:], strict=True)
@@ -147,11 +152,12 @@ def tangents_of(
     Args:
       outs: the results, a pytree.
       operands: the operands, a pytree.
-      tangents: a pytree of the same structure.
+      tangents: of the operands, a pytree of the same structure.
       by_xla: the operation in terms of JAX's own operations, for forward mode: from operands to results.
-      backward: called as `backward(operands, saved, cotangents, wanted)` for reverse mode; returns a pytree of
-        cotangents. `wanted` is a pytree of the dtypes in which they are, None where they are not: see `linear_map`.
-      saved: further arrays for that, a pytree.
+      backward: called as `backward(operands, saved, cotangents, wanted)` for reverse mode; returns a pytree of the
+        operands' cotangents. `wanted` is a pytree of dtypes, with None for cotangents that are not wanted; see
+        `linear_map`.
+      saved: further arrays that `backward` needs, a pytree.
     """
     leaves, structure = jax.tree.flatten(operands)
     directions = structure.flatten_up_to(tangents)

@@ -1,4 +1,4 @@
-"""A call of any operation, checked and brought into the one form of `overlap.frame.operands`."""
+"""Checks a call of any operation and brings it into the one form of `overlap.frame.operands`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.frame import activation as activations
 from overlap.frame import arguments, block_scales, scales
@@ -25,14 +26,14 @@ ARRAYS = ("lhs", "rhs", "addend", "bias", "lhs_scale", "rhs_scale")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A checked call, and what leads back to the caller's form.
+    """A checked call, and how its results are brought back into the caller's form.
 
     Attributes:
       operands: with at most one leading dimension. Arrays may be `jax.ShapeDtypeStruct`s.
-      layouts: how they lie in memory.
+      layouts: how the operands lie in memory.
       out_dtype: of all results.
-      activation: as it was traced.
-      by_xla: the caller's own function, for where XLA runs.
+      activation: the traced activation; None for none.
+      by_xla: the caller's own activation function, which is applied where XLA runs; None for none.
       batch: the leading dimensions of the results.
       container: list or tuple if the caller gave several right operands, else None.
       given: the keywords of the epilogue that the caller gave.
@@ -40,7 +41,7 @@ class Call:
 
     operands: Operands
     layouts: OperandLayouts
-    out_dtype: Any
+    out_dtype: jnp.dtype
     activation: activations.Activation | None
     by_xla: Callable[[jax.Array], jax.Array] | None
     batch: tuple[int, ...]
@@ -49,7 +50,7 @@ class Call:
 
     @property
     def names(self) -> list[str]:
-        """What the caller calls the right operands."""
+        """The right operands' names for messages: `rhs`, or `rhs[0]`, `rhs[1]`, … if the caller gave several."""
         return _names(self.container, len(self.operands.rhs_list))
 
     @property
@@ -59,7 +60,7 @@ class Call:
 
     def restore(self, results: Results) -> Any:
         """The results as the caller expects them."""
-        # One of several right operands may have leading dimensions, where the left one and others have none.
+        # If only one of several right operands has leading dimensions, only its result has them.
         outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)
         result = outs[0] if self.container is None else self.container(outs)
         return result if gathered is None else (result, gathered)
@@ -80,9 +81,10 @@ def normalize(
     transpose_rhs: bool = False,
     scalars: tuple[Any, ...] | None = None,
 ) -> Call:
-    """Checks the arguments and brings them into the kernel's form; arrays may be `jax.ShapeDtypeStruct`s.
+    """Checks the arguments of a call and brings them into the form that kernels take.
 
-    `scalars`: what the activation captures, if it is an `Activation` already.
+    The arguments are those of the public functions. Arrays may be `jax.ShapeDtypeStruct`s. If `activation` has been
+    traced already (an `Activation`), `scalars` are the scalars that it captures.
 
     Raises:
       ValueError: wrong ranks, dtypes or sizes.
@@ -104,10 +106,10 @@ def normalize(
     (m, _), widths = layouts.m_k(lhs.shape), [layouts.k_n(x.shape)[1] for x in rhs_list]
     result = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
-    of = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
+    scaled = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
     blocks = block_scales.normalize(lhs_scale, rhs_scale, lhs, rhs_list, container is not None, layouts)
     left_blocks, right_blocks = blocks or (None, None)
-    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, of, wide) if blocks is None else (None, None)
+    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, scaled, wide) if blocks is None else (None, None)
     applied: Any = activation
     by_xla = activation
     if activation is not None and scalars is None:
@@ -115,12 +117,16 @@ def normalize(
     elif activation is not None:
         by_xla = functools.partial(activation, scalars=scalars)
     operands = Operands(
-        _flat(lhs, 2), tuple(_flat(x, 2) for x in rhs_list), None if row_scale is None else _flat(row_scale, 1),
-        column_scales, _biases(operation, bias, result, container, wide),
-        _addends(operation, addend, result, batch, container, out_dtype),
-        scalars or (), None if left_blocks is None else _flat(left_blocks, 2),
-        None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
-    )  # fmt: skip
+        lhs=_flat(lhs, 2),
+        rhs_list=tuple(_flat(x, 2) for x in rhs_list),
+        row_scale=None if row_scale is None else _flat(row_scale, 1),
+        column_scales=column_scales,
+        biases=_biases(operation, bias, result, container, wide),
+        addends=_addends(operation, addend, result, batch, container, out_dtype),
+        scalars=scalars or (),
+        lhs_block_scale=None if left_blocks is None else _flat(left_blocks, 2),
+        rhs_block_scales=None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
+    )
     epilogue = dict(addend=addend, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
     given = tuple(name for name, value in epilogue.items() if value is not None)
     return Call(operands, layouts, out_dtype, applied, by_xla, batch, container, given)
@@ -147,7 +153,7 @@ def _names(container: type | None, count: int) -> list[str]:
 def _checked(
     operation: Operation, lhs: Any, rhs_list: list[Any], container: type | None, preferred: Any, layouts: OperandLayouts
 ) -> jnp.dtype:
-    """The checks of each pair of operands; returns the dtype of the results."""
+    """Checks each pair of operands, and returns the dtype of the results."""
     out_dtype: Any = None
     for index, rhs in enumerate(rhs_list):
         try:
@@ -193,12 +199,14 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
     )
 
 
-def _of_each(name: str, given: Any, count: int, container: type | None) -> list[tuple[str, Any]]:
-    """An argument of each right operand, with the name by which the caller knows it."""
+def _per_rhs(name: str, given: Any, count: int, container: type | None) -> list[tuple[str, Any]]:
+    """The entry of an argument for each of `count` right operands, and the entry's name for messages."""
     if container is None:
         return [(name, given)]
     if not isinstance(given, (list, tuple)) or len(given) != count:
-        was = f"a {type(given).__name__} of {len(given)}" if isinstance(given, (list, tuple)) else arguments.said(given)
+        was = (
+            f"a {type(given).__name__} of {len(given)}" if isinstance(given, (list, tuple)) else arguments.shown(given)
+        )
         raise ValueError(
             f"`{name}` must be a list with one entry per matrix of `rhs`, got {was}: give {count} entries, None where "
             "there is nothing to add"
@@ -207,12 +215,12 @@ def _of_each(name: str, given: Any, count: int, container: type | None) -> list[
 
 
 def _biases(
-    operation: Operation, bias: Any, result: list[tuple[int, int]], container: type | None, dtype: Any
+    operation: Operation, bias: Any, result: list[tuple[int, int]], container: type | None, dtype: DTypeLike
 ) -> tuple[Any, ...] | None:
     if bias is None:
         return None
     biases = []
-    for (name, x), (_, n) in zip(_of_each("bias", bias, len(result), container), result, strict=True):
+    for (name, x), (_, n) in zip(_per_rhs("bias", bias, len(result), container), result, strict=True):
         if x is None:  # One of several right operands has none.
             biases.append(None)
             continue
@@ -233,12 +241,12 @@ def _addends(
     result: list[tuple[int, int]],
     batch: tuple[int, ...],
     container: type | None,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[Any, ...] | None:
     if addend is None:
         return None
     addends = []
-    for (name, x), shape in zip(_of_each("addend", addend, len(result), container), result, strict=True):
+    for (name, x), shape in zip(_per_rhs("addend", addend, len(result), container), result, strict=True):
         if x is None:
             addends.append(None)
             continue
@@ -258,7 +266,7 @@ def _or_part(operation: Operation) -> str:
 
 
 def _flat(x: Any, rank: int) -> Any:
-    """With at most one leading dimension before the last `rank` ones."""
+    """`x` with at most one leading dimension before its last `rank` dimensions."""
     leading, rest = x.shape[: len(x.shape) - rank], x.shape[len(x.shape) - rank :]
     if len(leading) < 2:
         return x

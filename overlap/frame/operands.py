@@ -1,10 +1,10 @@
-"""What goes into a product, in the one form that all operations bring a call into.
+"""The operands of a product, in the one form into which all operations bring a call.
 
 A product computes this, without the parts that it is not given:
 
     out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
 
-Operands of 8 bits may have scales of blocks: each 32 elements along k are then multiplied by one before the product.
+8-bit operands may have scales of blocks: before the product, each 32 elements along k are multiplied by their scale.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.choice.choose import choose_config
 from overlap.frame import arguments
@@ -30,51 +31,55 @@ if TYPE_CHECKING:
     from overlap.frame.operation import Operation
 
 F32 = jnp.dtype(jnp.float32)
-# Of each right operand, and the gathered left one if it is asked for.
+# One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree
+# has put in the array's place, such as a bool, a dtype or a tangent.
+type Leaf = Any
+# A result for each right operand, and the gathered left operand if the caller asked for it.
 Results = tuple[tuple[jax.Array, ...], jax.Array | None]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The arrays of a product on one device; None where there is nothing.
+    """The arrays of a product on one device. A field is None if the call has no such array.
 
     Attributes:
       lhs: [(batch,) m, k], or [(batch,) k, m] if transposed.
       rhs_list: the right operands, [(batch,) k, n] each, or [(batch,) n, k] if transposed.
       row_scale: [(batch,) m] in f32.
-      column_scales: [n] in f32 for each right operand.
-      biases: [n] in f32 for each right operand, added to each row.
-      addends: [(batch,) m, n] for each right operand, added to the product.
-      scalars: what the activation captures, each of a dtype of its own.
-      lhs_block_scale: as `lhs`, with k / 32 in place of k.
-      rhs_block_scales: likewise for each right operand; both or neither.
+      column_scales: for each right operand [n] in f32.
+      biases: for each right operand [n] in f32, added to each row; None in the place of one that has none.
+      addends: for each right operand [(batch,) m, n], added to the product; None in the place of one that has none.
+      scalars: the scalars that the activation captures, of any dtypes.
+      lhs_block_scale: the left operand's scales of blocks, shaped as `lhs`, but with k / 32 in place of k.
+      rhs_block_scales: for each right operand its scales of blocks, shaped as it, but with k / 32 in place of k. Given
+        if and only if `lhs_block_scale` is.
     """
 
-    lhs: Any
-    rhs_list: tuple[Any, ...]
-    row_scale: Any = None
-    column_scales: tuple[Any, ...] | None = None
-    biases: tuple[Any, ...] | None = None
-    addends: tuple[Any, ...] | None = None
-    scalars: tuple[Any, ...] = ()
-    lhs_block_scale: Any = None
-    rhs_block_scales: tuple[Any, ...] | None = None
+    lhs: Leaf
+    rhs_list: tuple[Leaf, ...]
+    row_scale: Leaf = None
+    column_scales: tuple[Leaf, ...] | None = None
+    biases: tuple[Leaf, ...] | None = None
+    addends: tuple[Leaf, ...] | None = None
+    scalars: tuple[Leaf, ...] = ()
+    lhs_block_scale: Leaf = None
+    rhs_block_scales: tuple[Leaf, ...] | None = None
 
     @property
     def matrices(self) -> Operands:
-        """The product alone, without what belongs to its epilogue."""
+        """The operands of the product alone, without those of its epilogue."""
         scales = {name: getattr(self, name) for name in ("lhs_block_scale", "rhs_block_scales")}
         return Operands(self.lhs, self.rhs_list, **scales)
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether anything is done to the product but for an activation."""
+        """Whether the product has an epilogue, apart from an activation."""
         return any(x is not None for x in (self.row_scale, self.column_scales, self.biases, self.addends))
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the product has scales."""
+        """Whether the product has scales of rows or columns."""
         return self.row_scale is not None or self.column_scales is not None
 
     @property
@@ -82,17 +87,22 @@ class Operands:
         """Whether the operands have scales of blocks."""
         return self.lhs_block_scale is not None
 
-    def of_one(self, index: int) -> Operands:
-        """Those of one right operand."""
-        rhs, *of_rhs = self.of_each[index]
-        scales, biases, addends = (None if x is None else (x,) for x in of_rhs)
-        blocks = self.rhs_block_scales and (self.rhs_block_scales[index],)
-        of_rhs = dict(column_scales=scales, biases=biases, addends=addends, rhs_block_scales=blocks)
-        return dataclasses.replace(self, rhs_list=(rhs,), **of_rhs)
+    def for_rhs(self, index: int) -> Operands:
+        """The operands of the product with one of the right operands."""
+        rhs, *vectors = self.per_rhs[index]
+        scales, biases, addends = (None if x is None else (x,) for x in vectors)
+        return dataclasses.replace(
+            self,
+            rhs_list=(rhs,),
+            column_scales=scales,
+            biases=biases,
+            addends=addends,
+            rhs_block_scales=self.rhs_block_scales and (self.rhs_block_scales[index],),
+        )
 
     @property
-    def of_each(self) -> list[tuple[Any, Any, Any, Any]]:
-        """For each right operand: itself, its column scale, bias and addend."""
+    def per_rhs(self) -> list[tuple[Leaf, Leaf, Leaf, Leaf]]:
+        """For each right operand: (rhs, column scale, bias, addend), with None for what it has not."""
         nothing = (None,) * len(self.rhs_list)
         columns = [x or nothing for x in (self.column_scales, self.biases, self.addends)]
         return list(zip(self.rhs_list, *columns, strict=True))
@@ -100,65 +110,75 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """What is static about a product.
+    """Everything about a product that is known when it is traced.
 
     Attributes:
-      operation: which one it is, with what is special about this call of it.
+      operation: the operation, with what is special about this call.
       layouts: how the operands lie in memory.
-      out_dtype: of the results.
+      out_dtype: the dtype of the results.
       target: the device.
-      config: the fused kernel's sizes; None: by XLA.
-      activation: of f32 values; None for none.
-      insists: whether the caller asked for the fused kernel, so that XLA may not run in its place.
+      config: the fused kernel's configuration; None: XLA computes the product.
+      activation: the activation, of f32 values; None for none.
+      must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
     """
 
     operation: Operation
     layouts: OperandLayouts
-    out_dtype: Any
+    out_dtype: DTypeLike
     target: Target
     config: Config | None
     activation: Activation | None = None
-    insists: bool = False
+    must_fuse: bool = False
 
-    def applied(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
-        """The activation with the scalars that it captures, as JAX sees it; None for none."""
+    def bound_activation(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+        """The activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
         activation = self.activation
         return None if activation is None else lambda values: activation(values, operands.scalars)
 
     @property
     def program(self) -> epilogue.Program | None:
-        """What a kernel computes of the activation; None for none."""
+        """The activation as a kernel computes it; None for none."""
         return None if self.activation is None else self.activation.program
 
-    def computed(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
-        """The activation by that program, which has no rules of derivatives; None for none."""
+    def kernel_activation(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+        """`program` with its scalars bound, for where XLA stands in for a kernel; None for none.
+
+        It has no derivative rules.
+        """
         program = self.program
         if program is None:
             return None
         scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
         return lambda values: program(values, scalars)
 
-    def types(self, operands: Operands, m: int, out_dtype: Any = None, **more: Any) -> OperandTypes:
-        """What the mainloop must know of the operands; `m`: of how many rows a tile may take some."""
+    def types(self, operands: Operands, m: int, out_dtype: DTypeLike | None = None, **more: Any) -> OperandTypes:
+        """The operands' types, for the mainloop.
+
+        Args:
+          operands: arrays or their types.
+          m: the rows of the matrix that is cut into tiles.
+          out_dtype: the dtype that the kernel stores; by default `self.out_dtype`.
+          **more: further fields of `OperandTypes`.
+        """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
         has_addend, scaled = operands.addends is not None, operands.is_block_scaled
         return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, **more)
 
-    def vectors(self, operands: Operands, row_scale: Any = None) -> epilogue.Vectors:
-        """What the epilogue reads, filled up to whole tiles; `row_scale` is so already."""
+    def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
+        """The vectors that the epilogue reads, filled up to whole tiles. `row_scale` must be filled up already."""
         assert self.config is not None
         _, unit = self.config.cluster_tile
         scales, biases = epilogue.filled(operands.column_scales, unit), epilogue.filled(operands.biases, unit)
         return epilogue.Vectors(row_scale, scales, biases, epilogue.packed(operands.scalars, self.program))
 
 
-def accumulator(dtype: Any) -> jnp.dtype:
-    """The dtype in which products of operands are summed, and everything behind them is computed."""
+def accumulator(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype in which the sums of a product and its epilogue are computed, for operands of dtype `dtype`."""
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
 def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int, tuple[int, ...], int]:
-    """Batch (None if no operand has that dimension), m, n of each right operand, and k."""
+    """(batch, m, n of each right operand, k); batch is None if no operand has that dimension."""
     m, k = layouts.m_k(operands.lhs.shape)
     widths = tuple(layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list)
     blocks = (operands.lhs_block_scale, *(operands.rhs_block_scales or ()))
@@ -170,7 +190,10 @@ def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int,
 
 
 def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
-    """Without leading dimensions, where they can be more rows: tiles are then full of them. Arrays may be types."""
+    """The operands with their leading dimensions folded into the rows, where that is possible; else as they are.
+
+    Then tiles are filled with the rows of several batch elements. Arrays may be types.
+    """
     lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
     (addend,) = operands.addends or (None,)
     of_rhs = (rhs, *(operands.rhs_block_scales or ()))
@@ -184,21 +207,24 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
     if blocks is not None:
         blocks = arguments.each(lambda x: jnp.broadcast_to(x, (*lhs.shape[:-1], x.shape[-1])), blocks)
 
-    def folded(x: Any, *last: int) -> Any:
+    def folded(x: Leaf, *last: int) -> Leaf:
         shape = math.prod(lhs.shape[:-1]), *last
         return None if x is None else arguments.each(lambda x: x.reshape(shape), x)
 
     return dataclasses.replace(
-        operands, lhs=folded(lhs, lhs.shape[-1]), row_scale=folded(rows),
+        operands,
+        lhs=folded(lhs, lhs.shape[-1]),
+        row_scale=folded(rows),
         addends=None if addend is None else (folded(addend, addend.shape[-1]),),
         lhs_block_scale=None if blocks is None else folded(blocks, blocks.shape[-1]),
-    )  # fmt: skip
+    )
 
 
 def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
-    """The plan of the same without the activation and in f32; its `config` is None if no kernel can do that.
+    """`plan` for f32 results and without the activation. Its `config` is None if no kernel can compute that.
 
-    f32 results take more shared memory and registers, so the configuration of the call may not do. Arrays may be types.
+    f32 results take more shared memory and registers. So where the plan's configuration does not fit any more, another
+    one is chosen. Arrays may be types.
     """
     problem, config = plan.operation.problem(operands, plan.layouts, F32), plan.config
     assert config is not None

@@ -1,18 +1,23 @@
-"""What is special about an operation: all that the frame asks for, with what is right where nothing is communicated."""
+"""The interface of an operation: everything in which operations differ.
+
+The defaults here are right for an operation that communicates nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
+from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.frame import by_xla
 from overlap.frame.operands import LaunchPlan, Operands, Results
+from overlap.frame.signatures import AnyMesh
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
@@ -22,9 +27,12 @@ if TYPE_CHECKING:
 
 NOTHING_GATHERED = MappingProxyType({"m": 1, "n": 1, "k": 1})
 _WAYS_AROUND = {
-    "bias": "add it to the result", "addend": "add it to the result", "activation": "apply it to the result",
-    "lhs_scale": "multiply the result by it", "rhs_scale": "multiply the result by it",
-}  # fmt: skip
+    "bias": "add it to the result",
+    "addend": "add it to the result",
+    "activation": "apply it to the result",
+    "lhs_scale": "multiply the result by it",
+    "rhs_scale": "multiply the result by it",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +40,17 @@ class Operation:
     """One operation, and what is special about one call of it. Hashable; equal ones run the same kernel.
 
     Attributes:
-      name: the public function's.
+      name: the name of the public function.
       takes_lists: whether `rhs` may be a list.
-      takes_parts: whether the arrays are a device's parts, as inside `jax.shard_map`, or global ones.
-      gathers_rows: whether an `lhs_scale` of shape (1, 1) is the scale of a device's only row (True) or a scalar.
+      takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
+      gathers_rows: whether the rows of `lhs` are gathered. An `lhs_scale` of shape (1, 1) is then the scale of a
+        device's only row; else it is a scalar.
       reduces: whether products are summed over devices (`reduced`), before bias, addend and activation.
-      spreads: whether all devices have the whole sum, if `reduces`; else each has a block.
-      transport: how data travels between devices in the fused kernel; empty: nothing does.
+      replicates: if `reduces`, whether every device gets the whole sum; else each device gets a block of it.
+      transport: how data travels between devices in the fused kernel; empty: no data travels.
       epilogue: the keywords of the epilogue that the fused kernel takes.
-      takes_block_scales: whether it takes scales of blocks.
-      batched_together: the fields of `Operands` that have a batch in the kernel if any has.
+      takes_block_scales: whether the fused kernel takes scales of blocks.
+      batched_together: names of fields of `Operands`. In the kernel all of them have a batch dimension if one has.
     """
 
     name = ""
@@ -62,25 +71,36 @@ class Operation:
 
     @property
     def gather_factors(self) -> Mapping[str, int]:
-        """m, n and k of the product of one device, over those that `lhs` (m) and `rhs` (n, k) have per shard."""
+        """How many times the size of a shard the product of one device has, in m, n and k.
+
+        The shard is that of `lhs` for m, and that of `rhs` for n and k.
+        """
         return NOTHING_GATHERED
 
     def result_shape(self, m: int, n: int) -> tuple[int, int]:
-        """Rows and columns of a result, from those that `lhs` and `rhs` have per shard. ValueError: none fits."""
+        """Rows and columns of a device's result.
+
+        Args:
+          m: rows of a device's `lhs`.
+          n: columns of a device's `rhs`.
+
+        Raises:
+          ValueError: the devices cannot have equal blocks of the result.
+        """
         return m * self.gather_factors["m"], n * self.gather_factors["n"]
 
     # --- The choice ---
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
         """The call's sizes, as the choice of a configuration sees them."""
         raise NotImplementedError
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        """Whether the fused kernel can serve the call. Raises as `limits.check` does."""
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
+        """Raises, as `limits.check` does, if the fused kernel cannot serve the call."""
         raise NotImplementedError
 
     def check_keywords(self, call: Call) -> None:
-        """Raises NotImplementedError if the fused kernel has no such epilogue, or takes no scales of blocks."""
+        """Raises NotImplementedError if the fused kernel does not take the call's epilogue or its scales of blocks."""
         if call.operands.is_block_scaled and not self.takes_block_scales:
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` takes no `lhs_scale` and `rhs_scale` of blocks yet: "
@@ -98,8 +118,8 @@ class Operation:
                 'implementation="xla"'
             )
 
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
-        """What else the choice depends on, and what it entails."""
+    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
+        """What the choice depends on beside the problem, and what a fused kernel would need."""
         del call, mesh
         return dispatch.Circumstances()
 
@@ -110,65 +130,86 @@ class Operation:
         raise NotImplementedError
 
     def typed(self, operands: Operands) -> Operands:
-        """The operands, typed as varying along the mesh axes along which the kernel communicates."""
+        """The operands, typed as varying (`kernels/varying.py`) along the axes along which the kernel communicates."""
         return operands
 
-    def why_not_folded(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
-        """Why the kernel has no batch for what `jax.vmap` is over; None if it has."""
+    def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
+        """Why the kernel cannot compute a `jax.vmap` as its own batch; None if it can.
+
+        Arguments as for `batch.batched`.
+        """
         del is_batched, axis_size, plan
         return None
 
     # --- The same by XLA, and the backward pass ---
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        """By XLA: the operands of the product that one device computes."""
+        """By XLA: gathers what the operation gathers. Returns the operands of the product that one device computes."""
         del layouts
         return operands
 
     def reduced(self, product: jax.Array) -> jax.Array:
-        """By XLA: this device's part of the result, from its product."""
+        """By XLA: sums a device's product over the devices. Returns this device's part of the result."""
         return product
 
-    def spread(self, cotangent: jax.Array) -> jax.Array:
-        """The transpose of `reduced`."""
+    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        """The transpose of `reduced`: from the cotangent of a device's part of the result to that of its product."""
         return cotangent
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        """What of the gathered left operand is a result as well."""
+        """The gathered left operand, if the operation returns it; else None."""
         del gathered_lhs, lhs
         return None
 
     def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+        self,
+        cotangents: Operands,
+        d_kept: jax.Array | None,
+        operands: Operands,
+        wanted: Operands,
+        layouts: OperandLayouts,
     ) -> Operands:
-        """The transpose of `gathered`: from cotangents of its results (and of `kept`) to those of the operands."""
+        """The transpose of `gathered`: from the cotangents of the gathered operands to those of the operands.
+
+        Args:
+          cotangents: of the gathered operands.
+          d_kept: the cotangent of `kept`; None if there is none.
+          operands: the operands, before they are gathered.
+          wanted: which cotangents are wanted, as for `linear.linear_map`.
+          layouts: how the operands lie in memory.
+        """
         del d_kept, operands, wanted, layouts
         return cotangents
 
-    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
-        """Of a single right operand: the cotangent g rhsᵀ of the left one as `scattered` gives it, by one kernel.
+    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
+        """The cotangent g rhsᵀ of the left operand, multiplied and scattered by one kernel.
 
-        None if there is no such kernel: then `times` and `scattered` do it.
+        None if there is no such kernel. Then `times` and `scattered` do the same.
         """
         del g, rhs, dtype, plan
         return None
 
-    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
-        """The cotangent lhsᵀ g of a right operand, the operand `lhs` being gathered by the same kernel.
+    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
+        """The cotangent lhsᵀ g of a right operand, by one kernel that gathers `lhs` and multiplies.
 
-        None if there is no such kernel: then `gathered` and `times` do it.
+        None if there is no such kernel. Then `gathered` and `times` do the same.
         """
         del lhs, g, dtype, plan
         return None
 
-    def spread_and_times(
-        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan
+    def lhs_and_product_cotangents(
+        self, cotangent: jax.Array, rhs: jax.Array, dtype: DTypeLike, plan: LaunchPlan
     ) -> tuple[jax.Array, jax.Array] | None:
-        """g rhsᵀ and g itself, which is what `spread` gives, by one kernel; None if there is no such kernel."""
+        """(g rhsᵀ, g) by one kernel, where g is `product_cotangent(cotangent)`.
+
+        None if there is no such kernel. Then `product_cotangent` and `times` do the same.
+        """
         del cotangent, rhs, dtype, plan
         return None
 
-    def times(self, lhs: Any, rhs: Any, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
+    def times(
+        self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan
+    ) -> jax.Array:
         """A product of the backward pass."""
         del plan
         return by_xla.times(lhs, rhs, layouts, dtype)

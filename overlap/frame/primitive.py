@@ -1,8 +1,9 @@
 """An operation as a primitive of JAX, with rules of its own for `vmap` and for derivatives.
 
-`jax.custom_jvp` and `jax.custom_vmap` would do for a single transformation. But where JAX splits what is known from
-what is not (the gradient of a `lax.scan` or of a `jax.checkpoint`), it keeps the functions behind them and drops their
-rules, so that a second derivative would meet a kernel. A primitive keeps its rules wherever it goes.
+`jax.custom_jvp` and `jax.custom_vmap` would suffice for a single transformation. But the gradient of a `lax.scan` or of
+a `jax.checkpoint` makes JAX split a function into a known and an unknown part. JAX then keeps the functions behind
+these decorators and drops their rules, so that a second derivative would reach the kernel itself. A primitive keeps its
+rules.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _operation_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class Primitive:
-    """What an operation is made of. `operands` and results are pytrees of arrays, `plan` is what is static.
+    """An operation with its rules. `operands` and `results` are pytrees of arrays; `plan` is static, and hashable.
 
     Attributes:
-      run: from (operands, plan) to results.
-      batched: the same of operands with a further leading dimension where `is_batched`: from (operands, is_batched,
-        axis_size, plan) to results that all have one.
-      derivative: from (operands, tangents, plan, evaluate) to (results, tangents of these); see
-        `overlap.frame.linear`. `evaluate()` gives the results, without tracing the operation anew.
+      run: run(operands, plan) returns the results.
+      batched: the rule for `jax.vmap`. batched(operands, is_batched, axis_size, plan) returns results that all have the
+        mapped dimension in front. `operands` have it where `is_batched`, a pytree of bools, is True.
+      derivative: the rule for derivatives. derivative(operands, tangents, plan, evaluate) returns the results and their
+        tangents, see `overlap.frame.linear`. `evaluate()` returns the results, without tracing the operation again.
     """
 
     run: Callable[[Any, Any], Any]
@@ -42,7 +43,8 @@ class Primitive:
     def __call__(self, operands: Any, plan: Any) -> Any:
         """Runs the operation."""
         if marks.current() is not None:
-            # Inline: what its kernel records leaves it by the side, which no primitive lets through.
+            # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a
+            # side effect of tracing. A primitive would not let them through.
             return self.run(operands, plan)
         leaves, structure = jax.tree.flatten(operands)
         traced, types = jax.make_jaxpr(
@@ -54,13 +56,13 @@ class Primitive:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Static:
-    """What is static about one call: with the structures of operands and results, and the traced operation."""
+    """The static data of one call: the structures of operands and results (`PyTreeDef`s), and the traced operation."""
 
     operation: Primitive
     plan: Any
     operands: Any
     results: Any
-    traced: Any
+    traced: core.ClosedJaxpr
 
 
 @_operation_p.def_impl
@@ -86,7 +88,10 @@ def _jvp(leaves: Any, tangents: Any, *, static: _Static) -> Any:
 
 
 def _transposed(cotangents: Any, *leaves: Any, static: _Static) -> list[Any]:
-    """For `jax.linear_transpose` of what is linear in some operands: their gradient, which does not depend on them."""
+    """For `jax.linear_transpose`, where the operation is linear in the operands to be transposed.
+
+    The transpose is the gradient with respect to these operands. It does not depend on their values, so take zeros.
+    """
     unknown = [index for index, x in enumerate(leaves) if ad.is_undefined_primal(x)]
 
     def of_unknown(*given: Any) -> list[Any]:
@@ -101,7 +106,7 @@ def _transposed(cotangents: Any, *leaves: Any, static: _Static) -> list[Any]:
 
 
 def _batched(leaves: Any, dims: Any, *, static: _Static) -> Any:
-    # A dimension of None: the same for all elements.
+    # None in `dims` means that the operand is the same for all elements.
     (size,) = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
     in_front = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)]
     is_batched = [dim is not None for dim in dims]

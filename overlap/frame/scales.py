@@ -6,23 +6,25 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.frame import arguments
+from overlap.frame.operands import Leaf
 
 _SCALARS = {(), (1,), (1, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """What is scaled.
+    """The sizes of the operands that are scaled.
 
     Attributes:
       batch: leading dimensions.
       rows: rows of `lhs`.
       widths: columns of each right operand.
       several: whether the caller gave a list of right operands.
-      gathered: whether the rows of several devices are gathered. The scale of a single row is then no scalar, since
-        each device has one of its own.
+      gathered: whether the rows of several devices are gathered. An `lhs_scale` of shape (1, 1) is then the scale of a
+        device's only row. Else it is a scalar.
     """
 
     batch: tuple[int, ...]
@@ -32,37 +34,39 @@ class Scaled:
     gathered: bool = False
 
 
-def normalize(lhs_scale: Any, rhs_scale: Any, of: Scaled, dtype: Any) -> tuple[Any, tuple[Any, ...] | None]:
-    """Checks both scales and returns the row scale, [(*batch,) m], and the column scales, one [n] per right operand.
-
-    Each is None if there is nothing to multiply by. A scalar becomes a factor of the columns, also as `lhs_scale`.
+def normalize(lhs_scale: Any, rhs_scale: Any, scaled: Scaled, dtype: DTypeLike) -> tuple[Leaf, tuple[Leaf, ...] | None]:
+    """Checks both scales, and returns them as a scale of rows and scales of columns.
 
     Args:
       lhs_scale: a scalar, [m, 1] (the same for all leading indices), [*batch, m, 1] or None.
-      rhs_scale: a scalar, [n], [1, n] or None; for several right operands a scalar, or a list or tuple with one such
-        entry for each.
-      of: what they scale.
-      dtype: of the scales.
+      rhs_scale: a scalar, [n], [1, n] or None; for several right operands a scalar, or a list or tuple with a scalar,
+        [n] or [1, n] for each.
+      scaled: the sizes of the operands.
+      dtype: the dtype of the returned scales.
+
+    Returns:
+      The row scale, [(*batch,) m], and the column scales, one [n] per right operand. Each is None if there is nothing
+      to multiply by. A scalar becomes a factor of the columns, also if it is given as `lhs_scale`.
 
     Raises:
-      ValueError: a scale is no real number or array of such, or has a wrong shape or length.
+      ValueError: a scale is neither a real number nor an array of real numbers, or has a wrong shape or length.
     """
-    row: Any = None
-    factors: list[list[Any]] = []
+    row: Leaf = None
+    factors: list[list[Leaf]] = []
     if lhs_scale is not None:
         lhs_scale = arguments.factor("lhs_scale", lhs_scale, dtype)
-        shape, per_row = tuple(lhs_scale.shape), (*of.batch, of.rows, 1)
-        if shape in (per_row, (of.rows, 1)) and (of.gathered or shape != (1, 1)):
+        shape, per_row = tuple(lhs_scale.shape), (*scaled.batch, scaled.rows, 1)
+        if shape in (per_row, (scaled.rows, 1)) and (scaled.gathered or shape != (1, 1)):
             row = arguments.each(lambda x: x[..., 0], lhs_scale)
         elif shape in _SCALARS:
-            factors.append([_spread(lhs_scale, width) for width in of.widths])
+            factors.append([_as_columns(lhs_scale, width) for width in scaled.widths])
         else:
             raise ValueError(
                 f"`lhs_scale` must be a scalar or {per_row}, one value per row of `lhs`, got shape {shape}: reshape "
                 "it, or pass factors of columns as `rhs_scale`"
             )
     if rhs_scale is not None:
-        factors.append(_of_columns(rhs_scale, of.widths, of.several, dtype))
+        factors.append(_column_scales(rhs_scale, scaled.widths, scaled.several, dtype))
     if not factors:
         return row, None
     first, *others = factors
@@ -71,7 +75,7 @@ def normalize(lhs_scale: Any, rhs_scale: Any, of: Scaled, dtype: Any) -> tuple[A
     return row, tuple(first)
 
 
-def _of_columns(rhs_scale: Any, widths: list[int], several: bool, dtype: Any) -> list[Any]:
+def _column_scales(rhs_scale: Any, widths: list[int], several: bool, dtype: DTypeLike) -> list[Leaf]:
     """`rhs_scale` as one [n] per right operand."""
     if not isinstance(rhs_scale, (list, tuple)):
         scale = arguments.factor("rhs_scale", rhs_scale, dtype)
@@ -96,15 +100,15 @@ def _of_columns(rhs_scale: Any, widths: list[int], several: bool, dtype: Any) ->
     return [_per_column(name, scale, width) for name, scale, width in zip(names, scales, widths, strict=True)]
 
 
-def _per_column(name: str, scale: Any, n: int) -> Any:
+def _per_column(name: str, scale: Leaf, n: int) -> Leaf:
     if tuple(scale.shape) not in _SCALARS | {(n,), (1, n)}:
         raise ValueError(
             f"`{name}` must be a scalar, ({n},) or (1, {n}), one value per column of the result, got shape "
             f"{tuple(scale.shape)}: reshape it, or pass factors of rows as `lhs_scale`"
         )
-    return _spread(scale, n)
+    return _as_columns(scale, n)
 
 
-def _spread(scale: Any, n: int) -> Any:
-    """A scalar or one value per column, as [n]."""
+def _as_columns(scale: Leaf, n: int) -> Leaf:
+    """A scalar, or one value per column, as [n]."""
     return arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), scale)

@@ -1,13 +1,17 @@
-"""`matmul` of operands whose types say how they are sharded, as on an Explicit mesh, which `jax.make_mesh` makes.
+"""Operands whose types say how they are sharded, as on a mesh with Explicit axes, which `jax.make_mesh` makes.
 
-A kernel runs on one device, on operands that lie there. Where the types say along which mesh axes the operands are
-sharded, the call enters `jax.shard_map` over these axes by itself, if no device then needs what another one holds:
+A kernel runs on one device, on operands that lie there. If the types say along which mesh axes the operands are
+sharded, `matmul` enters `jax.shard_map` over these axes by itself, provided that no device then needs data of another
+one:
 
-    batch, m, n    may be sharded, each along axes of its own. All operands and the result are then cut alike; one that
-                   is whole along such a dimension is cut first, which moves nothing between devices
-    k              may not: each device would have a part of every sum
+    batch, m, n    may be sharded, each along axes of its own. All operands and the result are then cut alike. An
+    operand
+                   that is whole along such a dimension is cut first, which moves nothing between devices
+    k              must not be sharded: each device would have a part of every sum
 
 Inside, each device's part is a `matmul` of its own, which chooses its implementation by the sizes of that part.
+
+The last part of this file is for calls inside a `shard_map` that is over some axes of the mesh only.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType
 
+from overlap.frame.signatures import AnyMesh
 from overlap.kernels.varying import axes_of
 
 _WAYS_OUT = (
@@ -30,16 +35,16 @@ _WAYS_OUT = (
 Axes = tuple[str, ...]
 
 
-def explicit_axes(mesh: Any) -> Axes:
+def explicit_axes(mesh: AnyMesh) -> Axes:
     """The axes of a mesh along which the types of arrays say how they are sharded."""
     types = zip(mesh.axis_names, mesh.axis_types or (), strict=False)
     return tuple(name for name, kind in types if kind == AxisType.Explicit)
 
 
-def rest_of(mesh: Any) -> Axes:
-    """The axes that are left to enter `shard_map` over: all that are not manual yet, if XLA's partitioner has none.
+def enterable_axes(mesh: AnyMesh) -> Axes:
+    """The axes over which `shard_map` can still be entered: the Explicit ones, and Auto ones if each has one device.
 
-    Axes of type Auto are the partitioner's, unless they have a single device each.
+    Auto axes of several devices belong to XLA's partitioner.
     """
     sizes = dict(mesh.shape)
     auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
@@ -47,8 +52,8 @@ def rest_of(mesh: Any) -> Axes:
     return (*explicit_axes(mesh), *(auto if alone else ()))
 
 
-def mesh_of(*operands: Any) -> Any:
-    """The mesh of the operands' types, if it has Explicit axes; else None."""
+def mesh_of(*operands: Any) -> AnyMesh | None:
+    """The mesh of the operands' types if it has Explicit axes; else None."""
     for operand in operands:
         mesh = getattr(type_sharding(operand), "mesh", None)
         if mesh is not None and explicit_axes(mesh):
@@ -57,31 +62,32 @@ def mesh_of(*operands: Any) -> Any:
 
 
 def type_sharding(operand: Any) -> Any:
-    """The sharding that the type of an operand says; None if it is no array of jax."""
+    """The sharding in the type of an operand; None if the operand is not an array of jax."""
     if isinstance(operand, (jax.Array, jax.ShapeDtypeStruct)):
         return getattr(jax.typeof(operand), "sharding", None)
     return None
 
 
 def enter(
-    function: Callable[[Any], Any], mesh: Any, in_specs: Any, out_spec: jax.P, axes: Iterable[str] | None = None
+    function: Callable[[Any], Any], mesh: AnyMesh, in_specs: Any, out_spec: jax.P, axes: Iterable[str] | None = None
 ) -> Callable[[Any], Any]:
-    """`function` of a tree of operands inside `jax.shard_map` over all axes of `mesh` that are left to enter.
+    """`function`, run inside `jax.shard_map` over the axes of `mesh` that can still be entered. It is differentiable.
 
     Args:
-      function: from each device's parts to its part of the result.
-      mesh: the mesh.
-      in_specs: of the operands: one for all, or a dictionary as they are.
-      out_spec: of all results.
-      axes: those to enter instead.
+      function: from a tree of a device's parts of the operands to its part of the result.
+      mesh: the mesh. Some of its axes may be manual already.
+      in_specs: the partition of all operands; or, if the operands are a dictionary, a dictionary of partitions.
+      out_spec: the partition of all results.
+      axes: the axes to enter; by default `enterable_axes(mesh)`.
     """
     outer = getattr(mesh, "manual_axes", ())
-    # A nested one must check what the enclosing one does. If that has `check_vma=True`, positions are typed as varying.
+    # A nested `shard_map` must have the `check_vma` of the enclosing one. With `check_vma=True`, the type of a device's
+    # index says that it varies.
     checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
-    rest, every = set(rest_of(mesh) if axes is None else axes), set(mesh.axis_names) - set(outer)
+    rest, every = set(enterable_axes(mesh) if axes is None else axes), set(mesh.axis_names) - set(outer)
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # All of them are not named: jax then leaves those out that `jax.vmap` is over.
+        # If all axes are entered, name none of them: jax then leaves out the axes that `jax.vmap` maps over.
         names = set() if rest == every else rest
         return jax.shard_map(
             function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=checks
@@ -95,8 +101,9 @@ def enter(
         if checks or not isinstance(in_specs, dict):
             (found,) = jax.vjp(function, operands)[1](of_results)
             return found
-        # Without types jax does not know of an operand that several parts of the result come from; nor that a sum over
-        # devices is the same on all of them, so that each has a share of its cotangent.
+        # Without `check_vma`, jax knows neither which operands are the same on several devices, so that their
+        # cotangents must be summed over these, nor which results are the same on several devices, so that each device
+        # must take a share of their cotangent. Both follow from the partitions.
         cut, in_out = set().union(*map(_axes_in, in_specs.values())), _axes_in(out_spec)
         sharers = math.prod(mesh.shape[axis] for axis in cut - in_out)
         shares = of_results if sharers == 1 else jax.tree.map(lambda d: d / sharers, of_results)
@@ -104,7 +111,8 @@ def enter(
         uncut = {name: tuple((cut | in_out) - _axes_in(spec)) for name, spec in in_specs.items()}
         return {name: lax.psum(d, uncut[name]) if uncut[name] else d for name, d in found.items()}
 
-    # jax 0.11 and 0.12 cannot lower the gradient of a nested one if it keeps anything but its operands until then.
+    # jax 0.11 and 0.12 cannot lower the gradient of a nested `shard_map` that saves anything but its operands for the
+    # backward pass. So save the operands, and run the forward pass again.
     nested = jax.custom_vjp(run)
     nested.defvjp(
         lambda operands: (run(operands), operands),
@@ -118,16 +126,18 @@ def _axes_in(spec: jax.P) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a call is cut.
+class ProductSharding:
+    """How a product is cut among the devices of a mesh.
+
+    A dimension of the product is named "m", "n", "k", or by the index of a batch dimension.
 
     Attributes:
       mesh: the mesh.
-      axes: for each name of a dimension ("m", "n", a batch dimension's index), the axes that it is sharded along.
-      names: for each operand, the names of its dimensions.
+      axes: for each sharded dimension, the mesh axes that it is sharded along.
+      names: for each operand, the names of its dimensions; None for one of size 1.
     """
 
-    mesh: Any
+    mesh: AnyMesh
     axes: dict[Any, Axes]
     names: dict[str, tuple[Any, ...]]
 
@@ -139,8 +149,8 @@ class Layout:
         """`function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
 
         Raises:
-          NotImplementedError: inside `jax.vmap` over a dimension that is sharded, whose axes jax does not let anyone
-            enter.
+          NotImplementedError: inside `jax.vmap` over a dimension that is sharded. jax does not let a `shard_map` enter
+            the axes of that dimension.
         """
         specs = {name: self.spec(self.names[name]) for name in operands}
         whole = [name for name, x in operands.items() if spec_of_type(x) != specs[name]]
@@ -157,7 +167,7 @@ class Layout:
             cut = {name: jax.reshard(operands[name], jax.NamedSharding(self.mesh, specs[name])) for name in whole}
             return enter(of_part, self.mesh, specs, self.spec(out))(operands | cut)
 
-        # Outside `jax.jit` only a jitted function brings an array of one device to the mesh.
+        # An array that lies on one device is brought to the mesh by `jax.jit` only.
         return (jax.jit(run) if whole else run)(operands)
 
 
@@ -167,7 +177,10 @@ def has_mesh(x: Any) -> bool:
 
 
 def require_summed(operands: dict[str, Any]) -> None:
-    """Raises ValueError if the type of an operand says that it is a part of a sum over devices, or its cotangent is."""
+    """Raises ValueError if the type of an operand has unreduced or reduced axes.
+
+    Unreduced: each device holds a term of a sum over the devices. Reduced: the same holds for the cotangent.
+    """
     for name, x in operands.items():
         spec = getattr(type_sharding(x), "spec", None)
         for kind in ("unreduced", "reduced"):
@@ -195,14 +208,13 @@ def spec(along: Iterable[Axes]) -> jax.P:
     return jax.P(*(axes[0] if len(axes) == 1 else axes or None for axes in along))
 
 
-def layout_of(mesh: Any, operands: dict[str, Any], names: dict[str, tuple[Any, ...]]) -> Layout:
-    """How a product is cut so that no device needs what another one holds.
+def product_sharding(mesh: AnyMesh, operands: dict[str, Any], names: dict[str, tuple[Any, ...]]) -> ProductSharding:
+    """How a product is cut so that no device needs data of another one.
 
     Args:
-      mesh: that of the operands' types.
+      mesh: the mesh of the operands' types.
       operands: arrays, by name.
-      names: for each operand, the names of its dimensions: "m", "n", "k" or the index of a batch dimension; None for
-        one of size 1.
+      names: see `ProductSharding`.
 
     Raises:
       NotImplementedError: one operand is sharded along k. XLA gathers it.
@@ -212,7 +224,7 @@ def layout_of(mesh: Any, operands: dict[str, Any], names: dict[str, tuple[Any, .
     """
     require_summed(operands)
     axes: dict[Any, Axes] = {}
-    said: dict[Any, list[str]] = {}
+    cut_by: dict[Any, list[str]] = {}
     for name, x in operands.items():
         for dimension, part in zip(names[name], spec_of_type(x), strict=True):
             along = part if isinstance(part, tuple) else () if part is None else (part,)
@@ -220,14 +232,14 @@ def layout_of(mesh: Any, operands: dict[str, Any], names: dict[str, tuple[Any, .
                 continue
             if axes.setdefault(dimension, along) != along:
                 raise ValueError(
-                    f"`{said[dimension][0]}` and `{name}` must be sharded alike along {_said(dimension)}, got "
+                    f"`{cut_by[dimension][0]}` and `{name}` must be sharded alike along {_named(dimension)}, got "
                     f"{axes[dimension]} and {along}: {_WAYS_OUT}"
                 )
-            said.setdefault(dimension, []).append(name)
-    if len(said.get("k", ())) == 1:
-        # XLA gathers that operand, whatever else the axis cuts.
+            cut_by.setdefault(dimension, []).append(name)
+    if len(cut_by.get("k", ())) == 1:
+        # XLA gathers that operand, even if the same axis cuts another dimension.
         raise NotImplementedError(
-            f"the fused kernel needs all of k on each device, and `{said['k'][0]}` is sharded along it over "
+            f"the fused kernel needs all of k on each device, and `{cut_by['k'][0]}` is sharded along it over "
             f'{axes["k"]}: {_WAYS_OUT}; or use implementation="xla", which gathers it'
         )
     users: dict[str, Any] = {}
@@ -236,28 +248,28 @@ def layout_of(mesh: Any, operands: dict[str, Any], names: dict[str, tuple[Any, .
             other = users.setdefault(axis, dimension)
             if other != dimension:
                 raise ValueError(
-                    f"a mesh axis must cut one dimension of a product, and {axis!r} cuts {_said(other)} of "
-                    f"`{said[other][0]}` and {_said(dimension)} of `{said[dimension][0]}`: {_WAYS_OUT}"
+                    f"a mesh axis must cut one dimension of a product, and {axis!r} cuts {_named(other)} of "
+                    f"`{cut_by[other][0]}` and {_named(dimension)} of `{cut_by[dimension][0]}`: {_WAYS_OUT}"
                 )
-    if "k" in axes and len(said["k"]) > 1:
+    if "k" in axes and len(cut_by["k"]) > 1:
         raise ValueError(
             f"`lhs` and `rhs` must not both be sharded along k, got {axes['k']}: each device would have a part of "
             f"every sum, and nothing says whether they are to be added. {_WAYS_OUT}"
         )
-    return Layout(mesh, axes, names)
+    return ProductSharding(mesh, axes, names)
 
 
-def _said(dimension: Any) -> str:
+def _named(dimension: Any) -> str:
     return dimension if isinstance(dimension, str) else f"leading dimension {dimension}"
 
 
 # ---- Inside a shard_map over some axes -------------------------------------------------------------------------------
 
 
-def require_rest_of_one() -> None:
+def require_no_partitioner_axes() -> None:
     """Raises NotImplementedError inside a `shard_map` that leaves axes of several devices to XLA's partitioner.
 
-    It decides after the kernel is built what the devices along these axes hold, and it cannot split a kernel.
+    The partitioner decides after the kernel is built what the devices along these axes hold, and cannot split a kernel.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes:
@@ -273,7 +285,7 @@ def require_rest_of_one() -> None:
 
 
 def require_whole(operands: dict[str, Any]) -> None:
-    """Raises NotImplementedError if a type says that an operand is sharded over axes that are not entered yet."""
+    """Raises NotImplementedError if an operand's type says that it is sharded over axes that are not manual."""
     for name, x in operands.items():
         if spec := [part for part in spec_of_type(x) if part is not None]:
             raise NotImplementedError(
@@ -283,9 +295,12 @@ def require_whole(operands: dict[str, Any]) -> None:
             )
 
 
-def on_the_rest(function: Callable[[Any], Any], operands: Any) -> Any:
-    """`function(operands)` inside `shard_map` over the axes left to enter, along which the operands are whole."""
+def in_enterable_axes(function: Callable[[Any], Any], operands: Any) -> Any:
+    """`function(operands)` inside a `shard_map` over the axes that can still be entered.
+
+    Operands and results are whole along these axes.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes or not rest_of(mesh):
+    if not mesh.manual_axes or not enterable_axes(mesh):
         return function(operands)
     return enter(function, mesh, jax.P(), jax.P())(operands)

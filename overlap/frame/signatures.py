@@ -1,6 +1,6 @@
 """The types of arguments that several public functions have, as type checkers and `help()` show them.
 
-They say what `overlap.frame.arguments` accepts. What cannot be said in a type (shapes, dtypes, which axes there are) is
+They say what `overlap.frame.arguments` accepts. What a type cannot say (shapes, dtypes, the axes of the mesh) is
 checked at the call.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-# `jax.typing.ArrayLike` has numbers as well, and no operand is a number.
+# Narrower than `jax.typing.ArrayLike`, which includes Python numbers: an operand has at least one dimension.
 AnyArray = jax.Array | np.ndarray
 Scale = AnyArray | np.floating | np.integer | float
 AxisName = str | tuple[str, ...]
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh

@@ -52,13 +52,13 @@ def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] 
     return run
 
 
-def leave_to_xla(op: str, reason: str, *, insists: bool) -> None:
+def leave_to_xla(op: str, reason: str, *, must_fuse: bool) -> None:
     """For what shows only after the choice: says once that XLA runs in the kernel's place.
 
     Raises:
       NotImplementedError: the caller insists on the kernel.
     """
-    if insists:
+    if must_fuse:
         raise NotImplementedError(reason)
     if (op, reason) not in _said:
         _said.add((op, reason))
@@ -120,7 +120,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str)
             ", and the partitioner cannot split it: call it inside jax.shard_map over all axes of the mesh, or use "
             'implementation="xla"'
         )
-        leave_to_xla(name, reason, insists=otherwise is None)
+        leave_to_xla(name, reason, must_fuse=otherwise is None)
         lowered = otherwise
     # With the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)

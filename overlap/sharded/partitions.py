@@ -94,7 +94,7 @@ def given(name: str, sharding: Any, rank: int, mesh: Any) -> Partition:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, PartitionSpec):
         raise ValueError(
-            f"`{name}` must be a jax.sharding.PartitionSpec or a NamedSharding, got {arguments.said(sharding)}: pass "
+            f"`{name}` must be a jax.sharding.PartitionSpec or a NamedSharding, got {arguments.shown(sharding)}: pass "
             "e.g. jax.P(None, 'x')"
         )
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):

@@ -26,7 +26,7 @@ from typing import Literal, NoReturn
 
 Axes = tuple[str, ...]
 Partition = tuple[Axes, ...]
-Operation = Literal[
+OperationName = Literal[
     "matmul", "all_gather_lhs_matmul", "all_gather_rhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 ]
 # Of `rhs`.
@@ -52,7 +52,7 @@ class ShardingPlan:
     lhs: Partition
     rhs: Partition
     out: Partition
-    operation: Operation = "matmul"
+    operation: OperationName = "matmul"
     axes: Axes = ()
     dimension: int = 0
     gathers: tuple[tuple[int, Axes], ...] = ()

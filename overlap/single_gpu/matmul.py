@@ -50,7 +50,7 @@ class Matmul(Operation):
         if call.sizes[0] == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
         self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)
-        sharded.require_rest_of_one()
+        sharded.require_no_partitioner_axes()
 
     def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
         """By the kernel where that can be, else by XLA."""
@@ -63,12 +63,16 @@ class Matmul(Operation):
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(operands, LaunchPlan(self, layouts, dtype, plan.target, config, insists=plan.insists))
+        (out,), _ = call.fused(
+            operands, LaunchPlan(self, layouts, dtype, plan.target, config, must_fuse=plan.must_fuse)
+        )
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         # The cache of `jax.jit` keeps its static arguments.
-        kept = plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.alone)
+        kept = (
+            plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.without_function)
+        )
         rows = as_rows(operands, plan.layouts)
         # What a kernel records leaves it by the side, which neither a cached nor a sealed function lets through.
         out = (_launch if marks.current() is None else product.launch)(rows, kept)
@@ -85,9 +89,11 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
         return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
 
-    otherwise = of_leaves(lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.computed(given))[0])
+    otherwise = of_leaves(
+        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
+    )
     kernel = of_leaves(lambda given: product.launch(given, plan))
-    return launch.sealed(kernel, "matmul", None if plan.insists else otherwise)(*leaves)
+    return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
 
 
 # Outside `jax.jit` each call would otherwise trace, and so compile, its kernel anew.
@@ -107,7 +113,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
     """From the operation of one device to the result, each device's part computed by itself: see `sharded`.
 
     Raises:
-      ValueError, NotImplementedError: as `normalize` does for the whole call, and `sharded.layout_of`.
+      ValueError, NotImplementedError: as `normalize` does for the whole call, and `sharded.product_sharding`.
     """
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
@@ -148,7 +154,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         own = own[len(own) - x.ndim :]
         return tuple(None if size == 1 else along for size, along in zip(x.shape, own, strict=True))
 
-    layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
+    layout = sharded.product_sharding(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
     return lambda run: layout.call(lambda **parts: run(**of_call(parts)), operands, (*batch, "m", "n"))
 
 
@@ -260,7 +266,7 @@ def matmul(
         except NotImplementedError as cannot:
             if implementation is None:
                 if dispatch.target().platform != "cpu":
-                    launch.leave_to_xla("matmul", str(cannot), insists=False)
+                    launch.leave_to_xla("matmul", str(cannot), must_fuse=False)
                 implementation = "xla"
             if implementation != "xla":
                 raise

@@ -50,7 +50,7 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
         return out
     product = out.reshape(batches, split, m, n).sum(axis=1)
     product = product if batch is not None else product[0]
-    return by_xla.finish((product,), operands, plan.out_dtype, plan.computed(operands))[0]
+    return by_xla.finish((product,), operands, plan.out_dtype, plan.kernel_activation(operands))[0]
 
 
 def _matrices(operands: Operands, out_dtype: Any, plan: LaunchPlan) -> Operands:

@@ -140,9 +140,9 @@ def autotune(
     arguments.flag("save", save)
     arguments.flag("force", force)
     if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not budget_s > 0:
-        raise ValueError(f"`budget_s` must be seconds, more than 0, got {arguments.said(budget_s)}: leave it out")
+        raise ValueError(f"`budget_s` must be seconds, more than 0, got {arguments.shown(budget_s)}: leave it out")
     if path is not None and not isinstance(path, (str, pathlib.Path)):
-        raise ValueError(f"`path` must be None or the path of a file, got {arguments.said(path)}: leave it out")
+        raise ValueError(f"`path` must be None or the path of a file, got {arguments.shown(path)}: leave it out")
     if path is not None and save:
         require_writable(path, "`path`")
     problems = problems_of(fn, *args, **kwargs)

@@ -146,7 +146,7 @@ def gathered_first[T](problem: Problem, first: T, second: T) -> tuple[T, T]:
 
 def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The operands with the gathered one complete."""
-    if not (problem.pulls and problem.gathered):
+    if not (problem.communicates and problem.gathered):
         return lhs, rhs
     shard, other = gathered_first(problem, lhs, rhs)
     along = _dimensions(problem)[OPERATIONS[problem.op].gathers].index(problem.gathered)
@@ -163,7 +163,7 @@ def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -
 
 def reduce(problem: Problem, out: jax.Array) -> jax.Array:
     """Of a product that is summed over the devices, this one's part."""
-    if not (problem.pulls and problem.scattered):
+    if not (problem.communicates and problem.scattered):
         return out
     if problem.replicates:
         return lax.psum(out, AXIS)
