@@ -131,10 +131,13 @@ def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:
             times[name].append(1e6 * loops[name].call_s(1))
     ratios = sorted(after / before for after, before in zip(times["after"], times["before"]))
     return {
-        "before": statistics.median(times["before"]), "after": statistics.median(times["after"]),
-        "ratio": statistics.median(ratios), "low": ratios[len(ratios) // 4], "high": ratios[3 * len(ratios) // 4],
+        "before": statistics.median(times["before"]),
+        "after": statistics.median(times["after"]),
+        "ratio": statistics.median(ratios),
+        "low": ratios[len(ratios) // 4],
+        "high": ratios[3 * len(ratios) // 4],
         "same": _in_all_processes((results["after"] == results["before"]).all()),
-    }  # fmt: skip
+    }
 
 
 def _local(array: jax.Array) -> np.ndarray:

@@ -87,18 +87,25 @@ def parser(
         help="of one step; a hang then ends the run with a trace",
     )
     result.add_argument(
-        "--out", type=new_folder, default=None, metavar="DIR",
+        "--out",
+        type=new_folder,
+        default=None,
+        metavar="DIR",
         help="write CSV and markdown here: benchmarks/results, or with --name a folder of benchmarks/experiments",
-    )  # fmt: skip
+    )
     result.add_argument(
-        "--name", type=plain_name, default=None,
+        "--name",
+        type=plain_name,
+        default=None,
         help="stem of files of their own, for an experiment; none: the current table of this operation, device, number "
         "of devices and layout, whose rows of the same problems are replaced",
-    )  # fmt: skip
+    )
     result.add_argument(
-        "--commit", default=None, metavar="HASH",
+        "--commit",
+        default=None,
+        metavar="HASH",
         help="the commit whose code this is; none: $OVERLAP_COMMIT, else HEAD. Needed where there is no .git",
-    )  # fmt: skip
+    )
     result.add_argument("--dry-run", action="store_true", help="CPU devices and tiny sizes, to test the harness")
     return result
 

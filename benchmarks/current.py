@@ -217,11 +217,21 @@ def lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def run_lines(table: Table) -> list[str]:
     """The runs of a table, numbered in the order of time, as a markdown table."""
     headings = ("run", "measured", "commit", "command", "jax", "driver", "NCCL")
-    return lines(headings, [
-        (str(position), run["env_date"], run["env_commit"], command_of(run.get("env_command", "")),
-         run["env_jax"].split(",")[0].removeprefix("jax "), run.get("env_driver") or "–", run.get("env_nccl") or "–")
-        for position, run in enumerate(table.runs(), 1)
-    ])  # fmt: skip
+    return lines(
+        headings,
+        [
+            (
+                str(position),
+                run["env_date"],
+                run["env_commit"],
+                command_of(run.get("env_command", "")),
+                run["env_jax"].split(",")[0].removeprefix("jax "),
+                run.get("env_driver") or "–",
+                run.get("env_nccl") or "–",
+            )
+            for position, run in enumerate(table.runs(), 1)
+        ],
+    )
 
 
 def command_of(command: str) -> str:
@@ -247,31 +257,63 @@ def words_of_problem(row: Row) -> str:
 
 def markdown(table: Table) -> str:
     """The table for people: every method of every problem, and the runs that they are of."""
-    headings = ("(m, n, k) per shard", "method", "loop µs", "p10–p90", "wall µs", "TFLOP/s", "% peak", "NVLink GB/s",
-                "xla/this", "roof/this", "wall xla/this", "error", "run")  # fmt: skip
+    headings = (
+        "(m, n, k) per shard",
+        "method",
+        "loop µs",
+        "p10–p90",
+        "wall µs",
+        "TFLOP/s",
+        "% peak",
+        "NVLink GB/s",
+        "xla/this",
+        "roof/this",
+        "wall xla/this",
+        "error",
+        "run",
+    )
     rows, remarks = [], []
     for row in table.rows:
-        rows.append((
-            words_of_problem(row), row["method"], number(row, "loop_us", 1) if row["loop_us"] else row["status"],
-            f"{number(row, 'loop_us_p10', 1)}–{number(row, 'loop_us_p90', 1)}", number(row, "wall_us", 1),
-            number(row, "tflops_per_device", 0), number(row, "percent_of_peak", 1),
-            number(row, "received_gb_per_s_per_device", 0), number(row, "xla_over_this", 3),
-            number(row, "roof_over_this", 3), number(row, "xla_over_this_wall", 3),
-            f"{float(row['error']):.2e}" if row["error"] else "–", run_number(table, row),
-        ))  # fmt: skip
+        rows.append(
+            (
+                words_of_problem(row),
+                row["method"],
+                number(row, "loop_us", 1) if row["loop_us"] else row["status"],
+                f"{number(row, 'loop_us_p10', 1)}–{number(row, 'loop_us_p90', 1)}",
+                number(row, "wall_us", 1),
+                number(row, "tflops_per_device", 0),
+                number(row, "percent_of_peak", 1),
+                number(row, "received_gb_per_s_per_device", 0),
+                number(row, "xla_over_this", 3),
+                number(row, "roof_over_this", 3),
+                number(row, "xla_over_this_wall", 3),
+                f"{float(row['error']):.2e}" if row["error"] else "–",
+                run_number(table, row),
+            )
+        )
         remarks += [f"{words_of_problem(row)}, {row['method']}: {text}  " for text in _remarks(row)]
     text = [
-        f"# {title(table)}", "",
-        f"Made by `python -m benchmarks.index` from {table.name}.csv, which has more columns; do not edit.", "",
-        "To measure all of it again, from the root of the repository, on a tree that is committed:", "",
-        f"    {again(table)}", "", *lines(headings, rows), "", *([*remarks, ""] if remarks else []), *run_lines(table),
-    ]  # fmt: skip
+        f"# {title(table)}",
+        "",
+        f"Made by `python -m benchmarks.index` from {table.name}.csv, which has more columns; do not edit.",
+        "",
+        "To measure all of it again, from the root of the repository, on a tree that is committed:",
+        "",
+        f"    {again(table)}",
+        "",
+        *lines(headings, rows),
+        "",
+        *([*remarks, ""] if remarks else []),
+        *run_lines(table),
+    ]
     return "\n".join(text) + "\n"
 
 
 def _remarks(row: Row) -> list[str]:
     texts = {
-        "note": "{}", "kernel_names": "kernels {}", "loop_copies": "its loop copies {}",
+        "note": "{}",
+        "kernel_names": "kernels {}",
+        "loop_copies": "its loop copies {}",
         "bf16_over_this": "{} x as fast as our kernel in bf16",
-    }  # fmt: skip
+    }
     return [text.format(row[column]) for column, text in texts.items() if row.get(column) not in (None, "", "1")]

@@ -43,16 +43,33 @@ HELD_OUT = FOLDER / "held_out.csv"
 # `in_turn`: the samples are so short that a configuration inherits the clocks which others leave. In rows of their own,
 # at the power limit, turns are less of a gain (harness, 2026-11-23: 8192³ 2% slower than the cooperative schedule).
 FREE = {
-    "step_cycles": (12.0, 4.0), "cluster_step_cycles": (60.0, 4.0), "l2_bytes_per_cycle": (75.0, 1.6),
-    "l2_bytes_per_cycle_alone": (80.0, 1.6), "unaligned_lines": (1.9, 1.5), "overlap_exponent": (6.0, 1.5),
-    "empty_row_cycles": (6.0, 3.0), "store_bytes_per_cycle": (80.0, 2.5), "store_wait_cycles": (340.0, 3.0),
-    "tile_cycles": (2660.0, 3.0), "turn_cycles": (246.0, 4.0), "in_turn": (1.0, 1.025),
-    "hbm_bytes_per_us": (4.5e6, 1.2), "load_latency_cycles": (900.0, 2.0),
-    "sum_bytes_per_us": (2.0e7, 3.0), "flag_cycles": (5900.0, 3.0), "add_bytes_per_cycle": (27.0, 3.0),
-    "launch_us": (5.0, 1.3), "next_launch_us": (3.8, 3.0), "zero_flags_us": (0.5, 3.0), "cluster_us": (0.3, 2.0),
-    "multiplied_per_us": (740e6, 1.8), "loaded_per_us": (5.6e7, 2.0), "read_per_us": (2.5e8, 2.0),
-    "moved_per_us": (4e7, 2.0), "clock_exponent": (0.5, 2.0),
-}  # fmt: skip
+    "step_cycles": (12.0, 4.0),
+    "cluster_step_cycles": (60.0, 4.0),
+    "l2_bytes_per_cycle": (75.0, 1.6),
+    "l2_bytes_per_cycle_alone": (80.0, 1.6),
+    "unaligned_lines": (1.9, 1.5),
+    "overlap_exponent": (6.0, 1.5),
+    "empty_row_cycles": (6.0, 3.0),
+    "store_bytes_per_cycle": (80.0, 2.5),
+    "store_wait_cycles": (340.0, 3.0),
+    "tile_cycles": (2660.0, 3.0),
+    "turn_cycles": (246.0, 4.0),
+    "in_turn": (1.0, 1.025),
+    "hbm_bytes_per_us": (4.5e6, 1.2),
+    "load_latency_cycles": (900.0, 2.0),
+    "sum_bytes_per_us": (2.0e7, 3.0),
+    "flag_cycles": (5900.0, 3.0),
+    "add_bytes_per_cycle": (27.0, 3.0),
+    "launch_us": (5.0, 1.3),
+    "next_launch_us": (3.8, 3.0),
+    "zero_flags_us": (0.5, 3.0),
+    "cluster_us": (0.3, 2.0),
+    "multiplied_per_us": (740e6, 1.8),
+    "loaded_per_us": (5.6e7, 2.0),
+    "read_per_us": (2.5e8, 2.0),
+    "moved_per_us": (4e7, 2.0),
+    "clock_exponent": (0.5, 2.0),
+}
 # How long XLA's product takes in a row of its own, against what `benchmarks.configurations` measures: there it follows
 # our kernels, which draw more power, and inherits the clocks that they leave. Of 12 products the harness, whose samples
 # are six times as long, measured XLA / fused 3% lower (2026-11-23, H200).
@@ -118,9 +135,14 @@ def fit(sessions: Sequence[Times], others: Rates) -> Rates:
         return dataclasses.replace(others, **dict(zip(names, np.exp(x).tolist(), strict=True)))
 
     found = optimize.least_squares(
-        lambda x: np.concatenate([_residuals(times, at(x)) for times in sessions]), first,
-        bounds=(first - room, first + room), loss="soft_l1", f_scale=_NOISE, diff_step=0.01, max_nfev=60,
-    )  # fmt: skip
+        lambda x: np.concatenate([_residuals(times, at(x)) for times in sessions]),
+        first,
+        bounds=(first - room, first + room),
+        loss="soft_l1",
+        f_scale=_NOISE,
+        diff_step=0.01,
+        max_nfev=60,
+    )
     return at(found.x)
 
 

@@ -113,8 +113,10 @@ def hbm_bytes(chip: Chip, lesson: Lesson, problem: Matmul) -> float:
     order = TileOrder(m_tiles, n_tiles, lesson.minor, lesson.width or (m_tiles if lesson.minor == "m" else n_tiles))
     slots = 1 if lesson.persistent else _ctas_per_sm(chip, lesson, problem.itemsize)
     at_once = chip.sms // lesson.cluster * slots
-    panel_bytes = {"m": lesson.tile_m * lesson.cluster * problem.k * problem.itemsize,
-                   "n": lesson.tile_n * problem.k * problem.itemsize}  # fmt: skip
+    panel_bytes = {
+        "m": lesson.tile_m * lesson.cluster * problem.k * problem.itemsize,
+        "n": lesson.tile_n * problem.k * problem.itemsize,
+    }
     held: OrderedDict[tuple[str, int], None] = OrderedDict()
     held_bytes = read = 0.0
     for first in range(0, order.tiles, at_once):

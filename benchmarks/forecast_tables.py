@@ -32,9 +32,25 @@ FORECAST_SHAPES: Mapping[Operation, Sequence[tuple[int, int, int]]] = {
 DEVICES = (2, 4, 8)
 MAINLOOPS: Mapping[str, Sequence[Lesson]] = {"H200": (HOPPER[-2],), "B200": BLACKWELL[-1]}
 FIELDS = (
-    "table", "chip", "subject", "value", "devices", "shape", "config", "clock_mhz", "bound", "hbm_mb", "forecast_us",
-    "measured_us", "roof_us", "nvlink_us", "forecast_percent", "reference_percent", "difference", "origin",
-)  # fmt: skip
+    "table",
+    "chip",
+    "subject",
+    "value",
+    "devices",
+    "shape",
+    "config",
+    "clock_mhz",
+    "bound",
+    "hbm_mb",
+    "forecast_us",
+    "measured_us",
+    "roof_us",
+    "nvlink_us",
+    "forecast_percent",
+    "reference_percent",
+    "difference",
+    "origin",
+)
 _NOT_MEASURED = "forecast, not measured"
 
 
@@ -71,10 +87,19 @@ def figures() -> Section:
         cells = [field.name]
         for chip in (H200, B200):
             value, (origin, where) = getattr(chip, field.name), chip.origins[field.name]
-            cells += ["–" if math.isinf(value) else f"{value:.4g}" if value < 1e4 else f"{value:.3g}",
-                      f"{origin}: {where}"]  # fmt: skip
-            records.append({"table": "figures", "chip": chip.name, "subject": field.name, "value": value,
-                            "origin": f"{origin}: {where}"})  # fmt: skip
+            cells += [
+                "–" if math.isinf(value) else f"{value:.4g}" if value < 1e4 else f"{value:.3g}",
+                f"{origin}: {where}",
+            ]
+            records.append(
+                {
+                    "table": "figures",
+                    "chip": chip.name,
+                    "subject": field.name,
+                    "value": value,
+                    "origin": f"{origin}: {where}",
+                }
+            )
         rows.append(cells)
     return Section("Figures (rates per cycle are of one SM)", ("figure", "H200", "from", "B200", "from"), rows, records)
 
@@ -91,12 +116,33 @@ def hopper_ladder() -> Section:
         result, us = forecast(H200, lesson), measured[lesson.name]
         errors.append(_percent(result.us / us - 1))
         config = f"{lesson.tile_m} × {lesson.tile_n}, {lesson.stages}"
-        rows.append((lesson.name, config, f"{result.us:.0f}", f"{us:.0f}", f"{errors[-1]:+.1f}%",
-                     f"{result.mhz:.0f}", result.bound))  # fmt: skip
-        records.append({"table": "hopper_ladder", "chip": "H200", "subject": lesson.name, "devices": 1,
-                        "shape": f"{LADDER.m}x{LADDER.n}x{LADDER.k}", "config": config,
-                        "clock_mhz": result.mhz, "bound": result.bound, "hbm_mb": result.hbm_bytes / 1e6,
-                        "forecast_us": result.us, "measured_us": us, "difference": errors[-1]})  # fmt: skip
+        rows.append(
+            (
+                lesson.name,
+                config,
+                f"{result.us:.0f}",
+                f"{us:.0f}",
+                f"{errors[-1]:+.1f}%",
+                f"{result.mhz:.0f}",
+                result.bound,
+            )
+        )
+        records.append(
+            {
+                "table": "hopper_ladder",
+                "chip": "H200",
+                "subject": lesson.name,
+                "devices": 1,
+                "shape": f"{LADDER.m}x{LADDER.n}x{LADDER.k}",
+                "config": config,
+                "clock_mhz": result.mhz,
+                "bound": result.bound,
+                "hbm_mb": result.hbm_bytes / 1e6,
+                "forecast_us": result.us,
+                "measured_us": us,
+                "difference": errors[-1],
+            }
+        )
     fitted = [name for name, (origin, _) in H200.origins.items() if origin == "fitted"]
     remarks = (
         f"{_spread(errors, '%')}; the measurements themselves spread by ±3%.",
@@ -118,14 +164,34 @@ def fused_on_hopper() -> Section:
             result = forecast_fused(H200, Fused(operation, devices, m, n, k), MAINLOOPS["H200"])
             measured = float(row["roof_over_this"])
             errors.append(_percent(result.roof_fraction - measured))
-            rows.append((operation, str(devices), f"{m}, {n}, {k} {row['dtype']}", f"{result.us:.0f}",
-                         f"{float(row['loop_us']):.0f}", f"{result.roof_fraction:.2f}", f"{measured:.2f}",
-                         f"{errors[-1]:+.0f}"))  # fmt: skip
-            records.append({"table": "fused_h200", "chip": "H200", "subject": operation, "devices": devices,
-                            "shape": f"{row['shape']} {row['dtype']}", "forecast_us": result.us,
-                            "measured_us": float(row["loop_us"]), "roof_us": result.roof_us,
-                            "nvlink_us": result.nvlink_us, "forecast_percent": _percent(result.roof_fraction),
-                            "reference_percent": _percent(measured), "difference": errors[-1]})  # fmt: skip
+            rows.append(
+                (
+                    operation,
+                    str(devices),
+                    f"{m}, {n}, {k} {row['dtype']}",
+                    f"{result.us:.0f}",
+                    f"{float(row['loop_us']):.0f}",
+                    f"{result.roof_fraction:.2f}",
+                    f"{measured:.2f}",
+                    f"{errors[-1]:+.0f}",
+                )
+            )
+            records.append(
+                {
+                    "table": "fused_h200",
+                    "chip": "H200",
+                    "subject": operation,
+                    "devices": devices,
+                    "shape": f"{row['shape']} {row['dtype']}",
+                    "forecast_us": result.us,
+                    "measured_us": float(row["loop_us"]),
+                    "roof_us": result.roof_us,
+                    "nvlink_us": result.nvlink_us,
+                    "forecast_percent": _percent(result.roof_fraction),
+                    "reference_percent": _percent(measured),
+                    "difference": errors[-1],
+                }
+            )
     headings = ("operation", "GPUs", "m, n, k", "forecast, µs", "measured, µs", "of the roof", "measured", "points")
     remark = f"Fraction of the roof: {_spread(errors, ' points')}. Nothing is fitted to these."
     return Section("Check 2: fused operations on H200s", headings, rows, records, (remark,))
@@ -140,15 +206,45 @@ def blackwell_ladder(chip: Chip = B200) -> Section:
         utilization = _percent(result.utilization)
         differences.append(utilization - published)
         config = f"{lesson.tile_m} × {lesson.tile_n}, {lesson.stages}"
-        rows.append((lesson.name, config, f"{result.us:.0f}", f"{result.mhz:.0f}", result.bound, f"{utilization:.1f}",
-                     f"{published:.2f}", f"{differences[-1]:+.1f}"))  # fmt: skip
-        records.append({"table": "blackwell_ladder", "chip": chip.name, "subject": lesson.name, "devices": 1,
-                        "shape": f"{LADDER.m}x{LADDER.n}x{LADDER.k}", "config": config, "clock_mhz": result.mhz,
-                        "bound": result.bound, "hbm_mb": result.hbm_bytes / 1e6, "forecast_us": result.us,
-                        "forecast_percent": utilization, "reference_percent": published,
-                        "difference": differences[-1]})  # fmt: skip
-    headings = ("Blackwell lesson", "tile of a CTA, stages", "µs", "clock, MHz", "bound by", "% of peak", "guide, %",
-                "points")  # fmt: skip
+        rows.append(
+            (
+                lesson.name,
+                config,
+                f"{result.us:.0f}",
+                f"{result.mhz:.0f}",
+                result.bound,
+                f"{utilization:.1f}",
+                f"{published:.2f}",
+                f"{differences[-1]:+.1f}",
+            )
+        )
+        records.append(
+            {
+                "table": "blackwell_ladder",
+                "chip": chip.name,
+                "subject": lesson.name,
+                "devices": 1,
+                "shape": f"{LADDER.m}x{LADDER.n}x{LADDER.k}",
+                "config": config,
+                "clock_mhz": result.mhz,
+                "bound": result.bound,
+                "hbm_mb": result.hbm_bytes / 1e6,
+                "forecast_us": result.us,
+                "forecast_percent": utilization,
+                "reference_percent": published,
+                "difference": differences[-1],
+            }
+        )
+    headings = (
+        "Blackwell lesson",
+        "tile of a CTA, stages",
+        "µs",
+        "clock, MHz",
+        "bound by",
+        "% of peak",
+        "guide, %",
+        "points",
+    )
     remarks = (
         f"Points of utilization: {_spread(differences, ' points')}.",
         "Peak: 2250 TFLOP/s, as in the guide, whose figures are those of its own kernels. Ours have not run on a B200.",
@@ -177,9 +273,18 @@ def sensitivity() -> Section:
     for name, chip in variations().items():
         results = [best(chip, lessons) for lessons in BLACKWELL]
         rows.append((name, *(f"{_percent(result.utilization):.1f}" for result in results)))
-        records += [{"table": "sensitivity", "chip": "B200", "subject": result.lesson.name, "config": name,
-                     "forecast_us": result.us, "forecast_percent": _percent(result.utilization),
-                     "reference_percent": result.lesson.published} for result in results]  # fmt: skip
+        records += [
+            {
+                "table": "sensitivity",
+                "chip": "B200",
+                "subject": result.lesson.name,
+                "config": name,
+                "forecast_us": result.us,
+                "forecast_percent": _percent(result.utilization),
+                "reference_percent": result.lesson.published,
+            }
+            for result in results
+        ]
     rows.append(("the guide", *(f"{lessons[0].published:.1f}" for lessons in BLACKWELL)))
     headings = ("B200, utilization in %", *(f"lesson {lessons[0].name[0]}" for lessons in BLACKWELL))
     return Section(f"What the forecast hangs on: {_NOT_MEASURED}", headings, rows, records)
@@ -192,12 +297,30 @@ def fused_on_blackwell() -> Section:
         for m, n, k in shapes:
             for devices in DEVICES:
                 result = forecast_fused(B200, Fused(operation, devices, m, n, k), MAINLOOPS["B200"])
-                rows.append((operation, f"{m}, {n}, {k}", str(devices), f"{result.roof_us:.0f}",
-                             f"{result.nvlink_us:.0f}", f"{result.us:.0f}", f"{result.roof_fraction:.2f}"))  # fmt: skip
-                records.append({"table": "fused_b200", "chip": "B200", "subject": operation, "devices": devices,
-                                "shape": f"{m}x{n}x{k}", "forecast_us": result.us, "roof_us": result.roof_us,
-                                "nvlink_us": result.nvlink_us,
-                                "forecast_percent": _percent(result.roof_fraction)})  # fmt: skip
+                rows.append(
+                    (
+                        operation,
+                        f"{m}, {n}, {k}",
+                        str(devices),
+                        f"{result.roof_us:.0f}",
+                        f"{result.nvlink_us:.0f}",
+                        f"{result.us:.0f}",
+                        f"{result.roof_fraction:.2f}",
+                    )
+                )
+                records.append(
+                    {
+                        "table": "fused_b200",
+                        "chip": "B200",
+                        "subject": operation,
+                        "devices": devices,
+                        "shape": f"{m}x{n}x{k}",
+                        "forecast_us": result.us,
+                        "roof_us": result.roof_us,
+                        "nvlink_us": result.nvlink_us,
+                        "forecast_percent": _percent(result.roof_fraction),
+                    }
+                )
     headings = ("operation", "m, n, k", "GPUs", "roof, µs", "NVLink, µs", "fused, µs", "of the roof")
     remarks = (
         "m, n, k: of one shard where rows are gathered; where the result is scattered, m is that of the whole result.",
@@ -219,6 +342,10 @@ def csv_text(shown: Sequence[Section]) -> str:
     writer.writerow(FIELDS)
     for section in shown:
         for record in section.records:
-            writer.writerow([f"{value:.6g}" if isinstance(value, float) else value
-                             for value in (record.get(name, "") for name in FIELDS)])  # fmt: skip
+            writer.writerow(
+                [
+                    f"{value:.6g}" if isinstance(value, float) else value
+                    for value in (record.get(name, "") for name in FIELDS)
+                ]
+            )
     return text.getvalue()

@@ -134,8 +134,18 @@ def _overview(tables: Sequence[current.Table]) -> list[str]:
         fused = [row["xla_over_this"] for row in table.rows if row["method"] == "fused"]
         ratios = [float(ratio) for ratio in fused if ratio]
         gain = f"{min(ratios):.2f} – {max(ratios):.2f}" if ratios else "–"
-        rows.append((f"[{table.name}]({table.name}.md)", table.operation, table.device_kind, str(table.devices),
-                     table.layout, str(len(table.problems())), gain, table.runs()[-1]["env_date"]))  # fmt: skip
+        rows.append(
+            (
+                f"[{table.name}]({table.name}.md)",
+                table.operation,
+                table.device_kind,
+                str(table.devices),
+                table.layout,
+                str(len(table.problems())),
+                gain,
+                table.runs()[-1]["env_date"],
+            )
+        )
     headings = ("file", "operation", "device", "count", "layout", "problems", "XLA / fused", "newest run")
     return current.lines(headings, rows)
 
@@ -150,8 +160,16 @@ def _table(table: current.Table) -> Iterator[str]:
         ratios = [current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")]
         run = current.run_number(table, problem[0])
         rows.append((current.words_of_problem(problem[0]), *times, *ratios, problem[0]["env_date"], run))
-    headings = ("(m, n, k) per shard", "fused, µs", "XLA, µs", "roof, µs", "XLA / fused", "roof / fused", "measured",
-                "run")  # fmt: skip
+    headings = (
+        "(m, n, k) per shard",
+        "fused, µs",
+        "XLA, µs",
+        "roof, µs",
+        "XLA / fused",
+        "roof / fused",
+        "measured",
+        "run",
+    )
     yield from current.lines(headings, rows)
     yield ""
     yield from current.run_lines(table)
@@ -172,8 +190,14 @@ def _experiment(folder: pathlib.Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.md")):
         if path.name != "README.md":
             facts = _facts(path)
-            rows.append((f"[{path.stem}]({link}/{path.name})", facts.get("date", "–"), facts.get("commit", "–"),
-                         current.command_of(facts.get("command", ""))))  # fmt: skip
+            rows.append(
+                (
+                    f"[{path.stem}]({link}/{path.name})",
+                    facts.get("date", "–"),
+                    facts.get("commit", "–"),
+                    current.command_of(facts.get("command", "")),
+                )
+            )
     yield from current.lines(("run", "measured", "commit", "command"), rows)
 
 

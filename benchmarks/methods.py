@@ -83,9 +83,14 @@ def all_gather_rhs_methods(
     def fused(variant: Variant) -> Method:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return overlap.all_gather_rhs_matmul(
-                lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, config=_config(variant.config),
-                implementation="fused", transpose_lhs=problem.transpose_lhs,
-            )  # fmt: skip
+                lhs,
+                rhs,
+                AXIS,
+                gather_dimension=0 if problem.gathered == "k" else 1,
+                config=_config(variant.config),
+                implementation="fused",
+                transpose_lhs=problem.transpose_lhs,
+            )
 
         return Method(variant.name, call)
 
@@ -102,9 +107,10 @@ def summed_methods(
     """The methods for products summed over the devices; the roof and `own_matmul` are products that nobody sums up."""
     del num_examples
     form = {
-        "transpose_lhs": problem.transpose_lhs, "transpose_rhs": problem.transpose_rhs,
+        "transpose_lhs": problem.transpose_lhs,
+        "transpose_rhs": problem.transpose_rhs,
         "preferred_element_type": problem.out_dtype,
-    }  # fmt: skip
+    }
 
     def fused(variant: Variant) -> Method:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -136,9 +142,12 @@ def matmul_methods(
 
     def keywords(config: dict[str, Any]) -> dict[str, Any]:
         return {
-            "transpose_lhs": problem.transpose_lhs, "transpose_rhs": problem.transpose_rhs,
-            "preferred_element_type": problem.out_dtype, "config": _config(config), "implementation": "fused",
-        }  # fmt: skip
+            "transpose_lhs": problem.transpose_lhs,
+            "transpose_rhs": problem.transpose_rhs,
+            "preferred_element_type": problem.out_dtype,
+            "config": _config(config),
+            "implementation": "fused",
+        }
 
     def matmul(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return overlap.matmul(lhs, rhs, **keywords(config))
@@ -233,9 +242,14 @@ def _example_configs(limit: int) -> list[tuple[str, Any]]:
     configs = []
     for tile_m, tile_n, stages, split, minor, width in grid[: max(limit, 1)]:
         config = hopper_matmul_mgpu.TuningConfig(
-            tile_m=tile_m, tile_n=tile_n, tile_k=64, max_concurrent_steps=stages, wg_dimension=split,
-            grid_minor_dim=minor, grid_tile_width=width,
-        )  # fmt: skip
+            tile_m=tile_m,
+            tile_n=tile_n,
+            tile_k=64,
+            max_concurrent_steps=stages,
+            wg_dimension=split,
+            grid_minor_dim=minor,
+            grid_tile_width=width,
+        )
         configs.append((f"{tile_m}x{tile_n}x64 stages {stages} split {split.name} minor {minor.name}/{width}", config))
     return configs
 

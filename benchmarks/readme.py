@@ -15,25 +15,46 @@ from benchmarks import current, provenance
 FILE = provenance.REPOSITORY / "README.md"
 # One run of the suite `standard` for each dtype: a mean is not to be of several runs.
 SUITES = {
-    dtype: provenance.REPOSITORY / "benchmarks" / "experiments" / "2026-11-21-how-near-is-matmul-to-cublas"
+    dtype: provenance.REPOSITORY
+    / "benchmarks"
+    / "experiments"
+    / "2026-11-21-how-near-is-matmul-to-cublas"
     / f"matmul-h200-1-one_process-{dtype}.csv"
     for dtype in ("bf16", "f16")
-}  # fmt: skip
+}
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The problems that the README shows of a table, if it has them.
 _SHOWN = (
-    ("1024x4096x4096", "f16"), ("1024x4096x8192", "bf16"), ("1024x3584x8192", "bf16"), ("1024x6144x12288", "bf16"),
-    ("1024x4096x4096", "f8_e4m3fn"), ("1024x4096x8192", "f8_e4m3fn"), ("1024x6144x12288", "f8_e4m3fn"),
-)  # fmt: skip
+    ("1024x4096x4096", "f16"),
+    ("1024x4096x8192", "bf16"),
+    ("1024x3584x8192", "bf16"),
+    ("1024x6144x12288", "bf16"),
+    ("1024x4096x4096", "f8_e4m3fn"),
+    ("1024x4096x8192", "f8_e4m3fn"),
+    ("1024x6144x12288", "f8_e4m3fn"),
+)
 _SUMS = {
     "matmul_reduce_scatter": (
-        "8192x4096x4096", "8192x8192x3584", "8192x12288x6144", "4096x8192x7168", "2048x4096x4096", "256x8192x4096"
+        "8192x4096x4096",
+        "8192x8192x3584",
+        "8192x12288x6144",
+        "4096x8192x7168",
+        "2048x4096x4096",
+        "256x8192x4096",
     ),
     "matmul_all_reduce": (
-        "16x8192x4096", "64x8192x4096", "256x8192x4096", "1024x8192x4096", "2048x8192x4096", "8192x8192x4096",
-        "16x8192x14336", "256x8192x14336", "2048x8192x14336", "8192x8192x14336",
+        "16x8192x4096",
+        "64x8192x4096",
+        "256x8192x4096",
+        "1024x8192x4096",
+        "2048x8192x4096",
+        "8192x8192x4096",
+        "16x8192x14336",
+        "256x8192x14336",
+        "2048x8192x14336",
+        "8192x8192x14336",
     ),
-}  # fmt: skip
+}
 _WEIGHTS = ("8192x4096x4096", "8192x14336x4096", "2048x4096x4096")
 
 
@@ -58,16 +79,27 @@ def _gathered_rows(tables: Sequence[current.Table]) -> list[str]:
         for problem in (problems[key] for key in _SHOWN if key in problems):
             fused, example = current.method(problem, "fused"), current.method(problem, "jax_example")
             shape, dtype, _ = current.problem_of(problem[0])
-            rows.append((
-                str(table.devices) + (", a process each" if table.layout == "process_each" else ""),
-                f"{shape.replace('x', ', ')} {'float8' if dtype.startswith('f8') else dtype}",
-                *(current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")),
-                *(current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")),
-                f"{float(example['loop_us']) / float(fused['loop_us']):.2f}" if fused and example else "–",
-                problem[0]["env_date"].split()[0],
-            ))  # fmt: skip
-    headings = ("GPUs", "per shard (m, n, k)", "fused, µs", "XLA, µs", "roof, µs", "XLA / fused", "roof / fused",
-                "JAX's example / fused", "measured")  # fmt: skip
+            rows.append(
+                (
+                    str(table.devices) + (", a process each" if table.layout == "process_each" else ""),
+                    f"{shape.replace('x', ', ')} {'float8' if dtype.startswith('f8') else dtype}",
+                    *(current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")),
+                    *(current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")),
+                    f"{float(example['loop_us']) / float(fused['loop_us']):.2f}" if fused and example else "–",
+                    problem[0]["env_date"].split()[0],
+                )
+            )
+    headings = (
+        "GPUs",
+        "per shard (m, n, k)",
+        "fused, µs",
+        "XLA, µs",
+        "roof, µs",
+        "XLA / fused",
+        "roof / fused",
+        "JAX's example / fused",
+        "measured",
+    )
     return current.lines(headings, rows)
 
 
@@ -93,12 +125,14 @@ def _sums(operation: str, tables: Sequence[current.Table]) -> list[str]:
         for shape in (shape for shape in _SUMS[operation] if shape in problems):
             problem = problems[shape]
             fused = current.method(problem, "fused")
-            rows.append((
-                str(table.devices) + (", a process each" if table.layout == "process_each" else ""),
-                shape.replace("x", "×"),
-                *(current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")),
-                *(current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    str(table.devices) + (", a process each" if table.layout == "process_each" else ""),
+                    shape.replace("x", "×"),
+                    *(current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")),
+                    *(current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")),
+                )
+            )
     headings = ("GPUs", "m × n × k", "fused, µs", "XLA, µs", "roof, µs", "XLA / fused", "roof / fused")
     return current.lines(headings, rows)
 
@@ -113,8 +147,9 @@ def _products(_tables: Sequence[current.Table]) -> list[str]:
         every = sorted(pair for pairs in ratios.values() for pair in pairs)
         (least, shape), (second, _) = every[:2]
         means = [_geometric_mean([value for value, _ in pairs]) for pairs in (*ratios.values(), every)]
-        rows.append((dtype, *(f"{mean:.3f}" for mean in means),
-                     f"{least:.3f} ({shape.replace('x', '×')}), then {second:.3f}"))  # fmt: skip
+        rows.append(
+            (dtype, *(f"{mean:.3f}" for mean in means), f"{least:.3f} ({shape.replace('x', '×')}), then {second:.3f}")
+        )
     return current.lines(("", "NN", "NT", "TN", "all", "least"), rows)
 
 

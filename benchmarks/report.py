@@ -21,13 +21,39 @@ from benchmarks.problems import TableProblem
 ROUND_COLUMNS = ("op", "devices", "shape", "dtype", "layout", "round", "method", "loop_us", "wall_us")
 _IN_EVERY_ROW = ("date", "commit", "command")
 SUMMARY_COLUMNS = (
-    "op", "devices", "shape", "dtype", "layout", "method", "status",
-    "loop_us", "loop_us_p10", "loop_us_p90", "wall_us", "wall_us_p10", "wall_us_p90", "kernel_us",
-    "tflops_per_device", "percent_of_peak", "received_gb_per_s_per_device",
-    "xla_over_this", "roof_over_this", "bf16_over_this", "xla_over_this_wall", "roof_over_this_wall",
-    "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "first_call_s", "compile_s", "kernel_names",
-    "note", "clocks",
-)  # fmt: skip
+    "op",
+    "devices",
+    "shape",
+    "dtype",
+    "layout",
+    "method",
+    "status",
+    "loop_us",
+    "loop_us_p10",
+    "loop_us_p90",
+    "wall_us",
+    "wall_us_p10",
+    "wall_us_p90",
+    "kernel_us",
+    "tflops_per_device",
+    "percent_of_peak",
+    "received_gb_per_s_per_device",
+    "xla_over_this",
+    "roof_over_this",
+    "bf16_over_this",
+    "xla_over_this_wall",
+    "roof_over_this_wall",
+    "error",
+    "error_bound",
+    "rounds",
+    "loop_overhead_us",
+    "loop_copies",
+    "first_call_s",
+    "compile_s",
+    "kernel_names",
+    "note",
+    "clocks",
+)
 
 
 @dataclasses.dataclass
@@ -234,9 +260,19 @@ def _cells(rows: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
 # --- For people -------------------------------------------------------------------------------------------------------
 
 _HEADINGS = (
-    "method", "loop µs", "p10–p90", "wall µs", "TFLOP/s", "% peak", "NVLink GB/s",
-    "xla/this", "roof/this", "wall xla/this", "error", "first call s",
-)  # fmt: skip
+    "method",
+    "loop µs",
+    "p10–p90",
+    "wall µs",
+    "TFLOP/s",
+    "% peak",
+    "NVLink GB/s",
+    "xla/this",
+    "roof/this",
+    "wall xla/this",
+    "error",
+    "first call s",
+)
 
 
 def _texts(row: Mapping[str, Any]) -> list[str]:
@@ -250,11 +286,18 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
     kernel = "" if row["kernel_us"] is None else f" (kernel {row['kernel_us']:.1f})"
     return [
         f"{row['method']}{kernel}{' COPIES IN LOOP' if row['loop_copies'] else ''}",
-        number("loop_us", 1), f"{number('loop_us_p10', 1)}–{number('loop_us_p90', 1)}", number("wall_us", 1),
-        number("tflops_per_device", 0), number("percent_of_peak", 1), number("received_gb_per_s_per_device", 0),
-        number("xla_over_this", 3), number("roof_over_this", 3), number("xla_over_this_wall", 3),
-        "–" if row["error"] is None else f"{row['error']:.2e}", number("first_call_s", 2),
-    ]  # fmt: skip
+        number("loop_us", 1),
+        f"{number('loop_us_p10', 1)}–{number('loop_us_p90', 1)}",
+        number("wall_us", 1),
+        number("tflops_per_device", 0),
+        number("percent_of_peak", 1),
+        number("received_gb_per_s_per_device", 0),
+        number("xla_over_this", 3),
+        number("roof_over_this", 3),
+        number("xla_over_this_wall", 3),
+        "–" if row["error"] is None else f"{row['error']:.2e}",
+        number("first_call_s", 2),
+    ]
 
 
 def _remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,13 +14,33 @@ ALL = "all"
 # Ratios of times, in rows of a table: the roof's over the method's, and that of our kernel on the same values in bf16.
 _RATIOS = {"roof": "roof_over_this", "bf16": "bf16_over_this"}
 COLUMNS = (
-    "method", "dtype", "layout", "problems", "measured", "not_served", "failed",
-    "roof_geomean", "roof_min", "roof_min_at", "bf16_geomean", "bf16_min", "bf16_min_at",
-)  # fmt: skip
+    "method",
+    "dtype",
+    "layout",
+    "problems",
+    "measured",
+    "not_served",
+    "failed",
+    "roof_geomean",
+    "roof_min",
+    "roof_min_at",
+    "bf16_geomean",
+    "bf16_min",
+    "bf16_min_at",
+)
 HEADINGS = (
-    "method", "dtype", "layout", "measured", "not served", "failed",
-    "roof/this geomean", "minimum", "at", "bf16/this geomean", "minimum",
-)  # fmt: skip
+    "method",
+    "dtype",
+    "layout",
+    "measured",
+    "not served",
+    "failed",
+    "roof/this geomean",
+    "minimum",
+    "at",
+    "bf16/this geomean",
+    "minimum",
+)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], roof: str) -> list[dict[str, Any]]:

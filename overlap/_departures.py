@@ -1,9 +1,11 @@
-"""In a job of several processes: who has ended while others go on.
+"""Tells the processes of a job which of them have ended or failed.
 
-A process that ends well may be done before the others, or may have left a loop that they are still in, who then wait
-for it. Nobody can tell the two apart, so the others are told: each process that ends says so to the job's key-value
-store, and a thread of the others looks there. A process that fails says that as well, and the others then end with its
-status: most launchers end them too, but some only after half a minute, and srun only if it is asked to.
+Each process notes its end in the job's key-value store, and a thread of each process reads these notes.
+
+- A process that ended with status 0 may simply have finished first. Or it may have left a loop that the other processes
+  are still in, and they wait for it. The library cannot tell the two apart. So the processes that go on log a warning.
+- After a process that failed, the other processes end with its status. Most launchers end them too, but some only
+  after half a minute, and srun only with --kill-on-bad-exit.
 """
 
 from __future__ import annotations
@@ -16,22 +18,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from overlap import _compat, _settings
 
 _LOOK_EVERY_S = 2.0
-# Processes that do the same end within moments of each other.
+# Processes that run the same program end within moments of each other: no warning before this time.
 _SAID_AFTER_S = 10.0
 _FOLDER, _FAILED = "overlap/ended/", "overlap/failed/"
 _logger = logging.getLogger("overlap")
 
 
 def watch(rank: int) -> Callable[[int], None]:
-    """Has the end of this process noted, and that of others said. Call it once the job's processes are connected.
+    """Notes the end of this process, and watches for the end of others. Call it once jax has connected the processes.
+
+    Args:
+      rank: of this process.
 
     Returns:
-      A function that says that this process fails, with the status that it ends with.
+      A function `note_failure(status)`. Call it just before this process ends with a status other than 0.
     """
     store, ending = _compat.job_store(), threading.Event()
     if store is None:
@@ -48,16 +53,17 @@ def watch(rank: int) -> Callable[[int], None]:
         with contextlib.suppress(Exception):  # The store may be gone: the job is ending.
             store.key_value_set(f"{_FAILED}{rank}", str(status))
             if rank == 0:
-                # The store ends with process 0.
+                # The store ends with process 0: leave the others time to read it.
                 time.sleep(_LOOK_EVERY_S + 0.5)
 
-    # Exit handlers run in reverse order: before jax's own, which waits for the other processes.
+    # Exit handlers run in reverse order. So this one runs before jax's own, which waits for the other processes.
     atexit.register(note_end)
     threading.Thread(target=_look, args=(store, rank, ending), name="overlap-ended", daemon=True).start()
     return note_failure
 
 
 def _look(store: Any, rank: int, ending: threading.Event) -> None:
+    """Reads the notes of the other processes until this one ends. Ends this process if another one has failed."""
     first_seen: dict[int, float] = {}
     said: set[int] = set()
     while not ending.wait(_LOOK_EVERY_S):
@@ -68,8 +74,7 @@ def _look(store: Any, rank: int, ending: threading.Event) -> None:
             return
         if failed:
             other, status = min(failed.items())
-            print(f"overlap: process {rank} ends, since process {other} failed", file=sys.stderr, flush=True)
-            os._exit(status)
+            _end(f"overlap: process {rank} ends, since process {other} failed", status)
         now = time.monotonic()
         for other in ended - {rank}:
             first_seen.setdefault(other, now)
@@ -79,12 +84,22 @@ def _look(store: Any, rank: int, ending: threading.Event) -> None:
             _logger.warning("%s", _message(rank, late))
 
 
+def _end(reason: str, status: int) -> NoReturn:
+    """Ends this process. `os._exit` flushes nothing, so standard output and error are flushed before."""
+    with contextlib.suppress(OSError, ValueError):  # The terminal may be gone, or the streams closed.
+        print(reason, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def _message(rank: int, others: list[int]) -> str:
-    who = f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    ended = f"process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     limit = _settings.wait_timeout_s()
     until = f"for {limit:.0f} s at most (OVERLAP_WAIT_TIMEOUT_S)" if limit else "for ever (OVERLAP_WAIT_TIMEOUT_S=0)"
     return (
-        f"{who} of the job ended {_SAID_AFTER_S:.0f} s ago or more, with status 0, and process {rank} goes on. If it "
+        f"{ended} of the job ended {_SAID_AFTER_S:.0f} s ago or more, with status 0, and process {rank} goes on. If it "
         f"still needs {'them' if len(others) > 1 else 'it'}, it waits in vain: in a fused kernel {until}, in other "
         "collective operations as long as those do"
     )

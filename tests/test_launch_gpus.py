@@ -71,7 +71,8 @@ def job(monkeypatch):
     """Process 1 of four GPU processes on one host; `joined` has the calls of jax's own initialize."""
     mates = [cards.Card(rank, "a", "a", 100 + rank, "0", "0", None) for rank in range(4)]
     place = launchers.Place("mpirun", "Open MPI", 4, 1, 1, 4, None, "127.0.0.1", "key")
-    job = types.SimpleNamespace(met=mates, place=place, coordinator="127.0.0.1:1", held=None, joined=[], keywords=[])
+    job = types.SimpleNamespace(met=mates, place=place, coordinator="127.0.0.1:1", held=None)
+    job.joined, job.keywords, job.hooks = [], [], []
 
     def meet(place, card, port, timeout_s):
         return cards.Agreement(job.coordinator, tuple(job.met), job.held, lambda status: None)
@@ -82,8 +83,9 @@ def job(monkeypatch):
 
     monkeypatch.setattr(launchers, "find_place", lambda environ: job.place)
     monkeypatch.setattr(meeting, "meet", meet)
-    monkeypatch.setattr(aborting, "abort_job_on_failure", lambda abort: None)
-    monkeypatch.setattr(aborting, "abort_at_exit", lambda rank, abort: None)
+    monkeypatch.setattr(aborting, "_ending", None)
+    monkeypatch.setattr(aborting, "abort_job_on_failure", lambda abort: job.hooks.append("failure"))
+    monkeypatch.setattr(aborting, "abort_at_exit", lambda rank, abort: job.hooks.append("exit"))
     monkeypatch.setattr(start._departures, "watch", lambda rank: None)
     monkeypatch.setattr(gpus, "warn_about_binding", lambda job: None)
     monkeypatch.setattr(gpus, "uses_gpus", lambda: True)
@@ -98,8 +100,10 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch, job):
     """The whole way: several GPU processes and an old NCCL end in our message, not inside XLA."""
     with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9"):
         start.initialize()
-    assert not job.joined
+    assert not job.joined and job.hooks == ["failure", "exit"]
     start.initialize(check_nccl=False)
+    # Called again, it installs no hook twice. The handler behind jax's own is new.
+    assert job.hooks == ["failure", "exit", "exit"]
     assert job.joined == [("127.0.0.1:1", 4, 1, [1])]
     # With an NCCL that will do, it also makes room for the windows of several programs, unless that was done already.
     monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/new/libnccl.so.2", ()))

@@ -256,3 +256,22 @@ def test_which_ends_of_a_process_end_the_job(ending, status):
     command = [sys.executable, "-I", "-S", "-c", _ENDS + ending, aborting.__file__]
     process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert process.returncode == status, process.stderr
+
+
+_HEARS_OF_A_FAILURE = """
+import sys, threading
+from overlap import _departures
+class Store:
+    def key_value_dir_get(self, folder):
+        return [(folder + "1", "3")] if folder == _departures._FAILED else []
+_departures._LOOK_EVERY_S = 0.01
+sys.stdout.write("half a line")
+_departures._look(Store(), 0, threading.Event())
+"""
+
+
+def test_a_process_that_ends_because_another_one_failed_loses_none_of_its_output():
+    command = [sys.executable, "-c", _HEARS_OF_A_FAILURE]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (process.returncode, process.stdout) == (3, "half a line"), process.stderr
+    assert process.stderr == "overlap: process 0 ends, since process 1 failed\n"

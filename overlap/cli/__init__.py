@@ -67,9 +67,10 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=new_file, default="overlap-demo.png", help="the picture, a PNG (default: %(default)s)"
     )
     demo.add_argument(
-        "--devices", type=whole_number(at_least=1),
+        "--devices",
+        type=whole_number(at_least=1),
         help="number of devices (default: all visible GPUs, or 4 emulated; at most 8 emulated)",
-    )  # fmt: skip
+    )
     demo.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
     demo.set_defaults(run=_demo)
 
@@ -97,8 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     minutes, any_number = finite_number("minutes", above=0), whole_number(0, 10**6)
     above_0 = whole_number(at_least=1)
     soak.add_argument("--minutes", type=minutes, default=5.0, help="how long (default: 5)")
-    soak.add_argument("--seed", type=whole_number(0, 2**31 - 1), default=0, help="what runs in which order follows "
-                      "from it (default: 0)")  # fmt: skip
+    soak.add_argument(
+        "--seed",
+        type=whole_number(0, 2**31 - 1),
+        default=0,
+        help="what runs in which order follows from it (default: 0)",
+    )
     soak.add_argument(
         "--first", type=any_number, default=0, help="begin with this program of the sequence (default: 0)"
     )

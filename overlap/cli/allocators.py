@@ -61,7 +61,10 @@ def chosen(environ: Mapping[str, str] = os.environ) -> tuple[str, bool]:
 def described(environ: Mapping[str, str] = os.environ) -> str:
     """The same in words, with the variables that chose it."""
     name, preallocates = chosen(environ)
-    given = [f"{variable}={environ[variable]}" for variable in (ALLOCATOR_VARIABLE, PREALLOCATE_VARIABLE)
-             if variable in environ]  # fmt: skip
+    given = [
+        f"{variable}={environ[variable]}"
+        for variable in (ALLOCATOR_VARIABLE, PREALLOCATE_VARIABLE)
+        if variable in environ
+    ]
     memory = "memory taken at the start" if preallocates else "memory taken as needed"
     return f"{name}, {memory} ({', '.join(given) or 'nothing is set'})"

@@ -34,8 +34,13 @@ print(f"all_gather_lhs_matmul on 2 emulated devices, error {error:.1e}" if error
 JAX_BACKEND = "import jax; print(jax.default_backend(), 'with', jax.local_device_count(), 'devices')"
 _MPI_VERSION = "from mpi4py import MPI; print(MPI.Get_library_version().split(',')[0].splitlines()[0])"
 _JAX_PACKAGES = (
-    "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt",
-)  # fmt: skip
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+)
 
 
 def version_of(package: str) -> str | None:

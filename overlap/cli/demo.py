@@ -305,8 +305,11 @@ def _print(console: Console, rows: list[_Row], devices: int, *, emulated: bool) 
         return
     table = Table(title=title, title_justify="left")
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number > 1 else "left", style="dim" if heading in times[:1] and
-                         not timed else None)  # fmt: skip
+        table.add_column(
+            heading,
+            justify="right" if number > 1 else "left",
+            style="dim" if heading in times[:1] and not timed else None,
+        )
     for cells in lines:
         table.add_row(*cells)
     console.print(table)

@@ -22,12 +22,21 @@ from overlap.cli.machine import Machine
 Check = Callable[[list[Fact], Machine], Fact]
 
 CHECKS: Mapping[str, Check] = {
-    "Python": checks.python, "jax": checks.jax, "JAX_PLATFORMS": checks.platforms,
-    "visible GPUs": gpu_checks.visible_devices, "GPUs": gpu_checks.devices, "peer access": gpu_checks.peer_access,
-    "NCCL": gpu_checks.nccl, "allocator": gpu_checks.allocator, "MPI": checks.mpi,
-    "process per GPU": gpu_checks.one_process_per_gpu, "CPU cores": checks.binding, "XLA flags": checks.flags,
-    "wait limit": checks.wait_limit, "emulator": checks.emulator,
-}  # fmt: skip
+    "Python": checks.python,
+    "jax": checks.jax,
+    "JAX_PLATFORMS": checks.platforms,
+    "visible GPUs": gpu_checks.visible_devices,
+    "GPUs": gpu_checks.devices,
+    "peer access": gpu_checks.peer_access,
+    "NCCL": gpu_checks.nccl,
+    "allocator": gpu_checks.allocator,
+    "MPI": checks.mpi,
+    "process per GPU": gpu_checks.one_process_per_gpu,
+    "CPU cores": checks.binding,
+    "XLA flags": checks.flags,
+    "wait limit": checks.wait_limit,
+    "emulator": checks.emulator,
+}
 # Below so many columns, what was found stands under its subject and not beside it.
 _NARROW, _INDENT = 72, 27
 

@@ -16,9 +16,21 @@ from overlap.cli.arguments import WrongArguments
 
 # What stands for a character where the output has none: of ASCII, and one that no JSON text takes amiss.
 _PLAIN = {
-    "×": "x", "→": "->", "…": "...", "–": "-", "—": "-", "µ": "u", "“": "'", "”": "'", "≥": ">=", "≤": "<=",
-    "━": "-", "─": "-", "│": "|", "·": ".",
-}  # fmt: skip
+    "×": "x",
+    "→": "->",
+    "…": "...",
+    "–": "-",
+    "—": "-",
+    "µ": "u",
+    "“": "'",
+    "”": "'",
+    "≥": ">=",
+    "≤": "<=",
+    "━": "-",
+    "─": "-",
+    "│": "|",
+    "·": ".",
+}
 _HANDLER = "overlap.plain"
 
 

@@ -47,9 +47,15 @@ def ask(code: str, timeout_s: int, **environment: str | None) -> tuple[bool, str
     given = {name: value for name, value in given.items() if value is not None}
     try:
         process = subprocess.run(
-            [sys.executable, "-c", code], env=given, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
-            errors="replace", timeout=timeout_s, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            env=given,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return False, f"no answer within {timeout_s} s"
     if process.returncode == 0:

@@ -30,10 +30,12 @@ def visible_devices(facts: Sequence[Fact], machine: Machine) -> Fact:
         shown = f"CUDA shows {len(machine.driver.gpus)} of {there} GPUs" if there else "there is no GPU here"
         numbers = f" from 0 to {there - 1}" if there else ""
         return Fact(
-            subject, PROBLEM, f"{found}: {wrong}; {shown}",
+            subject,
+            PROBLEM,
+            f"{found}: {wrong}; {shown}",
             f"CUDA ignores what stands behind an entry that it does not know. List numbers{numbers} or UUIDs "
             "(nvidia-smi -L), each once, with commas between them, or unset it",
-        )  # fmt: skip
+        )
     if not there:
         return Fact(subject, NOTE, f"{found}, and there is no GPU here")
     return Fact(subject, OK, f"{found}: {len(machine.driver.gpus)} of {there}")
@@ -98,10 +100,12 @@ def peer_access(facts: Sequence[Fact], machine: Machine) -> Fact:
     if pairs := machine.driver.pairs:
         listed = ", ".join(f"{reader}→{owner}" for reader, owner in pairs[:8])
         return Fact(
-            "peer access", PROBLEM, f"missing for {len(pairs)} pairs of GPUs: {listed}",
+            "peer access",
+            PROBLEM,
+            f"missing for {len(pairs)} pairs of GPUs: {listed}",
             "the fused kernels read their peers' memory: choose GPUs with NVLink (nvidia-smi topo -m) through "
             f"{_VARIABLE}",
-        )  # fmt: skip
+        )
     return Fact("peer access", OK, f"all {len(machine.driver.gpus)} GPUs reach each other")
 
 
@@ -125,15 +129,19 @@ def nccl(facts: Sequence[Fact], machine: Machine) -> Fact:
     oldest = _compat.oldest_nccl_of_one_process(machine.jax.version)
     if oldest is not None and library.version[:2] < oldest:
         return Fact(
-            "NCCL", PROBLEM if machine.driver.gpus else NOTE, str(library),
+            "NCCL",
+            PROBLEM if machine.driver.gpus else NOTE,
+            str(library),
             f"this jax needs >= {oldest[0]}.{oldest[1]} for its small all-reduces (psum), in one process as well: "
             f"{upgrade}",
-        )  # fmt: skip
+        )
     if library.version[:2] < _cuda.NCCL_WITH_PEER_POINTERS:
         return Fact(
-            "NCCL", NOTE, str(library),
+            "NCCL",
+            NOTE,
+            str(library),
             f"enough for one process with all GPUs; one process per GPU needs >= 2.30: {upgrade}",
-        )  # fmt: skip
+        )
     return Fact("NCCL", OK, str(library))
 
 

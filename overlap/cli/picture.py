@@ -31,8 +31,9 @@ def draw(panels: Mapping[str, Sequence[Span]], path: pathlib.Path, *, devices: i
                 axis.set_ylabel(f"device {device}", fontweight="bold")
     figure.supxlabel(
         "logical time of the emulator (steps, not seconds). One bar per CTA; colour: whose rows; in “receives”, from "
-        "which device they come, in “sends”, to which they go", fontsize=10,
-    )  # fmt: skip
+        "which device they come, in “sends”, to which they go",
+        fontsize=10,
+    )
     legend = [Patch(facecolor=color, label=f"rows of device {shard}") for shard, color in enumerate(colors)]
     figure.legend(handles=legend, loc="outside upper right", ncols=min(devices, 8), frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -45,9 +46,11 @@ def _draw_device(axis: Any, spans: Sequence[Span], lanes: Sequence[str], colors:
         # One thin bar per CTA inside the lane, so that the CTAs' different progress shows.
         bottom = -lanes.index(span.lane) - 0.9 + 0.8 * span.cta / ctas
         axis.broken_barh(
-            [(span.start, max(span.end - span.start, 0.5))], (bottom, 0.8 / ctas), facecolor=colors[span.shard],
+            [(span.start, max(span.end - span.start, 0.5))],
+            (bottom, 0.8 / ctas),
+            facecolor=colors[span.shard],
             linewidth=0,
-        )  # fmt: skip
+        )
     axis.set_yticks([-index - 0.5 for index in range(len(lanes))], lanes)
     axis.set_ylim(-len(lanes), 0)
     axis.tick_params(axis="y", length=0)

@@ -134,8 +134,10 @@ def _print(done: Any, failed: list[Any], arguments: argparse.Namespace, steps: i
         console.print(
             f"program {number}: {wrong} wrong results of {case.name} along {axis!r} of {dict(mesh.shape)} on devices "
             f"{ids}, late by {late} µs",
-            style="red", highlight=False, markup=False,
-        )  # fmt: skip
+            style="red",
+            highlight=False,
+            markup=False,
+        )
     # Together with the programs before it that were on their way.
     first = max(0, failed[0][0] - _BLOCK)
     again = ["python", "-m", "overlap", "soak", "--seed", str(arguments.seed), "--first", str(first)]

@@ -58,9 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
         _remarks(console, timeline, emulated_because)
     trace_files.draw(recorded.timelines[0], picture, f"{problem} ({_kind(mesh)})")
     console.print(
-        f"The trace, for https://ui.perfetto.dev: {arguments.out}; its picture: {picture}", soft_wrap=True,
-        markup=False, highlight=False,
-    )  # fmt: skip
+        f"The trace, for https://ui.perfetto.dev: {arguments.out}; its picture: {picture}",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
     return 0
 
 

@@ -11,16 +11,17 @@ from overlap.cli.tune_arguments import DTYPES, LARGEST_SIZE, LAYOUTS, count, dty
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument(
-        "--op", default="all_gather_lhs_matmul",
+        "--op",
+        default="all_gather_lhs_matmul",
         help="all_gather_lhs_matmul (default), all_gather_rhs_matmul_n or _k, matmul_reduce_scatter or "
         "matmul_reduce_scatter_n, matmul_all_reduce, matmul",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--shape",
         metavar="MxNxK",
         type=shape,
         help="per shard for a collective (default: 1024x4096x4096; emulated 256x256x256)",
-    )  # fmt: skip
+    )
     names = ", ".join(DTYPES)
     parser.add_argument("--dtype", default="bfloat16", type=dtype, help=f"of the operands: {names} (default: bf16)")
     parser.add_argument(
@@ -28,14 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", type=count, help="for a collective (default: all visible GPUs, or 4 emulated)")
     parser.add_argument(
-        "--config", metavar="NAME=VALUE,…", type=fields,
+        "--config",
+        metavar="NAME=VALUE,…",
+        type=fields,
         help="fields of overlap.Config, such as tile_n=128,stages=4 (default: as a call without config= would choose)",
-    )  # fmt: skip
+    )
     parser.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
     parser.add_argument(
-        "--out", type=new_file, default="overlap-trace.json.gz",
+        "--out",
+        type=new_file,
+        default="overlap-trace.json.gz",
         help="the trace, for ui.perfetto.dev; compressed if the name ends with .gz (default: overlap-trace.json.gz)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--picture", type=new_file, help="the picture, a PNG (default: beside the trace, overlap-trace.png)"
     )

@@ -50,13 +50,15 @@ def write_trace(timelines: Sequence[Timeline], path: pathlib.Path) -> None:
         "displayTimeUnit": "ns",
         "otherData": {
             timeline.kernel: {
-                "unit": timeline.unit, "devices": timeline.devices, "clock_error": timeline.clock_error,
+                "unit": timeline.unit,
+                "devices": timeline.devices,
+                "clock_error": timeline.clock_error,
                 "missing_marks": timeline.missing,
             }
             for timeline in timelines
         },
         "traceEvents": [event for first, timeline in _numbered(timelines) for event in _events(first, timeline)],
-    }  # fmt: skip
+    }
     data = json.dumps(content, separators=(",", ":")).encode()
 
     def write(temporary: str) -> None:
@@ -87,10 +89,15 @@ def _events(first: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             named.add((process, thread))
             yield _name("thread_name", process, thread, f"CTA {span.cta} {span.role}")
         yield {
-            "ph": "X", "name": LABELS[span.work], "cat": span.role.split()[0], "pid": process, "tid": thread,
-            "ts": round(span.start, 4), "dur": round(span.end - span.start, 4),
+            "ph": "X",
+            "name": LABELS[span.work],
+            "cat": span.role.split()[0],
+            "pid": process,
+            "tid": thread,
+            "ts": round(span.start, 4),
+            "dur": round(span.end - span.start, 4),
             "args": {"chunk" if span.role == "communicator" else "tile": span.number, "shard_step": span.shard},
-        }  # fmt: skip
+        }
 
 
 def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -56,9 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with shown(lambda line: errors.print(f"… {line}", soft_wrap=True, markup=False, highlight=False)) as progress:
             autotune.tune(
-                problems, target, settings, file,
-                budget_s=budget_s, force=arguments.force, progress=progress, found=outcomes.append,
-            )  # fmt: skip
+                problems,
+                target,
+                settings,
+                file,
+                budget_s=budget_s,
+                force=arguments.force,
+                progress=progress,
+                found=outcomes.append,
+            )
     except (ValueError, NotImplementedError) as error:
         return _refused(errors, error)
     finally:
@@ -113,8 +119,13 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
         configs = space.candidates(problem, target)
         # Not as the table's title, which would be wrapped to its width.
         console = Console()
-        console.print(f"{problem}: {len(configs)} configurations for {target.kind}", style="italic", soft_wrap=True,
-                      markup=False, highlight=False)  # fmt: skip
+        console.print(
+            f"{problem}: {len(configs)} configurations for {target.kind}",
+            style="italic",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
         table = Table(show_lines=console.width < 80)  # Where configurations take several lines.
         table.add_column("configuration", overflow="fold")
         for heading in ("waves", "predicted, µs"):
@@ -141,9 +152,11 @@ def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Pat
     console = Console()
     title = f"{target.kind}, jax {jax.__version__}"
     emulated = target.platform == "cpu"
-    caption = "Emulated: the results were checked; the times say nothing about a GPU's." if emulated else (
-        "Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device."
-    )  # fmt: skip
+    caption = (
+        "Emulated: the results were checked; the times say nothing about a GPU's."
+        if emulated
+        else ("Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device.")
+    )
     rows = [_row(outcome) for outcome in outcomes]
     table = Table(title=title, caption=caption, title_justify="left")
     for heading in _HEADINGS:
@@ -184,11 +197,15 @@ def _row(outcome: search.Outcome) -> list[str]:
         return [str(outcome.problem), *["–"] * (len(_HEADINGS) - 2), note]
     xla, guess = entry.others.get("xla"), entry.others.get("heuristic")
     return [
-        str(outcome.problem), space.differences(entry.config), f"{entry.us:.1f}",
+        str(outcome.problem),
+        space.differences(entry.config),
+        f"{entry.us:.1f}",
         f"{outcome.problem.flops_per_device / entry.us / 1e6:.1f}",
         *(("–", "–") if xla is None else (f"{xla:.1f}", f"{xla / entry.us:.3f}")),
-        "–" if guess is None else f"{guess / entry.us:.3f}", str(entry.tried), note,
-    ]  # fmt: skip
+        "–" if guess is None else f"{guess / entry.us:.3f}",
+        str(entry.tried),
+        note,
+    ]
 
 
 def _print_narrow(console: Console, title: str, rows: Sequence[Sequence[str]], caption: str) -> None:

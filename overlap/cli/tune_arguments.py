@@ -12,8 +12,12 @@ import pathlib
 import re
 
 DTYPES = {
-    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f8_e4m3fn": "float8_e4m3fn", "f8_e5m2": "float8_e5m2",
-}  # fmt: skip
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f8_e4m3fn": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+}
 LAYOUTS = ("nn", "nt", "tn", "tt")
 # Sizes are int32 in a kernel.
 LARGEST_SIZE = 2**31 - 1
@@ -31,16 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "matmul_reduce_scatter_n, matmul_all_reduce",
     )
     parser.add_argument(
-        "--shapes", required=True, metavar="MxNxK,…", type=shapes,
+        "--shapes",
+        required=True,
+        metavar="MxNxK,…",
+        type=shapes,
         help="problems, per shard for a collective; each may have a dtype of its own: 1024x4096x4096:f16",
-    )  # fmt: skip
+    )
     names = ", ".join(DTYPES)
     parser.add_argument("--dtype", default="bfloat16", type=dtype, help=f"of the operands: {names} (default: bf16)")
     parser.add_argument("--out-dtype", type=dtype, help="of the result (default: that of the operands; bf16 for f8)")
     parser.add_argument(
-        "--layouts", default=["nn"], type=layouts,
+        "--layouts",
+        default=["nn"],
+        type=layouts,
         help="how the operands are stored, t: transposed: nn (default), nt, tn, tt; several: nn,nt",
-    )  # fmt: skip
+    )
     parser.add_argument("--devices", type=count, help="for a collective (default: all GPUs, or 2 emulated)")
     parser.add_argument("--max-configs", type=count, help="tried per problem, at most (default: 12; emulated 3)")
     parser.add_argument("--budget-s", type=seconds, help="end after so many seconds with what there is")

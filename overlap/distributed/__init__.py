@@ -1,11 +1,13 @@
 """`overlap.initialize`: the processes of a job find each other.
 
-launchers  what the launcher's environment variables say of this process: a `Place`
-meeting    the processes of the job meet over TCP, without MPI; by_mpi does the same where only MPI knows the hosts
-ports      which ports, and holding one until jax's coordinator has it
-gpus       which GPUs a process gets, and which NCCL it needs
-aborting   a process that fails ends the whole job
-start      `initialize`, which goes through all of them
+launchers  reads the launcher's environment variables: this process's `Place` in the job
+meeting    lets the processes of the job meet over TCP, without MPI
+by_mpi     does the same over MPI, where only MPI knows the hosts
+cards      what the processes tell each other when they meet
+ports      chooses TCP ports, and holds one until jax's coordinator has it
+gpus       chooses the GPUs of a process, and checks the NCCL that it needs
+aborting   ends the whole job when a process fails
+start      `initialize`, which calls all of these
 """
 
 from overlap.distributed.gpus import nccl_version

@@ -1,9 +1,11 @@
-"""A process that fails ends the whole job.
+"""Ends the whole job when one of its processes fails.
 
-A rank that leaves early would keep the others waiting: in a collective forever, at exit for the 100 s of the heartbeat.
-An uncaught exception reaches sys.excepthook; SystemExit does not, and no exit handler is told the status. So a
-monitoring callback notes it as it unwinds the outermost frame of the main thread; a SystemExit that is caught on the
-way, as test runners do, never gets there.
+Without that, the other processes would wait for the failed one: for ever in a collective, and at their exit for the
+100 s of jax's heartbeat.
+
+An uncaught exception reaches `sys.excepthook`. A SystemExit does not, and exit handlers are not told the exit status.
+So a `sys.monitoring` callback notes the status when a SystemExit unwinds the outermost frame of the main thread. A
+SystemExit that the program catches, as test runners do, never unwinds that frame.
 """
 
 from __future__ import annotations
@@ -16,20 +18,19 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
 
 _logger = logging.getLogger("overlap")
 _exit_status: int = 0
 
-# Ends the job with this status, as far as that can be done from within.
-type Abort = Callable[[int], Any]
+# Takes an exit status and ends the job with it, as far as a process of the job can do that.
+type Abort = Callable[[int], object]
 
 
 def leave(status: int, *, under_mpich: bool = False) -> None:
     """Ends this process at once. Open MPI's mpirun, torchrun, and srun with --kill-on-bad-exit then end the others.
 
-    MPICH's does that only for processes that have called MPI; so its proxy on this host is told, in the words of
-    MPI_Abort: the message "abort" of PMI 1.
+    MPICH's mpirun ends the others only for processes that have called MPI. So with `under_mpich` this process sends the
+    message that MPI_Abort would send, "abort" of PMI 1, to mpirun's proxy on this host.
     """
     if under_mpich:
         with contextlib.suppress(KeyError, ValueError, OSError):
@@ -38,7 +39,12 @@ def leave(status: int, *, under_mpich: bool = False) -> None:
 
 
 class Ending:
-    """How the job is ended; `abort` changes when more is known of the job, and `tell` says it to the others."""
+    """Ends the job: a callable that takes the exit status.
+
+    Attributes:
+      abort: ends this process and, where it can, the job. `initialize` replaces it when it knows more about the job.
+      tell: is called before `abort`, and tells the other processes.
+    """
 
     def __init__(self, abort: Abort) -> None:
         self.abort = abort
@@ -47,6 +53,23 @@ class Ending:
     def __call__(self, status: int) -> None:
         self.tell(status)
         self.abort(status)
+
+
+_ending: Ending | None = None
+
+
+def install(rank: int, abort: Abort) -> Ending:
+    """Makes a failure of this process end the job by `abort`. Returns the `Ending`, whose attributes may be replaced.
+
+    The hooks are installed once for each process, also if `overlap.initialize` fails and is called again.
+    """
+    global _ending
+    if _ending is None:
+        _ending = Ending(abort)
+        abort_job_on_failure(_ending)
+        abort_at_exit(rank, _ending)
+    _ending.abort = abort
+    return _ending
 
 
 def abort_job_on_failure(abort: Abort) -> None:
@@ -62,14 +85,16 @@ def abort_job_on_failure(abort: Abort) -> None:
 
 
 def abort_at_exit(rank: int, abort: Abort) -> None:
-    """Registers the exit handler. Once jax's own is registered, which waits for the others, it is to be called again.
+    """Registers an exit handler that ends the job if this process exits with a status other than 0.
 
-    (They run in reverse order. The first one to run ends the process, if anything is wrong.)
+    Call it again after `jax.distributed.initialize`. Exit handlers run in reverse order, and jax's waits for the other
+    processes: the handler must run before it. The first handler that runs ends the process.
     """
     atexit.register(_at_exit, rank, abort)
 
 
 def _note_exit_status() -> None:
+    """Makes `_exit_status` the status of a SystemExit that nothing has caught."""
     monitoring = sys.monitoring
     tool = next((tool for tool in (4, 3) if monitoring.get_tool(tool) is None), None)
     if tool is None:

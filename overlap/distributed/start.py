@@ -3,8 +3,8 @@
     import overlap
     overlap.initialize()        # before anything asks jax for devices
 
-`jax.distributed.initialize` detects Open MPI by a variable that version 5 no longer sets, and MPICH not at all. So
-coordinator, process count, process id and local devices are found here, and all of them are passed on.
+`jax.distributed.initialize` detects Open MPI by a variable that version 5 no longer sets, and does not detect MPICH. So
+this module finds coordinator, process count, process id and local devices, and passes all of them to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -26,10 +25,10 @@ from overlap.primitives import windows
 
 _logger = logging.getLogger("overlap")
 
-# Each host compiles a program with a fused kernel for itself (overlap/primitives/clique.py), and XLA by default has the
-# processes share the work of choosing algorithms, which takes the same program everywhere.
+# By default XLA's processes share the work of choosing algorithms. That needs the same program on all hosts, and each
+# host compiles its own program with a fused kernel (overlap/primitives/clique.py).
 _OWN_AUTOTUNING = "xla_gpu_shard_autotuning"
-# When the last process has come at the last moment, jax still has to connect them.
+# If the last process comes just before the timeout, jax still needs time to connect all of them.
 _LEFT_FOR_JAX_S = 10
 
 
@@ -42,28 +41,31 @@ def initialize(
 ) -> None:
     """Connects the processes of a job started by mpirun, srun or torchrun; does nothing in a single process.
 
-    Call it once at the start of the program, before anything touches devices (a second call does nothing). With GPUs,
-    the process with local rank r gets GPU r of its host, and NCCL_WIN_STRIDE is set unless it is set already (room for
-    the windows of more than one program). On several hosts --xla_gpu_shard_autotuning=false is added to XLA_FLAGS,
-    unless they say something of it. (Neither is done without `check_nccl`.) If a rank raises or exits with a non-zero
-    status, the whole job is aborted, so that the others do not wait for it (under srun with --kill-on-bad-exit). MPI is
-    used only by jobs of mpirun on several hosts; the processes of the others meet over TCP.
+    Call it once at the start of the program, before anything uses devices. A second call does nothing.
+
+    - With GPUs, the process with local rank r gets GPU r of its host.
+    - With GPUs and `check_nccl`, it sets NCCL_WIN_STRIDE, unless that is set already, so that NCCL has room for the
+      windows of more than one program. On several hosts it adds --xla_gpu_shard_autotuning=false to XLA_FLAGS, unless
+      they mention this flag.
+    - If a process raises or exits with a non-zero status, the whole job is aborted, so that the other processes do not
+      wait for it. (srun needs --kill-on-bad-exit for that.)
+    - Only jobs of mpirun on several hosts use MPI. The processes of all other jobs meet over TCP.
 
     Args:
-      coordinator_port: TCP port of the coordinator on the host of process 0; the processes meet there as well. By
-        default free ones are chosen.
-      local_device_ids: the GPUs of this process, as indices into the visible ones. By default the local rank; if the
-        launcher has given each process of the host its own CUDA_VISIBLE_DEVICES, all that are visible.
-      check_nccl: whether to insist on an NCCL that the fused kernels can use. Pass False in a program that runs
-        `implementation="xla"` only.
-      timeout_s: how long to wait for the other processes, in seconds. Then the missing ones are named.
+      coordinator_port: TCP port of jax's coordinator on the host of process 0. The processes meet there as well. By
+        default free ports are chosen.
+      local_device_ids: the GPUs of this process, as indices into the visible GPUs. By default the local rank; or all
+        visible GPUs, if the launcher has given each process of the host its own CUDA_VISIBLE_DEVICES.
+      check_nccl: whether to require an NCCL that the fused kernels can use. Pass False in a program that only runs
+        `implementation="xla"`.
+      timeout_s: how long to wait for the other processes, in seconds. The error message then names the missing ones.
 
     Raises:
       RuntimeError: if devices have been used already; if a process has not come within `timeout_s`; if the processes
         run different versions of jax or overlap; if `coordinator_port` is not free; if the launcher's variables are
         incomplete; if a host has more processes than GPUs; if NCCL is older than 2.30; or, with mpirun on several
         hosts, if mpi4py is missing or belongs to another MPI.
-      ValueError: if `coordinator_port` is no port, or `timeout_s` no time.
+      ValueError: if `coordinator_port` is not a TCP port, or `timeout_s` not a positive number.
 
     Example:
       `launch/mpirun.sh -np 8 -- python train.py`, and train.py begins with
@@ -86,10 +88,9 @@ def initialize(
             "jnp.array, jax.jit of anything)."
         )
     until = time.monotonic() + timeout_s
-    # Before the processes meet: if this one fails there, the others may wait already, and MPICH would let them.
-    ending = aborting.Ending(functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
-    aborting.abort_job_on_failure(ending)
-    aborting.abort_at_exit(place.rank, ending)
+    # Before the processes meet: if this one fails there, the others may be waiting already, and MPICH would not end
+    # them.
+    ending = aborting.install(place.rank, functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
     meet = by_mpi.meet if place.host is None else meeting.meet
     agreement = meet(place, cards.own_card(place), coordinator_port, timeout_s)
     ending.abort = agreement.abort or ending.abort
@@ -105,7 +106,15 @@ def _join(
     check_nccl: bool,
     until: float,
 ) -> None:
-    """Connects this process, which knows its job, to jax's coordinator."""
+    """Connects this process to jax's coordinator.
+
+    Args:
+      job: this process's place in the job.
+      agreement: what the processes have agreed on when they met.
+      ending: what ends the job.
+      local_device_ids, check_nccl: as in `initialize`.
+      until: when to give up, as in `time.monotonic()`.
+    """
     gpus.warn_about_binding(job)
     if gpus.uses_gpus():
         gpu_count = len(_cuda.visible_gpus())
@@ -113,7 +122,8 @@ def _join(
             local_device_ids = gpus.local_device_ids(job, gpu_count)
         if check_nccl:
             gpus.require_nccl(_cuda.nccl())
-            # NCCL's default, the size of the GPU, is full after the first program: only address space is spent.
+            # With NCCL's default, the size of the GPU's memory, the address space is full after the first program. A
+            # larger stride costs address space only.
             os.environ.setdefault(windows.STRIDE_VARIABLE, str(windows.stride_bytes(job.local_size)))
             flags = os.environ.get("XLA_FLAGS", "")
             several_hosts = job.local_size != job.size or "JAX_PARTITION_INDEX" in os.environ
@@ -124,8 +134,8 @@ def _join(
     coordinator = agreement.coordinator
     _logger.info("process %d of %d, coordinator %s, GPUs %s", job.rank, job.size, coordinator, local_device_ids)
     if job.mpi == "MPICH" and "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        # It catches SIGTERM, which MPICH's mpirun hands on to the processes before it waits for them to end. Others'
-        # launchers follow it up with SIGKILL.
+        # jax's preemption service catches SIGTERM. MPICH's mpirun passes SIGTERM to the processes and then waits for
+        # them to end: the service must not catch it. Other launchers send SIGKILL after it.
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
@@ -134,15 +144,15 @@ def _join(
         local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=max(_LEFT_FOR_JAX_S, math.ceil(until - time.monotonic())),
-        # A job of one host stays off the network.
+        # Nobody outside this host can connect to a job of one host.
         coordinator_bind_address=coordinator if coordinator.startswith(f"{ports.THIS_HOST}:") else None,
     )
-    # Exit handlers run in reverse order: these have to come before jax's, which waits for the other processes.
+    # Exit handlers run in reverse order. These two must run before jax's, which waits for the other processes, so they
+    # are registered after it.
     ending.tell = _departures.watch(job.rank)
     aborting.abort_at_exit(job.rank, ending)
 
 
-def _check_timeout(timeout_s: Any) -> None:
-    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not number or not 0 < timeout_s < math.inf:
+def _check_timeout(timeout_s: object) -> None:
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
         raise ValueError(f"`timeout_s` has to be a number of seconds above 0, and is {timeout_s!r}.")

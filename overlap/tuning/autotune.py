@@ -283,9 +283,14 @@ def tune(
                 progress(f"{problem.shape}: {text}", (index + fraction) / len(problems))
 
             outcome = search(
-                problem, target, jax.devices()[: problem.devices], settings,
-                deadline=now + (end - now) / (len(problems) - index), interrupted=interrupted, progress=report,
-            )  # fmt: skip
+                problem,
+                target,
+                jax.devices()[: problem.devices],
+                settings,
+                deadline=now + (end - now) / (len(problems) - index),
+                interrupted=interrupted,
+                progress=report,
+            )
             if file is not None and outcome.result is not None:
                 outcome.unwritten = "it was ended before"
             note(outcome)

@@ -123,9 +123,7 @@ def _answer(group: PeerGroup, flags: Any, times_gmem: Any) -> None:
 
 
 def _await(group: PeerGroup, flag: Any, count: Any, peer: Any) -> None:
-    wait_for_word(
-        flag, count, group, peer, operation=board.describe(_NAME, group), role=board.BEGUN, at_least=True
-    )  # fmt: skip
+    wait_for_word(flag, count, group, peer, operation=board.describe(_NAME, group), role=board.BEGUN, at_least=True)
 
 
 def _read_clock(time_gmem: Any) -> None:
@@ -134,6 +132,9 @@ def _read_clock(time_gmem: Any) -> None:
 
 def _store_time(_: Any, pointer: Any) -> None:
     lines = [
-        *atomics.BY_LANE_0, ".reg .b64 time;", "mov.u64 time, %globaltimer;", "@first st.global.b64 [$0], time;",
-    ]  # fmt: skip
+        *atomics.BY_LANE_0,
+        ".reg .b64 time;",
+        "mov.u64 time, %globaltimer;",
+        "@first st.global.b64 [$0], time;",
+    ]
     atomics.ptx(lines, pointer)

@@ -49,46 +49,75 @@ def _matmul(
         left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
         scales = {"lhs_scale": ones_for(lhs, left), "rhs_scale": ones_for(rhs, right)}
     return matmul(
-        lhs, rhs, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
-        transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs, **scales,
-    )  # fmt: skip
+        lhs,
+        rhs,
+        preferred_element_type=problem.out_dtype,
+        config=config,
+        implementation=implementation,
+        transpose_lhs=problem.transpose_lhs,
+        transpose_rhs=problem.transpose_rhs,
+        **scales,
+    )
 
 
 def _all_gather_lhs_matmul(
     problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return all_gather_lhs_matmul(
-        lhs, rhs, AXIS, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
+        lhs,
+        rhs,
+        AXIS,
+        preferred_element_type=problem.out_dtype,
+        config=config,
+        implementation=implementation,
         transpose_rhs=problem.transpose_rhs,
-    )  # fmt: skip
+    )
 
 
 def _all_gather_rhs_matmul(
     problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return all_gather_rhs_matmul(
-        lhs, rhs, AXIS, gather_dimension=0 if problem.gathered == "k" else 1, preferred_element_type=problem.out_dtype,
-        config=config, implementation=implementation, transpose_lhs=problem.transpose_lhs,
-    )  # fmt: skip
+        lhs,
+        rhs,
+        AXIS,
+        gather_dimension=0 if problem.gathered == "k" else 1,
+        preferred_element_type=problem.out_dtype,
+        config=config,
+        implementation=implementation,
+        transpose_lhs=problem.transpose_lhs,
+    )
 
 
 def _matmul_reduce_scatter(
     problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return matmul_reduce_scatter(
-        lhs, rhs, AXIS, scatter_dimension=0 if problem.scattered == "m" else 1,
-        preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
-        transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
-    )  # fmt: skip
+        lhs,
+        rhs,
+        AXIS,
+        scatter_dimension=0 if problem.scattered == "m" else 1,
+        preferred_element_type=problem.out_dtype,
+        config=config,
+        implementation=implementation,
+        transpose_lhs=problem.transpose_lhs,
+        transpose_rhs=problem.transpose_rhs,
+    )
 
 
 def _matmul_all_reduce(
     problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
     return matmul_all_reduce(
-        lhs, rhs, AXIS, preferred_element_type=problem.out_dtype, config=config, implementation=implementation,
-        transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
-    )  # fmt: skip
+        lhs,
+        rhs,
+        AXIS,
+        preferred_element_type=problem.out_dtype,
+        config=config,
+        implementation=implementation,
+        transpose_lhs=problem.transpose_lhs,
+        transpose_rhs=problem.transpose_rhs,
+    )
 
 
 OPERATIONS: dict[str, Operation] = {

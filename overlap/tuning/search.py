@@ -145,10 +145,16 @@ class Outcome:
         guess = space.heuristic(self.problem, target)
         others.update(("heuristic", round(trial.us, 3)) for trial in self.ranked if trial.config == guess)
         return Entry(
-            self.problem, target.kind, jax.__version__, best.config, round(best.us, 3), others,
-            tried=sum(trial.config is not None for trial in self.trials), complete=self.complete,
+            self.problem,
+            target.kind,
+            jax.__version__,
+            best.config,
+            round(best.us, 3),
+            others,
+            tried=sum(trial.config is not None for trial in self.trials),
+            complete=self.complete,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
+        )
 
 
 class _BudgetSpent(Exception):
@@ -216,9 +222,14 @@ class _Race:
     bench: Bench
 
     def __init__(
-        self, outcome: Outcome, settings: Settings, deadline: float, progress: Progress,
-        interrupted: Callable[[], int], count: int,
-    ) -> None:  # fmt: skip
+        self,
+        outcome: Outcome,
+        settings: Settings,
+        deadline: float,
+        progress: Progress,
+        interrupted: Callable[[], int],
+        count: int,
+    ) -> None:
         self.outcome, self.settings, self.deadline, self.progress = outcome, settings, deadline, progress
         self.interrupted = interrupted
         # Compiling one is the unit of progress; a sample takes about a tenth of it.
