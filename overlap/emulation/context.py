@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from . import interrupt
+from .core_counts import core_count_of_devices
 from .cores import DEFAULT_CORES
 from .cores import cores as in_cores
 from .errors import EmulationError
@@ -223,7 +224,7 @@ def emulate(
     for another seed.
 
     Args:
-        cores: what `core_count()` returns.
+        cores: what `core_count()` returns, and `device.core_count` of CPU devices.
         completion: when asynchronous copies and wgmma complete: as ``"late"`` as the rules allow, at ``"random"``
             moments or at once (``"eager"``).
         scheduler: ``"pct"`` (random priorities with rare changes), ``"random"`` or ``"round_robin"``.
@@ -256,7 +257,7 @@ def emulate(
     with _lock:
         _active.append(run)
     try:
-        with in_cores(cores):
+        with in_cores(cores), core_count_of_devices():
             yield run
     except Exception as consequence:
         drain()

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from .cores import core_count
+
+_lock = threading.Lock()
+_active = 0  # contexts that have been entered and not left
+
+
+def _core_count_of(device: Any) -> int:
+    if device.platform != "cpu":
+        raise AttributeError("core_count")  # Python then asks the class's own `__getattr__`, as without the property.
+    return core_count()
 
 
 @contextlib.contextmanager
 def core_count_of_devices() -> Iterator[None]:
     """While active, `device.core_count` of a CPU device is what `core_count()` returns.
 
-    A CPU device has no such attribute. For kernels of others that ask for it; your own call `core_count()`.
-
-    Raises:
-        RuntimeError: the default device has the attribute: it is no CPU device.
+    `emulate` does this by itself. Only kernels that run without it, after `enable()`, need this context, and only if
+    they ask the device: a CPU device has no such attribute. Devices of other platforms answer as ever. Contexts may be
+    nested.
 
     Example:
         >>> from overlap import emulation
-        >>> with emulation.emulate(cores=4), emulation.core_count_of_devices():
+        >>> with emulation.core_count_of_devices():
         ...     cores = jax.local_devices()[0].core_count
         >>> cores
         4
     """
+    global _active
+    # A class of jaxlib that all devices share: changed while a context is active, and no longer.
     kind = type(jax.local_devices()[0])
-    if hasattr(jax.local_devices()[0], "core_count"):
-        raise RuntimeError("core_count_of_devices() is for CPU devices, and is active once at a time")
-    # A class of jaxlib, common to all devices, so it is changed for as short as possible.
-    setattr(kind, "core_count", property(lambda device: core_count()))  # noqa: B010
+    with _lock:
+        _active += 1
+        if _active == 1:
+            setattr(kind, "core_count", property(_core_count_of))  # noqa: B010
     try:
         yield
     finally:
-        delattr(kind, "core_count")
+        with _lock:
+            _active -= 1
+            if not _active:
+                delattr(kind, "core_count")

@@ -11,6 +11,18 @@ if TYPE_CHECKING:
     from .machine import Thread
 
 
+def multicast_devices(thread: Thread, axes: Any) -> tuple[int, ...]:
+    """The devices that a multicast operation of `thread` over the mesh axes `axes` reaches: all of the mesh."""
+    machine = thread.machine
+    names = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    if set(names) != set(machine.mesh_shape):
+        raise ProtocolError(
+            f"a multicast over the axes {names} in a mesh with the axes {tuple(machine.mesh_shape)}: NVLink multicast "
+            "reaches all devices of the mesh. Expected: collective_axes names all axes of the mesh"
+        )
+    return machine.devices
+
+
 def logical_device(thread: Thread, device_id: Any, id_type: Any, env: list) -> int:
     """The device that a device id, which speaks of positions in the mesh, means to `thread`."""
 

@@ -131,8 +131,13 @@ class Decoder:
         self.program.instructions.append(Instruction(self.here - 1, name or eqn.primitive.name.removesuffix("_p"), eqn))
         return self.here - 1
 
-    def path(self, transforms: Any, *, clip: bool = False) -> RefPath:
+    def path(self, transforms: Any, *, clip: bool = False, multicast: bool = False) -> RefPath:
         path = RefPath(transforms, clip)
+        if path.multicast is not None and not multicast:
+            raise NotImplementedError(
+                "a multicast_ref is only emulated where Mosaic GPU compiles it: as the target of copy_smem_to_gmem. For "
+                "other accesses to all devices there are multimem_store and multimem_load_reduce"
+            )
         self.program.paths.append(path)
         return path
 
@@ -257,10 +262,10 @@ class Decoder:
 
 def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
     """Decodes the parameters of the primitive that `plgpu.kernel` binds, for a mesh of these devices."""
-    from . import cluster_launch, control, data, inline, scopes, signals, tcgen05, tensor_memory, transfers
+    from . import cluster_launch, control, data, inline, multimem, scopes, signals, tcgen05, tensor_memory, transfers
 
     # Imported for the handlers that they register.
-    del cluster_launch, control, data, inline, scopes, signals, tcgen05, tensor_memory, transfers
+    del cluster_launch, control, data, inline, multimem, scopes, signals, tcgen05, tensor_memory, transfers
     (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
     if not hasattr(mesh, "num_threads"):
         raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")

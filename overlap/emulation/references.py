@@ -242,6 +242,7 @@ class RefPath:
         self._dynamic: list[int] = []
         self._peer: tuple[Any, Any] | None = None
         self._place: dict[Any, Any] | None = None  # of another CTA in the cluster
+        self.multicast: tuple[Any, ...] | None = None  # the mesh axes of a `multicast_ref`
         self._clip = clip
         self._cache: dict[Any, Any] = {}
         self._places: dict[Any, int] = {}
@@ -249,6 +250,9 @@ class RefPath:
         for transform in transforms or ():
             if type(transform).__name__ == "PeerMemRef":
                 self._peer = (transform.device_id, transform.device_id_type)
+                continue
+            if type(transform).__name__ == "MulticastRef":
+                self.multicast = tuple(transform.collective_axes)
                 continue
             if type(transform).__name__ == "ClusterRefTransform":
                 self._place = dict(zip(transform.dims, transform.idxs))

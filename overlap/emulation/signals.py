@@ -119,12 +119,21 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: Any, id_type: Any, scope: str) -> None:
-    machine = thread.machine
     if device_id is not None:
         if scope == "gpu":
             raise ProtocolError("a signal at memory scope 'gpu' stays on its device: use 'sys' with a device_id")
         target = logical_device(thread, device_id, id_type, thread.env)
         base = base.on(target)
+    signal_device(thread, base, path, count, scope)
+    thread.tick()
+
+
+def signal_device(thread: Any, base: Any, path: RefPath, count: int, scope: str) -> None:
+    """Signals the semaphore at `path` in the array `base`, which may be another device's.
+
+    The caller ends the thread's interval after that (`Thread.tick`).
+    """
+    machine = thread.machine
     semaphore = path.resolve(thread, base)
     machine.world.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
     if count < 0:
@@ -135,7 +144,6 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
         semaphore.expect_seen((thread, *event, thread.instruction))
     machine.run.count("signals")
     machine.run.signal_event(thread, semaphore)
-    thread.tick()
 
 
 @handles("semaphore_signal")

@@ -9,6 +9,7 @@ import jax
 
 from . import clusters
 from .data import predicate_of
+from .device_ids import multicast_devices
 from .engines import Landing
 from .errors import ProtocolError
 from .program import Decoder, handles
@@ -113,7 +114,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     src, dst, *leaves = ins
     n = p["src_transforms_treedef"].num_leaves
     src_path = d.path(d.unflatten(p["src_transforms_treedef"], leaves[:n]))
-    dst_path = d.path(d.unflatten(p["dst_transforms_treedef"], leaves[n:]), clip=True)
+    dst_path = d.path(d.unflatten(p["dst_transforms_treedef"], leaves[n:]), clip=True, multicast=True)
     reduction, commit = p["reduction_op"], p["commit_group"]
 
     def run(thread: Any) -> None:
@@ -123,7 +124,12 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             if commit:
                 engine.commit(thread)
             return
-        source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
+        if dst_path.multicast is None:
+            targets = [dst_path.resolve(thread, env[dst])]
+        else:  # One copy that the switch of NVLink writes on all devices: one operation for each of them.
+            devices = multicast_devices(thread, dst_path.multicast)
+            targets = [dst_path.resolve(thread, env[dst].on(device)) for device in devices]
+        source, target = src_path.resolve(thread, env[src]), targets[0]
         _check_shapes(source, target)
         if target.requested is not None and len(target.requested) == 1 and target.buffer.data.ndim > 1:
             # What is one piece of memory is copied as such, which is clipped at the end of the whole array alone.
@@ -131,7 +137,10 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 f"a copy of {target.requested[0]} elements to {target} goes beyond the end of a row: it is one piece "
                 "of memory, so it overwrites what lies behind that row"
             )
-        engine.store(thread, source, target, reduction, commit, target.buffer.device != thread.device)
+        for target in targets:
+            engine.store(thread, source, target, reduction, False, target.buffer.device != thread.device)
+        if commit:
+            engine.commit(thread)
 
     d.emit(run, eqn, visible=True)
     return []

@@ -1,9 +1,5 @@
 """Tensor memory, the types of products, scales, dynamic scheduling, and JAX's own kernels and interpreter."""
 
-import contextlib
-import functools
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +9,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import emulation
 from overlap.emulation import EmulationError, ProtocolError, RaceError, emulate
 from tests.emulation import tensor_kernels
 from tests.emulation.cases import normal, out_type, run_kernel
@@ -269,75 +264,7 @@ def test_waiting_clusters_are_taken_over(ctas, completion):
             run_kernel(lambda *refs: body(*refs, passes=False), settings={"completion": completion}, **kwargs)
 
 
-# ---- JAX's own kernels and interpreter -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def blackwell(monkeypatch):
-    """JAX's kernels. Their modules import jax's test utilities, which they do not use, and which need absl."""
-    monkeypatch.setitem(sys.modules, "jax._src.test_util", types.ModuleType("jax._src.test_util"))
-    from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
-
-    return blackwell_matmul_mgpu, blackwell_ragged_dot_mgpu
-
-
-@pytest.mark.parametrize("completion", COMPLETIONS)
-def test_jax_matmul(blackwell, completion):
-    module, _ = blackwell
-    x, y = normal(512, 256, dtype=np.float16), normal(256, 256, dtype=np.float16, seed=1)
-    config = module.TuningConfig(tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2, collective=False)
-    # It ends without a wait for its last store to have read shared memory.
-    with (
-        pytest.raises(ProtocolError, match="freed too early:\n  TMA store, read"),
-        emulate(cores=3, completion=completion) as run,
-    ):
-        out = jax.jit(lambda x, y: module.matmul_kernel(x, y, config))(x, y)
-        np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=2e-2, atol=6e-2)
-    assert len(run.errors) == 1
-
-
-def test_jax_matmul_of_pairs(blackwell, monkeypatch):
-    module, _ = blackwell
-    x, y = normal(512, 256, dtype=np.float16), normal(256, 256, dtype=np.float16, seed=1)
-    config = module.TuningConfig(tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2, collective=True)
-
-    def run():
-        out = jax.jit(lambda x, y: module.matmul_kernel(x, y, config))(x, y)
-        np.testing.assert_allclose(wide(out), wide(x) @ wide(y), rtol=2e-2, atol=6e-2)
-
-    # Both CTAs of a pair ask for the next tile.
-    with pytest.raises(RaceError, match="cluster launch control, write"), emulate(cores=2):
-        run()
-    loop = plgpu.dynamic_scheduling_loop
-    monkeypatch.setattr(plgpu, "dynamic_scheduling_loop", functools.partial(loop, cluster_axes=("x",)))
-    with (
-        pytest.raises(ProtocolError, match="freed too early:\n  TMA store, read"),
-        emulate(cores=2, scheduler="round_robin") as run_of_pairs,
-    ):
-        run()
-    assert len(run_of_pairs.errors) == 1
-
-
-@pytest.mark.parametrize(("completion", "cores"), [*((c, 4) for c in COMPLETIONS), ("late", 2)])
-def test_jax_ragged_dot(blackwell, completion, cores):
-    matmul, module = blackwell
-    x, y = normal(512, 128, dtype=np.float16), normal(3, 128, 128, dtype=np.float16, seed=1)
-    sizes = np.array([100, 300, 112], np.int32)
-    config = module.TuningConfig(
-        tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2, collective=True, grid_tile_width=1,
-        grid_minor_dim=matmul.MatmulDimension.N,
-    )  # fmt: skip
-    expected = np.asarray(lax.ragged_dot(x.astype(np.float32), y.astype(np.float32), sizes))
-
-    def run():
-        out = jax.jit(lambda x, y, sizes: module.ragged_dot_kernel(x, y, sizes, config))(x, y, sizes)
-        np.testing.assert_allclose(wide(out), expected, rtol=2e-2, atol=6e-2)
-
-    # After two tiles in a row, the second CTA's accumulator is overwritten: its epilogue tells its own CTA only.
-    is_clean = cores == 4
-    expectation = contextlib.nullcontext() if is_clean else pytest.raises(RaceError, match="tensor memory load of ref")
-    with expectation, emulate(cores=cores, completion=completion), emulation.core_count_of_devices():
-        run()
+# ---- JAX's interpreter ------------------------------------------------------------------------------------------------
 
 
 def test_agrees_with_the_interpreter_of_jax():

@@ -1,0 +1,92 @@
+"""NVLink multicast (`multimem`): one access that reaches the same memory of all devices of a mesh.
+
+On the hardware the switch of NVLink does this, at an address that stands for the memory of all devices. Here the access is
+made to each device's own buffer, as an ordinary (generic) access of the thread: the same rules for races, for peers that
+have not begun or have left, and for memory that nobody has written. The signal of all devices is a signal to each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import arithmetic
+from .device_ids import multicast_devices
+from .errors import ProtocolError
+from .program import Decoder, handles
+from .signals import signal_device
+
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def _views(thread: Any, path: Any, buffer: Any, axes: Any) -> list[Any]:
+    """What the reference denotes on each device."""
+    if buffer.peers is None:
+        raise ProtocolError(f"multimem needs memory that all devices have (operands, results), got {buffer.name}")
+    return [path.resolve(thread, buffer.on(device)) for device in multicast_devices(thread, axes)]
+
+
+@handles("multimem_store")
+def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    value, ref, *leaves = ins
+    tree, axes = eqn.params["transforms_tree"], eqn.params["collective_axes"]
+    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+
+    def run(thread: Any) -> None:
+        new = np.asarray(thread.env[value])
+        for view in _views(thread, path, thread.env[ref], axes):
+            thread.access(view, "multimem store", write=True)
+            view.write(new)
+
+    d.emit(run, eqn, visible=True)
+    return []
+
+
+@handles("multimem_load_reduce")
+def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    ref, *leaves = ins
+    tree, axes, name = eqn.params["tree"], eqn.params["collective_axes"], eqn.params["reduction_op"]
+    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+    out, aval = d.new(), eqn.outvars[0].aval
+    function, plain = _REDUCTIONS.get(name), arithmetic.is_plain(aval)
+    if function is None:
+        raise NotImplementedError(f"multimem_load_reduce with reduction_op={name!r}: expected one of {tuple(_REDUCTIONS)}")
+    is_integer = np.dtype(aval.dtype).kind in "iub"
+
+    def run(thread: Any) -> None:
+        # The switch adds in f32 what has fewer bits, in an order that nobody knows: here in that of the devices.
+        total = None
+        for view in _views(thread, path, thread.env[ref], axes):
+            thread.access(view, "multimem load", write=False)
+            part = view.read() if is_integer else view.read().astype(np.float32)
+            with np.errstate(all="ignore"):
+                total = part if total is None else function(total, part)
+        value = np.asarray(total).astype(aval.dtype).reshape(aval.shape)
+        thread.env[out] = value.item() if plain else value
+
+    d.emit(run, eqn, visible=True)
+    return [out]
+
+
+@handles("semaphore_signal_multicast")
+def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+    ref, transforms, count = d.unflatten_slots(eqn.params["args_tree"], ins)
+    path, amount, axes = d.path(transforms), d.leaf(count), eqn.params["collective_axes"]
+    if not isinstance(amount, int):
+        raise NotImplementedError("the value of semaphore_signal_multicast must be a constant, as Mosaic GPU needs it")
+
+    def run(thread: Any) -> None:
+        for device in multicast_devices(thread, axes):
+            signal_device(thread, thread.env[ref].on(device), path, amount, "sys")
+        thread.tick()
+
+    d.emit(run, eqn, visible=True)
+    return []
