@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from .cores import core_count
 
 if TYPE_CHECKING:
-    from .context import Event, Run, emulate
+    from .context import emulate
     from .core_counts import core_count_of_devices
     from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
     from .lowering import enable
     from .replay import run_sequence
+    from .runs import Event, Run
     from .sequence import Launch
 
 __all__ = [
@@ -39,11 +40,11 @@ __all__ = [
 _HOMES = {
     "DeadlockError": "errors",
     "EmulationError": "errors",
-    "Event": "context",
+    "Event": "runs",
     "Launch": "sequence",
     "ProtocolError": "errors",
     "RaceError": "errors",
-    "Run": "context",
+    "Run": "runs",
     "StepLimitError": "errors",
     "core_count_of_devices": "core_counts",
     "emulate": "context",

@@ -10,7 +10,6 @@ import numpy as np
 from . import arithmetic
 from .errors import ProtocolError
 from .program import Decoder, handles
-from .slots import value_of
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
 
@@ -227,12 +226,3 @@ def _delay(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     d.emit(run, eqn, visible=True)
     return []
-
-
-def predicate_of(d: Decoder, slots: list[int], present: bool) -> tuple[list[int], Any]:
-    """Splits a trailing predicate operand off; without one the predicate is True."""
-    if not present:
-        return slots, lambda env: True
-    *rest, last = slots
-    leaf = d.leaf(last)
-    return rest, lambda env: bool(value_of(leaf, env))

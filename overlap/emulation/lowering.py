@@ -18,11 +18,12 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
 
-from . import context, interrupt
+from . import interrupt, runs
+from .decode import decode
 from .errors import EmulationError
 from .machine import Machine
 from .memory import poison
-from .program import Program, decode
+from .program import Program
 from .sequence import Launch, World
 
 # A launch that some devices do not reach: said after the first, given up after the second.
@@ -132,7 +133,7 @@ class _Launcher:
             self._emulate(meeting)
 
     def _emulate(self, meeting: _Meeting) -> None:
-        run, in_context = context.current_run()
+        run, in_context = runs.current_run()
         interrupts = run.interrupts if in_context else meeting.interrupts
         try:
             repetition = run.repetition(self)
@@ -143,7 +144,7 @@ class _Launcher:
                 Machine(
                     world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
                 )
-            run.begin(world)
+            run.begin(lambda: world.now)
             outputs = world.machines[-1].outputs(ended=world.execute(lambda: interrupt.stopped(interrupts)))
             run.steps += world.now
             errors = world.errors

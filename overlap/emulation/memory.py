@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .races import Shadow, region_of
+from .shadow import Region, Shadow, region_of
 
 _serials = itertools.count()
 
@@ -115,7 +115,7 @@ class View:
         self.buffer, self.array, self.groups, self.text = buffer, array, groups, text
         self.requested: tuple[int, ...] | None = None  # the shape asked for, where a slice goes out of bounds
         self.window: tuple[slice, ...] | None = None  # the part of `requested` that is in bounds
-        self.region: Any = None
+        self.region: Region | None = None
         self._cells = None
         if shape is None:
             sizes = iter(array.shape)
@@ -138,7 +138,7 @@ class View:
             value = np.asarray(value).reshape(self.requested)[self.window]
         self.array[...] = np.asarray(value, self.array.dtype).reshape(self.array.shape)
 
-    def bounds(self):
+    def bounds(self) -> Region:
         """The region of the buffer's bytes, for race detection."""
         if self.region is None:
             self.region = region_of(self.array, self.buffer.data)

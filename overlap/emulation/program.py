@@ -18,7 +18,7 @@ from jax.extend import source_info_util
 
 from . import arithmetic
 from .references import RefPath
-from .slots import Slot
+from .slots import Slot, value_of
 
 Function = Callable[[Any], Any]
 _HANDLERS: dict[str, Callable[..., Any]] = {}
@@ -260,37 +260,10 @@ class Decoder:
         return outs
 
 
-def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
-    """Decodes the parameters of the primitive that `plgpu.kernel` binds, for a mesh of these devices."""
-    from . import cluster_launch, control, data, inline, multimem, scopes, signals, tcgen05, tensor_memory, transfers
-
-    # Imported for the handlers that they register.
-    del cluster_launch, control, data, inline, multimem, scopes, signals, tcgen05, tensor_memory, transfers
-    (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
-    if not hasattr(mesh, "num_threads"):
-        raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")
-    program = Program()
-    program.device_ids = device_ids
-    cluster = tuple(mesh.cluster)
-    program.cluster = dict(zip(mesh.cluster_names, cluster))
-    program.num_threads = mesh.num_threads
-    program.grid = (*mesh.grid, *cluster)
-    program.axis_names = (*mesh.grid_names, *mesh.cluster_names)
-    program.axis_sizes = program.grid
-    if mesh.num_threads is not None:
-        program.axis_names += (mesh.thread_name,)
-        program.axis_sizes += (mesh.num_threads,)
-    program.has_barrier = not getattr(eqn_params["compiler_params"], "skip_device_barrier", False)
-    program.out_avals = tuple(eqn_params["out_avals"])
-    program.aliases = dict(eqn_params["input_output_aliases"])
-    decoder = Decoder(program)
-    program.parameters = [decoder.new() for _ in jaxpr.invars]
-    program.input_is_ref = [hasattr(v.aval, "inner_aval") for v in jaxpr.invars[: len(in_avals)]]
-    decoder.inline(jaxpr, program.parameters)
-    decoder.emit(_exit, None, "exit", visible=True)
-    return program
-
-
-def _exit(thread: Any) -> bool:
-    thread.machine.leave(thread)
-    return True
+def predicate_of(d: Decoder, slots: list[int], present: bool) -> tuple[list[int], Any]:
+    """Splits a trailing predicate operand off; without one the predicate is True."""
+    if not present:
+        return slots, lambda env: True
+    *rest, last = slots
+    leaf = d.leaf(last)
+    return rest, lambda env: bool(value_of(leaf, env))

@@ -1,43 +1,25 @@
-"""Race detection: a shadow of every buffer, checked against vector clocks.
+"""Race detection: each access to memory is checked against the buffer's shadow and the thread's vector clock.
 
-The shadow keeps, for each *granule* of memory, the last write (or the set of unordered atomic adds) and the reads
-since. A granule is as large as the accesses seen so far allow (a whole pipeline stage, a row of a tile) and is split
-when a finer access comes, so the result is exact to the byte while an access touches few granules. Sets are interned:
-the shadow holds their numbers, and NumPy does the work.
+The shadow (`shadow.Shadow`) holds, for each granule of memory, the number of a set of accesses: the last write (or the
+atomic additions that nothing orders) and the reads since. The detector keeps the sets.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from .clocks import Knowledge, covers
-
-if TYPE_CHECKING:
-    from .memory import View
-
-# (byte offset, ((count, stride in bytes), ...) outer dimensions, bytes of the contiguous inner run)
-Region = tuple[int, tuple[tuple[int, int], ...], int]
+from .memory import View
 
 
-def region_of(array: np.ndarray, base: np.ndarray) -> Region:
-    """The bytes of `base` that `array`, a view of it, covers."""
-    offset = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-    if not array.size:
-        return offset, (), 0
-    dims = sorted(((s, n) for n, s in zip(array.shape, array.strides) if n > 1), reverse=True)
-    run = array.itemsize
-    while dims and dims[-1][0] == run:
-        run *= dims.pop()[1]
-    merged: list[tuple[int, int]] = []
-    for stride, count in dims:  # an outer dimension whose stride spans the inner one whole merges with it
-        if merged and merged[-1][1] == count * stride:
-            merged[-1] = (merged[-1][0] * count, stride)
-        else:
-            merged.append((count, stride))
-    return offset, tuple(merged), run
+class Accessor(Protocol):
+    """The thread that makes an access: its text names it in messages."""
+
+    @property
+    def cta(self) -> object: ...
 
 
 class Access:
@@ -62,7 +44,7 @@ class Access:
 
     def __init__(
         self,
-        thread: Any,
+        thread: Accessor,
         view: View,
         what: str,
         instruction: Any,
@@ -93,48 +75,10 @@ def _distinct(cells: np.ndarray) -> list[int]:
     return np.unique(cells).tolist()
 
 
-class Shadow:
-    """The last writes and the reads since, for each granule of one buffer."""
-
-    def __init__(self, nbytes: int):
-        self.nbytes = nbytes
-        self.granule = nbytes
-        self.writes = np.zeros(1, np.int32)
-        self.reads = np.zeros(1, np.int32)
-
-    def _refine(self, granule: int) -> None:
-        times = self.granule // granule
-        self.writes = np.repeat(self.writes, times)
-        self.reads = np.repeat(self.reads, times)
-        self.granule = granule
-
-    def cells(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(identity of the shadow, its writes, its reads) for `region`, split finer first if need be."""
-        offset, dims, run = region
-        granule = math.gcd(self.granule, offset, run, *(stride for _, stride in dims))
-        if granule != self.granule:
-            self._refine(granule)
-        shape = (*(count for count, _ in dims), run // granule)
-        strides = (*(stride // granule * 4 for _, stride in dims), 4)
-        start = offset // granule * 4
-        return (
-            self.writes,
-            np.ndarray(shape, np.int32, buffer=self.writes, offset=start, strides=strides),
-            np.ndarray(shape, np.int32, buffer=self.reads, offset=start, strides=strides),
-        )
-
-    def unwritten(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
-        """For each element of `array`, a view of the buffer `base`, whether nobody has written it."""
-        places = np.full((), region_of(array, base)[0], np.int64)
-        for count, stride in zip(array.shape, array.strides):
-            places = places[..., None] + np.arange(count) * stride
-        return self.writes[places // self.granule] == 0
-
-
 class RaceDetector:
     """Checks each access of one launch against what the shadows hold, and reports through `report(kind, old, new)`."""
 
-    def __init__(self, report):
+    def __init__(self, report: Callable[[str, Access, Access], None]):
         self._sets: list[dict[int, Access]] = [{}]
         self._report = report
         # instruction -> a read of memory that nobody had written before, and whether that is true of all of it

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .context import Completion, Run, Scheduler, Settings
 from .machine import Machine
+from .runs import Run
 from .sequence import Launch, World
+from .settings import Completion, Scheduler, Settings
 
 _FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)
 
@@ -66,7 +67,7 @@ def run_sequence(
         machines.append(
             Machine(world, each.program, each.mesh_shape, each.devices, each.inputs, each.name, flags_at=flags_at)
         )
-    world.run.begin(world)
+    world.run.begin(lambda: world.now)
     ended = world.execute()
     if world.errors:
         raise world.errors[0]

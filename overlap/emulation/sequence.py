@@ -27,8 +27,9 @@ from .clocks import Components, Knowledge, covers
 from .engines import Engine
 from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
 from .memory import Buffer, poison
-from .races import RaceDetector, Shadow
+from .races import RaceDetector
 from .scheduler import make_scheduler
+from .shadow import Shadow
 from .sync import Semaphore, next_serial, next_serials
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from . import clusters
-from .data import predicate_of
 from .device_ids import logical_device
 from .errors import ProtocolError
-from .program import Decoder, handles
+from .program import Decoder, handles, predicate_of
 from .references import RefPath
 from .slots import value_of
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from . import tensor_core
 from .clusters import twin
-from .data import predicate_of
 from .errors import ProtocolError
-from .program import Decoder, handles
+from .program import Decoder, handles, predicate_of
 from .references import RefPath
 from .slots import value_of
 

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 
 from . import clusters
-from .data import predicate_of
 from .device_ids import multicast_devices
 from .engines import Landing
 from .errors import ProtocolError
-from .program import Decoder, handles
+from .program import Decoder, handles, predicate_of
 
 # Before jax 0.12 a copy whose predicate does not hold still arrives on its barrier, and a copy arrives from each CUDA
 # thread, also on a barrier that orders the tensor core, which counts one arrival.

@@ -7,7 +7,8 @@ import pytest
 
 from overlap.emulation.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
 from overlap.emulation.memory import Buffer, View
-from overlap.emulation.races import Access, RaceDetector, region_of
+from overlap.emulation.races import Access, RaceDetector
+from overlap.emulation.shadow import region_of
 
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")
 

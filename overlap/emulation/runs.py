@@ -1,0 +1,171 @@
+"""Runs: what the launches inside one `emulate` context did, and which run a launch belongs to."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import interrupt
+from .errors import EmulationError
+from .settings import Settings
+
+
+@dataclasses.dataclass
+class Event:
+    """Something a thread did, for a timeline.
+
+    Attributes:
+        device, cta, thread: who; `thread` is ``"wg2"`` or ``"wg2.warp1"``.
+        kind: ``"copy"``, ``"remote_copy"``, ``"wgmma"``, ``"mma"``, ``"signal"`` or ``"wait"``.
+        source, target: what was read and written, with slices; for signals and waits the flag.
+        peer: the other device of a remote copy or signal, else None.
+        start, end: scheduler steps (logical time); a copy ends when it completes, a wait when it is over.
+        launch: the number of the launch in this run, from 0.
+        scope: the `jax.named_scope`s around it in the kernel, joined by ``/``.
+    """
+
+    device: int
+    cta: int
+    thread: str
+    kind: str
+    source: str
+    target: str
+    peer: int | None
+    start: int
+    end: int
+    launch: int
+    scope: str
+
+
+class Run:
+    """What happened inside one `emulate` context.
+
+    Attributes:
+        errors: all faults, in the order found.
+        warnings: what looks odd and is no fault.
+        counts: launches, copies, bytes (copied), wgmmas, mmas (tcgen05), signals.
+        steps: scheduler steps in all.
+        events: a list of `Event` if ``record=True``.
+        launches: a list of `Launch` if ``keep=True``, to be run in a sequence (`run_sequence`).
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.errors: list[EmulationError] = []
+        self.warnings: list[str] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.events: list[Event] = []
+        self.launches: list[Any] = []
+        self.steps = 0
+        self.interrupts = interrupt.count()
+        self._now: Callable[[], int] = lambda: 0
+        self._repetitions: collections.Counter[Any] = collections.Counter()
+
+    def check(self) -> None:
+        """Waits for all computations under way and raises the first error found so far, if any."""
+        drain()
+        if self.errors:
+            raise self.errors[0]
+
+    # ---- called by the machine ---------------------------------------------------------------------------------------
+
+    def repetition(self, launcher: Any) -> int:
+        """How often this kernel has run before in this run: each repetition gets a schedule of its own."""
+        self._repetitions[launcher] += 1
+        return self._repetitions[launcher] - 1
+
+    def begin(self, clock: Callable[[], int]) -> None:
+        self._now = clock
+        self.counts["launches"] += 1
+
+    def count(self, what: str, nbytes: int = 0) -> None:
+        self.counts[what] += 1
+        if nbytes:
+            self.counts["bytes"] += nbytes
+
+    def event(self, thread: Any, kind: str, source: Any, target: Any, peer: int | None) -> Event | None:
+        if not self.settings.record:
+            return None
+        now = self._now()
+        name = f"wg{thread.warpgroup}" + ("" if thread.warp is None else f".warp{thread.warp}")
+        peer = None if peer == thread.device else peer
+        launch, scope = self.counts["launches"] - 1, thread.instruction.scope
+        source, target = str(source), str(target)
+        event = Event(thread.device, thread.cta.index, name, kind, source, target, peer, now, now, launch, scope)
+        self.events.append(event)
+        return event
+
+    def event_end(self, event: Event | None) -> None:
+        if event is not None:
+            event.end = self._now()
+
+    def signal_event(self, thread: Any, semaphore: Any) -> None:
+        if self.settings.record:
+            self.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
+
+    def wait_event(self, thread: Any, name: str) -> None:
+        if self.settings.record:
+            event = self.event(thread, "wait", name, name, None)
+            if event is not None and thread.blocked is not None:
+                event.start = thread.blocked_at
+
+
+_lock = threading.Lock()
+_active: list[Run] = []
+_background = Run(Settings())  # of kernels that run outside any context
+
+
+@functools.cache
+def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A computation on all devices, and its argument."""
+    sharding = jax.NamedSharding(jax.make_mesh((len(devices),), ("all",), devices=devices), jax.P("all"))
+    return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices), np.int32), sharding)
+
+
+def _run_fence() -> None:
+    function, argument = _fence(tuple(jax.local_devices(backend="cpu")))
+    jax.block_until_ready(function(argument))
+
+
+def drain() -> None:
+    """Waits for all computations under way on the CPU devices of this process."""
+    # The runtime runs computations that span devices one after the other, so the last one waits for all others.
+    # `jax.effects_barrier` alone does not: calls after the first one of a jitted function leave no token behind. It
+    # also fails after a fault outside any context (see `lowering`): once on jax 0.12, for ever on 0.11.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.effects_barrier()
+    # In a thread of its own, which has neither the caller's mesh nor its other contexts.
+    fence = threading.Thread(target=_run_fence)
+    fence.start()
+    fence.join()
+    for array in jax.live_arrays("cpu"):
+        with contextlib.suppress(RuntimeError):  # deleted (donated), or the result of a fault
+            array.block_until_ready()
+
+
+def current_run() -> tuple[Run, bool]:
+    """(the run that a launch belongs to, whether a context is active). Read when a kernel runs."""
+    with _lock:
+        if _active:
+            return _active[-1], True
+    return _background, False
+
+
+@contextlib.contextmanager
+def active(run: Run) -> Iterator[None]:
+    """Launches belong to `run` while this is active."""
+    with _lock:
+        _active.append(run)
+    try:
+        yield
+    finally:
+        with _lock:
+            _active.remove(run)
