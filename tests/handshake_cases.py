@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 from overlap.collectives import pull
-from overlap.primitives import atomics, copies, flags, handshake
+from overlap.primitives import atomics, copies, handshake, semaphores
 from overlap.primitives.handshake import Handshake
 
 # Who draws numbers, by a name of its own.
@@ -36,25 +36,25 @@ def change_draws(patch, change):
 
 
 def change_transfers(patch, change):
-    """`change(pull_chunks, number, numbers, *args, **kwargs)` where chunks are copied from peers, not from here."""
-    _change_pull_chunks(patch, change, of_own=False)
+    """`change(copy_chunks, number, numbers, *args, **kwargs)` where chunks are copied from peers, not from here."""
+    _change_copy_chunks(patch, change, of_own=False)
 
 
 def change_own_chunks(patch, change):
     """The same where they are copied from here."""
-    _change_pull_chunks(patch, change, of_own=True)
+    _change_copy_chunks(patch, change, of_own=True)
 
 
-def _change_pull_chunks(patch, change, *, of_own):
-    pull_chunks = pull.pull_chunks
+def _change_copy_chunks(patch, change, *, of_own):
+    copy_chunks = pull.copy_chunks
 
     def changed(number, numbers, *args, **kwargs):
         # The own shard's chunks have a counter of their own, without looks.
         if (numbers[0] == 0) == of_own:
-            return change(pull_chunks, number, numbers, *args, **kwargs)
-        return pull_chunks(number, numbers, *args, **kwargs)
+            return change(copy_chunks, number, numbers, *args, **kwargs)
+        return copy_chunks(number, numbers, *args, **kwargs)
 
-    patch.setattr(pull, "pull_chunks", changed)
+    patch.setattr(pull, "copy_chunks", changed)
 
 
 def change_tells(patch, change, *, of):
@@ -138,7 +138,7 @@ def begin_when_all_but_one_have(patch):
 
 
 def begin_without_a_proxy_fence(patch):
-    patch.setattr(handshake, "wait_within_device", flags.wait_at_least)
+    patch.setattr(handshake, "wait_within_device", semaphores.semaphore_wait)
 
 
 def say_seen_to_nobody(patch):
@@ -292,12 +292,12 @@ def count_transfers_when_they_begin(patch):
         begun[:] = [self]
         return begin(self)
 
-    def count_first(pull_chunks, *args, source, **kwargs):
+    def count_first(copy_chunks, *args, source, **kwargs):
         def counted(*place):
             leave(begun[0], 1)
             return source(*place)
 
-        pull_chunks(*args, source=counted, **kwargs)
+        copy_chunks(*args, source=counted, **kwargs)
         return 0
 
     patch.setattr(Handshake, "begin", begin_here)
@@ -305,10 +305,10 @@ def count_transfers_when_they_begin(patch):
 
 
 def leave_the_last_number(patch):
-    change_transfers(patch, lambda pull_chunks, number, numbers, *args, **kwargs: pull_chunks(
+    change_transfers(patch, lambda copy_chunks, number, numbers, *args, **kwargs: copy_chunks(
         number, (numbers[0], numbers[1] - 1), *args, **kwargs))  # fmt: skip
 
 
 def take_a_number_too_many(patch):
-    change_transfers(patch, lambda pull_chunks, number, numbers, *args, **kwargs: pull_chunks(
+    change_transfers(patch, lambda copy_chunks, number, numbers, *args, **kwargs: copy_chunks(
         number, (numbers[0], numbers[1] + 1), *args, **kwargs))  # fmt: skip

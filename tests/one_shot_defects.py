@@ -34,8 +34,8 @@ def send_before_peers_have_begun(patch):
 
 
 def send_when_all_but_one_have_begun(patch):
-    wait = handshake.wait_at_least
-    patch.setattr(handshake, "wait_at_least", lambda flag, count: wait(flag, count - 1))
+    wait = handshake.semaphore_wait
+    patch.setattr(handshake, "semaphore_wait", lambda flag, count: wait(flag, count - 1))
 
 
 def send_to_all_but_one(patch):
@@ -52,7 +52,7 @@ def send_all_to_one_peer(patch):
 def send_to_the_place_of_the_receiver(patch):
     def there(_, self, tile, distance):
         peer = self.group.peer(distance)
-        return Boxes(self.group.remote(self._landing, peer).at[peer], self._first_box(tile))
+        return Boxes(self.group.remote_ref(self._landing, peer).at[peer], self._first_box(tile))
 
     change_body(patch, "_at_peer", there)
 
@@ -91,9 +91,9 @@ def raise_the_flag_of_the_receiver(patch):
     def announce_there(announce, self, tile):
         def signal(flag, group, position):
             del flag
-            primitives.signal_peer(self.refs.flags[0].at[position, self._place(tile)], group, position)
+            primitives.semaphore_signal_peer(self.refs.flags[0].at[position, self._place(tile)], group, position)
 
-        patch.setattr(one_shot, "signal_peer", signal)
+        patch.setattr(one_shot, "semaphore_signal_peer", signal)
         announce(self, tile)
 
     change_body(patch, "_announce", announce_there)
@@ -103,11 +103,11 @@ def signal_peers_at_the_scope_of_one_gpu(patch):
     def signal(flag, group, position):
         plgpu.semaphore_signal(flag, 1, device_id=group.device_id(position), memory_scope="gpu")
 
-    patch.setattr(one_shot, "signal_peer", signal)
+    patch.setattr(one_shot, "semaphore_signal_peer", signal)
 
 
 def never_raise_the_own_flag(patch):
-    patch.setattr(one_shot, "signal", NOTHING)
+    patch.setattr(one_shot, "semaphore_signal", NOTHING)
 
 
 def do_not_wait_for_terms(patch):

@@ -139,27 +139,27 @@ def signal_peers_at_the_scope_of_one_gpu(patch):
     def signal(flag, group, position):
         plgpu.semaphore_signal(flag, 1, device_id=group.device_id(position), memory_scope="gpu")
 
-    patch.setattr(scattered, "signal_peer", signal)
+    patch.setattr(scattered, "semaphore_signal_peer", signal)
 
 
 def signal_another_peer(patch):
-    patch.setattr(scattered, "signal_peer", lambda flag, group, position: primitives.signal_peer(
+    patch.setattr(scattered, "semaphore_signal_peer", lambda flag, group, position: primitives.semaphore_signal_peer(
         flag, group, remainder(position + 1, group.size)))  # fmt: skip
 
 
 def signal_nobody(patch):
-    patch.setattr(scattered, "signal_peer", NOTHING)
+    patch.setattr(scattered, "semaphore_signal_peer", NOTHING)
 
 
 def send_to_another_peer(patch):
     """The flags go to the right ones."""
-    remote = PeerGroup.remote
+    remote = PeerGroup.remote_ref
 
     def to_another(self, ref, position):
         is_memory = len(ref.shape) > 1
         return remote(self, ref, remainder(position + 1, self.size) if is_memory else position)
 
-    patch.setattr(PeerGroup, "remote", to_another)
+    patch.setattr(PeerGroup, "remote_ref", to_another)
 
 
 def send_to_another_slot(patch):

@@ -68,7 +68,7 @@ def change_strips(patch, **changes):
 def while_copying(of, patch, name, word):
     """Another word of `copies` while chunks are copied, by `of`: those of results, or of parts."""
     seed = lambda inside: inside.setattr(copies, name, word)  # noqa: E731
-    of(patch, lambda pull_chunks, *args, **kwargs: while_called(pull_chunks, seed)(*args, **kwargs))
+    of(patch, lambda copy_chunks, *args, **kwargs: while_called(copy_chunks, seed)(*args, **kwargs))
 
 
 # --- When strips are sent ---------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def send_rows_of_whole_tiles(patch):
 
 def send_strips_to_the_receivers_block(patch):
     """Instead of this device's."""
-    remote, own_block, places = PeerGroup.remote, scattered._Body._own_block, {}
+    remote, own_block, places = PeerGroup.remote_ref, scattered._Body._own_block, {}
 
     def remember(self, ref, position):
         there = remote(self, ref, position)
@@ -178,7 +178,7 @@ def send_strips_to_the_receivers_block(patch):
         _, owner = places.get(id(ref), (ref, self.me))
         return own_block(dataclasses.replace(self, me=owner), ref, element)
 
-    patch.setattr(PeerGroup, "remote", remember)
+    patch.setattr(PeerGroup, "remote_ref", remember)
     patch.setattr(scattered._Body, "_own_block", of_receiver)
 
 

@@ -14,7 +14,7 @@ import overlap
 from overlap.collectives import one_shot, scattered
 from overlap.collectives.pull import Communicator
 from overlap.emulation import emulate
-from overlap.primitives import handshake, wait_at_least
+from overlap.primitives import handshake, semaphore_wait
 from overlap.primitives.handshake import Handshake
 from tests import handshake_cases, one_shot_defects, scatter_cases, scatter_defects
 from tests import spread_defects as spread
@@ -267,5 +267,5 @@ def test_what_does_no_harm(change, monkeypatch):
 
 def test_without_any_proxy_fence_terms_are_reported(monkeypatch):
     scatter_defects.drop_the_producers_proxy_fence(monkeypatch)
-    monkeypatch.setattr(one_shot, "wait_for_block", wait_at_least)
+    monkeypatch.setattr(one_shot, "wait_for_block", semaphore_wait)
     assert "proxy fence" in str(of_sums(ONE_SHOT).report(seeds=3, cores=2))

@@ -93,7 +93,7 @@ def signal_before_the_scales_have_landed(patch):
 
 
 def do_not_wait_for_rows_and_scales(patch):
-    patch.setattr(pull, "wait_at_least", NOTHING)
+    patch.setattr(pull, "semaphore_wait", NOTHING)
 
 
 def leave_the_last_steps_out(patch):

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap.emulation import EmulationError, emulate
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, each_drawn, fence_async_proxy, shared_flags
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, each_drawn, fence_async_proxy, shared_semaphores
 from tests.oracle import make_mesh
 
 DEVICES, CTAS, SHARD = 3, 2, (1, 64)
@@ -27,7 +27,7 @@ X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
 
 def gather(x_gmem, out_gmem, x_smem, loaded):
     """[1, 64] -> [3, 64]: whoever draws a peer copies its row."""
-    (flags,) = shared_flags(HANDSHAKE_FLAGS)
+    (flags,) = shared_semaphores(HANDSHAKE_FLAGS)
     group = PeerGroup("x", (("x", DEVICES),))
     handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
 
@@ -46,7 +46,7 @@ def gather(x_gmem, out_gmem, x_smem, loaded):
 
             def pull(item):
                 peer = group.peer(item - handshake.looks + 1)
-                copy(group.remote(x_gmem, peer), peer)
+                copy(group.remote_ref(x_gmem, peer), peer)
 
             _, carried = each_drawn(handshake.counter, number, handshake.items, handshake.items, pull)
             pl.when(lax.axis_index("cta") == 0)(lambda: copy(x_gmem, group.me()))

@@ -4,7 +4,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.primitives import handshake, wait_at_least
+from overlap.primitives import handshake, semaphore_wait
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.waits import wait_for_word
 from tests import handshake_cases as defects
@@ -47,7 +47,7 @@ def raise_late(patch, victim):
 
         @pl.when(late & (self.cta == 0))  # Any other CTA that is asked to is the one that must look.
         def _stall():
-            wait_at_least(self.flags.at[handshake._BEGUN], self.looks)
+            semaphore_wait(self.flags.at[handshake._BEGUN], self.looks)
             raise_beacon(self)
 
         pl.when(lax.axis_index("x") != victim)(lambda: raise_beacon(self))

@@ -51,7 +51,7 @@ def test_clean(completion, seed, scheduler):
 
 
 def drop_wait_for_rows(patch):
-    patch.setattr(pull, "wait_at_least", NOTHING)
+    patch.setattr(pull, "semaphore_wait", NOTHING)
 
 
 def drop_proxy_fence(patch):
@@ -59,8 +59,8 @@ def drop_proxy_fence(patch):
 
 
 def fence_before_the_wait(patch):
-    wait, fence = pull.wait_at_least, pull.fence_async_proxy
-    patch.setattr(pull, "wait_at_least", lambda *args: (fence(), wait(*args)))
+    wait, fence = pull.semaphore_wait, pull.fence_async_proxy
+    patch.setattr(pull, "semaphore_wait", lambda *args: (fence(), wait(*args)))
     patch.setattr(pull, "fence_async_proxy", NOTHING)
 
 
@@ -80,11 +80,11 @@ def wait_for_one_shard_only(patch):
 
 
 def wait_for_the_first_rows_only(patch):
-    patch.setattr(pull, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
+    patch.setattr(pull, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
 
 
 def raise_flags_twice(patch):
-    patch.setattr(joined, "signal", lambda flag: primitives.signal(flag, 2))
+    patch.setattr(joined, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
 
 
 def raise_the_flag_of_the_row_within_the_shard(patch):
@@ -107,13 +107,13 @@ def leave_the_own_shard(patch):
 
 
 def raise_no_flags_for_the_own_rows(patch):
-    change_own_chunks(patch, lambda pull_chunks, *args, **kwargs: pull_chunks(*args, **kwargs | {"landed": NOTHING}))
+    change_own_chunks(patch, lambda copy_chunks, *args, **kwargs: copy_chunks(*args, **kwargs | {"landed": NOTHING}))
 
 
 def leave_the_last_own_chunk(patch):
     change_own_chunks(
         patch,
-        lambda pull_chunks, number, numbers, *args, **kwargs: pull_chunks(number, (0, numbers[1] - 1), *args, **kwargs),
+        lambda copy_chunks, number, numbers, *args, **kwargs: copy_chunks(number, (0, numbers[1] - 1), *args, **kwargs),
     )
 
 
@@ -121,8 +121,8 @@ def draw_own_chunks_from_the_peers_counter(patch):
     """The numbers that it gives to them are missing among the transfers."""
     drawn_from = []
 
-    def keep(pull_chunks, number, numbers, counter, *args, **kwargs):
-        return pull_chunks(number, numbers, drawn_from[0], *args, **kwargs)
+    def keep(copy_chunks, number, numbers, counter, *args, **kwargs):
+        return copy_chunks(number, numbers, drawn_from[0], *args, **kwargs)
 
     begin = pull.Handshake.begin
 

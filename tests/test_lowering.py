@@ -32,7 +32,7 @@ def test_all_gather_lhs_matmul(axes):
     if devices > 1:
         peers = ",".join(str(d) for d in range(mesh.size))
         assert f'xla_replica_ids = "{peers}"' in text
-        # All that XLA places beside the operands is a multiple of NCCL's window alignment (see primitives/flags.py).
+        # All that XLA places beside the operands is a multiple of NCCL's window alignment (primitives/semaphores.py).
         (flags,) = set(re.findall(r"tensor<(\d+)xi32>", text))
         assert int(flags) * 4 % 4096 == 0
 

@@ -15,7 +15,7 @@ from overlap.kernels.product_kernel import ProductKernel
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
-from overlap.primitives import send_tile, wait_stores_landed
+from overlap.primitives import tma_store, wait_stores_landed
 from tests import oracle
 from tests.product_cases import in_f32, normal, oracle_of
 
@@ -101,7 +101,7 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
             @pl.when(tile.n == 0)
             def _send():
                 rows, columns = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(step * config.tile_k, config.tile_k)
-                send_tile(lhs_smem, copy_gmem.at[rows, columns])
+                tma_store(lhs_smem, copy_gmem.at[rows, columns])
                 wait_stores_landed()
 
     types = jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype)

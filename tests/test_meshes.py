@@ -174,7 +174,7 @@ def take_ids_of_devices(patch, order):
 def take_the_position_for_a_logical_id(patch):
     logical = pl.DeviceIdType.LOGICAL
     patch.setattr(
-        PeerGroup, "remote", lambda self, ref, position: plgpu.remote_ref(ref, position, device_id_type=logical)
+        PeerGroup, "remote_ref", lambda self, ref, position: plgpu.remote_ref(ref, position, device_id_type=logical)
     )
 
 

@@ -36,7 +36,7 @@ def test_clean(completion, devices):
 
 
 def drop_wait_for_flags(patch):
-    patch.setattr(pull, "wait_at_least", NOTHING)
+    patch.setattr(pull, "semaphore_wait", NOTHING)
 
 
 def drop_proxy_fence(patch):
@@ -79,11 +79,11 @@ def drop_epilogue_commit(patch):
 
 
 def raise_flags_twice(patch):
-    patch.setattr(pull_rows, "signal", lambda flag: primitives.signal(flag, 2))
+    patch.setattr(pull_rows, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
 
 
 def wait_for_one_chunk_only(patch):
-    patch.setattr(pull, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
+    patch.setattr(pull, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
 
 
 def pull_a_chunk_twice(patch):
@@ -148,15 +148,15 @@ UNEVEN = {
 
 
 def take_all_chunks_for_whole_ones(patch):
-    patch.setattr(copies.PullPlan, "lacks", lambda self, row, column: 0 * row)
+    patch.setattr(copies.Chunking, "lacks", lambda self, row, column: 0 * row)
 
 
 def leave_the_short_ones(patch):
-    plan = vars(copies.PullPlan)
+    plan = vars(copies.Chunking)
     for name, size in (("row_groups", lambda p: p.shard_rows // p.rows),
                        ("chunks_per_row_group", lambda p: p.shard_cols // p.cols)):  # fmt: skip
         assert name in plan
-        patch.setattr(copies.PullPlan, name, property(size))
+        patch.setattr(copies.Chunking, name, property(size))
 
 
 @pytest.mark.parametrize(("form", "config"), UNEVEN.values(), ids=UNEVEN)
@@ -208,14 +208,14 @@ def do_not_add_scales_to_the_transfers(patch):
 def take_scales_for_no_transfers(patch):
     """Whoever completes the last chunk speaks, while scales may be on their way."""
     do_not_add_scales_to_the_transfers(patch)
-    leave, carry = Handshake.leave, pull.pull_chunks
+    leave, carry = Handshake.leave, pull.copy_chunks
     chunks = []
 
     def pull_counted(number, numbers, *args, **kwargs):
         chunks.append(numbers[1] - numbers[0])
         return carry(number, numbers, *args, **kwargs)
 
-    patch.setattr(pull, "pull_chunks", pull_counted)
+    patch.setattr(pull, "copy_chunks", pull_counted)
     of_chunks = lambda self, completed: leave(dataclasses.replace(self, transfers=chunks[-1]), completed)  # noqa: E731
     patch.setattr(Handshake, "leave", of_chunks)
 

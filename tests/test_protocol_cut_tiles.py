@@ -102,9 +102,11 @@ def move_flags(patch, *, signalled=lambda *index: index, awaited=lambda *index: 
     patch.setattr(
         product_kernel, "PartialSums", lambda sums, flags: make(sums, types.SimpleNamespace(at=Unresolved(flags)))
     )
-    patch.setattr(partial_sums, "signal", lambda flag: primitives.signal(flag[0].at[signalled(*flag[1])]))
     patch.setattr(
-        partial_sums, "wait_at_least", lambda flag, n: primitives.wait_at_least(flag[0].at[awaited(*flag[1])], n)
+        partial_sums, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag[0].at[signalled(*flag[1])])
+    )
+    patch.setattr(
+        partial_sums, "semaphore_wait", lambda flag, n: primitives.semaphore_wait(flag[0].at[awaited(*flag[1])], n)
     )
 
 
@@ -117,7 +119,7 @@ class Unresolved:
 
 
 def do_not_wait_for_the_parts(patch):
-    patch.setattr(partial_sums, "wait_at_least", NOTHING)
+    patch.setattr(partial_sums, "semaphore_wait", NOTHING)
 
 
 def raise_the_flag_with_the_first_sums(patch):
@@ -125,17 +127,17 @@ def raise_the_flag_with_the_first_sums(patch):
 
     def early(partial, shape, part, hand_over, *rest):
         def signal_and_hand_over(sums):
-            primitives.signal(partial.flags.at[lax.axis_index(GRID_AXIS), part.rank, part.of_tile])
+            primitives.semaphore_signal(partial.flags.at[lax.axis_index(GRID_AXIS), part.rank, part.of_tile])
             hand_over(sums)
 
         together(partial, shape, part, signal_and_hand_over, *rest)
 
     patch.setattr(finish, "finish_together", early)
-    patch.setattr(partial_sums, "signal", NOTHING)
+    patch.setattr(partial_sums, "semaphore_signal", NOTHING)
 
 
 def never_raise_the_flag(patch):
-    patch.setattr(partial_sums, "signal", NOTHING)
+    patch.setattr(partial_sums, "semaphore_signal", NOTHING)
 
 
 def raise_the_next_workers_flag(patch):
@@ -253,7 +255,7 @@ def wait_for_a_phantom_flag(patch):
 def one_rank_waits_for_both(patch):
     # The ranks have their rows in common, and each loads half of them.
     at_rank_0 = lambda f: lambda *args: pl.when(lax.axis_index(RANK_AXIS) == 0)(lambda: f(*args))  # noqa: E731
-    patch.setattr(pull, "wait_at_least", at_rank_0(primitives.wait_at_least))
+    patch.setattr(pull, "semaphore_wait", at_rank_0(primitives.semaphore_wait))
 
 
 def each_rank_has_a_counter_of_its_own(patch):

@@ -62,7 +62,7 @@ def test_clean_if_a_device_is_late(victim, along, monkeypatch):
 
 
 def do_not_wait(patch):
-    patch.setattr(pull, "wait_at_least", NOTHING)
+    patch.setattr(pull, "semaphore_wait", NOTHING)
 
 
 def drop_proxy_fence(patch):
@@ -74,7 +74,7 @@ def raise_the_flag_before_the_chunk_has_landed(patch):
 
 
 def wait_for_one_chunk_only(patch):
-    patch.setattr(pull, "wait_at_least", lambda flag, value: primitives.wait_at_least(flag, 1))
+    patch.setattr(pull, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
 
 
 def count_too_few(patch):

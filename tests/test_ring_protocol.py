@@ -120,7 +120,7 @@ def wait_for_a_part_too_many(patch):
 
 
 def wait_as_if_for_this_device(patch):
-    patch.setattr(Handshake, "wait_for", lambda self, role, word, parts, _: primitives.wait_at_least(word, parts))
+    patch.setattr(Handshake, "wait_for", lambda self, role, word, parts, _: primitives.semaphore_wait(word, parts))
 
 
 def drop_the_proxy_fence(patch):
@@ -128,7 +128,11 @@ def drop_the_proxy_fence(patch):
 
 
 def count_a_whole_tile_as_one_part(patch):
-    patch.setattr(ring, "signal_peer", lambda flag, group, position, n: primitives.signal_peer(flag, group, position))
+    patch.setattr(
+        ring,
+        "semaphore_signal_peer",
+        lambda flag, group, position, n: primitives.semaphore_signal_peer(flag, group, position),
+    )
 
 
 def count_a_part_as_a_whole_tile(patch):
@@ -138,14 +142,18 @@ def count_a_part_as_a_whole_tile(patch):
 
 def signal_once_more(patch):
     def signal(*args):
-        primitives.signal_peer(*args)
-        primitives.signal_peer(*args)
+        primitives.semaphore_signal_peer(*args)
+        primitives.semaphore_signal_peer(*args)
 
-    patch.setattr(ring, "signal_peer", signal)
+    patch.setattr(ring, "semaphore_signal_peer", signal)
 
 
 def signal_the_device_after(patch):
-    patch.setattr(ring, "signal_peer", lambda flag, group, _, n: primitives.signal_peer(flag, group, group.peer(1), n))
+    patch.setattr(
+        ring,
+        "semaphore_signal_peer",
+        lambda flag, group, _, n: primitives.semaphore_signal_peer(flag, group, group.peer(1), n),
+    )
 
 
 def signal_before_the_first_k_step(patch):

@@ -8,7 +8,7 @@ import pytest
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.tile_order import TileOrder
-from overlap.primitives import PullPlan
+from overlap.primitives import Chunking
 from overlap.primitives.integers import ceil_div, largest_divisor
 
 BLOCK_ROWS = 128
@@ -26,7 +26,7 @@ SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and pa
 ]
 
 
-def size_of(plan: PullPlan, row: int, column: int) -> tuple[int, int]:
+def size_of(plan: Chunking, row: int, column: int) -> tuple[int, int]:
     """Rows and columns of the chunk that begins there, which are all that are left where it is a short one."""
     if plan.short is None or plan.lacks(row, column) <= 0:
         assert row + plan.rows <= plan.shard_rows and column + plan.cols <= plan.shard_cols
@@ -40,7 +40,7 @@ def schedules(devices: int, cluster: int = 1):
         for minor, width, n_tiles in (("m", 2, 3), ("n", 2, 3), ("m", 8, 1)):
             order = TileOrder(ceil_div(m_shard, cluster * BLOCK_ROWS), n_tiles, minor, width)
             yield AllGatherSchedule(
-                devices, order, BLOCK_ROWS, PullPlan.cut(m_shard, k, itemsize, BLOCK_ROWS, chunk_bytes)
+                devices, order, BLOCK_ROWS, Chunking.cut(m_shard, k, itemsize, BLOCK_ROWS, chunk_bytes)
             )
 
 
@@ -135,16 +135,16 @@ def test_traced_indices_agree_with_python_ones():
 
 def test_chunks_respect_their_limit_and_the_copy_engine():
     for m_shard, k, itemsize, chunk_bytes in SHAPES:
-        plan = PullPlan.cut(m_shard, k, itemsize, BLOCK_ROWS, chunk_bytes)
+        plan = Chunking.cut(m_shard, k, itemsize, BLOCK_ROWS, chunk_bytes)
         assert plan.rows * plan.cols * itemsize <= chunk_bytes
         assert plan.cols * itemsize % 16 == 0
         assert plan.cols == k or plan.rows == 1
         # Chunks are large, whatever the sizes are made of: at least a third of what is allowed, if there is so much.
         assert plan.rows * plan.cols * itemsize >= min(chunk_bytes // 3, m_shard * k * itemsize)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        PullPlan.cut(128, 65, 2, 128, 8192)
+        Chunking.cut(128, 65, 2, 128, 8192)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        PullPlan.cut(128, 8191, 2, 128, 8192)
+        Chunking.cut(128, 8191, 2, 128, 8192)
 
 
 def test_largest_divisor():

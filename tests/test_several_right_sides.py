@@ -334,7 +334,7 @@ def keep_the_own_shard_in_a_peers_place(patch):
 def leave_a_chunk_of_the_own_shard(patch):
     change_own_chunks(
         patch,
-        lambda pull_chunks, number, numbers, *args, **kwargs: pull_chunks(number, (0, numbers[1] - 1), *args, **kwargs),
+        lambda copy_chunks, number, numbers, *args, **kwargs: copy_chunks(number, (0, numbers[1] - 1), *args, **kwargs),
     )
 
 

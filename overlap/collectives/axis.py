@@ -23,39 +23,13 @@ def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
     Raises:
       ValueError: no enclosing `shard_map`, or one without such axes; no axis at all, or one twice.
     """
-    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not axes:
-        raise ValueError(f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis")
-    is_enclosing = mesh is None
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    names = tuple(mesh.axis_names)
-    if not names:
+    if not (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names:
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call, e.g. "
             f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}), mesh=mesh, in_specs=…, out_specs=…); "
             "`overlap.explain` takes mesh=…"
         )
-    for axis in axes:
-        if axis not in names:
-            whole = "" if len(axes) == 1 else f" in {axes!r}"
-            raise ValueError(
-                f"`axis_name` must be an axis of the mesh, or a tuple of them, got {axis!r}{whole} and the mesh has "
-                f"{names}: name one of those"
-            )
-    repeated = [axis for axis in names if axes.count(axis) > 1]
-    if repeated:
-        raise ValueError(
-            f"`axis_name` must name each mesh axis once, got {repeated[0]!r} {axes.count(repeated[0])} times in "
-            f"{axes!r}: leave the repetition out"
-        )
-    manual = tuple(getattr(mesh, "manual_axes", names))
-    missing = [axis for axis in axes if axis not in manual]
-    if is_enclosing and missing:
-        raise ValueError(
-            f"`{op}` must be called inside `jax.shard_map` over axis {missing[0]!r}, and the manual axes here are "
-            f"{manual}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"
-        )
-    return PeerGroup(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
+    return PeerGroup.of(axis_name, mesh, caller=op)
 
 
 def untried(group: PeerGroup, mesh: Any = None) -> str | None:

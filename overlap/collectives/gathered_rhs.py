@@ -29,7 +29,7 @@ from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import PeerGroup, marks, signal
+from overlap.primitives import PeerGroup, marks, semaphore_signal
 from overlap.primitives.integers import quotient
 from overlap.primitives.marks import Work
 
@@ -149,8 +149,8 @@ class _Body:
         schedule, group = self.schedule, self.group
         peers = Chunks(
             schedule.pulls, schedule.plan, schedule.chunk,
-            source=lambda step, *place: group.remote(rhs_gmem, group.peer(step)).at[place],
+            source=lambda step, *place: group.remote_ref(rhs_gmem, group.peer(step)).at[place],
             destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],
-            landed=lambda *where: signal(flags.at[schedule.flag(*where)]),
+            landed=lambda *where: semaphore_signal(flags.at[schedule.flag(*where)]),
         )  # fmt: skip
         Communicator(self.operation, group, self.kernel.config, tuple(rest), refs.smem, peers).run()

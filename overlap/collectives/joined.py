@@ -40,7 +40,7 @@ from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import PeerGroup, signal
+from overlap.primitives import PeerGroup, semaphore_signal
 from overlap.primitives.integers import ceil_div, smaller
 
 NAME = "all_gather_lhs_matmul_joined"
@@ -122,10 +122,10 @@ class _Body:
             return scratch_gmem.at[pl.ds(schedule.row(me, step, rows.start), rows.size), columns]
 
         def landed(step: Any, row: Any, column: Any) -> None:
-            signal(flags.at[schedule.flag(schedule.row(me, step, row))])
+            semaphore_signal(flags.at[schedule.flag(schedule.row(me, step, row))])
 
         def of_peer(step: Any, *place: Any) -> Any:
-            return group.remote(lhs_gmem, group.peer(step)).at[place]
+            return group.remote_ref(lhs_gmem, group.peer(step)).at[place]
 
         peers = Chunks(schedule.pulls, schedule.plan, schedule.chunk, of_peer, destination, landed)
         own = Chunks(
@@ -163,7 +163,7 @@ def _pull_scales(
 ) -> None:
     """A piece of the scales, by loads and stores: too little for the copy engine, and too unevenly placed."""
     step, row = schedule.scales(index)
-    of_peer, first = group.remote(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
+    of_peer, first = group.remote_ref(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
     if schedule.read_rows > schedule.rows:
         # While they are on their way: what is read with the last ones, and gets into rows that are not stored.
@@ -175,4 +175,4 @@ def _pull_scales(
 
     for i, value in enumerate(values):
         scratch_gmem[first + i] = value
-    signal(flags.at[schedule.flag(first)])
+    semaphore_signal(flags.at[schedule.flag(first)])

@@ -14,7 +14,7 @@ from typing import Any
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import BLOCK_ROWS, LEAST_BLOCK_ROWS
-from overlap.primitives.copies import PullPlan
+from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, choose, largest_divisor, quotient, remainder
 
 # Scales that a warp reads at once, each by a load of its own: on their way together, they take as long as one.
@@ -37,7 +37,7 @@ class JoinedSchedule:
 
     devices: int
     product: AllGatherSchedule
-    plan: PullPlan
+    plan: Chunking
     scale_rows: int = 0
 
     @staticmethod
@@ -52,7 +52,7 @@ class JoinedSchedule:
         return JoinedSchedule(
             devices,
             AllGatherSchedule.of(1, (devices * m_shard, k), widths, itemsize, config),
-            PullPlan.cut(m_shard, k, itemsize, within_a_tile, config.pull.chunk_bytes),
+            Chunking.cut(m_shard, k, itemsize, within_a_tile, config.pull.chunk_bytes),
             largest_divisor(within_a_tile, _SCALES_AT_ONCE) if scaled else 0,
         )
 

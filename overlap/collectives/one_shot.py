@@ -43,7 +43,7 @@ from overlap.kernels.hooks import Boxes, Epilogue, Exchange, Hooks, OneOf, Sends
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, board, signal, signal_peer
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer
 from overlap.primitives.integers import ceil_div
 
 
@@ -155,7 +155,7 @@ class _Body:
         return self._place(tile) * self.schedule.boxes[0]
 
     def _at_peer(self, tile: Tile, distance: Any) -> Boxes:
-        there = self.group.remote(self._landing, self.group.peer(distance))
+        there = self.group.remote_ref(self._landing, self.group.peer(distance))
         return Boxes(there.at[self.me], self._first_box(tile))
 
     def _term_at(self, tile: Tile, position: Any) -> Boxes:
@@ -178,8 +178,8 @@ class _Body:
 
     def _announce(self, tile: Tile) -> None:
         flag, group, handshake = self.refs.flags[0].at[self.me, self._place(tile)], self.group, self._handshake
-        pl.loop(1, group.size)(lambda distance: signal_peer(flag, group, group.peer(distance)))
-        signal(flag)
+        pl.loop(1, group.size)(lambda distance: semaphore_signal_peer(flag, group, group.peer(distance)))
+        semaphore_signal(flag)
         handshake.leave(1)
 
     def _await_terms(self, tile: Tile) -> None:

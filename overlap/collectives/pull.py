@@ -13,7 +13,7 @@ A flag never crosses NVLink: the only remote signals are the handshakes', which 
 and keep a device's own alive until all peers have read them. Remote data lands once in local scratch, because reads of
 a peer are not cached in the local L2.
 
-Shape legend: chunk: `PullPlan`.
+Shape legend: chunk: `Chunking`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from overlap.kernels.config import Config
 from overlap.kernels.grid import cta
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
+    Chunking,
     Handshake,
     PeerGroup,
-    PullPlan,
+    copy_chunks,
     draw,
     each_drawn,
     fence_async_proxy,
     marks,
-    pull_chunks,
-    wait_at_least,
+    semaphore_wait,
 )
 from overlap.primitives.marks import Work
 
@@ -45,7 +45,7 @@ WHY = "all peers of a host are one hop away behind its switch"
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """What is copied in chunks. See `pull_chunks`, whose arguments these are.
+    """What is copied in chunks. See `copy_chunks`, whose arguments these are.
 
     Attributes:
       count: how many chunks.
@@ -134,7 +134,7 @@ class Communicator:
     def _copy(self, chunks: Chunks, number: Any, first: int, counter: Any, slots_smem: Any = None) -> Any:
         of_chunks, loaded = self.smem
         slots_smem = of_chunks if slots_smem is None else slots_smem
-        return pull_chunks(
+        return copy_chunks(
             number, (first, first + chunks.count), counter, chunks.plan, at=chunks.at, source=chunks.source,
             destination=chunks.destination, landed=chunks.landed, slots_smem=slots_smem, loaded=loaded,
             ready=chunks.ready, send=chunks.send,
@@ -146,7 +146,7 @@ def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int,
     return flags, HANDSHAKE_FLAGS, *([(1,)] if copies_own else [])
 
 
-def smem_types(config: Config, plan: PullPlan, dtype: Any, scales: Any = None, results: Any = None) -> tuple[Any, Any]:
+def smem_types(config: Config, plan: Chunking, dtype: Any, scales: Any = None, results: Any = None) -> tuple[Any, Any]:
     """Chunk buffers with their barriers. `scales`, of this type, come first through the same memory, `results` last."""
     slots = plgpu.SMEM((config.pull.chunk_buffers, plan.rows, plan.cols), dtype)
     if scales is not None:
@@ -158,5 +158,5 @@ def smem_types(config: Config, plan: PullPlan, dtype: Any, scales: Any = None, r
 
 def wait_for_block(flag: Any, times: Any) -> None:
     """Waits until a block has landed, whose flag is raised so many times; TMA may then load from it."""
-    wait_at_least(flag, times)
+    semaphore_wait(flag, times)
     fence_async_proxy()

@@ -16,7 +16,7 @@ from overlap.collectives.transport import Shards
 from overlap.kernels.block_scales import PIECE_BYTES, PIECE_WORDS
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
-from overlap.primitives import send_tile, signal, wait_stores_landed
+from overlap.primitives import semaphore_signal, tma_store, wait_stores_landed
 from overlap.primitives.integers import largest_divisor
 
 
@@ -27,12 +27,12 @@ def _pull_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, inde
     step, element, block = schedule.scales(index)
     row = block * schedule.block_rows
     place = pl.ds(0, 1), pl.ds(element * schedule.filled_rows(shards.config) + row, schedule.block_rows)
-    of_peer = shards.group.remote(own_gmem, shards.group.peer(step)).at[place]
+    of_peer = shards.group.remote_ref(own_gmem, shards.group.peer(step)).at[place]
     plgpu.copy_gmem_to_smem(of_peer, scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
     plgpu.barrier_wait(loaded.at[0])
-    send_tile(scales_smem, scratch_gmem.at[(step - 1, *place)])
+    tma_store(scales_smem, scratch_gmem.at[(step - 1, *place)])
     wait_stores_landed()
-    signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + row)])
+    semaphore_signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + row)])
 
 
 def _pull_block_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, index: Any) -> None:
@@ -41,7 +41,7 @@ def _pull_block_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any
     (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
     step, element, block = schedule.scales(index)
     tile, count = element * schedule.row_blocks + block, scales_smem.shape[0]
-    of_peer = shards.group.remote(own_gmem, shards.group.peer(step))
+    of_peer = shards.group.remote_ref(own_gmem, shards.group.peer(step))
 
     @pl.loop(0, schedule.scale_steps // count)
     def _chunk(number: Any) -> None:
@@ -50,10 +50,10 @@ def _pull_block_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any
             of_peer.at[tile, steps], scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
         )
         plgpu.barrier_wait(loaded.at[0])
-        send_tile(scales_smem, scratch_gmem.at[(step - 1) * own_gmem.shape[0] + tile, steps])
+        tma_store(scales_smem, scratch_gmem.at[(step - 1) * own_gmem.shape[0] + tile, steps])
         wait_stores_landed()
 
-    signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + block * schedule.block_rows)])
+    semaphore_signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + block * schedule.block_rows)])
 
 
 def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
@@ -92,7 +92,7 @@ class _Places:
 
     def _at_peer(self, shard: Any, *place: Any) -> Any:
         (step, batch), shards = shard, self.shards
-        return shards.within(shards.group.remote(shards.lhs_gmem, shards.group.peer(step)), batch, *place)
+        return shards.within(shards.group.remote_ref(shards.lhs_gmem, shards.group.peer(step)), batch, *place)
 
     def _destination(self, shard: Any, *place: Any) -> Any:
         (step, batch), shards = shard, self.shards
@@ -100,7 +100,7 @@ class _Places:
 
     def _landed(self, shard: Any, row: Any, column: Any) -> None:
         (step, batch), schedule = shard, self.shards.schedule
-        signal(self.flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
+        semaphore_signal(self.flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
 
 
 class PullTransport:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from overlap.kernels.config import Config
 from overlap.kernels.tile_order import TileOrder
-from overlap.primitives.copies import PullPlan
+from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder, smaller
 
 # A flag stands for so many k steps. One wait takes about as long as the tensor cores need for one step, and the slots
@@ -42,7 +42,7 @@ class GatherRhsSchedule:
     devices: int
     along: Literal["n", "k"]
     order: TileOrder
-    plan: PullPlan
+    plan: Chunking
     tile_n: int
     tile_k: int
 
@@ -50,7 +50,7 @@ class GatherRhsSchedule:
     def of(devices: int, along: Literal["n", "k"], m: int, shard: tuple[int, int], itemsize: int,
            config: Config) -> GatherRhsSchedule:  # fmt: skip
         """The schedule of a problem: `m` rows of the left operand, and the shape of one shard of the right one."""
-        plan = PullPlan.cut(*shard, itemsize, STEPS_PER_FLAG * config.tile_k, config.pull.chunk_bytes)
+        plan = Chunking.cut(*shard, itemsize, STEPS_PER_FLAG * config.tile_k, config.pull.chunk_bytes)
         return GatherRhsSchedule(
             devices, along, TileOrder.of(m, shard[1], config), plan, config.tile_n, config.tile_k
         )  # fmt: skip

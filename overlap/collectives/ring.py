@@ -47,8 +47,8 @@ from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
     board,
-    send_tile,
-    signal_peer,
+    semaphore_signal_peer,
+    tma_store,
     wait_stores_landed,
     wait_stores_read,
 )
@@ -63,12 +63,12 @@ def _pass_on(shards: Shards, tile: Tile, k: Any, lhs_smem: Any) -> None:
     @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _send() -> None:
         there = schedule.slot(previous, tile.step + 1)
-        send_tile(lhs_smem, shards.within(group.remote(shards.scratch_gmem, previous), tile.batch, there, *place))
+        tma_store(lhs_smem, shards.within(group.remote_ref(shards.scratch_gmem, previous), tile.batch, there, *place))
         if schedule.keeps_own:
 
             @pl.when(tile.step == 0)
             def _keep() -> None:
-                send_tile(lhs_smem, shards.within(shards.scratch_gmem, tile.batch, schedule.slot(me, 0), *place))
+                tma_store(lhs_smem, shards.within(shards.scratch_gmem, tile.batch, schedule.slot(me, 0), *place))
 
         # The slot is given back when this returns.
         wait_stores_read()
@@ -83,9 +83,9 @@ def _announce(shards: Shards, tile: Tile, parts: Any, flags: Any) -> None:
         wait_stores_landed()
         flag, previous = flags.at[shards.flag(tile.step + 1, tile)], shards.group.peer(shards.group.size - 1)
         # A signal's increment must be a constant, so there are two signals to choose from.
-        pl.when(parts == 1)(lambda: signal_peer(flag, shards.group, previous, shards.parts))
+        pl.when(parts == 1)(lambda: semaphore_signal_peer(flag, shards.group, previous, shards.parts))
         if shards.parts > 1:
-            pl.when(parts > 1)(lambda: signal_peer(flag, shards.group, previous, 1))
+            pl.when(parts > 1)(lambda: semaphore_signal_peer(flag, shards.group, previous, 1))
 
 
 class RingTransport:

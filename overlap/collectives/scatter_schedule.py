@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from overlap.kernels.config import Config
 from overlap.kernels.tile_order import TileOrder
-from overlap.primitives.copies import PullPlan
+from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, larger, quotient, remainder, smaller
 
 
@@ -101,7 +101,7 @@ class ReduceScatterSchedule:
     order: TileOrder
     batch: int
     boxes: tuple[int, int, int]
-    plan: PullPlan
+    plan: Chunking
     by_ring: bool = False
 
     @staticmethod
@@ -124,7 +124,7 @@ class ReduceScatterSchedule:
         order = TileOrder(
             batch * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n), config.order_minor, config.order_width
         )
-        plan = PullPlan.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
+        plan = Chunking.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
         return ReduceScatterSchedule(devices, along, order, batch, boxes, plan, by_ring)
 
     def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:

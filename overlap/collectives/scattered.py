@@ -62,7 +62,15 @@ from overlap.kernels.launch import sealed
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Handshake, PeerGroup, addresses, board, send_tile, signal, signal_peer
+from overlap.primitives import (
+    Handshake,
+    PeerGroup,
+    addresses,
+    board,
+    semaphore_signal,
+    semaphore_signal_peer,
+    tma_store,
+)
 from overlap.primitives.atomics import add
 from overlap.primitives.integers import ceil_div
 
@@ -225,9 +233,11 @@ class _Body:
                 part_at=lambda tile: self._boxes(parts_gmem, tile.step, tile),
                 term_at=lambda tile, term: self._boxes(self._landing[0], schedule.step_of_term(tile.step, term), tile),
                 await_terms=self._await_terms,
-                part_stored=lambda tile: signal(self._flag(0, tile.step, tile)),
+                part_stored=lambda tile: semaphore_signal(self._flag(0, tile.step, tile)),
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
-                own_stored=None if self.strips is None else lambda tile: signal(self._flag(0, tile.step, tile)),
+                own_stored=None
+                if self.strips is None
+                else lambda tile: semaphore_signal(self._flag(0, tile.step, tile)),
                 part_has_terms=(lambda tile: schedule.has_terms(tile.step)) if schedule.passes_on else None,
             ),
         )
@@ -312,7 +322,9 @@ class _Body:
             place = schedule.place_of_row(row)
             before = add(sent.at[step, place], 1)
             come_there = come.at[step, place]
-            pl.when(before + 1 == schedule.tile_chunks)(lambda: signal_peer(come_there, group, receiver(step)))
+            pl.when(before + 1 == schedule.tile_chunks)(
+                lambda: semaphore_signal_peer(come_there, group, receiver(step))
+            )
 
         def within(ref: Any, step: Any, rows: Any, columns: Any) -> Any:
             box, first = schedule.box_of_row(rows.start)
@@ -321,7 +333,7 @@ class _Body:
         chunks = Chunks(
             schedule.sends, schedule.plan, schedule.chunk,
             source=lambda step, *where: within(parts_gmem, step, *where),
-            destination=lambda step, *where: within(group.remote(terms_gmem, receiver(step)), step, *where),
+            destination=lambda step, *where: within(group.remote_ref(terms_gmem, receiver(step)), step, *where),
             ready=lambda step, row, _: pull.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
             landed=landed,
         )  # fmt: skip
@@ -347,13 +359,13 @@ class _Body:
 
             @pl.loop(1, group.size)
             def _to_peer(distance: Any) -> None:
-                there = group.remote(results_gmem, group.peer(distance))
+                there = group.remote_ref(results_gmem, group.peer(distance))
 
                 def send_rows(width: int) -> None:
                     @pl.loop(0, count)
                     def _row(row: Any) -> None:
                         place = rows.start + row, pl.ds(columns.start, width)
-                        send_tile(strip_smem.at[row, pl.ds(0, width)], self._own_block(there, of[0]).at[place])
+                        tma_store(strip_smem.at[row, pl.ds(0, width)], self._own_block(there, of[0]).at[place])
 
                 if strips.last_cols == strips.cols:
                     send_rows(strips.cols)

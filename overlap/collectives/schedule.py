@@ -14,7 +14,7 @@ from typing import Any
 
 from overlap.kernels.config import Config
 from overlap.kernels.tile_order import TileOrder
-from overlap.primitives.copies import PullPlan
+from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder
 
 
@@ -44,7 +44,7 @@ class AllGatherSchedule:
     devices: int
     order: TileOrder
     block_rows: int
-    plan: PullPlan
+    plan: Chunking
     batch: int = 1
     sides: tuple[int, ...] = ()
     keeps_own: bool = False
@@ -60,7 +60,7 @@ class AllGatherSchedule:
         (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
         batch, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
         order = TileOrder(batch * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
-        plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
+        plan = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
         return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled, scale_steps)
 
     @property

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import signal, wait_at_least
+from overlap.primitives import semaphore_signal, semaphore_wait
 from overlap.primitives.integers import quotient
 
 # Loads of so many parts are on their way at once: one round trip to the L2 instead of one for each.
@@ -107,14 +107,14 @@ def finish_together(
     """
     (first_row, first_column), (rows, columns), me = part.corner, shape, lax.axis_index(GRID_AXIS)
     hand_over(partial.sums.at[me, pl.ds(first_row, rows), pl.ds(first_column, columns)])
-    signal(partial.flags.at[me, part.rank, part.of_tile])
+    semaphore_signal(partial.flags.at[me, part.rank, part.of_tile])
     begin, end = share(part.index, columns // part.width, part.count)
 
     @pl.when(begin < end)
     def _wait() -> None:
         @pl.loop(me - part.index, me - part.index + part.count)
         def _part(worker: Any) -> None:
-            wait_at_least(partial.flags.at[worker, part.rank, part.of_tile], 1)
+            semaphore_wait(partial.flags.at[worker, part.rank, part.of_tile], 1)
 
     @pl.loop(begin, end)
     def _piece(index: Any) -> None:

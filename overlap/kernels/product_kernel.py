@@ -24,7 +24,7 @@ from overlap.kernels.mainloop import Loop, Mainloop, OperandTypes
 from overlap.kernels.partial_sums import PartialSums, partial_sums_flags, partial_sums_type
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
-from overlap.primitives import addresses, marks, shared_flags
+from overlap.primitives import addresses, marks, shared_semaphores
 from overlap.primitives.integers import in_32_bits
 
 
@@ -122,7 +122,7 @@ class ProductKernel:
             given, (outs, rest) = refs[: len(leaves)], _split(refs[len(leaves) :], len(results_types))
             sums, entries = _split(rest, len(sums_types))
             shapes = (*self.flags, *counters, *sums_flags)
-            flags = shared_flags(*shapes, told=bool(self.peers_read)) if shapes else ()
+            flags = shared_semaphores(*shapes, told=bool(self.peers_read)) if shapes else ()
             own, rest = _split(flags, len(self.flags))
             counter, of_sums = _split(rest, len(counters))
             partial = PartialSums(*sums, *of_sums) if work.cuts else None

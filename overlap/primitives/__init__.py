@@ -15,9 +15,9 @@ a chain of the links below; anything else is a race, however improbable.
    known about its destination.
 3. *A store has landed* when `wait_stores_landed` returns: its bytes are visible to the thread that issued and awaited
    it. Only now may a flag be raised for them.
-4. *A flag* is a semaphore that only grows. `signal` is a release: whatever its thread has seen or done is visible to
-   the one whose `wait_at_least` (an acquire) returns because of it. A flag within one GPU has GPU scope; one that
-   crosses NVLink (`signal_peer`) has system scope and costs accordingly.
+4. *A flag* is a semaphore that only grows. `semaphore_signal` is a release: whatever its thread has seen or done is
+   visible to the one whose `semaphore_wait` (an acquire) returns because of it. A flag within one GPU has GPU scope;
+   one that crosses NVLink (`semaphore_signal_peer`) has system scope and costs accordingly.
 5. *Crossing the proxies*: after a generic-proxy acquire, a TMA load of the data that the flag stands for needs
    `fence_async_proxy` between the two, since the acquire orders generic accesses only. Shared memory written by
    threads needs `plgpu.commit_smem` before a TMA store or a wgmma reads it.
@@ -34,26 +34,33 @@ another device gets on, so what a peer waits for is done by whichever CTAs are t
 """
 
 from overlap.primitives.atomics import draw, each_drawn
-from overlap.primitives.copies import PullPlan, pull_chunks, send_tile, wait_stores_landed, wait_stores_read
-from overlap.primitives.flags import converge_warp, fence_async_proxy, shared_flags, signal, signal_peer, wait_at_least
+from overlap.primitives.copies import Chunking, copy_chunks, tma_store, wait_stores_landed, wait_stores_read
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
 from overlap.primitives.peers import PeerGroup
+from overlap.primitives.semaphores import (
+    converge_warp,
+    fence_async_proxy,
+    semaphore_signal,
+    semaphore_signal_peer,
+    semaphore_wait,
+    shared_semaphores,
+)
 
 __all__ = [
     "HANDSHAKE_FLAGS",
+    "Chunking",
     "Handshake",
     "PeerGroup",
-    "PullPlan",
     "converge_warp",
+    "copy_chunks",
     "draw",
     "each_drawn",
     "fence_async_proxy",
-    "pull_chunks",
-    "send_tile",
-    "shared_flags",
-    "signal",
-    "signal_peer",
-    "wait_at_least",
+    "semaphore_signal",
+    "semaphore_signal_peer",
+    "semaphore_wait",
+    "shared_semaphores",
+    "tma_store",
     "wait_stores_landed",
     "wait_stores_read",
 ]

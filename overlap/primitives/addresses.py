@@ -17,7 +17,7 @@ Results cannot be in that table, since the first kernel knows operands only. Wha
 operand whose memory some kernel before has given, and which nobody else uses (`landing_place`). If that is to be a
 result as well, the two are one to XLA (`Params.results_in`).
 
-A kernel opts in by beginning its flags with the table (`shared_flags(..., told=True)`) and by `Params`. It
+A kernel opts in by beginning its flags with the table (`shared_semaphores(..., told=True)`) and by `Params`. It
 must begin with `Handshake.begin`, since no barrier of the framework's goes with a call that is like any other.
 """
 

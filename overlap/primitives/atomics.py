@@ -97,7 +97,7 @@ def add(counter: Any, amount: Any) -> jax.Array:
 
 def set_bit_at_peer(word: Any, group: PeerGroup, position: Any, bit: Any) -> None:
     """Sets a bit in a word of the device at `position` of the ring. A release at system scope."""
-    inline(_set_bit, [group.remote(word, position)], bit)
+    inline(_set_bit, [group.remote_ref(word, position)], bit)
 
 
 def each_drawn(counter: Any, number: Any, end: int, last: int, do: Callable[[Any], None]) -> tuple[Any, Any]:

@@ -31,8 +31,8 @@ def wait_stores_landed(in_flight: int = 0) -> None:
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=False)
 
 
-def send_tile(tile_smem: Any, destination_gmem: Any) -> None:
-    """Starts the copy of a shared-memory tile to global memory, here or (`PeerGroup.remote`) on a peer.
+def tma_store(tile_smem: Any, destination_gmem: Any) -> None:
+    """Starts the copy of a shared-memory tile to global memory, here or (`PeerGroup.remote_ref`) on a peer.
 
     The tile must have been loaded by TMA, or written by threads and committed (`plgpu.commit_smem`). A destination that
     is a peer chosen on the device must be a contiguous piece of an untiled buffer.
@@ -41,7 +41,7 @@ def send_tile(tile_smem: Any, destination_gmem: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class PullPlan:
+class Chunking:
     """How one shard is cut into chunks that a single copy can carry.
 
     A chunk is a contiguous piece of the row-major shard: `rows` whole rows, or a part (`cols` columns) of one row. The
@@ -92,7 +92,7 @@ class PullPlan:
         return group * self.rows, part * self.cols
 
     @staticmethod
-    def cut(shard_rows: int, shard_cols: int, itemsize: int, block_rows: int, max_bytes: int) -> PullPlan:
+    def cut(shard_rows: int, shard_cols: int, itemsize: int, block_rows: int, max_bytes: int) -> Chunking:
         """Large chunks of at most `max_bytes` that do not straddle a block of `block_rows` rows.
 
         The parts of a row are equally long if parts of at least two thirds of the greatest length can be.
@@ -109,19 +109,19 @@ class PullPlan:
         if shard_cols * itemsize <= max_bytes:
             fitting = max_bytes // (shard_cols * itemsize)
             rows = largest_divisor(block_rows, min(fitting, shard_rows))
-            return PullPlan(shard_rows, shard_cols, rows, shard_cols)
+            return Chunking(shard_rows, shard_cols, rows, shard_cols)
         units = shard_cols // unit
         nearly_equal = ceil_div(units, ceil_div(units, max_bytes // 16))
         equal = largest_divisor(units, max_bytes // 16)
         # Two sizes of chunks take twice the code, which a few percent more bytes in flight are not worth.
-        return PullPlan(shard_rows, shard_cols, 1, unit * (equal if 3 * equal >= 2 * nearly_equal else nearly_equal))
+        return Chunking(shard_rows, shard_cols, 1, unit * (equal if 3 * equal >= 2 * nearly_equal else nearly_equal))
 
 
-def pull_chunks(
+def copy_chunks(
     number: Any,
     numbers: tuple[int, int],
     counter: Any,
-    plan: PullPlan,
+    plan: Chunking,
     *,
     at: Callable[[Any], tuple[Any, Any, Any]],
     source: Callable[..., Any],
@@ -198,7 +198,7 @@ def pull_chunks(
         if send is not None:
             send(shard, *place, slot_smem)
         else:
-            send_tile(slot_smem, destination(shard, *place))
+            tma_store(slot_smem, destination(shard, *place))
 
     # The numbers of the chunks that are on their way, in the order of the slots from the oldest on, and the next one.
     drawn = [number]

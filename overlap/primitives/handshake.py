@@ -53,9 +53,9 @@ from jax.experimental import pallas as pl
 
 from overlap.primitives import atomics, board, clique, marks
 from overlap.primitives.addresses import require_told
-from overlap.primitives.flags import fence_async_proxy, signal, wait_at_least
 from overlap.primitives.marks import Work
 from overlap.primitives.peers import PeerGroup
+from overlap.primitives.semaphores import fence_async_proxy, semaphore_signal, semaphore_wait
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
 _WORDS = 4
@@ -149,7 +149,7 @@ class Handshake:
 
     def await_peers_by_warpgroup(self) -> None:
         """The same by a compute warpgroup."""
-        wait_at_least(self.flags.at[_BEGUN], self.looks)
+        semaphore_wait(self.flags.at[_BEGUN], self.looks)
         fence_async_proxy()
 
     def leave(self, completed: Any) -> None:
@@ -198,8 +198,8 @@ class Handshake:
         """Looks for one peer until it has begun, and tells it so."""
         group, beacon = self.group, self.flags.at[0]
         peer = group.peer(item + 1 if self.only is None else self.only)
-        atomics.inline(self._look_code, [group.remote(beacon, peer), beacon], group.me(), peer, 1)
-        signal(self.flags.at[_BEGUN])
+        atomics.inline(self._look_code, [group.remote_ref(beacon, peer), beacon], group.me(), peer, 1)
+        semaphore_signal(self.flags.at[_BEGUN])
         atomics.set_bit_at_peer(self.flags.at[_SEEN], group, peer, group.me())
 
     def _look_code(self, context: Any, *operands: Any) -> None:

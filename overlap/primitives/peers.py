@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -18,7 +20,7 @@ class PeerGroup:
     """The devices along one mesh axis, or along several as if they were one, seen from inside a kernel.
 
     A kernel never uses a mesh index as a device id: the two agree only while the axis is the whole mesh. It asks for
-    `me()` and `peer(distance)`, which are positions on the ring, and hands those back to `remote` and `device_id`,
+    `me()` and `peer(distance)`, which are positions on the ring, and hands those back to `remote_ref` and `device_id`,
     which turn them into whatever the framework wants. In what order the mesh holds its devices, and which of them are
     on other hosts, is no concern of a kernel: see `overlap/primitives/clique.py`.
 
@@ -32,6 +34,53 @@ class PeerGroup:
 
     axis_name: str | tuple[str, ...]
     mesh_shape: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def of(axis_name: str | Sequence[str], mesh: Any = None, *, caller: str = "PeerGroup.of") -> PeerGroup:
+        """The peers of this device along `axis_name` of the enclosing `jax.shard_map`, or of `mesh` if one is given.
+
+        Call it inside `jax.shard_map`, in the kernel's body or where the kernel is made.
+
+        Args:
+          axis_name: one mesh axis, or a sequence of axes that count as one; a sequence of one axis is that axis.
+          mesh: a mesh to take in place of the enclosing one.
+          caller: the function that error messages name.
+
+        Raises:
+          ValueError: there is no enclosing `jax.shard_map`, or it has no such axes; no axis is named, or one twice.
+        """
+        axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+        if not axes:
+            raise ValueError(f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis")
+        is_enclosing = mesh is None
+        mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        names = tuple(mesh.axis_names)
+        if not names:
+            raise ValueError(
+                f"`{caller}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call that runs "
+                "the kernel in jax.shard_map(…, mesh=mesh, in_specs=…, out_specs=…), or give `mesh`"
+            )
+        for axis in axes:
+            if axis not in names:
+                whole = "" if len(axes) == 1 else f" in {axes!r}"
+                raise ValueError(
+                    f"`axis_name` must be an axis of the mesh, or a tuple of them, got {axis!r}{whole} and the mesh "
+                    f"has {names}: name one of those"
+                )
+        repeated = [axis for axis in names if axes.count(axis) > 1]
+        if repeated:
+            raise ValueError(
+                f"`axis_name` must name each mesh axis once, got {repeated[0]!r} {axes.count(repeated[0])} times in "
+                f"{axes!r}: leave the repetition out"
+            )
+        manual = tuple(getattr(mesh, "manual_axes", names))
+        missing = [axis for axis in axes if axis not in manual]
+        if is_enclosing and missing:
+            raise ValueError(
+                f"`{caller}` must be called inside `jax.shard_map` over axis {missing[0]!r}, and the manual axes here "
+                f"are {manual}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"
+            )
+        return PeerGroup(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -76,7 +125,7 @@ class PeerGroup:
             coordinates[name], position = remainder(position, size), quotient(position, size)
         return {major: position, **coordinates}
 
-    def remote(self, ref: Any, position: Any) -> Any:
+    def remote_ref(self, ref: Any, position: Any) -> Any:
         """A reference to the peer's copy of a global-memory `ref` (an operand, an output or a flag).
 
         Only asynchronous copies may use it (rows of an untiled buffer if `position` is known on the device alone).

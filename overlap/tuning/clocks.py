@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap.kernels.launch import sealed
-from overlap.primitives import PeerGroup, atomics, board, shared_flags, signal_peer
+from overlap.primitives import PeerGroup, atomics, board, semaphore_signal_peer, shared_semaphores
 from overlap.primitives.integers import in_32_bits
 from overlap.primitives.waits import wait_for_word
 from overlap.tuning.operations import AXIS
@@ -82,7 +82,7 @@ def _exchange(group: PeerGroup) -> jax.Array:
     out_type = jax.ShapeDtypeStruct((group.size, EXCHANGES, 3, 2), jnp.int32)
 
     def body(times_gmem: Any) -> None:
-        (flags,) = shared_flags((group.size,))
+        (flags,) = shared_semaphores((group.size,))
         me = group.me()
         as_first, as_other = (functools.partial(part, group, flags, times_gmem) for part in (_ask, _answer))
 
@@ -106,7 +106,7 @@ def _ask(group: PeerGroup, flags: Any, times_gmem: Any) -> None:
         @pl.loop(0, EXCHANGES)
         def _turn(turn: Any) -> None:
             _read_clock(times_gmem.at[peer, turn, _SENT])
-            signal_peer(flags.at[0], group, peer)
+            semaphore_signal_peer(flags.at[0], group, peer)
             _await(group, flags.at[peer], turn + 1, peer)
             _read_clock(times_gmem.at[peer, turn, _RETURNED])
 
@@ -119,7 +119,7 @@ def _answer(group: PeerGroup, flags: Any, times_gmem: Any) -> None:
     def _turn(turn: Any) -> None:
         _await(group, flags.at[0], turn + 1, 0)
         _read_clock(times_gmem.at[me, turn, _ANSWERED])
-        signal_peer(flags.at[me], group, 0)
+        semaphore_signal_peer(flags.at[me], group, 0)
 
 
 def _await(group: PeerGroup, flag: Any, count: Any, peer: Any) -> None:

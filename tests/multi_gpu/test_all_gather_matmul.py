@@ -33,20 +33,20 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 def late_transfers(monkeypatch, victim):
     """Device `victim` stalls before it says that something has arrived: each chunk, or each piece passed on."""
-    pull_chunks, announce = pull.pull_chunks, ring._announce
+    copy_chunks, announce = pull.copy_chunks, ring._announce
 
     def pull_late(*args, landed, **kwargs):
         def landed_late(*chunk):
             stall(victim)
             landed(*chunk)
 
-        return pull_chunks(*args, landed=landed_late, **kwargs)
+        return copy_chunks(*args, landed=landed_late, **kwargs)
 
     def announce_late(*args):
         stall(victim)
         announce(*args)
 
-    monkeypatch.setattr(pull, "pull_chunks", pull_late)
+    monkeypatch.setattr(pull, "copy_chunks", pull_late)
     monkeypatch.setattr(ring, "_announce", announce_late)
 
 
@@ -132,7 +132,7 @@ def test_negative_control_without_looking_for_the_peers_it_is_wrong(devices, mon
 
 def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
     late_transfers(monkeypatch, 1)
-    monkeypatch.setattr(pull, "wait_at_least", lambda *_, **__: None)
+    monkeypatch.setattr(pull, "semaphore_wait", lambda *_, **__: None)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
 

@@ -103,7 +103,7 @@ def test_a_device_that_is_late(devices, victim, monkeypatch):
 
 def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
     late_copies(monkeypatch, 1)
-    monkeypatch.setattr(pull, "wait_at_least", lambda *_, **__: None)
+    monkeypatch.setattr(pull, "semaphore_wait", lambda *_, **__: None)
     mesh = oracle.make_mesh(x=devices)
     assert float(repeated(mesh, 5, CUT)(*oracle.operands(mesh, (16, 512, 2048), BF16, seed=4))) > 1e-1
 

@@ -230,30 +230,30 @@ def test_gradients(devices, along):
 
 def late_arrivals(monkeypatch, victim):
     """The communicators of device `victim` stall before they say that a chunk has arrived."""
-    pull_chunks = pull.pull_chunks
+    copy_chunks = pull.copy_chunks
 
     def push_late(*args, landed, **kwargs):
         def landed_late(*chunk):
             stall(victim)
             landed(*chunk)
 
-        return pull_chunks(*args, landed=landed_late, **kwargs)
+        return copy_chunks(*args, landed=landed_late, **kwargs)
 
-    monkeypatch.setattr(pull, "pull_chunks", push_late)
+    monkeypatch.setattr(pull, "copy_chunks", push_late)
 
 
 def late_departures(monkeypatch, victim):
     """The communicators of device `victim` stall before they begin with a chunk."""
-    pull_chunks = pull.pull_chunks
+    copy_chunks = pull.copy_chunks
 
     def push_late(*args, source, **kwargs):
         def source_late(*place):
             stall(victim)
             return source(*place)
 
-        return pull_chunks(*args, source=source_late, **kwargs)
+        return copy_chunks(*args, source=source_late, **kwargs)
 
-    monkeypatch.setattr(pull, "pull_chunks", push_late)
+    monkeypatch.setattr(pull, "copy_chunks", push_late)
 
 
 LATE = {"arrivals": late_arrivals, "departures": late_departures}

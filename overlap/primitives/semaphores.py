@@ -17,7 +17,7 @@ from overlap.primitives.peers import PeerGroup
 _WINDOW_BYTES = 4096
 
 
-def shared_flags(*shapes: tuple[int, ...], told: bool = False) -> tuple[Any, ...]:
+def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Any, ...]:
     """Flags shared by all CTAs of a device, zero at launch: one array of them per shape. Call once, first in the body.
 
     (Semaphores among a kernel's `scratch_types` are private to each CTA: waited on from another one, they hang.)
@@ -34,17 +34,17 @@ def shared_flags(*shapes: tuple[int, ...], told: bool = False) -> tuple[Any, ...
     return tuple(flags[len(table) :])
 
 
-def signal(flag: Any, increment: Any = 1) -> None:
+def semaphore_signal(flag: Any, increment: Any = 1) -> None:
     """Raises a flag of this device. A release at GPU scope: for waiters on this device only."""
     plgpu.semaphore_signal(flag, increment, memory_scope="gpu")
 
 
-def signal_peer(flag: Any, group: PeerGroup, position: Any, increment: Any = 1) -> None:
+def semaphore_signal_peer(flag: Any, group: PeerGroup, position: Any, increment: Any = 1) -> None:
     """Raises the flag of the device at `position` of the ring. A release at system scope."""
     plgpu.semaphore_signal(flag, increment, device_id=group.device_id(position))
 
 
-def wait_at_least(flag: Any, value: Any) -> None:
+def semaphore_wait(flag: Any, value: Any) -> None:
     """Waits until a flag that this device's CTAs raise has reached `value`, and leaves it as it is. An acquire.
 
     For one that other devices raise, see `waits.wait_for_word`.
