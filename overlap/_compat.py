@@ -138,7 +138,7 @@ def lower_by_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addre
         is_told = a_process_each and isinstance(compiler_params, addresses.Params)
         told = _Told(compiler_params.peers_read) if is_told else None
         if is_told:
-            params["input_output_aliases"] = dict(compiler_params.results_in)
+            params["input_output_aliases"] = dict(compiler_params.aliased_results)
         if not knows_devices and compiler_params.skip_device_barrier:
             if is_told:
                 raise NotImplementedError(

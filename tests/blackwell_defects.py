@@ -45,7 +45,7 @@ def within(patch, name, **words):
 
 
 def multiply_before_the_operands_are_here(patch):
-    within(patch, "_issue_step", barrier_wait=NOTHING)
+    within(patch, "_issue_k_step", barrier_wait=NOTHING)
 
 
 def overwrite_sums_that_are_being_read(patch):
@@ -54,7 +54,7 @@ def overwrite_sums_that_are_being_read(patch):
 
 def add_to_what_was_there(patch):
     mma = plgpu.tcgen05_mma
-    within(patch, "_issue_step", tcgen05_mma=lambda *args, accumulate, **rest: mma(*args, accumulate=True, **rest))
+    within(patch, "_issue_k_step", tcgen05_mma=lambda *args, accumulate, **rest: mma(*args, accumulate=True, **rest))
 
 
 def give_stages_back_at_once(patch):
@@ -62,12 +62,12 @@ def give_stages_back_at_once(patch):
         plgpu.tcgen05_mma(acc, lhs, rhs, **rest)
         plgpu.barrier_arrive(consumed)
 
-    within(patch, "_issue_step", tcgen05_mma=mma)
+    within(patch, "_issue_k_step", tcgen05_mma=mma)
 
 
 def never_give_stages_back(patch):
     mma = plgpu.tcgen05_mma
-    within(patch, "_issue_step", tcgen05_mma=lambda acc, lhs, rhs, _, **rest: mma(acc, lhs, rhs, **rest))
+    within(patch, "_issue_k_step", tcgen05_mma=lambda acc, lhs, rhs, _, **rest: mma(acc, lhs, rhs, **rest))
 
 
 def give_stages_back_twice(patch):
@@ -75,23 +75,23 @@ def give_stages_back_twice(patch):
         plgpu.tcgen05_mma(acc, lhs, rhs, consumed, **rest)
         plgpu.tcgen05_commit_arrive(consumed)
 
-    within(patch, "_issue_step", tcgen05_mma=mma)
+    within(patch, "_issue_k_step", tcgen05_mma=mma)
 
 
 def give_the_next_stage_back(patch):
     mma = plgpu.tcgen05_mma
 
     def issue(loop, buffers, piece, k, pair):
-        slot = remainder(piece.before + k + 1, loop.config.stages)
-        other = lambda acc, lhs, rhs, _, **rest: mma(acc, lhs, rhs, buffers.consumed.at[slot], **rest)  # noqa: E731
+        stage = remainder(piece.before + k + 1, loop.config.stages)
+        other = lambda acc, lhs, rhs, _, **rest: mma(acc, lhs, rhs, buffers.consumed.at[stage], **rest)  # noqa: E731
         blackwell.plgpu = types.SimpleNamespace(**{**vars(plgpu), "tcgen05_mma": other})
         try:
             step(loop, buffers, piece, k, pair)
         finally:
             blackwell.plgpu = plgpu
 
-    step = blackwell._issue_step
-    patch.setattr(blackwell, "_issue_step", issue)
+    step = blackwell._issue_k_step
+    patch.setattr(blackwell, "_issue_k_step", issue)
 
 
 def never_tell_that_sums_are_complete(patch):
@@ -190,13 +190,13 @@ def refill_stages_in_use(patch):
 
 
 def expect_a_copy_more(patch):
-    copies = staging.copies_per_step
-    patch.setattr(staging, "copies_per_step", lambda *args: copies(*args) + 1)
+    copies = staging.copies_per_k_step
+    patch.setattr(staging, "copies_per_k_step", lambda *args: copies(*args) + 1)
 
 
 def expect_a_copy_less(patch):
-    copies = staging.copies_per_step
-    patch.setattr(staging, "copies_per_step", lambda *args: copies(*args) - 1)
+    copies = staging.copies_per_k_step
+    patch.setattr(staging, "copies_per_k_step", lambda *args: copies(*args) - 1)
 
 
 # --- Pairs ------------------------------------------------------------------------------------------------------------
@@ -257,14 +257,14 @@ def load_parts_too_early(patch):
 
     def both(self, step):
         load(self, step)
-        pl.when(jnp.int32(step) + 1 < self.steps)(lambda: load(self, step + 1))
+        pl.when(jnp.int32(step) + 1 < self.loads)(lambda: load(self, step + 1))
 
     patch.setattr(blackwell._Terms, "_load", both)
 
 
 def load_parts_that_have_not_come(patch):
     def begin(self):
-        for step in range(min(blackwell.TERM_BUFFERS, self.steps)):
+        for step in range(min(blackwell.TERM_BUFFERS, self.loads)):
             self._load(step)
 
     patch.setattr(blackwell._Terms, "begin", begin)

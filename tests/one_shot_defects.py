@@ -39,13 +39,13 @@ def send_when_all_but_one_have_begun(patch):
 
 
 def send_to_all_but_one(patch):
-    change_fields(patch, one_shot, "Sends", peers=lambda peers: peers - 1)
+    change_fields(patch, one_shot, "DirectSends", peers=lambda peers: peers - 1)
 
 
 def send_all_to_one_peer(patch):
     """The flags go to the right ones."""
     change_fields(
-        patch, one_shot, "Sends", to_peer=lambda to_peer: lambda tile, distance: to_peer(tile, 1 + 0 * distance)
+        patch, one_shot, "DirectSends", to_peer=lambda to_peer: lambda tile, distance: to_peer(tile, 1 + 0 * distance)
     )
 
 
@@ -155,7 +155,7 @@ def add_the_own_part_unrounded(patch):
         return OfDevice(tile.step, tile.m, tile.n, batch=tile.batch, me=self.me)
 
     def replace(made, **fields):
-        return dataclasses.replace(made, **{name: x for name, x in fields.items() if name != "only_terms"})
+        return dataclasses.replace(made, **{name: x for name, x in fields.items() if name != "terms_replace_sums"})
 
     change_body(patch, "tile_at", with_device)
     with_words(patch, finish, "dataclasses", replace=replace)

@@ -20,15 +20,15 @@ compute = functools.partial(slip, hopper, "_compute")
 plan = functools.partial(slip, hopper, "_plan")
 run = functools.partial(slip, hopper.Hopper, "run")
 whose = functools.partial(slip, hopper, "_own_turns")
-part_index = functools.partial(slip, hopper, "_part_index")
+part_index = functools.partial(slip, hopper, "_wg_tile_index")
 pieces = functools.partial(slip, produce, "for_each_piece")
 full_at = functools.partial(slip, staging.Buffers, "full_at")
 stores = functools.partial(slip, store, "store", used_in=finish)
 exchanged = functools.partial(slip, finish, "_finish_exchanged")
 
-FULL, ONE_FULL = "buffers.full_at(piece, slot)", "buffers.full.at[slot]"
+FULL, ONE_FULL = "buffers.full_at(piece, stage)", "buffers.full.at[stage]"
 COUNT, BEFORE = "pieces - first + every - 1", "piece.before + k - 1"
-DONE = "plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAIL_SLOTS)])"
+DONE = "plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])"
 OWNER = "remainder(ordinal, 2) == (more[0] if more else remainder(ordinal, 2))"
 
 
@@ -48,16 +48,17 @@ def of_the_other_part(worker, rank, part):
 SEEDED = {
     # Barriers of the stages.
     "one full barrier for both": ("one", "buffers.lhs", full_at({"self.taking_turns == 1": "True"})),
-    "wait at the other's barrier": ("one", "buffers.lhs", accumulate({FULL: "buffers.full.at[slot]"})),
+    "wait at the other's barrier": ("one", "buffers.lhs", accumulate({FULL: ONE_FULL})),
     "fill the other's barrier": ("one", "deadlock", slip(produce, "produce", {FULL: ONE_FULL})),
     "turns by tile": ("two cores", "buffers.lhs", full_at({"piece.ordinal": "piece.tile"})),
     "barriers that overlap": ("one", "buffers.lhs|missed phase", full_at({"* self.stages": "* (self.stages - 1)"})),
-    "two arrivals": ("one", "deadlock", plan({"parts + types.forwards": "2 + types.forwards"})),
+    "two arrivals": ("one", "deadlock", plan({"wg_tiles + types.forwards": "2 + types.forwards"})),
     "arrive before it is read": ("one", "TMA load, write", accumulate({"wgmma_wait(1)": "wgmma_wait(2)"})),
-    "arrive for this slot": ("one", "deadlock", accumulate({BEFORE: "piece.before + k"})),
-    "arrive for another slot": ("one", "deadlock", accumulate({BEFORE: "piece.before + piece.k_steps + k - 1"})),
-    "count slots anew": ("one", "buffers.lhs", accumulate({"slot = remainder(piece.before + k": "slot = remainder(k"})),
-    "count own slots alone": ("one", "deadlock", accumulate({"piece.before": "(piece.ordinal // 2 * piece.k_steps)"})),
+    "arrive for this stage": ("one", "deadlock", accumulate({BEFORE: "piece.before + k"})),
+    "arrive for another stage": ("one", "deadlock", accumulate({BEFORE: "piece.before + piece.k_steps + k - 1"})),
+    "count stages anew": ("one", "buffers.lhs",
+        accumulate({"stage = remainder(piece.before + k": "stage = remainder(k"})),
+    "count own stages alone": ("one", "deadlock", accumulate({"piece.before": "(piece.ordinal // 2 * piece.k_steps)"})),
     "refill one late": ("one", "TMA load, write", slip(produce, "produce", {">= config.stages": "> config.stages"})),
     "forwarder waits at one": ("ring", "deadlock", slip(produce, "forward", {FULL: ONE_FULL})),
     "barriers for one": (
@@ -71,21 +72,21 @@ SEEDED = {
     "a tile too few": ("one", "deadlock", pieces({COUNT: "pieces - first"})),
     "a tile too many": ("one", "buffers.full", pieces({COUNT: "pieces - first + every"})),
     "step of one": ("one", "missed phase|TMA load, write", pieces({"turn * every": "turn"})),
-    "nobody but the first": ("one", "buffers.full", run({"COMPUTE_WARPGROUPS if in_turn else buffers.parts": "1"})),
+    "nobody but the first": ("one", "buffers.full", run({"COMPUTE_WARPGROUPS if in_turn else buffers.wg_tiles": "1"})),
     "drawn by the first": ("scatter", "race", whose({"== warpgroup": "== 0"})),
     "drawn by number": ("scatter, two cores", "race", whose({"piece.ordinal": "piece.tile"})),
     # What each stores.
-    "one epilogue buffer": ("one", "buffers.out", stores({"view.at[part.warpgroup, slot]": "view.at[0, slot]"})),
-    "one buffer of two": ("slots", "buffers.out", stores({"view.at[part.warpgroup, slot]": "view.at[0, slot]"})),
-    "a store less": ("slots", "buffers.out", stores({"wait_stores_read(slots - 1)": "wait_stores_read(slots)"})),
-    "one addend barrier": ("addend", "addend_loaded", stores({"part.warpgroup * box_views.shape[0] + box": "box"})),
+    "one epilogue buffer": ("one", "buffers.out", stores({"view.at[output.warpgroup,": "view.at[0,"})),
+    "one buffer of two": ("buffers", "buffers.out", stores({"view.at[output.warpgroup,": "view.at[0,"})),
+    "a store less": ("buffers", "buffers.out", stores({"read(num_buffers - 1)": "read(num_buffers)"})),
+    "one addend barrier": ("addend", "addend_loaded", stores({"output.warpgroup * box_views.shape[0] + box": "box"})),
     "corner by warpgroup": ("one", "out of bounds", part_index({"return 0, 0, 0": "return 0, warpgroup, 0"})),
     "column by warpgroup": ("one", "out of bounds", part_index({"return 0, 0, 0": "return 0, 0, warpgroup"})),
     "leave too early": ("one", "freed too early", replace(hopper, "wait_stores_read", NOTHING)),
     # Tiles that are cut.
     "signal the other part": ("cut", "to reach 1, got 0", flags(signalled=of_the_other_part)),
     "wait for the other part": ("cut", "to reach 1, got 0", flags(awaited=of_the_other_part)),
-    "no drain": ("cut, slots", "buffers.out", replace(finish, "wait_stores_read", NOTHING)),
+    "no drain": ("cut, buffers", "buffers.out", replace(finish, "wait_stores_read", NOTHING)),
     # Parts of peers and to them.
     "told at once": ("scatter", "output 1", replace(exchange, "wait_stores_landed", NOTHING)),
     "told when read": ("scatter", "output 1", replace(exchange, "wait_stores_landed", wait_stores_read)),
@@ -105,15 +106,17 @@ SEEDED = {
     "announced unseen": ("scatter", "output 1",
         lambda patch: within(patch, exchange, "announce", barrier_wait=NOTHING)),
     "stored by two": ("scatter", "deadlock",
-        slip(staging, "buffer_types", {"num_arrivals=plan.parts": "num_arrivals=2"})),
+        slip(staging, "buffer_types", {"num_arrivals=plan.wg_tiles": "num_arrivals=2"})),
     "part by warpgroup": ("scatter", "out of bounds", part_index({"return 0, 0, 0": "return warpgroup, 0, 0"})),
     "terms by warpgroup": ("scatter", "out of bounds",
-        compute({"buffers, piece, part)": "buffers, piece, warpgroup)"})),
-    "boxes by warpgroup": ("scatter", "out of bounds", stores({"buffers, part.part": "buffers, part.warpgroup"})),
+        compute({"buffers, piece, wg_tile_index)": "buffers, piece, warpgroup)"})),
+    "boxes by warpgroup": ("scatter", "out of bounds",
+        stores({"buffers, output.wg_tile_index": "buffers, output.warpgroup"})),
     "terms at one barrier": ("scatter", "missed phase", slip(exchange, "sum_of_terms", {FULL: ONE_FULL})),
     "load terms at one": ("scatter", "deadlock", slip(exchange, "load_terms", {FULL: ONE_FULL})),
-    "mail for two": ("scatter", "mail.numbers", plan({"(COMPUTE_WARPGROUPS if in_turn else parts) + 1": "parts + 1"})),
-    "mail for four": ("scatter", "deadlock", plan({"(COMPUTE_WARPGROUPS if in_turn else parts) + 1": "4"})),
+    "mail for two": ("scatter", "mail.numbers",
+        plan({"(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1": "wg_tiles + 1"})),
+    "mail for four": ("scatter", "deadlock", plan({"(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1": "4"})),
     "mail read by the owner": ("scatter", "deadlock",
         slip(drawn, "for_each", {DONE: f"pl.when({OWNER})(lambda: {DONE})"})),
     "send before peers begin": ("one shot", "too early",

@@ -91,7 +91,7 @@ def pieces_of(work: StreamK, cta: int) -> list[Piece]:
 
 def handed_over(work: StreamK) -> int:
     """How many pieces are parts of tiles: each CTA hands over what the others finish."""
-    return sum(piece.parts > 1 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
+    return sum(piece.pieces_per_tile > 1 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
 
 
 def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int) -> StreamK:

@@ -267,11 +267,11 @@ def never_give_slots_of_terms_back(patch):
 
 
 def count_a_step_of_terms_too_few_in_the_producer(patch):
-    deal, steps = drawn.deal, exchange.term_steps
+    deal, steps = drawn.deal, exchange.term_stages
 
     def deal_fewer(*args):
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(exchange, "term_steps", lambda *args: jnp.maximum(steps(*args) - 1, 0))
+            inside.setattr(exchange, "term_stages", lambda *args: jnp.maximum(steps(*args) - 1, 0))
             deal(*args)
 
     patch.setattr(drawn, "deal", deal_fewer)

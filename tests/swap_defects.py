@@ -21,13 +21,13 @@ from tests.test_blackwell_found import slip
 accumulate = functools.partial(slip, hopper, "_accumulate")
 compute = functools.partial(slip, hopper, "_compute")
 plan = functools.partial(slip, hopper, "_plan")
-part_index = functools.partial(slip, hopper, "_part_index")
+part_index = functools.partial(slip, hopper, "_wg_tile_index")
 stores = functools.partial(slip, store, "store", used_in=finish)
 half = functools.partial(slip, hopper, "warpgroup_tile")
 of_rows = functools.partial(slip, gathered_lhs._Body, "_epilogue_at")
 of_joined = functools.partial(slip, joined._Body, "_epilogue_at")
 
-OPERANDS = "(rhs_part, lhs_part) if config.swap_operands else (lhs_part, rhs_part)"
+OPERANDS = "(rhs_wg_smem, lhs_wg_smem) if config.swap_operands else (lhs_wg_smem, rhs_wg_smem)"
 BY_COLUMNS = "config.tile_m, config.tile_n // COMPUTE_WARPGROUPS"
 TURNS = "not layouts.transpose_rhs, not layouts.transpose_lhs"
 TRANSPOSED = "if buffers.wg_tile.transposed:"
@@ -54,11 +54,15 @@ def _untold(module):
 # Exceptions of jax about shapes count as well: such a kernel cannot be made.
 SEEDED = {
     # What the tensor cores multiply.
-    "operands not exchanged": ("one", "shape|dimension|Incompatible", accumulate({OPERANDS: "lhs_part, rhs_part"})),
+    "operands not exchanged": (
+        "one",
+        "shape|dimension|Incompatible",
+        accumulate({OPERANDS: "lhs_wg_smem, rhs_wg_smem"}),
+    ),
     "square tile, not exchanged": (
         "square",
         "not equal|shape",
-        accumulate({OPERANDS: "lhs_part, rhs_part", TURNS: "layouts.transpose_lhs, layouts.transpose_rhs"}),
+        accumulate({OPERANDS: "lhs_wg_smem, rhs_wg_smem", TURNS: "layouts.transpose_lhs, layouts.transpose_rhs"}),
     ),
     "left as it lies": ("square", "not equal", accumulate({TURNS: "layouts.transpose_rhs, not layouts.transpose_lhs"})),
     "right as it lies": (
@@ -75,13 +79,15 @@ SEEDED = {
     "both the left half": (
         "one",
         "not equal|race",
-        accumulate(
-            {"rhs_part = staging.part(rhs_mma.at[slot], part_n": "rhs_part = staging.part(rhs_mma.at[slot], 0 * part_n"}
-        ),
+        accumulate({"rhs_mma.at[stage], wg_n_index": "rhs_mma.at[stage], 0 * wg_n_index"}),
     ),
-    "halves exchanged": ("one", "not equal", accumulate({"rhs_mma.at[slot], part_n": "rhs_mma.at[slot], 1 - part_n"})),
-    "corner left": ("one", "not equal|race", compute({"part_n * wg_n": "0"})),
-    "corner by rows": ("one", "not equal|race", compute({"part_n * wg_n": "part_n * wg_m"})),
+    "halves exchanged": (
+        "one",
+        "not equal",
+        accumulate({"rhs_mma.at[stage], wg_n_index": "rhs_mma.at[stage], 1 - wg_n_index"}),
+    ),
+    "corner left": ("one", "not equal|race", compute({"wg_n_index * wg_n": "0"})),
+    "corner by rows": ("one", "not equal|race", compute({"wg_n_index * wg_n": "wg_n_index * wg_m"})),
     "corner below": ("one", "out of bounds", part_index({"(warpgroup, 0, warpgroup)": "(warpgroup, warpgroup, 0)"})),
     "halves across rows": (
         "tall",
@@ -92,11 +98,11 @@ SEEDED = {
             }
         ),
     ),
-    "one warpgroup alone": ("one", "deadlock|not equal", plan({"parts = in_all if": "parts = 1 if"})),
+    "one warpgroup alone": ("one", "deadlock|not equal", plan({"wg_tiles = all_wg_tiles if": "wg_tiles = 1 if"})),
     "slots of one": (
         "one",
         "race|TMA load|missed|deadlock",
-        plan({"consumed=_consumed(config, parts + types.forwards)": "consumed=_consumed(config, 1)"}),
+        plan({"consumed=_consumed(config, wg_tiles + types.forwards)": "consumed=_consumed(config, 1)"}),
     ),
     # What is stored where.
     "no transpose": ("one", "shape|dimension|Incompatible", stores({TRANSPOSED: "if False:"})),
@@ -140,7 +146,7 @@ SEEDED = {
         plan({"rows = loaded if": "rows = loaded - 8 if"}),
     ),
     "store before it is read": ("one", "buffers.out", replace(store, "wait_stores_read", NOTHING)),
-    "a store less": ("slots", "buffers.out", stores({"wait_stores_read(slots - 1)": "wait_stores_read(slots)"})),
+    "a store less": ("buffers", "buffers.out", stores({"read(num_buffers - 1)": "read(num_buffers)"})),
     "leave too early": ("one", "freed too early", replace(hopper, "wait_stores_read", NOTHING)),
     "addend as it lies": (
         "square addend",

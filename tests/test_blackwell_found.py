@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import textwrap
 
@@ -113,13 +114,14 @@ PROGRAMS = {
 }
 MMA, TOLD, TERMS = "    plgpu.tcgen05_mma(", "tell_stored(buffers, piece.", blackwell._Terms
 COMMIT = "    plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)\n"
-READ = "values = exchange.term_values(self.buffers, slot, 0)\n"
-LOAD = "pl.when(step + TERM_BUFFERS < self.steps)(lambda: self._load(step + TERM_BUFFERS))\n"
+READ = "values = exchange.term_values(self.buffers, term_buffer, 0)\n"
+LOAD = "pl.when(load_index + TERM_BUFFERS < self.loads)(lambda: self._load(load_index + TERM_BUFFERS))\n"
+issue = functools.partial(slip, blackwell, "_issue_k_step")
 WORK, NEXT = "        role(loop, buffers, tile, piece, *more)\n", "        return read("
 # fmt: off
 SEEDED = {
-    "tell after each product": ("pair", "missed phase", slip(blackwell, "_issue_step", {MMA: COMMIT + MMA})),
-    "begin by the tile's k": ("cut", "nobody has", slip(blackwell, "_issue_step", {"k > 0": "piece.k_first + k > 0"})),
+    "tell after each product": ("pair", "missed phase", issue({MMA: COMMIT + MMA})),
+    "begin by the tile's k": ("cut", "nobody has", issue({"k > 0": "piece.k_first + k > 0"})),
     "multiply all of a part": ("cut", "deadlock", slip(blackwell, "_multiply", {"piece.k_": "loop.work.k_"})),
     "wait a tile late": ("one", "accumulators", slip(blackwell, "_await_drained", {">= ACC": "> ACC"})),
     "commit in both": ("pair", "deadlock", slip(blackwell, "_multiply", {"_by_the_first(config, issue)": "issue()"})),
@@ -127,9 +129,9 @@ SEEDED = {
     "other columns": ("192", "accumulators", slip(blackwell.Buffers, "accumulator", {"self.wg_tile.columns": "128"})),
     "load too early": ("scatter", "term_boxes", slip(TERMS, "__call__", {LOAD: "\n", READ: LOAD + "        " + READ})),
     "refill one late": ("pair", "TMA load, write", slip(produce, "produce", {">= config.stages": "> config.stages"})),
-    "same columns": ("pair", "Mismatch", slip(produce, "_stages", {"rhs_start + me *": "rhs_start + 0 *"})),
+    "same columns": ("pair", "Mismatch", slip(produce, "_operand_loads", {"rhs_start + me *": "rhs_start + 0 *"})),
     "own part": ("pair", "Mismatch", slip(staging, "_load_box", {" - rank * sizes[along]": ""})),
-    "a store less": ("one", "TMA store, read", slip(store, "store", {"read(slots - 1)": "read(slots)"}, finish)),
+    "a store less": ("one", "TMA store, read", slip(store, "store", {"_buffers - 1)": "_buffers)"}, finish)),
     "mail too early": ("scatter", "missed phase", slip(drawn, "for_each", {WORK: "", NEXT: WORK + NEXT})),
     "turns by tile": ("pairs", "deadlock", take_turns_by_the_tile),
     "own tiles alone": ("ring", "deadlock", await_parts_of_own_tiles_alone),

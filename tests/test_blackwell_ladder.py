@@ -208,13 +208,13 @@ def is_race(earlier: str, later: str) -> Any:
 
 @every_completion
 def test_a_stage_given_back_before_its_product_is_done_is_a_race(monkeypatch, completion):
-    def early(acc_tmem, done, slots, t, *, first=0, collective_axis=None):
+    def early(acc_tmem, done, pipeline, t, *, first=0, collective_axis=None):
         @pl.loop(0, t.k_steps)
-        def _step(k):
-            slot = remainder(first + k, slots.stages)
-            plgpu.barrier_wait(slots.full.at[slot])
-            plgpu.tcgen05_mma(acc_tmem, slots.lhs_smem.at[slot], slots.rhs_smem.at[slot], accumulate=k > 0)
-            plgpu.barrier_arrive(slots.consumed.at[slot])
+        def _k_step(k):
+            stage = remainder(first + k, pipeline.stages)
+            plgpu.barrier_wait(pipeline.full.at[stage])
+            plgpu.tcgen05_mma(acc_tmem, pipeline.lhs_smem.at[stage], pipeline.rhs_smem.at[stage], accumulate=k > 0)
+            plgpu.barrier_arrive(pipeline.consumed.at[stage])
 
         plgpu.tcgen05_commit_arrive(done)
 
@@ -273,13 +273,17 @@ def test_an_epilogue_buffer_written_while_it_is_stored_is_a_race(monkeypatch):
 
 
 def test_an_accumulator_read_before_the_products_are_done_is_a_race(monkeypatch):
-    def without_wait_for_the_products(acc_tmem, done, slots, t, *, first=0, collective_axis=None):
+    def without_wait_for_the_products(acc_tmem, done, pipeline, t, *, first=0, collective_axis=None):
         @pl.loop(0, t.k_steps)
-        def _step(k):
-            slot = remainder(first + k, slots.stages)
-            plgpu.barrier_wait(slots.full.at[slot])
+        def _k_step(k):
+            stage = remainder(first + k, pipeline.stages)
+            plgpu.barrier_wait(pipeline.full.at[stage])
             plgpu.tcgen05_mma(
-                acc_tmem, slots.lhs_smem.at[slot], slots.rhs_smem.at[slot], slots.consumed.at[slot], accumulate=k > 0
+                acc_tmem,
+                pipeline.lhs_smem.at[stage],
+                pipeline.rhs_smem.at[stage],
+                pipeline.consumed.at[stage],
+                accumulate=k > 0,
             )
 
         plgpu.barrier_arrive(done)

@@ -86,7 +86,9 @@ def test_drawn_shapes_and_schedules(seed, completion):
 
 def of_another_step(patch):
     load = scales.load
-    patch.setattr(scales, "load", lambda loop, buffers, tile, step, slot: load(loop, buffers, tile, step + 1, slot))
+    patch.setattr(
+        scales, "load", lambda loop, buffers, tile, k_step, stage: load(loop, buffers, tile, k_step + 1, stage)
+    )
 
 
 def of_another_row_of_tiles(patch):
@@ -99,8 +101,8 @@ def into_a_stage_that_is_still_read(patch):
     """The scales go to the next stage, whose product may be under way."""
     load = scales.load
 
-    def early(loop, buffers, tile, step, slot):
-        load(loop, buffers, tile, step, jax.lax.rem(slot + 1, loop.config.stages))
+    def early(loop, buffers, tile, k_step, stage):
+        load(loop, buffers, tile, k_step, jax.lax.rem(stage + 1, loop.config.stages))
 
     patch.setattr(scales, "load", early)
 

@@ -110,7 +110,7 @@ def test_the_same_bits_under_every_schedule(along, stream_k):
 
 def test_as_many_clusters_at_a_time_as_a_tile_has_parts_are_enough():
     config = overlap.Config.of(stream_k=3, **SMALL)
-    assert work_of((256, 128, 1024), config, 13).parts == 3
+    assert work_of((256, 128, 1024), config, 13).pieces_per_tile == 3
     check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=6))
     with pytest.raises(DeadlockError, match="CTAs were never launched"):
         check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=5))

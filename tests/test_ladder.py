@@ -111,7 +111,7 @@ def test_a_release_that_is_not_delayed_is_a_race():
 
 
 def test_without_the_last_wait_a_peer_may_be_gone(monkeypatch):
-    monkeypatch.setattr(cluster_multicast, "wait_until_peers_are_done", lambda filled, slots: None)
+    monkeypatch.setattr(cluster_multicast, "wait_until_peers_are_done", lambda filled, pipeline: None)
     lhs, rhs, _ = operands(256, 256, 128, jnp.float16)
     with pytest.raises(ProtocolError, match="left the cluster too early"), emulate(cores=2):
         jax.jit(lambda a, b: cluster_multicast.matmul(a, b))(lhs, rhs).block_until_ready()

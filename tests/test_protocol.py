@@ -97,13 +97,13 @@ def leave_the_last_chunk(patch):
 
 
 def count_a_box_too_few(patch):
-    copies_per_step = staging.copies_per_step
-    patch.setattr(staging, "copies_per_step", lambda *a: copies_per_step(*a) - 1)
+    copies_per_k_step = staging.copies_per_k_step
+    patch.setattr(staging, "copies_per_k_step", lambda *a: copies_per_k_step(*a) - 1)
 
 
 def count_a_box_too_many(patch):
-    copies_per_step = staging.copies_per_step
-    patch.setattr(staging, "copies_per_step", lambda *a: copies_per_step(*a) + 1)
+    copies_per_k_step = staging.copies_per_k_step
+    patch.setattr(staging, "copies_per_k_step", lambda *a: copies_per_k_step(*a) + 1)
 
 
 def never_release_a_slot(patch):

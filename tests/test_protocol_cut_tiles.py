@@ -125,12 +125,12 @@ def do_not_wait_for_the_parts(patch):
 def raise_the_flag_with_the_first_sums(patch):
     together = finish.finish_together
 
-    def early(partial, shape, part, hand_over, *rest):
+    def early(partial, shape, piece, hand_over, *rest):
         def signal_and_hand_over(sums):
-            primitives.semaphore_signal(partial.flags.at[lax.axis_index(GRID_AXIS), part.rank, part.of_tile])
+            primitives.semaphore_signal(partial.flags.at[lax.axis_index(GRID_AXIS), piece.rank, piece.wg_tile_index])
             hand_over(sums)
 
-        together(partial, shape, part, signal_and_hand_over, *rest)
+        together(partial, shape, piece, signal_and_hand_over, *rest)
 
     patch.setattr(finish, "finish_together", early)
     patch.setattr(partial_sums, "semaphore_signal", NOTHING)
@@ -220,26 +220,26 @@ def leave_without_the_peer(patch):
 def leave_before_the_last_slot_is_consumed(patch):
     def wait(filled, buffers, config):
         @pl.loop(filled, filled + config.stages - 1)
-        def _slot(fill):
+        def _stage(fill):
             plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
 
     patch.setattr(produce, "wait_until_consumed", wait)
 
 
 def count_no_cut_tiles_at_the_end(patch):
-    patch.setattr(StreamK, "total_steps", lambda self, cta: self.full_waves * self.k_steps)
+    patch.setattr(StreamK, "total_k_steps", lambda self, cta: self.full_waves * self.k_steps)
 
 
 def one_rank_leaves_its_half_out(patch):
-    load_step = staging.load_step
+    load_k_step = staging.load_k_step
 
-    def load(operand, k_start, stage):
-        if stage.shared_by is None:
-            load_step(operand, k_start, stage)
+    def load(operand, k_start, operand_load):
+        if operand_load.shared_by is None:
+            load_k_step(operand, k_start, operand_load)
         else:
-            pl.when(lax.axis_index(stage.shared_by) == 0)(lambda: load_step(operand, k_start, stage))
+            pl.when(lax.axis_index(operand_load.shared_by) == 0)(lambda: load_k_step(operand, k_start, operand_load))
 
-    patch.setattr(staging, "load_step", load)
+    patch.setattr(staging, "load_k_step", load)
 
 
 def wait_for_the_rows_of_a_phantom_tile(patch):

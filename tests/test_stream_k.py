@@ -53,11 +53,11 @@ def check_walk(work):
             assert piece.before == before
             assert piece.k_steps >= 1
             before += piece.k_steps
-            carriers[piece.tile].append((piece.k_first, piece.k_steps, cta, piece.part, piece.parts))
+            carriers[piece.tile].append((piece.k_first, piece.k_steps, cta, piece.index_in_tile, piece.pieces_per_tile))
             if ordinal < whole or not work.cuts:
                 steps = work.k_steps
                 assert piece == Piece(cta + ordinal * work.num_ctas, 0, steps, ordinal * steps, 1, 0, ordinal)
-        assert work.total_steps(cta) == before
+        assert work.total_k_steps(cta) == before
         if not work.cuts:
             continue
         # A CTA waits for others in its last piece only, and there is one slot in `sums` for it.
@@ -74,10 +74,10 @@ def check_walk(work):
         for part, (_, _, cta, *which) in enumerate(parts):
             assert cta == first_cta + part and which == [part, len(parts)]
         if len(parts) > 1:
-            assert tile >= whole * work.num_ctas and len(parts) == work.parts
+            assert tile >= whole * work.num_ctas and len(parts) == work.pieces_per_tile
     assert work.cuts == bool(stretches)
     if work.cuts:
-        assert len(stretches) == work.workers <= min(work.num_ctas, work.left * work.most_parts)
+        assert len(stretches) == work.workers <= min(work.num_ctas, work.left * work.max_pieces)
         assert sum(stretches) == work.left * work.k_steps
         assert max(stretches) - min(stretches) <= 1
         assert max(stretches) <= work.k_steps
@@ -85,8 +85,8 @@ def check_walk(work):
 
 @pytest.mark.parametrize("num_ctas", range(1, 10))
 def test_every_k_step_of_every_tile_is_carried_once(num_ctas):
-    for tiles, k_steps, most_parts in itertools.product(range(1, 2 * num_ctas + 1), range(1, 8), (1, 2, 3, 4, 9)):
-        check_walk(StreamK(tiles, k_steps, num_ctas, most_parts))
+    for tiles, k_steps, max_pieces in itertools.product(range(1, 2 * num_ctas + 1), range(1, 8), (1, 2, 3, 4, 9)):
+        check_walk(StreamK(tiles, k_steps, num_ctas, max_pieces))
 
 
 @given(st.builds(StreamK, st.integers(1, 600), st.integers(1, 300), st.integers(1, 150), st.integers(1, 40)))
@@ -107,12 +107,12 @@ def test_traced_indices_agree_with_python_ones(work):
     ctas, ordinals = np.divmod(np.arange(work.num_ctas * most, dtype=np.int32), most)
 
     def traced(cta, ordinal):
-        return work.pieces(cta), work.total_steps(cta), *vars(work.piece(cta, ordinal)).values()
+        return work.pieces(cta), work.total_k_steps(cta), *vars(work.piece(cta, ordinal)).values()
 
     pieces, steps, *fields = map(np.asarray, jax.jit(jax.vmap(traced))(ctas, ordinals))
     assert all(field.dtype == np.int32 for field in (pieces, steps, *fields))
     for i, (cta, ordinal) in enumerate(zip(map(int, ctas), map(int, ordinals), strict=True)):
-        assert (pieces[i], steps[i]) == (work.pieces(cta), work.total_steps(cta))
+        assert (pieces[i], steps[i]) == (work.pieces(cta), work.total_k_steps(cta))
         if ordinal < work.pieces(cta):
             assert Piece(*(int(field[i]) for field in fields)) == work.piece(cta, ordinal)
 
@@ -258,18 +258,18 @@ def test_as_many_ctas_at_a_time_as_a_tile_has_parts_are_enough(scheduler):
     """Who shares a tile waits for each other, and they are CTAs in a row."""
     config = overlap.Config.of(stream_k=4, **SMALL)
     shape = (256, 128, 1024)
-    assert work_of(shape, config, 9).parts == 4
+    assert work_of(shape, config, 9).pieces_per_tile == 4
     check_exactly(shape, config, cores=9, settings=dict(resident=4, scheduler=scheduler))
     with pytest.raises(DeadlockError, match="CTAs were never launched"):
         check_exactly(shape, config, cores=9, settings=dict(resident=3, scheduler=scheduler))
 
 
-@pytest.mark.parametrize(("pieces", "parts"), list(itertools.product((1, 2, 4, 8), (2, 3, 4, 5, 8, 16))))
-def test_shares_are_adjacent_and_even(pieces, parts):
-    shares = [share(part, pieces, parts) for part in range(parts)]
-    assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == pieces
-    assert max(end - begin for begin, end in shares) == -(-pieces // parts)
-    assert min(end - begin for begin, end in shares) == pieces // parts
+@pytest.mark.parametrize(("boxes", "pieces"), list(itertools.product((1, 2, 4, 8), (2, 3, 4, 5, 8, 16))))
+def test_shares_are_adjacent_and_even(boxes, pieces):
+    shares = [share(piece, boxes, pieces) for piece in range(pieces)]
+    assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == boxes
+    assert max(end - begin for begin, end in shares) == -(-boxes // pieces)
+    assert min(end - begin for begin, end in shares) == boxes // pieces
 
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])

@@ -45,7 +45,7 @@ CASES = {  # cores, shape, config, what else
     "cluster along n": (2, RAGGED, SWAPPED.replace(tile_m=80, cluster=2, cluster_along="n"), TRANSPOSED),
     "cluster in turn": (2, RAGGED, TURNS.replace(cluster=2), {}),
     "columns first": (2, RAGGED, SWAPPED.replace(order_minor="n", order_width=4), {}),
-    "two slots": (2, RAGGED, TURNS.replace(epilogue_buffers=2), {}),
+    "two epilogue buffers": (2, RAGGED, TURNS.replace(epilogue_buffers=2), {}),
     "two boxes at a time": (2, RAGGED, SWAPPED.replace(tile_n=256, epilogue_tile_n=128), {}),
     "one tile": (2, (64, 128, 200), SWAPPED, {}),
     "one k step": (1, (*RAGGED[:2], 40), SWAPPED.replace(stages=4), {}),

@@ -167,7 +167,7 @@ PROGRAMS = {  # (All on one core, but for the gathers.)
     "blocks, scales": lambda: launched(BLOCKS, (208, 128, 128), "scales"),
     "wide": lambda: launched(SWAPPED.replace(tile_n=256, epilogue_tile_n=128), (72, 256, 128)),
     "pieces": lambda: launched(SWAPPED.replace(tile_n=256), (72, 256, 128)),
-    "slots": lambda: launched(TURNS.replace(epilogue_buffers=2), (360, 256, 192)),
+    "buffers": lambda: launched(TURNS.replace(epilogue_buffers=2), (360, 256, 192)),
     "few": lambda: launched(SWAPPED, (16, 264, 192)),
     **GATHERS,
 }

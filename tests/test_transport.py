@@ -115,14 +115,14 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
                 if schedule.passes_on(step, m, side, n):
                     flag = schedule.flag(step + 1, element * m_shard + m * config.tile_m)
                     assert all(0 <= i < size for i, size in zip(flag, schedule.flags, strict=True))
-                    raised[flag] += work.parts if piece.parts == 1 else 1
+                    raised[flag] += work.pieces_per_tile if piece.pieces_per_tile == 1 else 1
                     for k in range(piece.k_first, piece.k_first + piece.k_steps):
                         passed[step, element, m, k] += 1
             # A tile waits for tiles of the step before it, on another device: so no circle of waits can close.
             assert steps == sorted(steps)
         every = itertools.product(range(devices - 1), range(batch), range(schedule.row_blocks), range(work.k_steps))
         assert passed == dict.fromkeys(every, 1)
-        assert raised == dict.fromkeys(itertools.product(*map(range, schedule.flags)), work.parts)
+        assert raised == dict.fromkeys(itertools.product(*map(range, schedule.flags)), work.pieces_per_tile)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 6])

@@ -50,7 +50,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
 def waves(config: Config, problem: Problem, target: Target) -> float:
     """How many tiles' worth of k steps the busiest core carries."""
     work = work_of(config, problem, target)
-    return work.total_steps(0) / work.k_steps
+    return work.total_k_steps(0) / work.k_steps
 
 
 def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
@@ -71,7 +71,7 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     us = _at_power_limit(us, work, config, per_depth, hbm_bytes, rates) + rates.launch_us
     if work.cuts:
         # All CTAs come to it at the end, when nothing else is left to do.
-        added = (work.parts - 1) / rates.add_bytes_per_cycle
+        added = (work.pieces_per_tile - 1) / rates.add_bytes_per_cycle
         summed = elements * F32_BYTES * (1 / rates.store_bytes_per_cycle + added)
         us += (summed + rates.flag_cycles) / rates.cycles_per_us
     if problem.communicates and problem.gathered == "m":
@@ -189,11 +189,11 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rat
     gather_us = GATHER_US + problem.received_bytes_per_device / rates.pulled_bytes_per_us
     if not config.joined:
         # Behind the last rows come the tiles of a shard, or at least one tile.
-        last = max(1 / problem.devices, work.k_steps / max(work.total_steps(0), work.k_steps))
+        last = max(1 / problem.devices, work.k_steps / max(work.total_k_steps(0), work.k_steps))
         return max(us, gather_us + us * last) + APART_US * (problem.devices - 1)
     # No product before the last rows. What fills the slots until then need not be waited for after that.
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
-    early_steps = min(config.stages, work.total_steps(0))
+    early_steps = min(config.stages, work.total_k_steps(0))
     early_us = early_steps * config.tile_k * config.tile_n * problem.itemsize * active / hbm_rate
     return us + gather_us - min(gather_us, early_us, us)
 

@@ -149,7 +149,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
             continue
         seen = {work.workers}
         for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
-            cut = dataclasses.replace(work, most_parts=parts)
+            cut = dataclasses.replace(work, max_pieces=parts)
             if cut.workers not in seen and work.k_steps >= 2 * parts:
                 seen.add(cut.workers)
                 yield dataclasses.replace(whole, stream_k=parts)

@@ -130,7 +130,9 @@ class _Body:
         """The body of one device, from the references that the launch made."""
         (lhs_gmem, _, vectors, blocks), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
         scales = (blocks[0] if blocks else vectors.row_scale, *scales_gmem) if scales_gmem else None
-        shards = Shards(operation, group, schedule, kernel.config, kernel.work.parts, lhs_gmem, scratch_gmem, scales)
+        shards = Shards(
+            operation, group, schedule, kernel.config, kernel.work.pieces_per_tile, lhs_gmem, scratch_gmem, scales
+        )
         return _Body(kernel, transport, shards, refs, group.me())
 
     def tile_at(self, index: Any) -> Tile:

@@ -26,7 +26,7 @@ from overlap.collectives.pull import Chunks, Communicator
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import ByStep, Hooks, OneOf, Tile
+from overlap.kernels.hooks import ByKStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, marks, semaphore_signal
@@ -90,7 +90,7 @@ class _Body:
 
     def hooks(self) -> Hooks:
         return Hooks(
-            load_lhs=lambda tile, load: load(ByStep(functools.partial(self._rows_of_step, tile))),
+            load_lhs=lambda tile, load: load(ByKStep(functools.partial(self._rows_of_step, tile))),
             rhs_at=self._rhs_at,
             out_at=self._out_at,
             communicate=self._communicate,
@@ -114,7 +114,7 @@ class _Body:
             step, row = self.schedule.rows_of(tile.step, k)
             return self._rhs_of(step), row
 
-        return ByStep(of_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
+        return ByKStep(of_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
 
     def _rhs_of(self, step: Any) -> OneOf:
         (_, rhs_gmem), (_, scratch_gmem) = self.refs.inputs, self.refs.outputs

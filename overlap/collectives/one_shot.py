@@ -39,7 +39,7 @@ from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
-from overlap.kernels.hooks import Boxes, Epilogue, Exchange, Hooks, OneOf, Sends, Tile
+from overlap.kernels.hooks import Boxes, DirectSends, Epilogue, Exchange, Hooks, OneOf, Tile
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
@@ -82,7 +82,7 @@ def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedu
     """The tiles, what the mainloop must know, and the boxes of all tiles with their elements; arrays may be types."""
     config: Any = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
-    types = plan.types(operands, m, exchanges=True, sends=True)
+    types = plan.types(operands, m, exchanges=True, direct_sends=True)
     count, rows, columns = boxes = mainloop_of(plan.target).box_shape(config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
     # As if there were one device, whose block is everything.
@@ -133,7 +133,7 @@ class _Body:
                 await_terms=self._await_terms,
                 part_stored=self._announce,
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, of_part=True)) if has_scales else None,
-                sends=Sends(self.group.size - 1, self._handshake.await_peers_by_warpgroup, self._at_peer),
+                direct_sends=DirectSends(self.group.size - 1, self._handshake.await_peers_by_warpgroup, self._at_peer),
             ),
         )
 

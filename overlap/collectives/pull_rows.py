@@ -13,7 +13,7 @@ from overlap.collectives import pull
 from overlap.collectives.pull import Chunks, Communicator
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards
-from overlap.kernels.block_scales import PIECE_BYTES, PIECE_WORDS
+from overlap.kernels.block_scales import SCALE_TILE_BYTES, SCALE_TILE_WORDS
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import semaphore_signal, tma_store, wait_stores_landed
@@ -62,8 +62,8 @@ def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
         return None
     if not schedule.scale_steps:
         return plgpu.SMEM((1, schedule.block_rows), jnp.float32)
-    steps = largest_divisor(schedule.scale_steps, max(config.pull.chunk_bytes // PIECE_BYTES, 1))
-    return plgpu.SMEM((steps, PIECE_WORDS), jnp.int32)
+    steps = largest_divisor(schedule.scale_steps, max(config.pull.chunk_bytes // SCALE_TILE_BYTES, 1))
+    return plgpu.SMEM((steps, SCALE_TILE_WORDS), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ from overlap.primitives.integers import ceil_div
 BLOCK = 32
 SCALE_DTYPE = jnp.dtype(jnp.float8_e8m0fnu)
 # A piece: rows, blocks of each, and its size in words of four scales.
-PIECE_ROWS, PIECE_BLOCKS = 128, 4
-PIECE_WORDS = PIECE_ROWS
-PIECE_BYTES = PIECE_ROWS * PIECE_BLOCKS
+SCALE_TILE_ROWS, SCALE_TILE_BLOCKS = 128, 4
+SCALE_TILE_WORDS = SCALE_TILE_ROWS
+SCALE_TILE_BYTES = SCALE_TILE_ROWS * SCALE_TILE_BLOCKS
 _GROUPS = 32
 
 
@@ -44,15 +44,15 @@ def packed(scales: jax.Array, tile: int) -> jax.Array:
         scales nothing.
     """
     *batch, rows, blocks = scales.shape
-    tiles, steps = ceil_div(rows, tile), ceil_div(blocks, PIECE_BLOCKS)
+    tiles, k_steps = ceil_div(rows, tile), ceil_div(blocks, SCALE_TILE_BLOCKS)
     whole = [(0, 0)] * len(batch)
     bits = lax.bitcast_convert_type(scales, jnp.uint8)
-    bits = jnp.pad(bits, [*whole, (0, tiles * tile - rows), (0, steps * PIECE_BLOCKS - blocks)])
-    words = lax.bitcast_convert_type(bits.reshape(*batch, tiles, tile, steps, PIECE_BLOCKS), jnp.int32)
-    words = jnp.pad(words, [*whole, (0, 0), (0, PIECE_ROWS - tile), (0, 0)])
-    words = words.reshape(*batch, tiles, PIECE_ROWS // _GROUPS, _GROUPS, steps)
+    bits = jnp.pad(bits, [*whole, (0, tiles * tile - rows), (0, k_steps * SCALE_TILE_BLOCKS - blocks)])
+    words = lax.bitcast_convert_type(bits.reshape(*batch, tiles, tile, k_steps, SCALE_TILE_BLOCKS), jnp.int32)
+    words = jnp.pad(words, [*whole, (0, 0), (0, SCALE_TILE_ROWS - tile), (0, 0)])
+    words = words.reshape(*batch, tiles, SCALE_TILE_ROWS // _GROUPS, _GROUPS, k_steps)
     # [.., tiles, row // 32, row % 32, steps] -> [.., tiles, steps, row % 32, row // 32]
-    return jnp.moveaxis(words, -3, -1).swapaxes(-3, -2).reshape(*batch, tiles, steps, PIECE_WORDS)
+    return jnp.moveaxis(words, -3, -1).swapaxes(-3, -2).reshape(*batch, tiles, k_steps, SCALE_TILE_WORDS)
 
 
 def ones_for(operand: jax.Array, k_axis: int) -> jax.Array:

@@ -53,7 +53,7 @@ class OneOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByStep:
+class ByKStep:
     """An operand whose k steps lie in several places.
 
     Attributes:
@@ -64,9 +64,9 @@ class ByStep:
     where: Callable[[Any], tuple[Any, Any]]
 
 
-def at_step(operand: Any, step: Any, tile_k: int) -> tuple[Any, Any]:
+def at_k_step(operand: Any, step: Any, tile_k: int) -> tuple[Any, Any]:
     """Where k step `step` of an operand lies: its reference (or `OneOf`), and the step's first k there."""
-    return operand.where(step) if isinstance(operand, ByStep) else (operand, step * tile_k)
+    return operand.where(step) if isinstance(operand, ByKStep) else (operand, step * tile_k)
 
 
 def with_reference(choice: Any, use: Callable[[Any], None]) -> None:
@@ -94,7 +94,7 @@ class Boxes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sends:
+class DirectSends:
     """How the compute warpgroups send the part that they have computed of a tile to all peers, from shared memory.
 
     There a box is one piece of memory, so it travels as it lies there: references are [boxes, elements].
@@ -137,7 +137,7 @@ class Exchange:
     part_stored: Callable[[Tile], None]
     part_epilogue_at: Callable[[Tile], Epilogue] | None = None
     own_stored: Callable[[Tile], None] | None = None
-    sends: Sends | None = None
+    direct_sends: DirectSends | None = None
     part_has_terms: Callable[[Tile], Any] | None = None
 
     def has_terms(self, tile: Tile) -> Any:

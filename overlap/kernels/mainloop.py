@@ -49,7 +49,7 @@ class OperandTypes:
     forwards: bool = False
     addend: bool = False
     exchanges: bool = False
-    sends: bool = False
+    direct_sends: bool = False
     block_scaled: bool = False
 
 

@@ -32,7 +32,7 @@ from overlap.primitives import semaphore_signal, semaphore_wait
 from overlap.primitives.integers import quotient
 
 # Loads of so many parts are on their way at once: one round trip to the L2 instead of one for each.
-UNROLLED_PARTS = 4
+UNROLLED_PIECES = 4
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +61,7 @@ def partial_sums_flags(work: StreamK, config: Config, compute_warpgroups: int) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SharedPiece:
     """One warpgroup's part of a piece of a tile that several CTAs share.
 
     Attributes:
@@ -76,20 +76,20 @@ class Part:
     index: Any
     count: int
     rank: Any
-    of_tile: Any
+    wg_tile_index: Any
     corner: tuple[Any, Any]
-    width: int
+    box_width: int
 
 
-def share(part: Any, pieces: int, parts: int) -> tuple[Any, Any]:
+def share(piece: Any, boxes: int, pieces: int) -> tuple[Any, Any]:
     """Which of `pieces` the CTA with one of `parts` parts finishes: the first, and the first that is not its."""
-    return quotient(part * pieces + parts - 1, parts), quotient((part + 1) * pieces + parts - 1, parts)
+    return quotient(piece * boxes + pieces - 1, pieces), quotient((piece + 1) * boxes + pieces - 1, pieces)
 
 
 def finish_together(
     partial: PartialSums,
     shape: tuple[int, int],
-    part: Part,
+    piece: SharedPiece,
     hand_over: Callable[[Any], None],
     load: Callable[[Any], jax.Array],
     finish: Callable[[Any, Callable[[int, int, slice], jax.Array]], None],
@@ -105,29 +105,29 @@ def finish_together(
       finish: called as `finish(index, total)` for each piece of the share; `total(row, rows, columns)` gives the
         complete sums of some of its rows and columns.
     """
-    (first_row, first_column), (rows, columns), me = part.corner, shape, lax.axis_index(GRID_AXIS)
+    (first_row, first_column), (rows, columns), me = piece.corner, shape, lax.axis_index(GRID_AXIS)
     hand_over(partial.sums.at[me, pl.ds(first_row, rows), pl.ds(first_column, columns)])
-    semaphore_signal(partial.flags.at[me, part.rank, part.of_tile])
-    begin, end = share(part.index, columns // part.width, part.count)
+    semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])
+    begin, end = share(piece.index, columns // piece.box_width, piece.count)
 
     @pl.when(begin < end)
     def _wait() -> None:
-        @pl.loop(me - part.index, me - part.index + part.count)
-        def _part(worker: Any) -> None:
-            semaphore_wait(partial.flags.at[worker, part.rank, part.of_tile], 1)
+        @pl.loop(me - piece.index, me - piece.index + piece.count)
+        def _piece_of(worker: Any) -> None:
+            semaphore_wait(partial.flags.at[worker, piece.rank, piece.wg_tile_index], 1)
 
     @pl.loop(begin, end)
-    def _piece(index: Any) -> None:
+    def _box(index: Any) -> None:
         def total(row: int, rows: int, columns: slice) -> jax.Array:
-            first = first_column + index * part.width + columns.start
+            first = first_column + index * piece.box_width + columns.start
             where = pl.ds(first_row + row, rows), pl.ds(first, columns.stop - columns.start)
-            return _total(lambda i: load(partial.sums.at[me - part.index + i, *where]), part.count)
+            return _total(lambda i: load(partial.sums.at[me - piece.index + i, *where]), piece.count)
 
         finish(index, total)
 
 
-def _total(sums: Callable[[Any], jax.Array], parts: int) -> jax.Array:
+def _total(sums: Callable[[Any], jax.Array], pieces: int) -> jax.Array:
     """The sum of a block over the parts, first to last."""
-    if parts > UNROLLED_PARTS:
-        return lax.fori_loop(1, parts, lambda i, total: total + sums(i), sums(0))
-    return functools.reduce(operator.add, map(sums, range(parts)))
+    if pieces > UNROLLED_PIECES:
+        return lax.fori_loop(1, pieces, lambda i, total: total + sums(i), sums(0))
+    return functools.reduce(operator.add, map(sums, range(pieces)))

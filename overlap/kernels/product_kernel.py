@@ -73,7 +73,7 @@ class ProductKernel:
         their addresses (`overlap/primitives/addresses.py`); empty: it is not told.
       draws: whether tiles are drawn from a counter by whichever CTAs run, so that peers may wait for them.
       transport: how it communicates, as `limits.Sizes` has it.
-      results_in: which of `peers_read` is the memory of which result: pairs of an operand and a result.
+      aliased_results: which of `peers_read` is the memory of which result: pairs of an operand and a result.
     """
 
     name: str
@@ -86,7 +86,7 @@ class ProductKernel:
     peers_read: tuple[int, ...] = ()
     draws: bool = False
     transport: Literal["", "pull", "ring", "push", "broadcast", "one_shot"] = ""
-    results_in: tuple[tuple[int, int], ...] = ()
+    aliased_results: tuple[tuple[int, int], ...] = ()
 
     @property
     def mainloop(self) -> Mainloop:
@@ -161,7 +161,7 @@ class ProductKernel:
             thread_name=THREAD_AXIS,
             # The kernel sees for itself that its peers have begun, if it has any.
             compiler_params=addresses.Params(
-                lowering_semantics=semantics, peers_read=self.peers_read, results_in=self.results_in
+                lowering_semantics=semantics, peers_read=self.peers_read, aliased_results=self.aliased_results
             )
             if self.peers_read
             else plgpu.CompilerParams(lowering_semantics=semantics, skip_device_barrier=True),

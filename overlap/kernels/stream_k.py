@@ -46,8 +46,8 @@ class Piece:
     k_first: Any
     k_steps: Any
     before: Any
-    parts: Any = 1
-    part: Any = 0
+    pieces_per_tile: Any = 1
+    index_in_tile: Any = 0
     ordinal: Any = 0
 
 
@@ -65,7 +65,7 @@ class StreamK:
     tiles: int
     k_steps: int
     num_ctas: int
-    most_parts: int = 1
+    max_pieces: int = 1
 
     @staticmethod
     def on(target: Target, config: Config, tiles: int, k_steps: int) -> StreamK:
@@ -83,47 +83,47 @@ class StreamK:
         return self.tiles % self.num_ctas
 
     @property
-    def parts(self) -> int:
+    def pieces_per_tile(self) -> int:
         """Into how many parts each tile that is left is cut: no more than there are CTAs and k steps for."""
-        return min(self.most_parts, self.num_ctas // max(self.left, 1), self.k_steps) if self.left else 1
+        return min(self.max_pieces, self.num_ctas // max(self.left, 1), self.k_steps) if self.left else 1
 
     @property
     def cuts(self) -> bool:
         """Whether any tile is cut."""
-        return self.parts > 1
+        return self.pieces_per_tile > 1
 
     @property
     def workers(self) -> int:
         """How many CTAs share what is left."""
-        return self.left * self.parts
+        return self.left * self.pieces_per_tile
 
     def pieces(self, cta: Any) -> Any:
         """How many pieces a CTA carries."""
         return self.full_waves + choose(cta < self.workers, 1, 0)
 
-    def total_steps(self, cta: Any) -> Any:
+    def total_k_steps(self, cta: Any) -> Any:
         """How many k steps a CTA carries in all."""
-        return self.full_waves * self.k_steps + choose(cta < self.workers, self._part(cta)[1], 0)
+        return self.full_waves * self.k_steps + choose(cta < self.workers, self._cut_k_steps(cta)[1], 0)
 
-    def _part(self, cta: Any) -> tuple[Any, Any]:
+    def _cut_k_steps(self, cta: Any) -> tuple[Any, Any]:
         """First k step of the part of a worker, and its length; the first parts may be one step longer."""
-        length, longer = divmod(self.k_steps, self.parts)
-        part = remainder(cta, self.parts)
-        return part * length + smaller(part, longer), length + choose(part < longer, 1, 0)
+        length, longer = divmod(self.k_steps, self.pieces_per_tile)
+        index = remainder(cta, self.pieces_per_tile)
+        return index * length + smaller(index, longer), length + choose(index < longer, 1, 0)
 
     def piece(self, cta: Any, ordinal: Any) -> Piece:
         """Piece number `ordinal` of a CTA."""
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         if not self.cuts:
             return whole
-        tile, (k_first, k_steps) = quotient(cta, self.parts), self._part(cta)
+        tile, (k_first, k_steps) = quotient(cta, self.pieces_per_tile), self._cut_k_steps(cta)
         is_cut = ordinal == self.full_waves
         return Piece(
             tile=choose(is_cut, self.full_waves * self.num_ctas + tile, whole.tile),
             k_first=choose(is_cut, k_first, 0),
             k_steps=choose(is_cut, k_steps, self.k_steps),
             before=whole.before,
-            parts=choose(is_cut, self.parts, 1),
-            part=choose(is_cut, remainder(cta, self.parts), 0),
+            pieces_per_tile=choose(is_cut, self.pieces_per_tile, 1),
+            index_in_tile=choose(is_cut, remainder(cta, self.pieces_per_tile), 0),
             ordinal=ordinal,
         )

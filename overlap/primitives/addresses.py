@@ -15,7 +15,7 @@ all the same: before it leaves, the second kernel compares the table with its ow
 
 Results cannot be in that table, since the first kernel knows operands only. What peers are to write to is therefore an
 operand whose memory some kernel before has given, and which nobody else uses (`landing_place`). If that is to be a
-result as well, the two are one to XLA (`Params.results_in`).
+result as well, the two are one to XLA (`Params.aliased_results`).
 
 A kernel opts in by beginning its flags with the table (`shared_semaphores(..., told=True)`) and by `Params`. It
 must begin with `Handshake.begin`, since no barrier of the framework's goes with a call that is like any other.
@@ -50,11 +50,11 @@ class Params(plgpu.CompilerParams):
 
     Attributes:
       peers_read: which of its operands the peers read or write, at most two.
-      results_in: which of these is the memory of which result: pairs of an operand and a result.
+      aliased_results: which of these is the memory of which result: pairs of an operand and a result.
     """
 
     peers_read: tuple[int, ...]
-    results_in: tuple[tuple[int, int], ...] = ()
+    aliased_results: tuple[tuple[int, int], ...] = ()
     skip_device_barrier: bool = True
 
 
@@ -97,8 +97,8 @@ def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = 
     """Memory for peers to write to, as an operand of the kernel to which they send: nothing is in it yet.
 
     A kernel that does nothing gives it. To XLA that is a value; two calls may get the same one, which does not matter,
-    since no kernel reads what another one has been sent. But of memory that is to be a result (`Params.results_in`)
-    XLA would make a copy for the second call, of which the peers have not been told.
+    since no kernel reads what another one has been sent. But of memory that is to be a result
+    (`Params.aliased_results`) XLA would make a copy for the second call, of which the peers have not been told.
     """
     params = OwnMemory if becomes_result else plgpu.CompilerParams
 

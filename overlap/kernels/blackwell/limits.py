@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from overlap.kernels.block_scales import PIECE_BLOCKS, PIECE_BYTES, PIECE_ROWS
+from overlap.kernels.block_scales import SCALE_TILE_BLOCKS, SCALE_TILE_BYTES, SCALE_TILE_ROWS
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.tma import limits
 from overlap.kernels.tma.limits import BARRIER_BYTES, EXCHANGING, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
@@ -24,7 +24,7 @@ ACCUMULATORS = 2
 # Buffers for what peers have computed of a tile, so that one box is on its way while another one is added.
 TERM_BUFFERS = 2
 # Of scales of blocks: one for each operand.
-SCALE_PIECES = 2
+SCALE_TILES = 2
 # Where the tensor memory begins that has been allocated.
 ADDRESS_BYTES = 4
 
@@ -37,7 +37,7 @@ def rhs_columns(config: Config) -> int:
 def tensor_memory_columns(config: Config, *, block_scaled: bool = False) -> int:
     """Columns of tensor memory that the accumulators take, and the scales of blocks of all stages."""
     # A piece is 4 columns of 32 lanes, and all four quarters of the lanes have a copy.
-    scales = SCALE_PIECES * config.stages * PIECE_BLOCKS if block_scaled else 0
+    scales = SCALE_TILES * config.stages * SCALE_TILE_BLOCKS if block_scaled else 0
     return ACCUMULATORS * config.tile_n + scales
 
 
@@ -52,8 +52,8 @@ def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "", 
     barriers = 2 * config.stages + 2 * ACCUMULATORS + term_barriers
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, config.tile_m)
     # The compiler rounds the buffer of each operand up.
-    scale_bytes = ceil_div(config.stages * PIECE_BYTES, RESERVED_BYTES) * RESERVED_BYTES if block_scaled else 0
-    buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes + SCALE_PIECES * scale_bytes
+    scale_bytes = ceil_div(config.stages * SCALE_TILE_BYTES, RESERVED_BYTES) * RESERVED_BYTES if block_scaled else 0
+    buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes + SCALE_TILES * scale_bytes
     return buffer_bytes + barriers * BARRIER_BYTES + ADDRESS_BYTES
 
 
@@ -100,10 +100,11 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
 
 
 def _check_block_scales(config: Config) -> None:
-    if config.tile_n > PIECE_ROWS:
+    if config.tile_n > SCALE_TILE_ROWS:
         raise ValueError(
-            f"`tile_n` must be at most {PIECE_ROWS} for scales of blocks (in tensor memory they lie beside "
-            f"{ACCUMULATORS} accumulators, {PIECE_ROWS} columns of the right operand at a time), got {config.tile_n}"
+            f"`tile_n` must be at most {SCALE_TILE_ROWS} for scales of blocks (in tensor memory they lie beside "
+            f"{ACCUMULATORS} accumulators, {SCALE_TILE_ROWS} columns of the right operand at a time), got "
+            f"{config.tile_n}"
         )
     if (columns := tensor_memory_columns(config, block_scaled=True)) > TENSOR_MEMORY_COLUMNS:
         raise ValueError(

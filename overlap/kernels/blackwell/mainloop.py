@@ -121,8 +121,8 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         marks.now(Work.MULTIPLY, tile.step, piece.tile)
 
         @pl.loop(0, piece.k_steps)
-        def _step(k: Any) -> None:
-            _issue_step(loop, buffers, piece, k, pair)
+        def _k_step(k: Any) -> None:
+            _issue_k_step(loop, buffers, piece, k, pair)
 
         plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)
 
@@ -137,20 +137,20 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
         pl.when(rank(config) == 0)(issue)
 
 
-def _issue_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -> None:
+def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -> None:
     """Has the tensor cores multiply the operand tiles of a k step once they are here, and give their stage back."""
     config, layouts = loop.config, loop.layouts
-    slot = remainder(piece.before + k, config.stages)
-    plgpu.barrier_wait(buffers.full_at(piece, slot))
-    lhs_mma, rhs_mma = buffers.lhs[1].at[slot], buffers.rhs[1].at[slot]
+    stage = remainder(piece.before + k, config.stages)
+    plgpu.barrier_wait(buffers.full_at(piece, stage))
+    lhs_mma, rhs_mma = buffers.lhs[1].at[stage], buffers.rhs[1].at[stage]
     plgpu.tcgen05_mma(
         buffers.accumulator(piece, pl.ds(0, config.tile_n)),
         lhs_mma.transpose((1, 0)) if layouts.transpose_lhs else lhs_mma,
         rhs_mma.transpose((1, 0)) if layouts.transpose_rhs else rhs_mma,
-        buffers.consumed.at[slot],
+        buffers.consumed.at[stage],
         accumulate=k > 0,
         collective_axis=pair,
-        **scales.to_tensor_memory(buffers.scales, slot, pair),
+        **scales.to_tensor_memory(buffers.scales, stage, pair),
     )
 
 
@@ -176,35 +176,37 @@ class _Terms:
         assert loop.hooks.exchange is not None
         self.loop, self.buffers, self.exchange = loop, buffers, loop.hooks.exchange
         self.tile, self.piece = tile, piece
-        self.steps = exchange.box_count(buffers) * self.exchange.terms
+        self.loads = exchange.box_count(buffers) * self.exchange.terms
 
     def begin(self) -> None:
         """Waits until all of it is here, and starts the first loads."""
         marks.now(Work.AWAIT_ROWS, self.tile.step, self.piece.tile)
         self.exchange.await_terms(self.tile)
         marks.now(Work.STORE, self.tile.step, self.piece.tile)
-        for step in range(min(TERM_BUFFERS, self.steps)):
-            self._load(step)
+        for load_index in range(min(TERM_BUFFERS, self.loads)):
+            self._load(load_index)
 
-    def _load(self, step: Any) -> None:
-        slot = remainder(step, TERM_BUFFERS)
-        exchange.load_term(self.loop, self.buffers, self.tile, step, slot, self.buffers.term_loaded.at[slot])
+    def _load(self, load_index: Any) -> None:
+        term_buffer = remainder(load_index, TERM_BUFFERS)
+        exchange.load_term(
+            self.loop, self.buffers, self.tile, load_index, term_buffer, self.buffers.term_loaded.at[term_buffer]
+        )
 
-    def _await_all_threads(self, slot: Any) -> None:
+    def _await_all_threads(self, term_buffer: Any) -> None:
         """Waits until all threads have read a box, so that the next one may take its place."""
-        plgpu.barrier_arrive(self.buffers.term_added.at[slot])
-        plgpu.barrier_wait(self.buffers.term_added.at[slot])
+        plgpu.barrier_arrive(self.buffers.term_added.at[term_buffer])
+        plgpu.barrier_wait(self.buffers.term_added.at[term_buffer])
 
     def __call__(self, index: int) -> list[jax.Array]:
         """What is added to box `index`."""
 
         def term(number: Any) -> list[jax.Array]:
-            step = index * self.exchange.terms + number
-            slot = remainder(step, TERM_BUFFERS)
-            plgpu.barrier_wait(self.buffers.term_loaded.at[slot])
-            values = exchange.term_values(self.buffers, slot, 0)
-            self._await_all_threads(slot)
-            pl.when(step + TERM_BUFFERS < self.steps)(lambda: self._load(step + TERM_BUFFERS))
+            load_index = index * self.exchange.terms + number
+            term_buffer = remainder(load_index, TERM_BUFFERS)
+            plgpu.barrier_wait(self.buffers.term_loaded.at[term_buffer])
+            values = exchange.term_values(self.buffers, term_buffer, 0)
+            self._await_all_threads(term_buffer)
+            pl.when(load_index + TERM_BUFFERS < self.loads)(lambda: self._load(load_index + TERM_BUFFERS))
             return values
 
         return exchange.summed(self.exchange.terms, term)
@@ -236,7 +238,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         for first in range(0, loop.config.tile_n, width):
             sums_gmem[:, pl.ds(first, width)] = block(0, TILE_M, slice(first, first + width))
 
-    if others is not None and terms is not None and others.sends is None:
+    if others is not None and terms is not None and others.direct_sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
     marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
     plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
@@ -245,7 +247,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         _await_what_came_with_the_rows(loop, tile)
     sums = Sums(
         warpgroup=0,
-        part=0,
+        wg_tile_index=0,
         corner=(0, 0),
         block=block,
         hand_over=hand_over,
@@ -255,7 +257,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     )
     finish(loop, buffers, tile, piece, sums)
     _tell_drained(buffers, piece.ordinal)
-    if others is not None and others.sends is None:
+    if others is not None and others.direct_sends is None:
         exchange.tell_stored(buffers, piece.ordinal)
 
 
@@ -264,7 +266,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     arrivals = 1 + types.forwards
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
-        parts=1,
+        wg_tiles=1,
         # What is passed on is passed on as whole tiles.
         rows=config.tile_m if types.forwards else rows_loaded(config, types.m, layouts.transpose_lhs),
         rhs_columns=rhs_columns(config),
@@ -278,7 +280,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         terms_in_stages=False,
         copies_beside=scales.COPIES if types.block_scaled else 0,
         # Tiles are drawn two ahead, and the epilogue tells of one before it begins the next one.
-        stored_barriers=staging.MAIL_SLOTS,
+        stored_barriers=staging.MAILBOXES,
     )
 
 
@@ -334,11 +336,11 @@ class Blackwell:
 
     def run(self, loop: Loop, buffers: Buffers) -> None:
         work, hooks = loop.work, loop.hooks
-        warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
+        warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
 
         def for_each_piece(role: Any) -> None:
             if loop.counter is None:
-                produce.for_each_piece(loop, buffers, group, role)
+                produce.for_each_piece(loop, buffers, cluster_index, role)
             else:
                 drawn.for_each(loop, buffers, role)
 
@@ -351,12 +353,12 @@ class Blackwell:
                 return
             for_each_piece(produce_piece)
             if loop.config.cluster > 1:
-                produce.wait_until_consumed(work.total_steps(group), buffers, loop.config)
+                produce.wait_until_consumed(work.total_k_steps(cluster_index), buffers, loop.config)
 
         def multiply() -> None:
             for_each_piece(_multiply)
             if loop.config.cluster > 1:
-                _by_the_first(loop.config, lambda: _wait_until_drained(work.pieces(group), buffers))
+                _by_the_first(loop.config, lambda: _wait_until_drained(work.pieces(cluster_index), buffers))
 
         def forward() -> None:
             if hooks.before_forwarding is not None:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.blackwell.limits import SCALE_PIECES
-from overlap.kernels.block_scales import PIECE_BLOCKS, PIECE_ROWS, PIECE_WORDS, SCALE_DTYPE
+from overlap.kernels.blackwell.limits import SCALE_TILES
+from overlap.kernels.block_scales import SCALE_DTYPE, SCALE_TILE_BLOCKS, SCALE_TILE_ROWS, SCALE_TILE_WORDS
 from overlap.kernels.config import Config
 from overlap.kernels.grid import RANK_AXIS, rank
 from overlap.kernels.hooks import Tile, with_reference
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from overlap.kernels.blackwell.mainloop import Buffers
 
 # Copies of a k step: one for each piece.
-COPIES = SCALE_PIECES
+COPIES = SCALE_TILES
 # A piece as the tensor cores copy it: 32 groups of 16 bytes.
 _MMA_SHAPE = (1, 1, 32, 16)
 
@@ -51,22 +51,22 @@ def buffer_types(config: Config) -> ScaleBuffers:
     """The types of these buffers, for `pl.run_scoped`."""
 
     def in_smem() -> Any:
-        words = plgpu.SMEM((config.stages, 1, 1, PIECE_WORDS), jnp.int32)
+        words = plgpu.SMEM((config.stages, 1, 1, SCALE_TILE_WORDS), jnp.int32)
         return plgpu.RefUnion(words, plgpu.SMEM((config.stages, *_MMA_SHAPE), SCALE_DTYPE))
 
     def in_tmem() -> Any:
-        shape, pairs = (PIECE_ROWS, config.stages * PIECE_BLOCKS), config.cluster > 1
+        shape, pairs = (SCALE_TILE_ROWS, config.stages * SCALE_TILE_BLOCKS), config.cluster > 1
         return plgpu.TMEM(shape, SCALE_DTYPE, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pairs)
 
     return ScaleBuffers(in_smem(), in_smem(), in_tmem(), in_tmem())
 
 
-def load(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any) -> None:
+def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Any, stage: Any) -> None:
     """The producer's part: starts the copies of the scales of k step `step` into stage `slot`."""
     scales, config = buffers.scales, loop.config
     assert loop.hooks.block_scales_at is not None and scales is not None
     given = loop.hooks.block_scales_at(tile)
-    own, columns, at_step = pl.ds(given.lhs_tile, 1), pl.ds(given.rhs_tile, 1), pl.ds(step, 1)
+    own, columns, k_slice = pl.ds(given.lhs_tile, 1), pl.ds(given.rhs_tile, 1), pl.ds(k_step, 1)
     of_lhs: dict[str, Any] = {}
     of_rhs: dict[str, Any] = {}
     if config.cluster > 1:
@@ -74,18 +74,18 @@ def load(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any) -> None
         own = pl.ds(given.lhs_tile - rank(config), config.cluster)
         of_lhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.PARTITIONED(0)}
         of_rhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.REPLICATED}
-    full = buffers.full.at[slot]
-    lhs_smem, rhs_smem = scales.lhs[0].at[slot], scales.rhs[0].at[slot]
-    with_reference(given.lhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[own, at_step], lhs_smem, full, **of_lhs))
-    with_reference(given.rhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[columns, at_step], rhs_smem, full, **of_rhs))
+    full = buffers.full.at[stage]
+    lhs_smem, rhs_smem = scales.lhs[0].at[stage], scales.rhs[0].at[stage]
+    with_reference(given.lhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[own, k_slice], lhs_smem, full, **of_lhs))
+    with_reference(given.rhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[columns, k_slice], rhs_smem, full, **of_rhs))
 
 
-def to_tensor_memory(scales: ScaleBuffers | None, slot: Any, pair: str | None) -> dict[str, Any]:
+def to_tensor_memory(scales: ScaleBuffers | None, stage: Any, pair: str | None) -> dict[str, Any]:
     """The multiplier's part: copies the scales of a stage to tensor memory; returns them as its product takes them."""
     if scales is None:
         return {}
-    place = pl.ds(slot * PIECE_BLOCKS, PIECE_BLOCKS)
+    place = pl.ds(stage * SCALE_TILE_BLOCKS, SCALE_TILE_BLOCKS)
     a_scale, b_scale = scales.lhs_tmem.at[:, place], scales.rhs_tmem.at[:, place]
-    plgpu.async_copy_scales_to_tmem(scales.lhs[1].at[slot], a_scale, collective_axis=pair)
-    plgpu.async_copy_scales_to_tmem(scales.rhs[1].at[slot], b_scale, collective_axis=pair)
+    plgpu.async_copy_scales_to_tmem(scales.lhs[1].at[stage], a_scale, collective_axis=pair)
+    plgpu.async_copy_scales_to_tmem(scales.rhs[1].at[stage], b_scale, collective_axis=pair)
     return {"a_scale": a_scale, "b_scale": b_scale}

@@ -35,9 +35,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.blackwell_ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import DONE, load_tiles, multiply_tiles, slot_types, split_warps
+from overlap.kernels.blackwell_ladder.warp_specialized import (
+    DONE,
+    load_tiles,
+    multiply_tiles,
+    pipeline_types,
+    split_warps,
+)
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
-from overlap.kernels.ladder.warp_specialized import Slots
+from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 
 CLUSTER = 2
@@ -53,12 +59,12 @@ def copy_half(src_gmem: Any, dst_smem: Any, full: Any, dimension: int) -> None:
 load_halves = functools.partial(load_tiles, copy=copy_half)
 
 
-def multiply_halves(acc_tmem: Any, done: Any, slots: Slots, t: Tiling, *, first: Any = 0) -> None:
+def multiply_halves(acc_tmem: Any, done: Any, pipeline: Pipeline, t: Tiling, *, first: Any = 0) -> None:
     """The MMA warp's part of the cluster's tile: the leader issues all products, the other CTA none."""
 
     @pl.when(lax.axis_index(RANK_AXIS) == 0)
     def _leader() -> None:
-        multiply_tiles(acc_tmem, done, slots, t, first=first, collective_axis=RANK_AXIS)
+        multiply_tiles(acc_tmem, done, pipeline, t, first=first, collective_axis=RANK_AXIS)
 
 
 def own_part(out_gmem: Any, tile: tuple[Any, Any], t: Tiling) -> Any:
@@ -82,12 +88,12 @@ def matmul(
     t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
 
     def body(
-        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, acc_tmem: Any, chunks_smem: Any, done: Any
+        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, acc_tmem: Any, chunks_smem: Any, done: Any
     ) -> None:
         tile = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
         split_warps(
-            lambda: load_halves(lhs_gmem, rhs_gmem, tile, slots, t),
-            lambda: multiply_halves(acc_tmem, done, slots, t),
+            lambda: load_halves(lhs_gmem, rhs_gmem, tile, pipeline, t),
+            lambda: multiply_halves(acc_tmem, done, pipeline, t),
         )
         plgpu.barrier_wait(done)
         store_chunks(acc_tmem, own_part(out_gmem, tile, t), chunks_smem)
@@ -101,7 +107,7 @@ def matmul(
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
         scratch_types=[
-            slot_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER),
+            pipeline_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER),
             chunk_type(t, chunk_n, ctas=CLUSTER), DONE,
         ],
         compiler_params=COMPILER_PARAMS,

@@ -40,10 +40,10 @@ from overlap.kernels.blackwell_ladder.collective_mma import (
 from overlap.kernels.blackwell_ladder.persistent import CLUSTER_AXIS, num_clusters, read_barrier, store_and_tell
 from overlap.kernels.blackwell_ladder.tiled_epilogue import chunk_type
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import slot_types, split_warps
+from overlap.kernels.blackwell_ladder.warp_specialized import pipeline_types, split_warps
 from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
-from overlap.kernels.ladder.warp_specialized import Slots
+from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 
@@ -66,7 +66,7 @@ def double_buffered(
 
     def body(
         lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any,
-        slots: Slots, acc_tmem: Any, chunks_smem: Any, done: Any, read: Any,
+        pipeline: Pipeline, acc_tmem: Any, chunks_smem: Any, done: Any, read: Any,
     ) -> None:  # fmt: skip
         warpgroup = lax.axis_index(THREAD_AXIS)
         for_each_own_tile = functools.partial(for_each_tile, lax.axis_index(CLUSTER_AXIS), clusters, tiles)
@@ -75,7 +75,7 @@ def double_buffered(
             return acc_tmem.at[:, pl.ds(half * t.tile_n, t.tile_n)]
 
         def load(index: Any, ordinal: Any) -> None:
-            load_halves(lhs_gmem, rhs_gmem, tile_at(index), slots, t, first=ordinal * t.k_steps)
+            load_halves(lhs_gmem, rhs_gmem, tile_at(index), pipeline, t, first=ordinal * t.k_steps)
 
         def multiply(index: Any, ordinal: Any) -> None:
             half = remainder(ordinal, HALVES)
@@ -84,7 +84,7 @@ def double_buffered(
             def _wait_until_read() -> None:
                 plgpu.barrier_wait(read.at[half])
 
-            multiply_halves(accumulator(half), done.at[half], slots, t, first=ordinal * t.k_steps)
+            multiply_halves(accumulator(half), done.at[half], pipeline, t, first=ordinal * t.k_steps)
 
         def store(index: Any, ordinal: Any) -> None:
             half = remainder(ordinal, HALVES)
@@ -110,7 +110,7 @@ def double_buffered(
         num_threads=2,
         thread_name=THREAD_AXIS,
         scratch_types=[
-            slot_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER, halves=HALVES),
+            pipeline_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER, halves=HALVES),
             chunk_type(t, chunk_n, ctas=CLUSTER),
             plgpu.Barrier(num_barriers=HALVES, orders_tensor_core=True), read_barrier(HALVES),
         ],

@@ -32,10 +32,10 @@ from overlap.kernels.blackwell_ladder.collective_mma import (
 )
 from overlap.kernels.blackwell_ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import DONE, slot_types, split_warps
+from overlap.kernels.blackwell_ladder.warp_specialized import DONE, pipeline_types, split_warps
 from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling, num_ctas
-from overlap.kernels.ladder.warp_specialized import Slots
+from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 
@@ -75,7 +75,7 @@ def matmul(
 
     def body(
         lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any,
-        slots: Slots, acc_tmem: Any, chunks_smem: Any, done: Any, read: Any,
+        pipeline: Pipeline, acc_tmem: Any, chunks_smem: Any, done: Any, read: Any,
     ) -> None:  # fmt: skip
         def compute(index: Any, ordinal: Any) -> None:
             tile, first = (quotient(index, t.n_tiles), remainder(index, t.n_tiles)), ordinal * t.k_steps
@@ -85,9 +85,9 @@ def matmul(
                 def _wait_until_read() -> None:
                     plgpu.barrier_wait(read.at[0])
 
-                multiply_halves(acc_tmem, done, slots, t, first=first)
+                multiply_halves(acc_tmem, done, pipeline, t, first=first)
 
-            split_warps(lambda: load_halves(lhs_gmem, rhs_gmem, tile, slots, t, first=first), multiply)
+            split_warps(lambda: load_halves(lhs_gmem, rhs_gmem, tile, pipeline, t, first=first), multiply)
             plgpu.barrier_wait(done)
             store_and_tell(acc_tmem, own_part(out_gmem, tile, t), chunks_smem, read.at[0])
 
@@ -102,7 +102,7 @@ def matmul(
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
         scratch_types=[
-            slot_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER),
+            pipeline_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER),
             chunk_type(t, chunk_n, ctas=CLUSTER), DONE, read_barrier(),
         ],
         compiler_params=COMPILER_PARAMS,

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
 from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
-from overlap.kernels.ladder.warp_specialized import Slots
+from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives import converge_warp
 from overlap.primitives.integers import remainder
 
@@ -37,9 +37,9 @@ DONE = plgpu.Barrier(orders_tensor_core=True)
 Store = Callable[[Any, Any, Any], None]  # (accumulator, output, buffer)
 
 
-def slot_types(t: Tiling, stages: int, *, ctas: int = 1) -> Any:
+def pipeline_types(t: Tiling, stages: int, *, ctas: int = 1) -> Any:
     """Scratch types: what one CTA holds of `stages` pairs of operand tiles, and their barriers."""
-    return Slots(
+    return Pipeline(
         lhs_smem=t.smem(stages, t.tile_m // ctas, t.tile_k),
         rhs_smem=t.smem(stages, t.tile_k, t.tile_n // ctas),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -51,7 +51,7 @@ def load_tiles(
     lhs_gmem: Any,
     rhs_gmem: Any,
     tile: tuple[Any, Any],
-    slots: Slots,
+    pipeline: Pipeline,
     t: Tiling,
     *,
     first: Any = 0,
@@ -71,20 +71,20 @@ def load_tiles(
     m_slice, n_slice = pl.ds(tile[0] * t.tile_m, t.tile_m), pl.ds(tile[1] * t.tile_n, t.tile_n)
 
     @pl.loop(0, t.k_steps)
-    def _step(k: Any) -> None:
-        slot, k_slice = remainder(first + k, slots.stages), pl.ds(k * t.tile_k, t.tile_k)
-        full = slots.full.at[slot]
+    def _k_step(k: Any) -> None:
+        stage, k_slice = remainder(first + k, pipeline.stages), pl.ds(k * t.tile_k, t.tile_k)
+        full = pipeline.full.at[stage]
 
-        @pl.when(first + k >= slots.stages)
+        @pl.when(first + k >= pipeline.stages)
         def _wait_until_free() -> None:
-            plgpu.barrier_wait(slots.consumed.at[slot])
+            plgpu.barrier_wait(pipeline.consumed.at[stage])
 
-        copy(lhs_gmem.at[m_slice, k_slice], slots.lhs_smem.at[slot], full, 0)
-        copy(rhs_gmem.at[k_slice, n_slice], slots.rhs_smem.at[slot], full, 1)
+        copy(lhs_gmem.at[m_slice, k_slice], pipeline.lhs_smem.at[stage], full, 0)
+        copy(rhs_gmem.at[k_slice, n_slice], pipeline.rhs_smem.at[stage], full, 1)
 
 
 def multiply_tiles(
-    acc_tmem: Any, done: Any, slots: Slots, t: Tiling, *, first: Any = 0, collective_axis: Any = None
+    acc_tmem: Any, done: Any, pipeline: Pipeline, t: Tiling, *, first: Any = 0, collective_axis: Any = None
 ) -> None:
     """The MMA warp's part of an output tile: all its products; `done` is arrived at when the accumulator holds the sum.
 
@@ -92,11 +92,11 @@ def multiply_tiles(
     """
 
     @pl.loop(0, t.k_steps)
-    def _step(k: Any) -> None:
-        slot = remainder(first + k, slots.stages)
-        plgpu.barrier_wait(slots.full.at[slot])
+    def _k_step(k: Any) -> None:
+        stage = remainder(first + k, pipeline.stages)
+        plgpu.barrier_wait(pipeline.full.at[stage])
         plgpu.tcgen05_mma(
-            acc_tmem, slots.lhs_smem.at[slot], slots.rhs_smem.at[slot], slots.consumed.at[slot],
+            acc_tmem, pipeline.lhs_smem.at[stage], pipeline.rhs_smem.at[stage], pipeline.consumed.at[stage],
             accumulate=k > 0, collective_axis=collective_axis,
         )  # fmt: skip
 
@@ -117,12 +117,12 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
     """The kernel: the CTA at (m, n) of the grid computes that tile, and `store` puts its accumulator away."""
 
     def body(
-        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, acc_tmem: Any, out_smem: Any, done: Any
+        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, acc_tmem: Any, out_smem: Any, done: Any
     ) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
         split_warps(
-            lambda: load_tiles(lhs_gmem, rhs_gmem, (row, column), slots, t),
-            lambda: multiply_tiles(acc_tmem, done, slots, t),
+            lambda: load_tiles(lhs_gmem, rhs_gmem, (row, column), pipeline, t),
+            lambda: multiply_tiles(acc_tmem, done, pipeline, t),
         )
         plgpu.barrier_wait(done)
         out_slice = (pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n))
@@ -134,7 +134,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
         out_type=t.out_type,
         grid=(t.m_tiles, t.n_tiles),
         grid_names=(M_AXIS, N_AXIS),
-        scratch_types=[slot_types(t, stages), accumulator_type(t), out_smem_type, DONE],
+        scratch_types=[pipeline_types(t, stages), accumulator_type(t), out_smem_type, DONE],
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
     )

@@ -82,7 +82,7 @@ TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
 
 
-def _part_index(config: Config, warpgroup: Any) -> tuple[Any, Any, Any]:
+def _wg_tile_index(config: Config, warpgroup: Any) -> tuple[Any, Any, Any]:
     """Which part of its tiles a compute warpgroup has: counted over all, along m, and along n."""
     wg_m, wg_n = warpgroup_tile(config)
     if (wg_m, wg_n) == (config.tile_m, config.tile_n):
@@ -93,29 +93,31 @@ def _part_index(config: Config, warpgroup: Any) -> tuple[Any, Any, Any]:
 def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> jax.Array:
     """A compute warpgroup's products of one piece, summed in f32; transposed if the operands are swapped."""
     config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.wg_tile.rows, buffers.wg_tile.columns
-    _, part_m, part_n = _part_index(config, warpgroup)
+    _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
     def multiply(k: Any, acc: Any, have_landed: Callable[[], None] = lambda: None) -> None:
-        slot = remainder(piece.before + k, config.stages)
-        plgpu.barrier_wait(buffers.full_at(piece, slot))
+        stage = remainder(piece.before + k, config.stages)
+        plgpu.barrier_wait(buffers.full_at(piece, stage))
         have_landed()
-        lhs_part = staging.part(lhs_mma.at[slot], part_m, wg_m, not layouts.transpose_lhs)
-        rhs_part = staging.part(rhs_mma.at[slot], part_n, wg_n, layouts.transpose_rhs)
+        lhs_wg_smem = staging.operand_slice(lhs_mma.at[stage], wg_m_index, wg_m, not layouts.transpose_lhs)
+        rhs_wg_smem = staging.operand_slice(rhs_mma.at[stage], wg_n_index, wg_n, layouts.transpose_rhs)
         # As [rows, k] and [k, columns] of what the tensor cores compute.
-        left, right = (rhs_part, lhs_part) if config.swap_operands else (lhs_part, rhs_part)
-        turn_left, turn_right = layouts.transpose_lhs, layouts.transpose_rhs
+        left, right = (rhs_wg_smem, lhs_wg_smem) if config.swap_operands else (lhs_wg_smem, rhs_wg_smem)
+        transpose_left, transpose_right = layouts.transpose_lhs, layouts.transpose_rhs
         if config.swap_operands:
-            turn_left, turn_right = not layouts.transpose_rhs, not layouts.transpose_lhs
+            transpose_left, transpose_right = not layouts.transpose_rhs, not layouts.transpose_lhs
         plgpu.wgmma(
-            acc, left.transpose((1, 0)) if turn_left else left, right.transpose((1, 0)) if turn_right else right
+            acc,
+            left.transpose((1, 0)) if transpose_left else left,
+            right.transpose((1, 0)) if transpose_right else right,
         )
 
     def accumulate(acc: Any) -> jax.Array:
         marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
         multiply(0, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
 
-        def step(k: Any) -> None:
+        def k_step(k: Any) -> None:
             multiply(k, acc)
             # Invariant: one wgmma, the one just issued, may be in flight; all before it have read their slots.
             plgpu.wgmma_wait(1)
@@ -124,10 +126,10 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
         first: Any = 1
         if _tells_later(loop):
             # The stores of the tile before have landed meanwhile.
-            first = min(exchange.STEPS_UNTIL_LANDED, loop.work.k_steps)
-            pl.loop(1, first)(step)
+            first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
+            pl.loop(1, first)(k_step)
             pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
-        pl.loop(first, piece.k_steps)(step)
+        pl.loop(first, piece.k_steps)(k_step)
         return acc[...]  # Waits for the last wgmma.
 
     shape = (wg_n, wg_m) if config.swap_operands else (wg_m, wg_n)
@@ -143,13 +145,13 @@ def _tells_later(loop: Loop) -> bool:
     from shared memory is told at once in any case.
     """
     exchanged = loop.hooks.exchange
-    return exchanged is not None and exchanged.sends is None and not loop.config.in_turn
+    return exchanged is not None and exchanged.direct_sends is None and not loop.config.in_turn
 
 
 def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> None:
     """A compute warpgroup's part of one piece: the products, then the stores."""
     wg_m, wg_n = warpgroup_tile(loop.config)
-    part, part_m, part_n = _part_index(loop.config, warpgroup)
+    wg_tile_index, wg_m_index, wg_n_index = _wg_tile_index(loop.config, warpgroup)
     values = _accumulate(loop, buffers, tile, piece, warpgroup)
     marks.now(Work.STORE, tile.step, piece.tile)
 
@@ -162,16 +164,16 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
 
     sums = Sums(
         warpgroup=warpgroup,
-        part=part,
-        corner=(part_m * wg_m, part_n * wg_n),
+        wg_tile_index=wg_tile_index,
+        corner=(wg_m_index * wg_m, wg_n_index * wg_n),
         block=block,
         hand_over=hand_over,
         load=_load_as_accumulator,
-        terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, part),
+        terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, wg_tile_index),
     )
     finish(loop, buffers, tile, piece, sums)
     exchanged = loop.hooks.exchange
-    if exchanged is not None and exchanged.sends is None and not _tells_later(loop):
+    if exchanged is not None and exchanged.direct_sends is None and not _tells_later(loop):
         exchange.tell_stored(buffers, piece.ordinal)
 
 
@@ -197,8 +199,8 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     in_turn = config.in_turn
     # What is passed on is passed on as whole tiles.
     loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.layouts.transpose_lhs)
-    in_all = config.tile_m * config.tile_n // (wg_m * wg_n)
-    parts = in_all if wg_m == config.tile_m else ceil_div(loaded, wg_m)
+    all_wg_tiles = config.tile_m * config.tile_n // (wg_m * wg_n)
+    wg_tiles = all_wg_tiles if wg_m == config.tile_m else ceil_div(loaded, wg_m)
     # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
     tile_rows = staging.SMALL_TILE_ROWS if types.layouts.k_major else staging.atom(types.dtype)
     # Transposed values have as many rows as are loaded. They are stored in blocks as well: all at once would need more
@@ -206,14 +208,14 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     rows = loaded if config.swap_operands else wg_m
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(rows, wg_n, WGMMA_M, COMPUTE_WARPGROUPS, config.swap_operands),
-        parts=parts,
+        wg_tiles=wg_tiles,
         rows=loaded,
         rhs_columns=config.tile_n,
         lhs_tile_rows=staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows,
         rhs_tile_rows=tile_rows,
         # The forwarder gives slots back as well.
-        consumed=_consumed(config, parts + types.forwards),
-        mail_readers=(COMPUTE_WARPGROUPS if in_turn else parts) + 1,
+        consumed=_consumed(config, wg_tiles + types.forwards),
+        mail_readers=(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1,
         stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
         taking_turns=COMPUTE_WARPGROUPS if in_turn else 1,
     )
@@ -258,8 +260,8 @@ class Hopper:
 
     def run(self, loop: Loop, buffers: Buffers) -> None:
         work, hooks = loop.work, loop.hooks
-        warpgroup, group = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
-        for_each_piece = functools.partial(produce.for_each_piece, loop, buffers, group)
+        warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
+        for_each_piece = functools.partial(produce.for_each_piece, loop, buffers, cluster_index)
         of_compute, of_transfer = _registers(hooks)
 
         def load() -> None:
@@ -268,7 +270,7 @@ class Hopper:
                 return
             for_each_piece(produce.produce)
             if loop.config.cluster > 1:
-                produce.wait_until_consumed(work.total_steps(group), buffers, loop.config)
+                produce.wait_until_consumed(work.total_k_steps(cluster_index), buffers, loop.config)
 
         def forward() -> None:
             if hooks.before_forwarding is not None:
@@ -279,7 +281,7 @@ class Hopper:
             drawn.for_each(loop, buffers, exchange.announce)
 
         in_turn = loop.config.in_turn
-        compute_warpgroups = COMPUTE_WARPGROUPS if in_turn else buffers.parts
+        compute_warpgroups = COMPUTE_WARPGROUPS if in_turn else buffers.wg_tiles
 
         def compute() -> None:
             if loop.counter is None and in_turn:

@@ -42,7 +42,7 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
 
         def accumulate(acc: Any) -> jax.Array:
             @pl.loop(0, t.k_steps)
-            def _step(k: Any) -> None:
+            def _k_step(k: Any) -> None:
                 k_slice = pl.ds(k * t.tile_k, t.tile_k)
                 plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], lhs_smem, full)
                 plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], rhs_smem, full)

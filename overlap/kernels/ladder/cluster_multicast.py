@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling, num_ctas
-from overlap.kernels.ladder.warp_specialized import THREADS, Slots, accumulate_tile, load_tiles, split_roles
+from overlap.kernels.ladder.warp_specialized import THREADS, Pipeline, accumulate_tile, load_tiles, split_roles
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 
@@ -39,14 +39,14 @@ CLUSTER = 2
 CLUSTER_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the cluster")  # The rank says which tile row.
 
 
-def wait_until_peers_are_done(filled: Any, slots: Slots) -> None:
+def wait_until_peers_are_done(filled: Any, pipeline: Pipeline) -> None:
     """The memory warpgroup's last act: all slots that were ever filled have been given back, by both CTAs."""
 
-    @pl.loop(filled, filled + slots.stages)
-    def _slot(fill: Any) -> None:
-        @pl.when(fill >= slots.stages)
+    @pl.loop(filled, filled + pipeline.stages)
+    def _stage(fill: Any) -> None:
+        @pl.when(fill >= pipeline.stages)
         def _wait() -> None:
-            plgpu.barrier_wait(slots.consumed.at[remainder(fill, slots.stages)])
+            plgpu.barrier_wait(pipeline.consumed.at[remainder(fill, pipeline.stages)])
 
 
 def for_each_own_tile(
@@ -91,7 +91,7 @@ def clustered(
     clusters = max(1, min(num_ctas() // CLUSTER, pairs))
     tile_at = tile_at or (lambda index: (quotient(index, t.n_tiles), remainder(index, t.n_tiles)))
 
-    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, chunks_smem: Any) -> None:
+    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, chunks_smem: Any) -> None:
         cluster, rank = lax.axis_index(CLUSTER_AXIS), lax.axis_index(RANK_AXIS)
 
         mine = functools.partial(for_each_own_tile, t, (cluster, rank), (clusters, pairs), tile_at)
@@ -99,15 +99,15 @@ def clustered(
         def memory() -> None:
             @mine
             def _tile(row: Any, column: Any, first: Any) -> None:
-                load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t, first=first, shared_by=RANK_AXIS)
+                load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t, first=first, shared_by=RANK_AXIS)
 
             my_tiles = quotient(pairs - 1 - cluster, clusters) + 1
-            wait_until_peers_are_done(my_tiles * t.k_steps, slots)
+            wait_until_peers_are_done(my_tiles * t.k_steps, pipeline)
 
         def compute(warpgroup: Any) -> None:
             @mine
             def _tile(row: Any, column: Any, first: Any) -> None:
-                values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), slots, t, first=first)
+                values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), pipeline, t, first=first)
                 values = values if activation is None else activation(values)
                 rows = pl.ds(row * t.tile_m + warpgroup * t.wg_tile_m, t.wg_tile_m)
                 store_chunks(values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], chunks_smem.at[warpgroup])
@@ -125,7 +125,7 @@ def clustered(
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
         **THREADS,
-        scratch_types=[Slots.types(t, stages, consumed), chunk_type(t, chunk_n)],
+        scratch_types=[Pipeline.types(t, stages, consumed), chunk_type(t, chunk_n)],
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
     )

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.ladder.tiled_epilogue import chunk_type, store_chunks
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling, num_ctas
-from overlap.kernels.ladder.warp_specialized import THREADS, Slots, accumulate_tile, load_tiles, split_roles
+from overlap.kernels.ladder.warp_specialized import THREADS, Pipeline, accumulate_tile, load_tiles, split_roles
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 
@@ -57,16 +57,16 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 4
     t = Tiling.of(lhs, rhs, tile_n=tile_n)
     ctas = min(num_ctas(), t.m_tiles * t.n_tiles)
 
-    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, chunks_smem: Any) -> None:
+    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, chunks_smem: Any) -> None:
         mine = functools.partial(for_each_own_tile, t, ctas)
 
         def load(row: Any, column: Any, first: Any) -> None:
-            load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t, first=first)
+            load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t, first=first)
 
         def compute(warpgroup: Any) -> None:
             @mine
             def _tile(row: Any, column: Any, first: Any) -> None:
-                values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), slots, t, first=first)
+                values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), pipeline, t, first=first)
                 rows = pl.ds(row * t.tile_m + warpgroup * t.wg_tile_m, t.wg_tile_m)
                 store_chunks(values, out_gmem.at[rows, pl.ds(column * tile_n, tile_n)], chunks_smem.at[warpgroup])
 
@@ -80,7 +80,7 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 4
         grid=(ctas,),
         grid_names=(CTA_AXIS,),
         **THREADS,
-        scratch_types=[Slots.types(t, stages), chunk_type(t, chunk_n)],
+        scratch_types=[Pipeline.types(t, stages), chunk_type(t, chunk_n)],
         compiler_params=COMPILER_PARAMS,
         kernel_name="ladder_persistent",
     )(lhs, rhs)

@@ -41,7 +41,7 @@ Store = Callable[[jax.Array, Any, Any], None]  # (values, output, buffer)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class Pipeline:
     """Shared memory for operand tiles, `stages` of each, with two barriers per slot."""
 
     lhs_smem: Any
@@ -70,7 +70,7 @@ def load_tiles(
     rhs_gmem: Any,
     row: Any,
     column: Any,
-    slots: Slots,
+    pipeline: Pipeline,
     t: Tiling,
     *,
     first: Any = 0,
@@ -92,40 +92,42 @@ def load_tiles(
     shared = None if shared_by is None else (shared_by,)
 
     @pl.loop(0, t.k_steps)
-    def _step(k: Any) -> None:
-        slot, k_slice = remainder(first + k, slots.stages), pl.ds(k * t.tile_k, t.tile_k)
-        full = slots.full.at[slot]
+    def _k_step(k: Any) -> None:
+        stage, k_slice = remainder(first + k, pipeline.stages), pl.ds(k * t.tile_k, t.tile_k)
+        full = pipeline.full.at[stage]
 
-        @pl.when(first + k >= slots.stages)
+        @pl.when(first + k >= pipeline.stages)
         def _wait_until_free() -> None:
-            plgpu.barrier_wait(slots.consumed.at[slot])
+            plgpu.barrier_wait(pipeline.consumed.at[stage])
 
-        plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], slots.lhs_smem.at[slot], full)
-        plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], slots.rhs_smem.at[slot], full, collective_axes=shared)
+        plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], pipeline.lhs_smem.at[stage], full)
+        plgpu.copy_gmem_to_smem(
+            rhs_gmem.at[k_slice, n_slice], pipeline.rhs_smem.at[stage], full, collective_axes=shared
+        )
 
 
-def accumulate_tile(wg_rows: Any, slots: Slots, t: Tiling, *, first: Any = 0) -> jax.Array:
+def accumulate_tile(wg_rows: Any, pipeline: Pipeline, t: Tiling, *, first: Any = 0) -> jax.Array:
     """A compute warpgroup's part of an output tile, in f32; `wg_rows` are its rows within the tile."""
 
     def multiply(k: Any, acc: Any) -> None:
-        slot = remainder(first + k, slots.stages)
-        plgpu.barrier_wait(slots.full.at[slot])
-        plgpu.wgmma(acc, slots.lhs_smem.at[slot, wg_rows], slots.rhs_smem.at[slot])
+        stage = remainder(first + k, pipeline.stages)
+        plgpu.barrier_wait(pipeline.full.at[stage])
+        plgpu.wgmma(acc, pipeline.lhs_smem.at[stage, wg_rows], pipeline.rhs_smem.at[stage])
 
     def accumulate(acc: Any) -> jax.Array:
         multiply(0, acc)
 
         @pl.loop(1, t.k_steps)
-        def _step(k: Any) -> None:
+        def _k_step(k: Any) -> None:
             multiply(k, acc)
             # Invariant: the wgmma just issued may be in flight; all before it have read their slots.
             plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(slots.consumed.at[remainder(first + k - 1, slots.stages)])
+            plgpu.barrier_arrive(pipeline.consumed.at[remainder(first + k - 1, pipeline.stages)])
 
         return acc[...]  # Waits for the last wgmma.
 
     values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((t.wg_tile_m, t.tile_n), jnp.float32))
-    plgpu.barrier_arrive(slots.consumed.at[remainder(first + t.k_steps - 1, slots.stages)])
+    plgpu.barrier_arrive(pipeline.consumed.at[remainder(first + t.k_steps - 1, pipeline.stages)])
     return values
 
 
@@ -147,16 +149,16 @@ def split_roles(memory: Any, compute: Any) -> None:
 def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
     """The kernel: the CTA at (m, n) of the grid computes that tile; `store` puts a warpgroup's half of it away."""
 
-    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, slots: Slots, out_smem: Any) -> None:
+    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, out_smem: Any) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
 
         def compute(warpgroup: Any) -> None:
-            values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), slots, t)
+            values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), pipeline, t)
             rows = pl.ds(row * t.tile_m + warpgroup * t.wg_tile_m, t.wg_tile_m)
             store(values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], out_smem.at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        split_roles(lambda: load_tiles(lhs_gmem, rhs_gmem, row, column, slots, t), compute)
+        split_roles(lambda: load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t), compute)
 
     return plgpu.kernel(
         body,
@@ -164,7 +166,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
         grid=(t.m_tiles, t.n_tiles),
         grid_names=(M_AXIS, N_AXIS),
         **THREADS,
-        scratch_types=[Slots.types(t, stages), out_smem_type],
+        scratch_types=[Pipeline.types(t, stages), out_smem_type],
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
     )

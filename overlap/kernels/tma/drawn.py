@@ -18,7 +18,7 @@ from overlap.kernels.hooks import Tile
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
-from overlap.kernels.tma.staging import MAIL_SLOTS, Buffers
+from overlap.kernels.tma.staging import MAILBOXES, Buffers
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
@@ -27,7 +27,7 @@ from overlap.primitives.integers import remainder
 def _turn(loop: Loop, buffers: Buffers, number: Any, ordinal: Any, before: Any) -> tuple[Tile, Piece, Any]:
     """A tile, the piece that is all of it, and the slots that have been filled behind it."""
     tile, k_steps = loop.tile_at(number), loop.work.k_steps
-    filled = before + k_steps + exchange.term_steps(loop, buffers, tile)
+    filled = before + k_steps + exchange.term_stages(loop, buffers, tile)
     return tile, Piece(number, 0, k_steps, before, ordinal=ordinal), filled
 
 
@@ -37,10 +37,10 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     assert mail is not None
 
     def post(number: Any, ordinal: Any) -> None:
-        slot = remainder(ordinal, MAIL_SLOTS)
-        pl.when(ordinal >= MAIL_SLOTS)(lambda: plgpu.barrier_wait(mail.taken.at[slot]))
-        mail.numbers[slot] = number
-        plgpu.barrier_arrive(mail.posted.at[slot])
+        mailbox = remainder(ordinal, MAILBOXES)
+        pl.when(ordinal >= MAILBOXES)(lambda: plgpu.barrier_wait(mail.taken.at[mailbox]))
+        mail.numbers[mailbox] = number
+        plgpu.barrier_arrive(mail.posted.at[mailbox])
 
     def turn(state: Any) -> Any:
         number, ordinal, before = state
@@ -64,16 +64,16 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
     assert mail is not None
 
     def read(ordinal: Any) -> Any:
-        slot = remainder(ordinal, MAIL_SLOTS)
-        plgpu.barrier_wait(mail.posted.at[slot])
-        return mail.numbers[slot]
+        mailbox = remainder(ordinal, MAILBOXES)
+        plgpu.barrier_wait(mail.posted.at[mailbox])
+        return mail.numbers[mailbox]
 
     def turn(state: Any) -> Any:
         number, ordinal, before = state
         tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
         role(loop, buffers, tile, piece, *more)
         # Only now: so the forwarder warp, which comes last, is never two tiles behind.
-        plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAIL_SLOTS)])
+        plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])
         return read(ordinal + 1), ordinal + 1, filled
 
     return loop_while(lambda state: state[0] < tiles, turn, (read(jnp.int32(0)), jnp.int32(0), jnp.int32(0)))[2]

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hooks import Boxes, Exchange, Sends, Tile, with_reference
+from overlap.kernels.hooks import Boxes, DirectSends, Exchange, Tile, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma.staging import Buffers
@@ -34,7 +34,7 @@ from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.marks import Work
 
 # K steps of the next tile after which the stores of one have landed: some 6 µs of the largest tile.
-STEPS_UNTIL_LANDED = 8
+K_STEPS_UNTIL_LANDED = 8
 # Loads of so many parts are written out; more are a loop.
 UNROLLED_TERMS = 3
 
@@ -57,7 +57,7 @@ def _rows(index: Any, rows: int) -> Any:
     return pl.ds(index - index, rows)
 
 
-def term_steps(loop: Loop, buffers: Buffers, tile: Tile) -> Any:
+def term_stages(loop: Loop, buffers: Buffers, tile: Tile) -> Any:
     """How many stages the parts of a tile take, if they come through those of the operands."""
     if not buffers.terms_in_stages:
         return 0
@@ -70,14 +70,14 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     count = box_count(buffers)
     first = piece.before + piece.k_steps
 
-    def load(step: Any) -> None:
-        fill = first + step
-        slot = remainder(fill, config.stages)
-        full = buffers.full_at(piece, slot)
-        pl.when(fill >= config.stages)(lambda: plgpu.barrier_wait(buffers.consumed.at[slot]))
-        load_term(loop, buffers, tile, step, slot, full)
+    def load(load_index: Any) -> None:
+        fill = first + load_index
+        stage = remainder(fill, config.stages)
+        full = buffers.full_at(piece, stage)
+        pl.when(fill >= config.stages)(lambda: plgpu.barrier_wait(buffers.consumed.at[stage]))
+        load_term(loop, buffers, tile, load_index, stage, full)
         # The slot is full when as many copies have arrived as of operands.
-        for _ in range(buffers.copies - buffers.parts):
+        for _ in range(buffers.copies - buffers.wg_tiles):
             plgpu.barrier_arrive(full)
 
     @pl.when(exchange.has_terms(tile))
@@ -88,81 +88,89 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         pl.loop(0, count * exchange.terms)(load)
 
 
-def load_term(loop: Loop, buffers: Buffers, tile: Tile, step: Any, slot: Any, barrier: Any) -> None:
+def load_term(loop: Loop, buffers: Buffers, tile: Tile, load_index: Any, buffer_index: Any, barrier: Any) -> None:
     """Starts the copies of one box of each part: of box `step // terms` what peer `step % terms` has computed."""
     exchange, count, boxes_smem = _exchange(loop), box_count(buffers), buffers.terms[0]
-    index = quotient(step, exchange.terms)
-    of_peer = exchange.term_at(tile, step - index * exchange.terms)
-    for number in range(buffers.parts):
+    index = quotient(load_index, exchange.terms)
+    of_peer = exchange.term_at(tile, load_index - index * exchange.terms)
+    for number in range(buffers.wg_tiles):
         place = of_peer.first + number * count + index
-        if exchange.sends is not None:
-            to = buffers.terms[2].at[slot, number], barrier
-            with_reference(of_peer.ref, lambda ref, place=place, to=to: _load_piece(ref, place, *to))
+        if exchange.direct_sends is not None:
+            to = buffers.terms[2].at[buffer_index, number], barrier
+            with_reference(of_peer.ref, lambda ref, place=place, to=to: _load_flat_box(ref, place, *to))
             continue
         box_gmem = of_peer.ref.at[place].at[_rows(place, boxes_smem.shape[2])]
-        plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[slot, number], barrier)
+        plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[buffer_index, number], barrier)
 
 
-def _load_piece(ref: Any, place: Any, piece_smem: Any, barrier: Any) -> None:
+def _load_flat_box(ref: Any, place: Any, flat_smem: Any, barrier: Any) -> None:
     elements = ref.shape[-1]
-    plgpu.copy_gmem_to_smem(ref.at[place], piece_smem.at[pl.ds(0, elements)], barrier, oob_mode=IN_BOUNDS)
+    plgpu.copy_gmem_to_smem(ref.at[place], flat_smem.at[pl.ds(0, elements)], barrier, oob_mode=IN_BOUNDS)
 
 
-def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, part: Any, index: int) -> list[jax.Array]:
+def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Any, index: int) -> list[jax.Array]:
     """What is added to box `index` of part `part` of a tile: values for each block of rows."""
     first = piece.before + piece.k_steps + index * _exchange(loop).terms
 
-    def term(step: Any) -> list[jax.Array]:
-        slot = remainder(first + step, loop.config.stages)
-        plgpu.barrier_wait(buffers.full_at(piece, slot))
-        values = term_values(buffers, slot, part)
-        plgpu.barrier_arrive(buffers.consumed.at[slot])
+    def term(number: Any) -> list[jax.Array]:
+        stage = remainder(first + number, loop.config.stages)
+        plgpu.barrier_wait(buffers.full_at(piece, stage))
+        values = term_values(buffers, stage, wg_tile_index)
+        plgpu.barrier_arrive(buffers.consumed.at[stage])
         return values
 
     return summed(_exchange(loop).terms, term)
 
 
-def term_values(buffers: Buffers, slot: Any, part: Any) -> list[jax.Array]:
+def term_values(buffers: Buffers, buffer_index: Any, wg_tile_index: Any) -> list[jax.Array]:
     """A box of a part of a tile, as a peer has computed it: values for each block of rows."""
-    of_slot, block_rows = buffers.terms[1].at[slot, part], buffers.wg_tile.block_rows
+    terms_smem, block_rows = buffers.terms[1].at[buffer_index, wg_tile_index], buffers.wg_tile.block_rows
     blocks = range(0, buffers.wg_tile.rows, block_rows)
-    return [of_slot[pl.ds(above, block_rows)].astype(jnp.float32) for above in blocks]
+    return [terms_smem[pl.ds(above, block_rows)].astype(jnp.float32) for above in blocks]
 
 
 def summed(terms: int, term: Callable[[Any], list[jax.Array]]) -> list[jax.Array]:
     """The sum of lists of values, `term(0)` first."""
 
-    def add(step: Any, sums: list[jax.Array]) -> list[jax.Array]:
-        return [total + more for total, more in zip(sums, term(step), strict=True)]
+    def add(number: Any, sums: list[jax.Array]) -> list[jax.Array]:
+        return [total + more for total, more in zip(sums, term(number), strict=True)]
 
     sums = term(0)
     if terms > UNROLLED_TERMS:
         return lax.fori_loop(1, terms, add, sums)
-    for step in range(1, terms):
-        sums = add(step, sums)
+    for number in range(1, terms):
+        sums = add(number, sums)
     return sums
 
 
-def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, part: Any, first: int) -> None:
+def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, wg_tile_index: Any, first: int) -> None:
     """Starts the stores of boxes of part `part` of a peer's tile, from its box number `first` on."""
     count, rows, _ = box_views.shape
-    begin = boxes.first + part * box_count(buffers) + first
+    begin = boxes.first + wg_tile_index * box_count(buffers) + first
     for box in range(count):
         to_gmem = boxes.ref.at[begin + box, _rows(begin, rows)]
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 
-def send_boxes(boxes: Boxes, sends: Sends, tile: Tile, pieces: Any, buffers: Buffers, part: Any, first: int) -> None:
+def send_boxes(
+    boxes: Boxes,
+    direct_sends: DirectSends,
+    tile: Tile,
+    flat_boxes: Any,
+    buffers: Buffers,
+    wg_tile_index: Any,
+    first: int,
+) -> None:
     """Starts the copies of boxes of part `part` of a tile to memory here (`boxes`) and on all peers."""
-    begin = part * box_count(buffers) + first
+    begin = wg_tile_index * box_count(buffers) + first
 
     def send(to: Boxes, *, last: bool) -> None:
-        elements, count = to.ref.shape[-1], pieces.shape[0]
+        elements, count = to.ref.shape[-1], flat_boxes.shape[0]
         for box in range(count):
-            piece_smem, to_gmem = pieces.at[box, pl.ds(0, elements)], to.ref.at[to.first + begin + box]
-            plgpu.copy_smem_to_gmem(piece_smem, to_gmem, commit_group=last and box == count - 1)
+            flat_smem, to_gmem = flat_boxes.at[box, pl.ds(0, elements)], to.ref.at[to.first + begin + box]
+            plgpu.copy_smem_to_gmem(flat_smem, to_gmem, commit_group=last and box == count - 1)
 
-    pl.loop(1, sends.peers + 1)(lambda number: send(sends.to_peer(tile, number), last=False))
+    pl.loop(1, direct_sends.peers + 1)(lambda number: send(direct_sends.to_peer(tile, number), last=False))
     send(boxes, last=True)
 
 
@@ -188,7 +196,7 @@ def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     plgpu.barrier_wait(_stored(buffers, piece.ordinal))
     marks.now(Work.FORWARD, tile.step, piece.tile)
     hooks, is_own = _exchange(loop), _exchange(loop).is_own(tile)
-    if hooks.sends is not None:
+    if hooks.direct_sends is not None:
         hooks.part_stored(tile)
         return
     # (Mosaic GPU has no `not` for a warp.)

@@ -14,11 +14,11 @@ from jax.experimental import pallas as pl
 from overlap.kernels.grid import rank
 from overlap.kernels.hooks import Exchange, Tile
 from overlap.kernels.mainloop import Loop
-from overlap.kernels.partial_sums import Part, finish_together
+from overlap.kernels.partial_sums import SharedPiece, finish_together
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.staging import Buffers
-from overlap.kernels.tma.store import WarpgroupPart, store
+from overlap.kernels.tma.store import WarpgroupOutput, store
 from overlap.primitives import wait_stores_read
 
 
@@ -40,7 +40,7 @@ class Sums:
     """
 
     warpgroup: Any
-    part: Any
+    wg_tile_index: Any
     corner: tuple[Any, Any]
     block: Callable[[int, int, slice], jax.Array]
     hand_over: Callable[[Any], None]
@@ -51,56 +51,58 @@ class Sums:
 
 def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -> None:
     """Stores, sends or exchanges one warpgroup's sums of a piece of a tile."""
-    part = WarpgroupPart(tile, sums.corner, sums.warpgroup, sums.part, loop.hooks.epilogue_at)
+    output = WarpgroupOutput(tile, sums.corner, sums.warpgroup, sums.wg_tile_index, loop.hooks.epilogue_at)
     if loop.hooks.exchange is not None:
-        _finish_exchanged(loop, buffers, piece, sums, part, loop.hooks.exchange)
+        _finish_exchanged(loop, buffers, piece, sums, output, loop.hooks.exchange)
     elif loop.partial is None:
-        _store_all(loop, buffers, sums, part)
+        _store_all(loop, buffers, sums, output)
     else:
         # Use one `lax.cond`. With two, XLA hoists the work that both branches have in common, and the kernel spills.
-        whole = functools.partial(_store_all, loop, buffers, sums, part)
-        lax.cond(piece.parts == 1, whole, functools.partial(_store_share, loop, buffers, piece, sums, part))
+        whole = functools.partial(_store_all, loop, buffers, sums, output)
+        lax.cond(piece.pieces_per_tile == 1, whole, functools.partial(_store_share, loop, buffers, piece, sums, output))
 
 
-def _store_all(loop: Loop, buffers: Buffers, sums: Sums, part: WarpgroupPart) -> None:
+def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput) -> None:
     width = loop.config.epilogue_tile_n
     for index in range(buffers.wg_tile.columns // width):
 
         def block(row: int, rows: int, columns: slice, first: int = index * width) -> jax.Array:
             return sums.block(row, rows, slice(first + columns.start, first + columns.stop))
 
-        store(loop, buffers, part, width, index, block)
+        store(loop, buffers, output, width, index, block)
 
 
-def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, part: WarpgroupPart) -> None:
+def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:
     """The end of a tile that several CTAs share: each finishes some of its columns."""
     assert loop.partial is not None
     # All slots are free, and the columns of a share lie side by side: its boxes take the slots in turn.
     wait_stores_read(0)
-    (row, column), width = sums.corner, buffers.out[0].shape[-1]
-    place = rank(loop.config)
-    corner = place * loop.config.tile_m + row, column
-    shared = Part(piece.part, loop.work.parts, place, sums.part, corner, width)
+    (row, column), box_width = sums.corner, buffers.out[0].shape[-1]
+    own_rank = rank(loop.config)
+    corner = own_rank * loop.config.tile_m + row, column
+    shared = SharedPiece(
+        piece.index_in_tile, loop.work.pieces_per_tile, own_rank, sums.wg_tile_index, corner, box_width
+    )
     shape = buffers.wg_tile.rows, buffers.wg_tile.columns
-    finish_share = functools.partial(store, loop, buffers, part, width)
+    finish_share = functools.partial(store, loop, buffers, output, box_width)
     finish_together(loop.partial, shape, shared, sums.hand_over, sums.load, finish_share)
 
 
 def _finish_exchanged(
-    loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, part: WarpgroupPart, others: Exchange
+    loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput, others: Exchange
 ) -> None:
     """The end of a tile that is this device's own, or a part of a peer's."""
-    tile, store_all = part.tile, functools.partial(_store_all, loop, buffers, sums)
-    of_peer = dataclasses.replace(part, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
-    own = dataclasses.replace(part, terms=sums.terms)
-    if (sends := others.sends) is not None:
-        pl.when(piece.ordinal < buffers.taking_turns)(sends.before)
+    tile, store_all = output.tile, functools.partial(_store_all, loop, buffers, sums)
+    of_peer = dataclasses.replace(output, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
+    own = dataclasses.replace(output, terms=sums.terms)
+    if (direct_sends := others.direct_sends) is not None:
+        pl.when(piece.ordinal < buffers.taking_turns)(direct_sends.before)
         store_all(of_peer)
         # The peers wait for it, and this one for them.
         exchange.tell_stored(buffers, piece.ordinal)
         if sums.before_terms is not None:
             sums.before_terms()
-        store_all(dataclasses.replace(own, only_terms=True))
+        store_all(dataclasses.replace(own, terms_replace_sums=True))
         return
 
     def store_part() -> None:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
 from overlap.kernels.grid import RANK_AXIS, rank
-from overlap.kernels.hooks import Tile, at_step, with_reference
+from overlap.kernels.hooks import Tile, at_k_step, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange, staging
@@ -27,28 +27,34 @@ from overlap.primitives.marks import Work
 
 
 def for_each_piece(
-    loop: Loop, buffers: Buffers, group: Any, role: Callable[..., None], *more: Any, first: Any = 0, every: int = 1
+    loop: Loop,
+    buffers: Buffers,
+    cluster_index: Any,
+    role: Callable[..., None],
+    *more: Any,
+    first: Any = 0,
+    every: int = 1,
 ) -> None:
     """Calls `role(loop, buffers, tile, piece, *more)` for pieces of work of a CTA, or of a cluster of them.
 
     That is for all of them, or for the one with the ordinal `first` and each `every`-th one behind it.
     """
-    pieces = loop.work.pieces(group)
+    pieces = loop.work.pieces(cluster_index)
 
     @pl.loop(0, pieces if every == 1 else quotient(pieces - first + every - 1, every))
     def _piece(turn: Any) -> None:
         ordinal = turn if every == 1 else first + turn * every
-        piece = loop.work.piece(group, ordinal)
+        piece = loop.work.piece(cluster_index, ordinal)
         role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
 
 
-def _stages(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Stage, staging.Stage]:
+def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.OperandLoad, staging.OperandLoad]:
     """Where the tiles of both operands are loaded to, and from where; all stages, and without their barriers."""
     config, layouts = loop.config, loop.layouts
     lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
     lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
-    lhs = staging.Stage(lhs_box, None, lhs_start, layouts.transpose_lhs)
-    rhs = staging.Stage(rhs_box, None, rhs_start, not layouts.transpose_rhs)
+    lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs)
+    rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
     if config.cluster == 1:
         return lhs, rhs
     if buffers.pairs:
@@ -75,19 +81,21 @@ def produce(
         hooks.before_load(tile)
     marks.now(Work.LOAD, tile.step, piece.tile)
     tile = dataclasses.replace(tile, k_first=tile.k_first + piece.k_first)
-    lhs_stage, rhs_stage = _stages(loop, buffers, tile)
+    lhs_load, rhs_load = _operand_loads(loop, buffers, tile)
 
-    def load_operand(operand: Any, stage: staging.Stage, k: Any) -> None:
-        slot = remainder(piece.before + k, config.stages)
-        choice, k_start = at_step(operand, tile.k_first + k, config.tile_k)
-        into = dataclasses.replace(stage, box_smem=stage.box_smem.at[slot], barrier=buffers.full_at(piece, slot))
-        with_reference(choice, lambda ref: staging.load_step(ref, k_start, into))
+    def load_operand(operand: Any, operand_load: staging.OperandLoad, k: Any) -> None:
+        stage = remainder(piece.before + k, config.stages)
+        choice, k_start = at_k_step(operand, tile.k_first + k, config.tile_k)
+        into = dataclasses.replace(
+            operand_load, box_smem=operand_load.box_smem.at[stage], barrier=buffers.full_at(piece, stage)
+        )
+        with_reference(choice, lambda ref: staging.load_k_step(ref, k_start, into))
 
     def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
-        load_lhs = functools.partial(load_operand, lhs_gmem, lhs_stage)
+        load_lhs = functools.partial(load_operand, lhs_gmem, lhs_load)
 
         def load_rhs(k: Any) -> None:
-            load_operand(rhs_gmem, rhs_stage, k)
+            load_operand(rhs_gmem, rhs_load, k)
             if load_beside is not None:
                 load_beside(tile, tile.k_first + k, remainder(piece.before + k, config.stages))
 
@@ -102,7 +110,7 @@ def produce(
             pl.loop(0, early)(load_lhs)
 
         @pl.loop(early, piece.k_steps)
-        def _step(k: Any) -> None:
+        def _k_step(k: Any) -> None:
             @pl.when(piece.before + k >= config.stages)
             def _wait_until_free() -> None:
                 plgpu.barrier_wait(buffers.consumed.at[remainder(piece.before + k, config.stages)])
@@ -123,7 +131,7 @@ def wait_until_consumed(filled: Any, buffers: Buffers, config: Config) -> None:
     """
 
     @pl.loop(filled, filled + config.stages)
-    def _slot(fill: Any) -> None:
+    def _stage(fill: Any) -> None:
         @pl.when(fill >= config.stages)
         def _wait() -> None:
             plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
@@ -137,11 +145,11 @@ def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]
 
     @pl.loop(0, piece.k_steps)
-    def _step(k: Any) -> None:
-        slot = remainder(piece.before + k, stages)
-        plgpu.barrier_wait(buffers.full_at(piece, slot))
-        hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[slot], rhs_box.at[slot])  # pyright: ignore[reportOptionalCall]
-        plgpu.barrier_arrive(buffers.consumed.at[slot])
+    def _k_step(k: Any) -> None:
+        stage = remainder(piece.before + k, stages)
+        plgpu.barrier_wait(buffers.full_at(piece, stage))
+        hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[stage], rhs_box.at[stage])  # pyright: ignore[reportOptionalCall]
+        plgpu.barrier_arrive(buffers.consumed.at[stage])
 
     if hooks.piece_done is not None:
-        hooks.piece_done(tile, piece.parts)
+        hooks.piece_done(tile, piece.pieces_per_tile)

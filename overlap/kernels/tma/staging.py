@@ -76,7 +76,7 @@ class Buffers:
     full: Any
     consumed: Any
     rows: int = dataclasses.field(metadata={"static": True})
-    parts: int = dataclasses.field(metadata={"static": True})
+    wg_tiles: int = dataclasses.field(metadata={"static": True})
     wg_tile: WarpgroupTile = dataclasses.field(metadata={"static": True})
     copies: int = dataclasses.field(metadata={"static": True})
     pairs: bool = dataclasses.field(metadata={"static": True})
@@ -93,11 +93,11 @@ class Buffers:
         """The views (box, mma) of parts of peers: [slot, box, rows, columns]; and as pieces, if they are sent."""
         return (*self.lhs[2:], *self.rhs[2:])
 
-    def full_at(self, piece: Piece, slot: Any) -> Any:
+    def full_at(self, piece: Piece, stage: Any) -> Any:
         """The barrier of a slot that is filled for a piece."""
         if self.taking_turns == 1:
-            return self.full.at[slot]
-        return self.full.at[remainder(piece.ordinal, self.taking_turns) * self.stages + slot]
+            return self.full.at[stage]
+        return self.full.at[remainder(piece.ordinal, self.taking_turns) * self.stages + stage]
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +110,7 @@ class Mail:
     taken: Any
 
 
-MAIL_SLOTS = 2
+MAILBOXES = 2
 # Rows of the smallest tile that the tensor cores read: eight rows of a swizzle atom.
 SMALL_TILE_ROWS = 8
 
@@ -133,7 +133,7 @@ def _views(box: tuple[int, ...], mma: tuple[int, ...], dtype: Any, rows: int = S
     return plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
 
 
-def _pieces(box: tuple[int, ...], dtype: Any) -> Any:
+def _flat_boxes(box: tuple[int, ...], dtype: Any) -> Any:
     """Boxes as pieces of memory, whatever lies in them where."""
     *boxes, rows, columns = box
     return plgpu.SMEM((*boxes, rows * columns), dtype)
@@ -161,7 +161,7 @@ class BufferPlan:
     """
 
     wg_tile: WarpgroupTile
-    parts: int
+    wg_tiles: int
     rows: int
     rhs_columns: int
     lhs_tile_rows: int
@@ -178,13 +178,13 @@ class BufferPlan:
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
     """The views (box, mma) of boxes of results, [..., rows, columns]; and as pieces of memory, if they are sent so."""
     views = _views(shape, shape, types.out_dtype)
-    return (*views, _pieces(shape, types.out_dtype)) if types.sends else views
+    return (*views, _flat_boxes(shape, types.out_dtype)) if types.direct_sends else views
 
 
 def box_shape(plan: BufferPlan, out_dtype: Any) -> tuple[int, int, int]:
     """How many boxes a tile of results is stored as, and rows and columns of each: those that the operand has."""
     width = atom(out_dtype)
-    return plan.parts * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
+    return plan.wg_tiles * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
 
 
 def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, Any]:
@@ -197,13 +197,13 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     out_boxes = config.epilogue_tile_n // out_width
     out = (wg_tile.warpgroups, config.epilogue_buffers, out_boxes, wg_tile.rows, out_width)
     # In the slots of the operand that has room for a box of each part; a slot of terms is as large as one of that.
-    parts = config.tile_m * config.tile_n // (wg_tile.rows * wg_tile.columns)
-    lhs_has_room = config.tile_m >= parts * wg_tile.rows
+    wg_tiles = config.tile_m * config.tile_n // (wg_tile.rows * wg_tile.columns)
+    lhs_has_room = config.tile_m >= wg_tiles * wg_tile.rows
     in_one = config.tile_m if lhs_has_room else config.tile_n
     term = (stages, in_one // wg_tile.rows, wg_tile.rows, out_width)
     terms = box_views(term, types) if types.exchanges and plan.terms_in_stages else ()
     in_lhs, in_rhs = (terms, ()) if lhs_has_room else ((), terms)
-    copies = copies_per_step(dtype, layouts, plan) + plan.copies_beside
+    copies = copies_per_k_step(dtype, layouts, plan) + plan.copies_beside
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
     addend_barriers = wg_tile.warpgroups * out_boxes
@@ -214,14 +214,14 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=plan.taking_turns * stages),
         "consumed": plan.consumed,
         "rows": plan.rows,
-        "parts": plan.parts,
+        "wg_tiles": plan.wg_tiles,
         "wg_tile": wg_tile,
         "copies": copies,
         "pairs": plan.pairs,
         "terms_in_stages": plan.terms_in_stages,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
         "mail": _mail(plan.mail_readers) if types.exchanges else None,
-        "stored": plgpu.Barrier(num_arrivals=plan.parts, num_barriers=plan.stored_barriers)
+        "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
         "stored_barriers": plan.stored_barriers,
@@ -233,8 +233,8 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
 def _mail(readers: int) -> Mail:
     _compat_mosaic.let_warps_load_scalars()
     return Mail(
-        plgpu.SMEM((MAIL_SLOTS,), jnp.int32), plgpu.Barrier(num_arrivals=1, num_barriers=MAIL_SLOTS),
-        plgpu.Barrier(num_arrivals=readers, num_barriers=MAIL_SLOTS),
+        plgpu.SMEM((MAILBOXES,), jnp.int32), plgpu.Barrier(num_arrivals=1, num_barriers=MAILBOXES),
+        plgpu.Barrier(num_arrivals=readers, num_barriers=MAILBOXES),
     )  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[in
     return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
 
 
-def copies_per_step(dtype: Any, layouts: OperandLayouts, plan: BufferPlan) -> int:
+def copies_per_k_step(dtype: Any, layouts: OperandLayouts, plan: BufferPlan) -> int:
     """How many boxes one k step of both operands is."""
     width = atom(dtype)
     lhs = plan.rows // width if layouts.transpose_lhs else 1
@@ -253,13 +253,13 @@ def copies_per_step(dtype: Any, layouts: OperandLayouts, plan: BufferPlan) -> in
 def loaded_boxes(buffers: Buffers, across: bool) -> Any:
     """What is loaded of the left operand's slots, as boxes; `across`: its rows run across k."""
     boxes = buffers.lhs[0]
-    _, whole, *_, width = boxes.shape
-    part = buffers.rows // width if across else buffers.rows
-    return boxes if part == whole else boxes.at[:, pl.ds(0, part)]
+    _, all_loaded, *_, width = boxes.shape
+    loaded = buffers.rows // width if across else buffers.rows
+    return boxes if loaded == all_loaded else boxes.at[:, pl.ds(0, loaded)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class OperandLoad:
     """Where one operand's tile of one k step is loaded to, and from where.
 
     Attributes:
@@ -280,34 +280,34 @@ class Stage:
     paired_by: tuple[Any, Any] | None = None
 
 
-def load_step(operand_gmem: Any, k_start: Any, stage: Stage) -> None:
+def load_k_step(operand_gmem: Any, k_start: Any, load: OperandLoad) -> None:
     """Starts the copies of one operand's tile for the k step that begins at `k_start`."""
-    box_smem, start = stage.box_smem, stage.start
-    if not stage.across:
-        _load_box(operand_gmem, (start, k_start), box_smem, stage, 0)
+    box_smem, start = load.box_smem, load.start
+    if not load.across:
+        _load_box(operand_gmem, (start, k_start), box_smem, load, 0)
         return
     boxes, _, columns = box_smem.shape
     for i in range(boxes):
-        _load_box(operand_gmem, (k_start, start + i * columns), box_smem.at[i], stage, 1)
+        _load_box(operand_gmem, (k_start, start + i * columns), box_smem.at[i], load, 1)
 
 
-def _load_box(operand_gmem: Any, corner: tuple[Any, Any], box_smem: Any, stage: Stage, along: int) -> None:
+def _load_box(operand_gmem: Any, corner: tuple[Any, Any], box_smem: Any, load: OperandLoad, along: int) -> None:
     """Starts the copy of one box; `along`: the dimension of its rows (of `lhs`) or columns (of `rhs`)."""
     starts, sizes = list(corner), list(box_smem.shape)
     sharing: dict[str, Any] = {}
-    if stage.shared_by is not None:
-        sharing = {"collective_axes": (stage.shared_by,)}
-    elif stage.paired_by is not None:
+    if load.shared_by is not None:
+        sharing = {"collective_axes": (load.shared_by,)}
+    elif load.paired_by is not None:
         # Of a box of twice the size each CTA loads the part of its rank. So the box begins where that part is this one.
-        axis, rank = stage.paired_by
+        axis, rank = load.paired_by
         starts[along] = starts[along] - rank * sizes[along]
         sizes[along] *= 2
         sharing = {"collective_axes": (axis,), "leader_tracked": plgpu.CopyPartition.PARTITIONED(along)}
-    piece = tuple(pl.ds(first, size) for first, size in zip(starts, sizes, strict=True))
-    plgpu.copy_gmem_to_smem(operand_gmem.at[piece], box_smem, barrier=stage.barrier, **sharing)
+    box_slice = tuple(pl.ds(first, size) for first, size in zip(starts, sizes, strict=True))
+    plgpu.copy_gmem_to_smem(operand_gmem.at[box_slice], box_smem, barrier=load.barrier, **sharing)
 
 
-def part(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
+def operand_slice(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
     """A part of an operand's tile as [.., k] or, if its columns are not k, transposed to that.
 
     Args:
@@ -316,5 +316,5 @@ def part(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
       size: rows (or columns) of the part.
       k_columns: the slot is [tile, k], else [k, tile].
     """
-    piece = pl.ds(which * size, size)
-    return mma_smem.at[piece] if k_columns else mma_smem.at[:, piece]
+    where = pl.ds(which * size, size)
+    return mma_smem.at[where] if k_columns else mma_smem.at[:, where]

@@ -20,7 +20,7 @@ from overlap.primitives.integers import remainder
 
 
 @dataclasses.dataclass(frozen=True)
-class WarpgroupPart:
+class WarpgroupOutput:
     """What one warpgroup stores of a tile: a part that begins at `corner` of the tile.
 
     Attributes:
@@ -37,17 +37,17 @@ class WarpgroupPart:
     tile: Tile
     corner: tuple[Any, Any]
     warpgroup: Any
-    part: Any
+    wg_tile_index: Any
     epilogue_at: Callable[[Tile], Epilogue] | None
     terms: Callable[[int], list[jax.Array]] | None = None
     boxes: Boxes | None = None
-    only_terms: bool = False
+    terms_replace_sums: bool = False
 
 
 def store(
     loop: Loop,
     buffers: Buffers,
-    part: WarpgroupPart,
+    output: WarpgroupOutput,
     width: int,
     index: Any,
     block: Callable[[int, int, slice], jax.Array],
@@ -57,34 +57,34 @@ def store(
     All its pieces are `width` columns wide, and stored one after the other. `block(row, rows, columns)` gives the
     f32 values of some rows and columns of the piece, transposed if `WarpgroupTile.transposed` says so.
     """
-    hooks, config, tile, (row, column) = loop.hooks, loop.config, part.tile, part.corner
-    slots, wg_m, block_rows = config.epilogue_buffers, buffers.wg_tile.rows, buffers.wg_tile.block_rows
-    slot = remainder(index, slots)
-    epilogue = None if part.epilogue_at is None else part.epilogue_at(tile)
+    hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
+    num_buffers, wg_m, block_rows = config.epilogue_buffers, buffers.wg_tile.rows, buffers.wg_tile.block_rows
+    epilogue_buffer = remainder(index, num_buffers)
+    epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
     first_row, first_column = tile.m * config.tile_m + row, tile.n * config.tile_n + column + index * width
-    box_views, register_views, *pieces = (view.at[part.warpgroup, slot] for view in buffers.out)
+    box_views, register_views, *flat_views = (view.at[output.warpgroup, epilogue_buffer] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
     # A piece is several boxes side by side, each with its place in the output.
     places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
     # The slot's last store was `epilogue_buffers` stores ago, maybe in the tile before.
-    wait_stores_read(slots - 1)
+    wait_stores_read(num_buffers - 1)
     loaded: list[Any] = []
     # (A peer's tile has none: that is added to the whole sum.)
-    addend_at = hooks.addend_at if part.boxes is None else None
+    addend_at = hooks.addend_at if output.boxes is None else None
     if addend_at is not None:
         # It passes through the slot in which the result then takes its place.
-        loaded = [buffers.addend_loaded.at[part.warpgroup * box_views.shape[0] + box] for box in range(boxes)]
+        loaded = [buffers.addend_loaded.at[output.warpgroup * box_views.shape[0] + box] for box in range(boxes)]
         for box, place in enumerate(places):
             plgpu.copy_gmem_to_smem(addend_at(tile).at[place], box_views.at[box], loaded[box])
     for box, (_, columns) in enumerate(places):
         if addend_at is not None:
             plgpu.barrier_wait(loaded[box])
-        terms = None if part.terms is None else part.terms(index * boxes + box)
+        terms = None if output.terms is None else output.terms(index * boxes + box)
         for above in range(0, wg_m, block_rows):
             rows = min(block_rows, wg_m - above)
             addend = None if terms is None else terms[above // block_rows]
-            if part.only_terms and addend is not None:
+            if output.terms_replace_sums and addend is not None:
                 values, addend = addend, None
             else:
                 values = block(above, rows, slice(box * box_width, (box + 1) * box_width))
@@ -100,12 +100,14 @@ def store(
                 values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
-    if part.boxes is not None and pieces:
-        sends: Any = hooks.exchange and hooks.exchange.sends
-        exchange.send_boxes(part.boxes, sends, tile, pieces[0], buffers, part.part, index * boxes)
+    if output.boxes is not None and flat_views:
+        direct_sends: Any = hooks.exchange and hooks.exchange.direct_sends
+        exchange.send_boxes(
+            output.boxes, direct_sends, tile, flat_views[0], buffers, output.wg_tile_index, index * boxes
+        )
         return
-    if part.boxes is not None:
-        exchange.store_boxes(part.boxes, box_views, buffers, part.part, index * boxes)
+    if output.boxes is not None:
+        exchange.store_boxes(output.boxes, box_views, buffers, output.wg_tile_index, index * boxes)
         return
 
     def send(out_gmem: Any) -> None:
