@@ -11,12 +11,12 @@ import re
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from overlap.collectives import pull
+from overlap.collectives import communicator
 from overlap.primitives import atomics, copies, flags, handshake
 from overlap.primitives.handshake import Handshake
 
 # Who draws numbers, by a name of its own.
-DRAWERS = (atomics, copies, pull)
+DRAWERS = (atomics, copies, communicator)
 
 
 def change_text(patch, found, replacement):
@@ -46,7 +46,7 @@ def change_own_chunks(patch, change):
 
 
 def _change_pull_chunks(patch, change, *, of_own):
-    pull_chunks = pull.pull_chunks
+    pull_chunks = communicator.pull_chunks
 
     def changed(number, numbers, *args, **kwargs):
         # The own shard's chunks have a counter of their own, without looks.
@@ -54,7 +54,7 @@ def _change_pull_chunks(patch, change, *, of_own):
             return change(pull_chunks, number, numbers, *args, **kwargs)
         return pull_chunks(number, numbers, *args, **kwargs)
 
-    patch.setattr(pull, "pull_chunks", changed)
+    patch.setattr(communicator, "pull_chunks", changed)
 
 
 def change_tells(patch, change, *, of):
