@@ -11,12 +11,12 @@ import re
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
-from overlap.collectives import pull
+from overlap.collectives import communicator
 from overlap.primitives import atomics, copies, handshake, semaphores
 from overlap.primitives.handshake import Handshake
 
 # Who draws numbers, by a name of its own.
-DRAWERS = (atomics, copies, pull)
+DRAWERS = (atomics, copies, communicator)
 
 
 def change_text(patch, found, replacement):
@@ -46,7 +46,7 @@ def change_own_chunks(patch, change):
 
 
 def _change_copy_chunks(patch, change, *, of_own):
-    copy_chunks = pull.copy_chunks
+    copy_chunks = communicator.copy_chunks
 
     def changed(number, numbers, *args, **kwargs):
         # The own shard's chunks have a counter of their own, without looks.
@@ -54,7 +54,7 @@ def _change_copy_chunks(patch, change, *, of_own):
             return change(copy_chunks, number, numbers, *args, **kwargs)
         return copy_chunks(number, numbers, *args, **kwargs)
 
-    patch.setattr(pull, "copy_chunks", changed)
+    patch.setattr(communicator, "copy_chunks", changed)
 
 
 def change_tells(patch, change, *, of):

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import primitives
-from overlap.collectives import pull, scattered
+from overlap.collectives import communicator, scattered
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.kernels.tma import drawn, exchange, staging
 from overlap.primitives import PeerGroup, atomics, board, waits
@@ -38,7 +38,7 @@ def change_chunks(patch, **changes):
     """`change(field)` in the place of each of these fields of `Chunks`."""
 
     def chunks(*args, **kwargs):
-        made = pull.Chunks(*args, **kwargs)
+        made = communicator.Chunks(*args, **kwargs)
         return dataclasses.replace(made, **{name: change(getattr(made, name)) for name, change in changes.items()})
 
     patch.setattr(scattered, "Chunks", chunks)
@@ -83,7 +83,7 @@ def store_both_halves_in_one_place(patch):
 
 
 def drop_the_communicators_proxy_fence(patch):
-    patch.setattr(pull, "fence_async_proxy", NOTHING)
+    patch.setattr(communicator, "fence_async_proxy", NOTHING)
 
 
 def send_without_waiting_for_the_tile(patch):
@@ -202,7 +202,7 @@ def wait_for_another_tiles_terms(patch):
 
 def wait_for_terms_as_for_this_device(patch):
     patch.setattr(
-        Handshake, "wait_for", lambda self, role, word, expected, position: pull.wait_for_block(word, expected)
+        Handshake, "wait_for", lambda self, role, word, expected, position: communicator.wait_for_block(word, expected)
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.collectives import pull, scattered
-from overlap.collectives.pull import Communicator
+from overlap.collectives import communicator, scattered
+from overlap.collectives.communicator import Communicator
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
 from overlap.primitives import Handshake, PeerGroup, copies
 from tests.handshake_cases import change_own_chunks, change_transfers
@@ -99,7 +99,9 @@ def wait_for_a_peers_tile(patch):
 
 
 def wait_for_own_tiles_without_a_proxy_fence(patch):
-    change_strips(patch, ready=lambda f: while_called(f, lambda p: p.setattr(pull, "fence_async_proxy", NOTHING)))
+    change_strips(
+        patch, ready=lambda f: while_called(f, lambda p: p.setattr(communicator, "fence_async_proxy", NOTHING))
+    )
 
 
 def send_strips_before_parts(patch):
@@ -110,7 +112,7 @@ def send_strips_before_parts(patch):
         if slots_smem is not None:
             return 0
         (strips, slots), of_strips = self.results, self.flags[1].at[0]
-        carried = copy(self, strips, pull.draw(of_strips, strips.count), 0, of_strips, slots)
+        carried = copy(self, strips, communicator.draw(of_strips, strips.count), 0, of_strips, slots)
         return carried + copy(self, chunks, number, first, counter)
 
     patch.setattr(Communicator, "_copy", strips_first)
@@ -148,7 +150,7 @@ def strips_are_no_transfers(patch):
     """Who has sent the last part speaks for the device."""
     run, strips = Communicator.run, []
     patch.setattr(Communicator, "run", lambda self: (strips.append(self.results[0].count), run(self))[0])
-    patch.setattr(pull, "Handshake", lambda *args: Handshake(*args[:4], args[4] - strips[-1]))
+    patch.setattr(communicator, "Handshake", lambda *args: Handshake(*args[:4], args[4] - strips[-1]))
 
 
 # --- What is sent where -----------------------------------------------------------------------------------------------

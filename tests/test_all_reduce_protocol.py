@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import one_shot, scattered
-from overlap.collectives.pull import Communicator
+from overlap.collectives.communicator import Communicator
 from overlap.emulation import emulate
 from overlap.primitives import handshake, semaphore_wait
 from overlap.primitives.handshake import Handshake

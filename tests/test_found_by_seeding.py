@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import gathered_rhs, scattered
-from overlap.collectives.ring import RingTransport
+from overlap.collectives.ring_transport import RingTransport
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.emulation import emulate
 from overlap.kernels.hooks import Tile

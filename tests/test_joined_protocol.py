@@ -10,7 +10,7 @@ import pytest
 
 import overlap
 from overlap import primitives
-from overlap.collectives import joined, pull
+from overlap.collectives import communicator, joined
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
 from overlap.kernels.tma import produce
@@ -51,17 +51,17 @@ def test_clean(completion, seed, scheduler):
 
 
 def drop_wait_for_rows(patch):
-    patch.setattr(pull, "semaphore_wait", NOTHING)
+    patch.setattr(communicator, "semaphore_wait", NOTHING)
 
 
 def drop_proxy_fence(patch):
-    patch.setattr(pull, "fence_async_proxy", NOTHING)
+    patch.setattr(communicator, "fence_async_proxy", NOTHING)
 
 
 def fence_before_the_wait(patch):
-    wait, fence = pull.semaphore_wait, pull.fence_async_proxy
-    patch.setattr(pull, "semaphore_wait", lambda *args: (fence(), wait(*args)))
-    patch.setattr(pull, "fence_async_proxy", NOTHING)
+    wait, fence = communicator.semaphore_wait, communicator.fence_async_proxy
+    patch.setattr(communicator, "semaphore_wait", lambda *args: (fence(), wait(*args)))
+    patch.setattr(communicator, "fence_async_proxy", NOTHING)
 
 
 def count_too_few(patch):
@@ -80,7 +80,7 @@ def wait_for_one_shard_only(patch):
 
 
 def wait_for_the_first_rows_only(patch):
-    patch.setattr(pull, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
+    patch.setattr(communicator, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
 
 
 def raise_flags_twice(patch):
@@ -124,13 +124,13 @@ def draw_own_chunks_from_the_peers_counter(patch):
     def keep(copy_chunks, number, numbers, counter, *args, **kwargs):
         return copy_chunks(number, numbers, drawn_from[0], *args, **kwargs)
 
-    begin = pull.Handshake.begin
+    begin = communicator.Handshake.begin
 
     def begin_here(self):
         drawn_from[:] = [self.counter]
         return begin(self)
 
-    patch.setattr(pull.Handshake, "begin", begin_here)
+    patch.setattr(communicator.Handshake, "begin", begin_here)
     change_own_chunks(patch, keep)
 
 
@@ -241,11 +241,11 @@ def test_scales_count_as_transfers(monkeypatch):
 
 
 def test_the_own_rows_are_copied_while_peers_begin(monkeypatch):
-    order, copy, awaits = [], pull.Communicator._copy, pull.Handshake.await_peers
+    order, copy, awaits = [], communicator.Communicator._copy, communicator.Handshake.await_peers
     names = {True: "own", False: "peers"}
     copies = lambda self, chunks, *args: order.append(names[chunks is self.own]) or copy(self, chunks, *args)  # noqa: E731
-    monkeypatch.setattr(pull.Communicator, "_copy", copies)
-    monkeypatch.setattr(pull.Handshake, "await_peers", lambda self: order.append("wait") or awaits(self))
+    monkeypatch.setattr(communicator.Communicator, "_copy", copies)
+    monkeypatch.setattr(communicator.Handshake, "await_peers", lambda self: order.append("wait") or awaits(self))
     of_rows(FORM, WHOLE).run(cores=3)
     assert order[:3] == ["own", "wait", "peers"]
 

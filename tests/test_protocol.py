@@ -7,7 +7,7 @@ import pytest
 
 import overlap
 from overlap import primitives
-from overlap.collectives import pull, pull_rows
+from overlap.collectives import communicator, pull_transport
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.tma import staging, store
@@ -36,11 +36,11 @@ def test_clean(completion, devices):
 
 
 def drop_wait_for_flags(patch):
-    patch.setattr(pull, "semaphore_wait", NOTHING)
+    patch.setattr(communicator, "semaphore_wait", NOTHING)
 
 
 def drop_proxy_fence(patch):
-    patch.setattr(pull, "fence_async_proxy", NOTHING)
+    patch.setattr(communicator, "fence_async_proxy", NOTHING)
 
 
 def signal_when_only_read(patch):
@@ -79,11 +79,11 @@ def drop_epilogue_commit(patch):
 
 
 def raise_flags_twice(patch):
-    patch.setattr(pull_rows, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
+    patch.setattr(pull_transport, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
 
 
 def wait_for_one_chunk_only(patch):
-    patch.setattr(pull, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
+    patch.setattr(communicator, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
 
 
 def pull_a_chunk_twice(patch):
@@ -185,7 +185,7 @@ def test_scales_that_travel_are_clean(form):
 
 
 def signal_scales_without_waiting(patch):
-    patch.setattr(pull_rows, "wait_stores_landed", NOTHING)
+    patch.setattr(pull_transport, "wait_stores_landed", NOTHING)
 
 
 def do_not_count_scales(patch):
@@ -201,21 +201,21 @@ def leave_the_last_scales(patch):
 
 def do_not_add_scales_to_the_transfers(patch):
     """So nobody completes the last transfer."""
-    draw_each = pull.each_drawn
-    patch.setattr(pull, "each_drawn", lambda *args: (draw_each(*args)[0], 0))
+    draw_each = communicator.each_drawn
+    patch.setattr(communicator, "each_drawn", lambda *args: (draw_each(*args)[0], 0))
 
 
 def take_scales_for_no_transfers(patch):
     """Whoever completes the last chunk speaks, while scales may be on their way."""
     do_not_add_scales_to_the_transfers(patch)
-    leave, carry = Handshake.leave, pull.copy_chunks
+    leave, carry = Handshake.leave, communicator.copy_chunks
     chunks = []
 
     def pull_counted(number, numbers, *args, **kwargs):
         chunks.append(numbers[1] - numbers[0])
         return carry(number, numbers, *args, **kwargs)
 
-    patch.setattr(pull, "copy_chunks", pull_counted)
+    patch.setattr(communicator, "copy_chunks", pull_counted)
     of_chunks = lambda self, completed: leave(dataclasses.replace(self, transfers=chunks[-1]), completed)  # noqa: E731
     patch.setattr(Handshake, "leave", of_chunks)
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap import primitives
-from overlap.collectives import pull, transport
+from overlap.collectives import communicator, transport
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.frame.operands import LaunchPlan, Operands
@@ -255,15 +255,15 @@ def wait_for_a_phantom_flag(patch):
 def one_rank_waits_for_both(patch):
     # The ranks have their rows in common, and each loads half of them.
     at_rank_0 = lambda f: lambda *args: pl.when(lax.axis_index(RANK_AXIS) == 0)(lambda: f(*args))  # noqa: E731
-    patch.setattr(pull, "semaphore_wait", at_rank_0(primitives.semaphore_wait))
+    patch.setattr(communicator, "semaphore_wait", at_rank_0(primitives.semaphore_wait))
 
 
 def each_rank_has_a_counter_of_its_own(patch):
     """Both carry all chunks."""
-    flags = pull.HANDSHAKE_FLAGS
+    flags = communicator.HANDSHAKE_FLAGS
     rank = lambda: lax.axis_index(RANK_AXIS)  # noqa: E731
     patch.setattr(Handshake, "counter", property(lambda self: self.flags.at[handshake._DRAWN + rank()]))
-    for module in (handshake, pull):
+    for module in (handshake, communicator):
         patch.setattr(module, "HANDSHAKE_FLAGS", (flags[0] + 1,))
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from overlap.collectives.pull_rows import PullTransport
-from overlap.collectives.ring import RingTransport
+from overlap.collectives.pull_transport import PullTransport
+from overlap.collectives.ring_transport import RingTransport
 from overlap.emulation import DeadlockError
 from overlap.kernels.grid import GRID_AXIS
 from tests.handshake_cases import change_draws

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap import primitives
-from overlap.collectives import gathered_rhs, pull
+from overlap.collectives import communicator, gathered_rhs
 from overlap.collectives.rhs_schedule import STEPS_PER_FLAG, GatherRhsSchedule
 from overlap.primitives import PeerGroup, copies, handshake
 from overlap.primitives.handshake import Handshake
@@ -62,11 +62,11 @@ def test_clean_if_a_device_is_late(victim, along, monkeypatch):
 
 
 def do_not_wait(patch):
-    patch.setattr(pull, "semaphore_wait", NOTHING)
+    patch.setattr(communicator, "semaphore_wait", NOTHING)
 
 
 def drop_proxy_fence(patch):
-    patch.setattr(pull, "fence_async_proxy", NOTHING)
+    patch.setattr(communicator, "fence_async_proxy", NOTHING)
 
 
 def raise_the_flag_before_the_chunk_has_landed(patch):
@@ -74,7 +74,7 @@ def raise_the_flag_before_the_chunk_has_landed(patch):
 
 
 def wait_for_one_chunk_only(patch):
-    patch.setattr(pull, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
+    patch.setattr(communicator, "semaphore_wait", lambda flag, value: primitives.semaphore_wait(flag, 1))
 
 
 def count_too_few(patch):

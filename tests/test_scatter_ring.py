@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import pull, scattered
-from overlap.collectives.ring import RingTransport
+from overlap.collectives import communicator, scattered
+from overlap.collectives.ring_transport import RingTransport
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.hooks import Exchange
@@ -136,9 +136,11 @@ def test_clean_if_a_cta_begins_when_all_is_over(monkeypatch):
 
 
 def hold_a_chunk_while_waiting_for_a_tile(patch):
-    smem_types = pull.smem_types
+    smem_types = communicator.smem_types
     patch.setattr(
-        pull, "smem_types", lambda config, *args, **kwargs: smem_types(config.replace(chunk_buffers=2), *args, **kwargs)
+        communicator,
+        "smem_types",
+        lambda config, *args, **kwargs: smem_types(config.replace(chunk_buffers=2), *args, **kwargs),
     )
 
 

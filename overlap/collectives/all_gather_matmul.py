@@ -22,8 +22,8 @@ from overlap.choice.dispatch import Implementation
 from overlap.collectives import gathered_lhs, joined
 from overlap.collectives.all_gather import AllGather, folded
 from overlap.collectives.axis import peer_group_of
-from overlap.collectives.pull_rows import PullTransport
-from overlap.collectives.ring import RingTransport
+from overlap.collectives.pull_transport import PullTransport
+from overlap.collectives.ring_transport import RingTransport
 from overlap.collectives.transport import Transport
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
@@ -75,9 +75,12 @@ class AllGatherLhs(AllGather):
             outs, gathered = joined.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
         else:
             outs, gathered = gathered_lhs.launch(
-                folded(operands, keep=True), plan, self.group, TRANSPORTS[self.transport],
+                folded(operands, keep=True),
+                plan,
+                self.group,
+                TRANSPORTS[self.transport],
                 keeps_own=self.returns_gathered,
-            )  # fmt: skip
+            )
         return outs, None if gathered is None else self.kept(gathered, operands.lhs)
 
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
@@ -97,9 +100,15 @@ class AllGatherLhs(AllGather):
 
 
 def prepare(
-    lhs: Any, rhs: Any, axis_name: Any, *, transport: str | None = None, return_gathered: bool = False,
-    mesh: Any = None, **keywords: Any,
-) -> tuple[AllGatherLhs, Call]:  # fmt: skip
+    lhs: Any,
+    rhs: Any,
+    axis_name: Any,
+    *,
+    transport: str | None = None,
+    return_gathered: bool = False,
+    mesh: Any = None,
+    **keywords: Any,
+) -> tuple[AllGatherLhs, Call]:
     """A checked call of `all_gather_lhs_matmul`; see `overlap.frame.call`."""
     returns = arguments.flag("return_gathered", return_gathered)
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
@@ -140,55 +149,91 @@ _OfSeveral = _Keywords[Sequence[AnyArray | None], Scale | Sequence[Scale]]
 # A single right operand. (mypy does not try True and False for a `bool`, so that has a form of its own.)
 @overload
 def all_gather_lhs_matmul(
-    lhs: AnyArray, rhs: AnyArray, axis_name: AxisName, *,
-    return_gathered: Literal[False] = False, **keywords: Unpack[_OfOne],
-) -> jax.Array: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: AnyArray,
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[False] = False,
+    **keywords: Unpack[_OfOne],
+) -> jax.Array: ...
 @overload
 def all_gather_lhs_matmul(
-    lhs: AnyArray, rhs: AnyArray, axis_name: AxisName, *,
-    return_gathered: Literal[True], **keywords: Unpack[_OfOne],
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: AnyArray,
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[True],
+    **keywords: Unpack[_OfOne],
+) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def all_gather_lhs_matmul(
-    lhs: AnyArray, rhs: AnyArray, axis_name: AxisName, *,
-    return_gathered: bool, **keywords: Unpack[_OfOne],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: AnyArray,
+    axis_name: AxisName,
+    *,
+    return_gathered: bool,
+    **keywords: Unpack[_OfOne],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 # A list of them. (A list of one kind of array is no list of both kinds: hence the type variable.)
 @overload
 def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray, rhs: list[Side], axis_name: AxisName, *,
-    return_gathered: Literal[False] = False, **keywords: Unpack[_OfSeveral],
-) -> list[jax.Array]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: list[Side],
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[False] = False,
+    **keywords: Unpack[_OfSeveral],
+) -> list[jax.Array]: ...
 @overload
 def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray, rhs: list[Side], axis_name: AxisName, *,
-    return_gathered: Literal[True], **keywords: Unpack[_OfSeveral],
-) -> tuple[list[jax.Array], jax.Array]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: list[Side],
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[True],
+    **keywords: Unpack[_OfSeveral],
+) -> tuple[list[jax.Array], jax.Array]: ...
 @overload
 def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray, rhs: list[Side], axis_name: AxisName, *,
-    return_gathered: bool, **keywords: Unpack[_OfSeveral],
-) -> list[jax.Array] | tuple[list[jax.Array], jax.Array]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: list[Side],
+    axis_name: AxisName,
+    *,
+    return_gathered: bool,
+    **keywords: Unpack[_OfSeveral],
+) -> list[jax.Array] | tuple[list[jax.Array], jax.Array]: ...
 
 
 # A tuple of them.
 @overload
 def all_gather_lhs_matmul(
-    lhs: AnyArray, rhs: tuple[AnyArray, ...], axis_name: AxisName, *,
-    return_gathered: Literal[False] = False, **keywords: Unpack[_OfSeveral],
-) -> tuple[jax.Array, ...]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: tuple[AnyArray, ...],
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[False] = False,
+    **keywords: Unpack[_OfSeveral],
+) -> tuple[jax.Array, ...]: ...
 @overload
 def all_gather_lhs_matmul(
-    lhs: AnyArray, rhs: tuple[AnyArray, ...], axis_name: AxisName, *,
-    return_gathered: Literal[True], **keywords: Unpack[_OfSeveral],
-) -> tuple[tuple[jax.Array, ...], jax.Array]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: tuple[AnyArray, ...],
+    axis_name: AxisName,
+    *,
+    return_gathered: Literal[True],
+    **keywords: Unpack[_OfSeveral],
+) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
 @overload
 def all_gather_lhs_matmul(
-    lhs: AnyArray, rhs: tuple[AnyArray, ...], axis_name: AxisName, *,
-    return_gathered: bool, **keywords: Unpack[_OfSeveral],
-) -> tuple[jax.Array, ...] | tuple[tuple[jax.Array, ...], jax.Array]: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: tuple[AnyArray, ...],
+    axis_name: AxisName,
+    *,
+    return_gathered: bool,
+    **keywords: Unpack[_OfSeveral],
+) -> tuple[jax.Array, ...] | tuple[tuple[jax.Array, ...], jax.Array]: ...
 def all_gather_lhs_matmul(
     lhs: AnyArray,
     rhs: AnyArray | list[Any] | tuple[AnyArray, ...],

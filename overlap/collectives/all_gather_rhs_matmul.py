@@ -85,9 +85,15 @@ class AllGatherRhs(AllGather):
 
 
 def prepare(
-    lhs: Any, rhs: Any, axis_name: Any, *, gather_dimension: Any, mesh: Any = None, transpose_rhs: Any = False,
+    lhs: Any,
+    rhs: Any,
+    axis_name: Any,
+    *,
+    gather_dimension: Any,
+    mesh: Any = None,
+    transpose_rhs: Any = False,
     **keywords: Any,
-) -> tuple[AllGatherRhs, Call]:  # fmt: skip
+) -> tuple[AllGatherRhs, Call]:
     """A checked call of `all_gather_rhs_matmul`; see `overlap.frame.call`."""
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(

@@ -29,9 +29,13 @@ def backward(
     if jnp.dtype(g.dtype) not in FLOAT16:
         return None
     transposed = normalize(
-        operation, g, other, transpose_lhs=layouts.transpose_lhs, transpose_rhs=layouts.transpose_rhs,
+        operation,
+        g,
+        other,
+        transpose_lhs=layouts.transpose_lhs,
+        transpose_rhs=layouts.transpose_rhs,
         preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
-    )  # fmt: skip
+    )
     try:
         return call.run_prepared(operation, transposed, implementation="fused" if plan.must_fuse else None)
     except NotImplementedError:

@@ -41,9 +41,15 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list]
     has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
     schedule = AllGatherSchedule.of(
-        group.size, lhs.shape, widths, lhs.dtype.itemsize, config, keeps_own=keeps_own,
-        scaled=has_scales and transport.brings_scales, scale_steps=blocks[0].shape[1] if blocks else 0,
-    )  # fmt: skip
+        group.size,
+        lhs.shape,
+        widths,
+        lhs.dtype.itemsize,
+        config,
+        keeps_own=keeps_own,
+        scaled=has_scales and transport.brings_scales,
+        scale_steps=blocks[0].shape[1] if blocks else 0,
+    )
     if schedule.batch == 1:
         batch = []
     work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
@@ -58,10 +64,15 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     # Among the inputs: the scales of rows come behind the right operands, as those of their blocks do.
     read = (0, *([1 + len(widths)] if schedule.scaled else []))
     kernel = ProductKernel(
-        f"overlap_{plan.operation.name}", plan.target, config,
-        plan.types(operands, m_shard, forwards=transport.forwards), work, transport.flag_shapes(schedule),
-        transport.smem_types(schedule, config, lhs.dtype), read if transport.told else (),
-    )  # fmt: skip
+        f"overlap_{plan.operation.name}",
+        plan.target,
+        config,
+        plan.types(operands, m_shard, forwards=transport.forwards),
+        work,
+        transport.flag_shapes(schedule),
+        transport.smem_types(schedule, config, lhs.dtype),
+        read if transport.told else (),
+    )
     body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.operation.name)
     outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
     rows = (*operands.lhs.shape[:-2], group.size * m_shard)
@@ -202,6 +213,10 @@ class _Body:
             )
 
         return epilogue.epilogue(
-            vectors, None, mainloop, first_column=first_column,
-            row_scales=None if vectors.row_scale is None else row_scales, transposed=config.swap_operands,
-        )  # fmt: skip
+            vectors,
+            None,
+            mainloop,
+            first_column=first_column,
+            row_scales=None if vectors.row_scale is None else row_scales,
+            transposed=config.swap_operands,
+        )

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from overlap.collectives import pull
-from overlap.collectives.pull import Chunks, Communicator
+from overlap.collectives import communicator
+from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.grid import own_tile
@@ -45,10 +45,15 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, p
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
     work = StreamK.on(plan.target, config, schedule.tiles, schedule.k_steps)
     kernel = ProductKernel(
-        f"overlap_{plan.operation.name}_{along}", plan.target, config, plan.types(operands, m), work,
-        pull.flag_shapes(schedule.flags, copies_own=False), pull.smem_types(config, schedule.plan, rhs.dtype),
+        f"overlap_{plan.operation.name}_{along}",
+        plan.target,
+        config,
+        plan.types(operands, m),
+        work,
+        communicator.flag_shapes(schedule.flags, copies_own=False),
+        communicator.smem_types(config, schedule.plan, rhs.dtype),
         peers_read=(1,),
-    )  # fmt: skip
+    )
     # A dimension of its own for the shards, so that the last step, or the last columns, of one are clipped there.
     if along == "k":
         lhs = lhs.reshape((pieces, size, rows // pieces, m) if plan.layouts.transpose_lhs else (m, size, rows))
@@ -131,7 +136,7 @@ class _Body:
         column, last_column = schedule.columns_of(tile.n)
 
         def wait(column: Any) -> None:
-            pull.wait_for_block(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
+            communicator.wait_for_block(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
 
         # The second tile of a cluster may lie wholly beyond the last column; it then waits for nothing.
         needed = jnp.logical_and(step > 0, column < schedule.plan.shard_cols)
@@ -148,9 +153,11 @@ class _Body:
         (_, rhs_gmem), (_, scratch_gmem), (flags, *rest) = refs.inputs, refs.outputs, refs.flags
         schedule, group = self.schedule, self.group
         peers = Chunks(
-            schedule.pulls, schedule.plan, schedule.chunk,
+            schedule.pulls,
+            schedule.plan,
+            schedule.chunk,
             source=lambda step, *place: group.remote_ref(rhs_gmem, group.peer(step)).at[place],
             destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],
             landed=lambda *where: semaphore_signal(flags.at[schedule.flag(*where)]),
-        )  # fmt: skip
+        )
         Communicator(self.operation, group, self.kernel.config, tuple(rest), refs.smem, peers).run()

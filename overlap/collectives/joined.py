@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from overlap.collectives import pull
+from overlap.collectives import communicator
 from overlap.collectives.all_gather import folded
+from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.joined_schedule import JoinedSchedule
-from overlap.collectives.pull import Chunks, Communicator
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import epilogue
 from overlap.kernels.grid import own_tile
@@ -62,10 +62,15 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
         [jax.ShapeDtypeStruct((schedule.read_rows,), jnp.float32)] * scaled,
     )
     kernel = ProductKernel(
-        f"overlap_{NAME}", plan.target, config, plan.types(of_rows, schedule.rows), work,
-        pull.flag_shapes(schedule.flags, copies_own=True), pull.smem_types(config, schedule.plan, lhs.dtype),
+        f"overlap_{NAME}",
+        plan.target,
+        config,
+        plan.types(of_rows, schedule.rows),
+        work,
+        communicator.flag_shapes(schedule.flags, copies_own=True),
+        communicator.smem_types(config, schedule.plan, lhs.dtype),
         peers_read=(0, 1 + len(widths)) if scaled else (0,),
-    )  # fmt: skip
+    )
     inputs = lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale)
     outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, schedule, group))
 
@@ -110,7 +115,7 @@ class _Body:
         # The second tile of a cluster may lie wholly below the last row: it waits for those whose scales it takes.
         (flags, *_), schedule = self.refs.flags, self.schedule
         flag = smaller(tile.m, schedule.flags[0] - 1)
-        pull.wait_for_block(flags.at[flag], schedule.flag_target(flag))
+        communicator.wait_for_block(flags.at[flag], schedule.flag_target(flag))
 
     def _communicate(self) -> None:
         refs = self.refs
@@ -129,17 +134,29 @@ class _Body:
 
         peers = Chunks(schedule.pulls, schedule.plan, schedule.chunk, of_peer, destination, landed)
         own = Chunks(
-            schedule.chunks - schedule.pulls, schedule.plan, lambda index: schedule.chunk(index + schedule.pulls),
-            lambda step, *place: lhs_gmem.at[place], destination, landed,
-        )  # fmt: skip
+            schedule.chunks - schedule.pulls,
+            schedule.plan,
+            lambda index: schedule.chunk(index + schedule.pulls),
+            lambda step, *place: lhs_gmem.at[place],
+            destination,
+            landed,
+        )
         pull_scales = None
         if scales_gmem:
             (of_all,) = scales_gmem
             pull_scales = lambda index: _pull_scales(index, vectors.row_scale, of_all, flags, group, schedule)  # noqa: E731
         Communicator(
-            NAME, group, self.kernel.config, tuple(rest), refs.smem, peers, own, own_first=True,
-            scale_pieces=schedule.scale_pieces, pull_scales=pull_scales,
-        ).run()  # fmt: skip
+            NAME,
+            group,
+            self.kernel.config,
+            tuple(rest),
+            refs.smem,
+            peers,
+            own,
+            own_first=True,
+            scale_pieces=schedule.scale_pieces,
+            pull_scales=pull_scales,
+        ).run()
 
     def _epilogue_at(self, tile: Tile) -> Any:
         (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
@@ -153,9 +170,13 @@ class _Body:
 
         first_column = schedule.product.first_column(tile.side) * self.kernel.config.cluster_tile[1]
         return epilogue.epilogue(
-            vectors, None, mainloop, first_column=first_column, row_scales=row_scales if scales_gmem else None,
+            vectors,
+            None,
+            mainloop,
+            first_column=first_column,
+            row_scales=row_scales if scales_gmem else None,
             transposed=swapped,
-        )  # fmt: skip
+        )
 
 
 def _pull_scales(

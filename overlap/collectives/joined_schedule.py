@@ -42,9 +42,14 @@ class JoinedSchedule:
 
     @staticmethod
     def of(
-        devices: int, lhs_shard: tuple[int, int], widths: Sequence[int], itemsize: int, config: Config, *,
+        devices: int,
+        lhs_shard: tuple[int, int],
+        widths: Sequence[int],
+        itemsize: int,
+        config: Config,
+        *,
         scaled: bool = False,
-    ) -> JoinedSchedule:  # fmt: skip
+    ) -> JoinedSchedule:
         """The schedule of a problem: the shape of one shard of the left operand, [m_shard, k], and n each."""
         m_shard, k = lhs_shard
         # Tiles begin anywhere in a shard: pieces of a common divisor lie in one tile each.

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
-from overlap.collectives import pull
+from overlap.collectives import communicator
 from overlap.collectives.axis import peer_group_of
 from overlap.collectives.reduce_scatter import ReduceScatter
 from overlap.frame import arguments, call
@@ -30,7 +30,7 @@ from overlap.kernels.config import Config
 NAME = "matmul_reduce_scatter"
 # How the parts may travel, and why where nobody asks for it.
 ScatterTransport = Literal["push", "ring"]
-TRANSPORTS: dict[str, str] = {"push": pull.WHY, "ring": ""}
+TRANSPORTS: dict[str, str] = {"push": communicator.WHY, "ring": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,15 @@ class MatmulReduceScatter(ReduceScatter):
 
 
 def prepare(
-    lhs: Any, rhs: Any, axis_name: Any, *, scatter_dimension: Any = 0, transport: Any = None, mesh: Any = None,
+    lhs: Any,
+    rhs: Any,
+    axis_name: Any,
+    *,
+    scatter_dimension: Any = 0,
+    transport: Any = None,
+    mesh: Any = None,
     **keywords: Any,
-) -> tuple[MatmulReduceScatter, Call]:  # fmt: skip
+) -> tuple[MatmulReduceScatter, Call]:
     """A checked call of `matmul_reduce_scatter`; see `overlap.frame.call`."""
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
@@ -51,9 +57,11 @@ def prepare(
     )
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     operation = MatmulReduceScatter(
-        group, "n" if dimension else "m", transport=chosen or "push",
+        group,
+        "n" if dimension else "m",
+        transport=chosen or "push",
         transport_reason="asked for" if chosen else TRANSPORTS["push"],
-    )  # fmt: skip
+    )
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 

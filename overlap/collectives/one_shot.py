@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from overlap.collectives import scattered
-from overlap.collectives.pull import wait_for_block
+from overlap.collectives.communicator import wait_for_block
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
@@ -53,11 +53,16 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     (_, m, (n,), k), lhs = sizes(operands, plan.layouts), operands.lhs
     schedule, types, boxes = _schedule(operands, plan)
     kernel = ProductKernel(
-        f"overlap_{plan.operation.name}_one_shot", plan.target, config, types,
+        f"overlap_{plan.operation.name}_one_shot",
+        plan.target,
+        config,
+        types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Parts that have come, of each device.
-        ((group.size, schedule.tiles), HANDSHAKE_FLAGS), draws=True, transport="one_shot",
-    )  # fmt: skip
+        ((group.size, schedule.tiles), HANDSHAKE_FLAGS),
+        draws=True,
+        transport="one_shot",
+    )
     result, parts, landing = (
         jax.ShapeDtypeStruct(shape, plan.out_dtype) for shape in ((schedule.batch, m, n), boxes, (group.size, *boxes))
     )

@@ -47,13 +47,12 @@ class GatherRhsSchedule:
     tile_k: int
 
     @staticmethod
-    def of(devices: int, along: Literal["n", "k"], m: int, shard: tuple[int, int], itemsize: int,
-           config: Config) -> GatherRhsSchedule:  # fmt: skip
+    def of(
+        devices: int, along: Literal["n", "k"], m: int, shard: tuple[int, int], itemsize: int, config: Config
+    ) -> GatherRhsSchedule:
         """The schedule of a problem: `m` rows of the left operand, and the shape of one shard of the right one."""
         plan = Chunking.cut(*shard, itemsize, STEPS_PER_FLAG * config.tile_k, config.pull.chunk_bytes)
-        return GatherRhsSchedule(
-            devices, along, TileOrder.of(m, shard[1], config), plan, config.tile_n, config.tile_k
-        )  # fmt: skip
+        return GatherRhsSchedule(devices, along, TileOrder.of(m, shard[1], config), plan, config.tile_n, config.tile_k)
 
     # --- Tiles and their k steps ---
 

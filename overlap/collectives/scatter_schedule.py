@@ -106,9 +106,15 @@ class ReduceScatterSchedule:
 
     @staticmethod
     def of(
-        devices: int, along: Literal["m", "n"], block: tuple[int, int, int], boxes: tuple[int, int, int], itemsize: int,
-        config: Config, *, by_ring: bool = False,
-    ) -> ReduceScatterSchedule:  # fmt: skip
+        devices: int,
+        along: Literal["m", "n"],
+        block: tuple[int, int, int],
+        boxes: tuple[int, int, int],
+        itemsize: int,
+        config: Config,
+        *,
+        by_ring: bool = False,
+    ) -> ReduceScatterSchedule:
         """The schedule of a problem.
 
         Args:

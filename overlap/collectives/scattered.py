@@ -50,8 +50,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from overlap.collectives import pull
-from overlap.collectives.pull import Chunks, Communicator
+from overlap.collectives import communicator
+from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
 from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
@@ -90,13 +90,17 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     # By ring a communicator must not hold a chunk while it waits for a tile, which may wait for that chunk.
     with_buffers = config.replace(chunk_buffers=1) if schedule.passes_on else config
     kernel = ProductKernel(
-        f"overlap_{plan.operation.name}_{along}", plan.target, config, types,
+        f"overlap_{plan.operation.name}_{along}",
+        plan.target,
+        config,
+        types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Tiles stored here, chunks sent of each, and terms that have come.
-        ((steps + 1, places), schedule.flags, *pull.flag_shapes(schedule.flags, copies_own=strips is not None)),
-        pull.smem_types(with_buffers, schedule.plan, plan.out_dtype, results=strips), draws=True,
+        ((steps + 1, places), schedule.flags, *communicator.flag_shapes(schedule.flags, copies_own=strips is not None)),
+        communicator.smem_types(with_buffers, schedule.plan, plan.out_dtype, results=strips),
+        draws=True,
         transport="push" if strips is None else "broadcast",
-    )  # fmt: skip
+    )
     parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else _in_blocks((batch, m, n), schedule), plan.out_dtype)
     inputs: Any = (*_blocks(operands, plan, schedule), _addends(operands, plan, schedule), [])
@@ -331,22 +335,29 @@ class _Body:
             return ref.at[step, box, pl.ds(first, rows.size), columns]
 
         chunks = Chunks(
-            schedule.sends, schedule.plan, schedule.chunk,
+            schedule.sends,
+            schedule.plan,
+            schedule.chunk,
             source=lambda step, *where: within(parts_gmem, step, *where),
             destination=lambda step, *where: within(group.remote_ref(terms_gmem, receiver(step)), step, *where),
-            ready=lambda step, row, _: pull.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
+            ready=lambda step, row, _: communicator.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
             landed=landed,
-        )  # fmt: skip
+        )
         slots_smem, loaded = self.refs.smem
         results = None
         if self.strips is not None:
             slots_smem, strip_slots_smem = slots_smem
             results = self._results(self.strips), strip_slots_smem
-        communicator = Communicator(
-            self.plan.operation.name, group, self.kernel.config, tuple(handshake), (slots_smem, loaded), chunks,
-            results=results, only=schedule.last_step if schedule.by_ring else None,
-        )  # fmt: skip
-        communicator.run()
+        Communicator(
+            self.plan.operation.name,
+            group,
+            self.kernel.config,
+            tuple(handshake),
+            (slots_smem, loaded),
+            chunks,
+            results=results,
+            only=schedule.last_step if schedule.by_ring else None,
+        ).run()
 
     def _results(self, strips: Strips) -> Chunks:
         """The strips of own tiles, each to all peers."""
@@ -375,9 +386,11 @@ class _Body:
                     pl.when(end <= strips.block[1])(lambda: send_rows(strips.cols))
 
         return Chunks(
-            strips.count, strips, strips.strip,
+            strips.count,
+            strips,
+            strips.strip,
             source=lambda of, *where: self._own_block(out_gmem, of[0]).at[where],
             destination=lambda *_: None,
-            ready=lambda of, *_: pull.wait_for_block(stored.at[last, of[1]], 1),
+            ready=lambda of, *_: communicator.wait_for_block(stored.at[last, of[1]], 1),
             send=send,
-        )  # fmt: skip
+        )

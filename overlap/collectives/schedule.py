@@ -53,9 +53,16 @@ class AllGatherSchedule:
 
     @staticmethod
     def of(
-        devices: int, lhs_shard: Sequence[int], widths: Sequence[int], itemsize: int, config: Config, *,
-        keeps_own: bool = False, scaled: bool = False, scale_steps: int = 0,
-    ) -> AllGatherSchedule:  # fmt: skip
+        devices: int,
+        lhs_shard: Sequence[int],
+        widths: Sequence[int],
+        itemsize: int,
+        config: Config,
+        *,
+        keeps_own: bool = False,
+        scaled: bool = False,
+        scale_steps: int = 0,
+    ) -> AllGatherSchedule:
         """The schedule of a problem: the shape of one shard of the left operand, [(batch,) m_shard, k], and n each."""
         (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
         batch, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)

@@ -58,7 +58,9 @@ def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     out, aval = d.new(), eqn.outvars[0].aval
     function, plain = _REDUCTIONS.get(name), arithmetic.is_plain(aval)
     if function is None:
-        raise NotImplementedError(f"multimem_load_reduce with reduction_op={name!r}: expected one of {tuple(_REDUCTIONS)}")
+        raise NotImplementedError(
+            f"multimem_load_reduce with reduction_op={name!r}: expected one of {tuple(_REDUCTIONS)}"
+        )
     is_integer = np.dtype(aval.dtype).kind in "iub"
 
     def run(thread: Any) -> None:

@@ -29,7 +29,9 @@ TILES = {"tile_m": 64, "tile_n": 64, "tile_k": 64, "max_concurrent_steps": 2}
 # What the emulator has to say about some of them.
 NO_FENCE = r"race \(missing proxy fence\) on output 1:\n  TMA load, read"
 OTHER_ROUND = r"race on output 1:\n  TMA (load, read|store, write)"
-REFILLED = r"race on pipeline_allocs.*:\n  TMA load, write .*\n  is not ordered with the earlier read\n  (wgmma|TMA store)"
+REFILLED = (
+    r"race on pipeline_allocs.*:\n  TMA load, write .*\n  is not ordered with the earlier read\n  (wgmma|TMA store)"
+)
 UNFINISHED_STORE = "freed too early:\n  TMA store, read"
 TWO_ANSWERS = "cluster launch control|try_cancel|query_cluster_cancel"
 ACCUMULATOR = "race on ref_kwargs|tensor memory load of ref"
@@ -52,7 +54,7 @@ def half(*shape, seed=0):
 
 def run(function, *args, reports=(), **settings):
     """The results of a jitted function; each of the `reports` is found, and nothing else."""
-    with (pytest.raises(EmulationError) if reports else contextlib.nullcontext()), emulate(**settings) as found:
+    with pytest.raises(EmulationError) if reports else contextlib.nullcontext(), emulate(**settings) as found:
         out = jax.tree.map(np.asarray, jax.jit(function)(*args))
     messages = [str(error) for error in found.errors]
     for report in reports:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import pull, ring
+from overlap.collectives import communicator, ring_transport
 from overlap.primitives.handshake import Handshake
 from tests import oracle, skew_cases
 from tests.handshake_cases import do_not_look, speak_before_the_transfers, without_waiting_for
@@ -33,7 +33,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 def late_transfers(monkeypatch, victim):
     """Device `victim` stalls before it says that something has arrived: each chunk, or each piece passed on."""
-    copy_chunks, announce = pull.copy_chunks, ring._announce
+    copy_chunks, announce = communicator.copy_chunks, ring_transport._announce
 
     def pull_late(*args, landed, **kwargs):
         def landed_late(*chunk):
@@ -46,19 +46,19 @@ def late_transfers(monkeypatch, victim):
         stall(victim)
         announce(*args)
 
-    monkeypatch.setattr(pull, "copy_chunks", pull_late)
-    monkeypatch.setattr(ring, "_announce", announce_late)
+    monkeypatch.setattr(communicator, "copy_chunks", pull_late)
+    monkeypatch.setattr(ring_transport, "_announce", announce_late)
 
 
 def late_sends(monkeypatch, victim):
     """Device `victim` stalls before it passes on the first k step of each piece."""
-    pass_on = ring._pass_on
+    pass_on = ring_transport._pass_on
 
     def pass_on_late(site, tile, k, lhs_smem):
         stall(victim, k == 0)
         pass_on(site, tile, k, lhs_smem)
 
-    monkeypatch.setattr(ring, "_pass_on", pass_on_late)
+    monkeypatch.setattr(ring_transport, "_pass_on", pass_on_late)
 
 
 def repeated(mesh, iterations, transport="pull", *, flip=True):
@@ -132,7 +132,7 @@ def test_negative_control_without_looking_for_the_peers_it_is_wrong(devices, mon
 
 def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
     late_transfers(monkeypatch, 1)
-    monkeypatch.setattr(pull, "semaphore_wait", lambda *_, **__: None)
+    monkeypatch.setattr(communicator, "semaphore_wait", lambda *_, **__: None)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
 

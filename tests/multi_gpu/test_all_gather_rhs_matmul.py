@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import pull
+from overlap.collectives import communicator
 from tests import oracle, skew_cases
 from tests.handshake_cases import speak_before_the_transfers
 from tests.oracle import make_mesh
@@ -34,7 +34,7 @@ CONFIGS = [
 
 def late_pulls(monkeypatch, victim):
     """The communicators of device `victim` stall before they say that a chunk is there."""
-    copy_chunks = pull.copy_chunks
+    copy_chunks = communicator.copy_chunks
 
     def pull_late(*args, landed, **kwargs):
         def landed_late(*chunk):
@@ -43,7 +43,7 @@ def late_pulls(monkeypatch, victim):
 
         return copy_chunks(*args, landed=landed_late, **kwargs)
 
-    monkeypatch.setattr(pull, "copy_chunks", pull_late)
+    monkeypatch.setattr(communicator, "copy_chunks", pull_late)
 
 
 def operands(mesh, along, m, shard, dtype, seed):
@@ -170,7 +170,7 @@ def test_skewed_devices_late_pulls_and_weights_overwritten_right_after(devices, 
 def test_negative_control_without_it_the_result_is_wrong(devices, name, along, monkeypatch):
     late_pulls(monkeypatch, 1)
     if name == "flags":
-        monkeypatch.setattr(pull, "semaphore_wait", lambda *_, **__: None)
+        monkeypatch.setattr(communicator, "semaphore_wait", lambda *_, **__: None)
     else:
         speak_before_the_transfers(monkeypatch)
     mesh = make_mesh(x=devices)

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import pull
-from overlap.collectives.pull import Communicator
+from overlap.collectives import communicator
+from overlap.collectives.communicator import Communicator
 from tests import oracle, several_sides_cases, skew_cases
 from tests.handshake_cases import speak_before_the_transfers
 from tests.several_sides_cases import Form
@@ -103,7 +103,7 @@ def test_a_device_that_is_late(devices, victim, monkeypatch):
 
 def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
     late_copies(monkeypatch, 1)
-    monkeypatch.setattr(pull, "semaphore_wait", lambda *_, **__: None)
+    monkeypatch.setattr(communicator, "semaphore_wait", lambda *_, **__: None)
     mesh = oracle.make_mesh(x=devices)
     assert float(repeated(mesh, 5, CUT)(*oracle.operands(mesh, (16, 512, 2048), BF16, seed=4))) > 1e-1
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import pull, scattered
+from overlap.collectives import communicator, scattered
 from tests import oracle, skew_cases
 from tests.oracle import make_mesh
 from tests.scatter_cases import ALONG, EVERYWHERE, F32, WAYS, Layer
@@ -230,7 +230,7 @@ def test_gradients(devices, along):
 
 def late_arrivals(monkeypatch, victim):
     """The communicators of device `victim` stall before they say that a chunk has arrived."""
-    copy_chunks = pull.copy_chunks
+    copy_chunks = communicator.copy_chunks
 
     def push_late(*args, landed, **kwargs):
         def landed_late(*chunk):
@@ -239,12 +239,12 @@ def late_arrivals(monkeypatch, victim):
 
         return copy_chunks(*args, landed=landed_late, **kwargs)
 
-    monkeypatch.setattr(pull, "copy_chunks", push_late)
+    monkeypatch.setattr(communicator, "copy_chunks", push_late)
 
 
 def late_departures(monkeypatch, victim):
     """The communicators of device `victim` stall before they begin with a chunk."""
-    copy_chunks = pull.copy_chunks
+    copy_chunks = communicator.copy_chunks
 
     def push_late(*args, source, **kwargs):
         def source_late(*place):
@@ -253,7 +253,7 @@ def late_departures(monkeypatch, victim):
 
         return copy_chunks(*args, source=source_late, **kwargs)
 
-    monkeypatch.setattr(pull, "copy_chunks", push_late)
+    monkeypatch.setattr(communicator, "copy_chunks", push_late)
 
 
 LATE = {"arrivals": late_arrivals, "departures": late_departures}
@@ -305,7 +305,7 @@ def test_negative_control_without_waiting_the_result_is_wrong(devices, without, 
         monkeypatch.setattr(scattered._Body, "_await_terms", lambda *_: None)
     else:
         # A part is sent whether or not it has been computed.
-        monkeypatch.setattr(pull, "wait_for_block", lambda *_: None)
+        monkeypatch.setattr(communicator, "wait_for_block", lambda *_: None)
     mesh, layer = make_mesh(x=devices), Layer(along, dtype=BF16)
     assert repeated(mesh, layer, (2048, 4096, 1024), 5, seed=4) > 1e-2
 

@@ -135,10 +135,19 @@ class Communicator:
         of_chunks, loaded = self.smem
         slots_smem = of_chunks if slots_smem is None else slots_smem
         return copy_chunks(
-            number, (first, first + chunks.count), counter, chunks.plan, at=chunks.at, source=chunks.source,
-            destination=chunks.destination, landed=chunks.landed, slots_smem=slots_smem, loaded=loaded,
-            ready=chunks.ready, send=chunks.send,
-        )  # fmt: skip
+            number,
+            (first, first + chunks.count),
+            counter,
+            chunks.plan,
+            at=chunks.at,
+            source=chunks.source,
+            destination=chunks.destination,
+            landed=chunks.landed,
+            slots_smem=slots_smem,
+            loaded=loaded,
+            ready=chunks.ready,
+            send=chunks.send,
+        )
 
 
 def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int, ...], ...]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.collectives import pull
-from overlap.collectives.pull import Chunks, Communicator
+from overlap.collectives import communicator
+from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards
 from overlap.kernels.block_scales import SCALE_TILE_BYTES, SCALE_TILE_WORDS
@@ -106,17 +106,17 @@ class _Places:
 class PullTransport:
     """See the modules' docstrings; the methods are those of `transport.Transport`."""
 
-    why = pull.WHY
+    why = communicator.WHY
     forwards = False
     told = True
     needs_all_ctas = False
     brings_scales = True
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
-        return pull.flag_shapes(schedule.flags, copies_own=schedule.keeps_own)
+        return communicator.flag_shapes(schedule.flags, copies_own=schedule.keeps_own)
 
     def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
-        return pull.smem_types(config, schedule.plan, dtype, _scales_type(schedule, config))
+        return communicator.smem_types(config, schedule.plan, dtype, _scales_type(schedule, config))
 
     def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
         (row_flags, *rest), (slots_smem, loaded) = flags, smem
@@ -129,12 +129,18 @@ class PullTransport:
         def communicate() -> None:
             places = _Places(shards, row_flags, shards.group.me())
             Communicator(
-                shards.operation, shards.group, shards.config, tuple(rest), (slots_smem, loaded), places.peers(),
+                shards.operation,
+                shards.group,
+                shards.config,
+                tuple(rest),
+                (slots_smem, loaded),
+                places.peers(),
                 places.own() if schedule.keeps_own else None,
-                scale_pieces=schedule.scale_pieces, pull_scales=pull_scales,
-            ).run()  # fmt: skip
+                scale_pieces=schedule.scale_pieces,
+                pull_scales=pull_scales,
+            ).run()
 
         def wait(tile: Tile) -> None:
-            pull.wait_for_block(row_flags.at[shards.flag(tile.step, tile)], schedule.flag_target(tile.m))
+            communicator.wait_for_block(row_flags.at[shards.flag(tile.step, tile)], schedule.flag_target(tile.m))
 
         return dataclasses.replace(hooks, before_load=shards.wait_for_rows(wait), communicate=communicate)
