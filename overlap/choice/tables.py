@@ -134,7 +134,7 @@ def read(path: pathlib.Path) -> list[Entry]:
     """
     table = parse(path)
     if faults := table.faults:
-        more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SAID else ""
+        more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
         verb = "is" if len(faults) == 1 else "are"
         first = "; ".join(faults[:_FAULTS_SHOWN])
         logger.warning("the tuning table %s: %d of its entries %s ignored: %s%s", path, len(faults), verb, first, more)
