@@ -178,14 +178,14 @@ def _check(layer: Parallel) -> None:
     """Raises ValueError if the mesh does not have the layer's axes, or the implementation does not exist."""
     if layer.implementation not in ("fused", "xla", None):
         raise ValueError(
-            f'{layer.title}: implementation must be "fused", "xla" or None, got {layer.implementation!r}: leave it out,
-            or ' "name one"
+            f'{layer.title}: implementation must be "fused", "xla" or None, got {layer.implementation!r}: leave it '
+            "out, or name one"
         )
     if not isinstance(layer.axis, str) or layer.axis in (*names_in(layer.fsdp_axis), *names_in(layer.batch_axis)):
         raise ValueError(
             f"{layer.title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got axis={layer.axis!r}, "
-            f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}: name an axis that those "
-            "two do not name"
+            f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}: name an axis that "
+            "those two do not name"
         )
     sizes = dict(layer.mesh_in_use().shape)
     for keyword, value in (("axis", layer.axis), ("fsdp_axis", layer.fsdp_axis), ("batch_axis", layer.batch_axis)):
