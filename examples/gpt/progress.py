@@ -19,7 +19,9 @@ class Report:
     """The progress of one run."""
 
     def __init__(self, title: str, *, steps: int, tokens: int, every: int, quiet: bool) -> None:
-        """Args:
+        """Makes the report of a run.
+
+        Args:
         title: begins each line.
         steps: steps in all.
         tokens: tokens of a step.

@@ -64,7 +64,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ValueError(f"`layout` must be one of {LAYOUTS}, got {self.layout!r}")
+            raise ValueError(f"`layout` must be one of {LAYOUTS}, got {self.layout!r}: name one of these")
 
     def __str__(self) -> str:
         dtypes = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}"
