@@ -31,8 +31,8 @@ LEAST_RATIO = 0.93
 NOT_MEASURED = "not measured on this GPU yet"
 _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
-# Distances are counted in doublings of m, n or k. So far apart are two problems for each doubling of the devices, for
-# another layout, for another dtype, and if only one of the two has aligned rows.
+# Distances between problems are counted in doublings of m, n or k. Each doubling of the devices, another layout,
+# another dtype, and aligned rows in only one of the two problems add these to the distance.
 _DEVICES, _LAYOUT, _KIND, _ALIGNMENT = 1.0, 0.5, 3.0, 3.0
 # Measurements that are farther away than the nearest one by more than this are not used.
 _REACH = 1.0

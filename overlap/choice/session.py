@@ -7,5 +7,6 @@ from typing import Any
 import jax
 
 # The value is a part of the cache key of `jax.jit`. So a function that was traced outside a session is traced again
-# inside, where the session sees its calls, and once more after the session, whose configurations do not outlive it.
+# inside, where the session sees its calls. And a trace from inside is not used outside, so that the configurations of a
+# session do not outlive it.
 session: Any = jax.make_user_context(None)

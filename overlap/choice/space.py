@@ -271,7 +271,7 @@ def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
 def _on_grid(config: Config, problem: Problem) -> Config:
     """The configuration with its tile order clipped to the problem's grid.
 
-    Those that become equal run the same kernel.
+    Configurations that become equal run the same kernel.
     """
     rows, columns = config.cluster_tile
     m, n, _ = problem.grid(config)

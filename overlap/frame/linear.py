@@ -41,10 +41,9 @@ def linear_map(
       forward: in terms of JAX's own operations. It captures no arrays.
       transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand.
         `cotangents` are those of the results, and may be symbolic zeros (`ad.Zero`). `wanted` has an entry for each
-        operand: the dtype in which its cotangent is wanted, or None if it is not wanted. That dtype is the operand's,
-          or
-        f32 if the cotangent will be added to others first. A returned cotangent may have more bits; it is rounded once,
-        at the end.
+        operand: the dtype in which its cotangent is wanted, or None if it is not wanted. That dtype is that of the
+        operand, or f32 if the cotangent will be added to others first. A returned cotangent may have more bits; it is
+        rounded once, at the end.
       residuals: arrays.
       operands: arrays.
 

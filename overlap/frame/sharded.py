@@ -4,9 +4,8 @@ A kernel runs on one device, on operands that lie there. If the types say along 
 sharded, `matmul` enters `jax.shard_map` over these axes by itself, provided that no device then needs data of another
 one:
 
-    batch, m, n    may be sharded, each along axes of its own. All operands and the result are then cut alike. An
-    operand
-                   that is whole along such a dimension is cut first, which moves nothing between devices
+    batch, m, n    may be sharded, each along axes of its own. All operands and the result are then cut alike. If an
+                   operand is whole along such a dimension, it is cut first, which moves nothing between devices
     k              must not be sharded: each device would have a part of every sum
 
 Inside, each device's part is a `matmul` of its own, which chooses its implementation by the sizes of that part.

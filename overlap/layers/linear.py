@@ -73,8 +73,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are sharded. The rows of its input are gathered while they are multiplied.
 
     kernel: [in_features, out_features], sharded P(fsdp_axis, axis). bias: [out_features], sharded P(axis). Both have
-      the
-    names, shapes and initial values of nnx.Linear's.
+    the names, shapes and initial values of nnx.Linear's.
 
     Args:
       in_features: features of the input, a multiple of the devices along `fsdp_axis`.
@@ -122,8 +121,7 @@ class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are sharded. The sums over the devices are scattered while they are computed.
 
     kernel: [in_features, out_features], sharded P(axis, fsdp_axis). bias: [out_features], whole on all devices. Both
-      have
-    the names, shapes and initial values of nnx.Linear's.
+    have the names, shapes and initial values of nnx.Linear's.
 
     Arguments and errors are those of `ColumnParallelLinear`, but here the devices along `axis` must divide
     `in_features`, and those along `fsdp_axis` must divide `out_features`.
