@@ -1,4 +1,4 @@
-"""A transformer block in bare JAX: `overlap.sharded_matmul` on global arrays under jax.jit. No flax, no shard_map.
+"""A transformer block in JAX alone: `overlap.sharded_matmul` on global arrays under jax.jit. No flax, no shard_map.
 
 [JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8] python examples/block_bare_jax.py
 """
@@ -72,7 +72,7 @@ def main(data: int = 1, tensor: int | None = None) -> tuple[jax.Array, Weights]:
     # The axes of jax.make_mesh are Explicit: types say how arrays are sharded.
     with jax.set_mesh(jax.make_mesh((data, tensor), ("data", "tensor"))):
         x = jax.reshard(jax.random.normal(jax.random.key(1), (BATCH, ROWS, FEATURES), jnp.bfloat16), BETWEEN)
-        return loss_and_grads(jax.jit(init)(jax.random.key(0)), x)  # (Under jit no device has whole weights.)
+        return loss_and_grads(jax.jit(init)(jax.random.key(0)), x)  # (Under jit no device ever holds whole weights.)
 
 
 if __name__ == "__main__":

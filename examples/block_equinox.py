@@ -22,7 +22,7 @@ def draw(key: jax.Array, rows: int, columns: int, spec: P) -> jax.Array:
 
 
 class Column(eqx.Module):
-    """Several column-parallel weights, which share one gather of the rows."""
+    """Several column-parallel weights. Their products share one gather of the rows."""
 
     weights: list[jax.Array]
 
@@ -31,7 +31,7 @@ class Column(eqx.Module):
 
 
 def row_parallel(x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
-    """The sums are scattered by rows, the residual is added to them."""
+    """A product whose sums over the devices are scattered by rows, plus the residual."""
     return overlap.sharded_matmul(x, weight.astype(x.dtype), out_sharding=BETWEEN, addend=residual)
 
 

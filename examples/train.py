@@ -1,11 +1,11 @@
-"""Trains a small GPT of overlap's layers, and goes on where it was stopped. docs/training.md is the guide.
+"""Trains a small GPT made of overlap's layers, and continues where it was stopped. docs/training.md is the guide.
 
     make train                                          on the visible GPUs, else on 4 CPU devices
     python examples/train.py --tensor 4 --data 2        on 8 GPUs
     launch/mpirun.sh -np 4 -- python examples/train.py  one process per device
-    python examples/train.py --compare                  fused against XLA: the losses, and how far rounding leads
+    python examples/train.py --compare                  fused against XLA: the losses, and how far rounding alone leads
 
-What it is made of stands in examples/gpt/.
+The modules are in examples/gpt/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from jax.experimental import multihost_utils
 
 from overlap.cli import ending
 
-# A process that is refused ends its job, and should not do so before the first one has said why.
+# The first process prints why a job is refused. Other processes wait this long, since the first one to end ends the
+# job.
 _TIME_TO_SAY_S = 1.0
 
 
@@ -46,11 +47,13 @@ def main() -> int:
         return 2 if isinstance(reason, Refused) else 1
     except Stopped as stopped:
         again = shlex.join(sys.argv[1:])
-        _say(f"train: stopped after step {stopped.step}, which is saved. The same command goes on from there: "
-             f"python examples/train.py {again}".rstrip())  # fmt: skip
+        _say(
+            f"train: stopped after step {stopped.step}, which is saved. The same command goes on from there: "
+            f"python examples/train.py {again}".rstrip()
+        )
         return stopped.status
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("trained")  # None ends before the others.
+        multihost_utils.sync_global_devices("trained")  # All processes end together.
     return status
 
 
@@ -70,14 +73,16 @@ def _train(chosen: Options, text: np.ndarray) -> int:
         first, last = result.steps[0], result.steps[-1]
         if chosen.sample:
             print(f"{prompt!r} goes on: {written!r}")
-        print(f"Loss {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}; "
-              f"{time.perf_counter() - start:.0f} s. Plot: {plot}")  # fmt: skip
+        print(
+            f"Loss {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}; "
+            f"{time.perf_counter() - start:.0f} s. Plot: {plot}"
+        )
     return 0
 
 
 def _compare(chosen: Options, text: np.ndarray) -> int:
     result = compare.compare(chosen, text)
-    if result is None:  # Another process says it.
+    if result is None:  # The first process prints the comparison.
         return 0
     plot = chosen.out / "losses.png"
     curves.draw(result.runs, plot, title=_title(chosen))

@@ -4,6 +4,7 @@ What is right is stated here once more, independently: by values that are right 
 that must agree. Nothing is compiled: `explain` and `jax.eval_shape` end before that.
 """
 
+import functools
 import inspect
 
 import jax
@@ -245,6 +246,16 @@ def test_there_is_no_scale_but_of_one_operand(op):
     arguments.pop("mesh", None)
     with pytest.raises(TypeError, match="'scale'"):
         op(**arguments, scale=2.0)
+
+
+def test_explain_of_a_partial_operation():
+    lhs, rhs = array(M, K)[2], array(K, N)[2]
+    twice = functools.partial(functools.partial(overlap.matmul, lhs, transpose_rhs=True), transpose_rhs=False)
+    assert overlap.explain(twice, rhs) == overlap.explain(overlap.matmul, lhs, rhs, transpose_rhs=False)
+    with pytest.raises(TypeError, match="has no argument `zzz`"):
+        overlap.explain(functools.partial(overlap.matmul, zzz=1), lhs, rhs)
+    with pytest.raises(ValueError, match="`op` must be one of"):
+        overlap.explain(functools.partial(print), lhs)
 
 
 @pytest.mark.parametrize("op", [None, print, [], "matmul", jax.jit(overlap.matmul), overlap, overlap.explain])

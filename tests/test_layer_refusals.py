@@ -39,7 +39,7 @@ BUILT: dict[str, tuple[Any, type[Exception], str]] = {
     "negative": (
         lambda **o: layers.ColumnParallelLinear(-48, 64, **o),
         ValueError,
-        "ColumnParallelLinear: in_features must be at least 1, got -48",
+        "ColumnParallelLinear: in_features must be at least 1, got -48: give a positive size",
     ),
     "no whole number": (
         lambda **o: layers.ColumnParallelLinear(48.0, 64, **o),  # pyright: ignore[reportArgumentType]
@@ -50,6 +50,26 @@ BUILT: dict[str, tuple[Any, type[Exception], str]] = {
         lambda **o: layers.QKVProjection(32, 8, 0, **o),
         ValueError,
         "QKVProjection: num_kv_heads must be at least 1, got 0",
+    ),
+    "heads that do not share": (
+        lambda **o: layers.QKVProjection(32, 8, 5, **o),
+        ValueError,
+        "QKVProjection: num_heads=8 must be a multiple of num_kv_heads=5: give num_kv_heads=4, for example$",
+    ),
+    "an axis of its own": (
+        lambda **o: layers.RMSNorm(32, **o | {"axis": "data"}),
+        ValueError,
+        "RMSNorm: axis must be one mesh axis.*: name an axis that those two do not name$",
+    ),
+    "an axis that the mesh has not": (
+        lambda **o: layers.RMSNorm(32, **o | {"axis": "model"}),
+        ValueError,
+        "RMSNorm: axis='model' is no axis of the mesh, which has .*: name one of those$",
+    ),
+    "an implementation that is none": (
+        lambda **o: layers.RMSNorm(32, **o, implementation="cuda"),  # pyright: ignore[reportArgumentType]
+        ValueError,
+        "RMSNorm: implementation must be .*, got 'cuda': leave it out, or name one$",
     ),
     "few heads": (
         lambda **o: layers.QKVProjection(32, 2, 2, 7, **o),
@@ -112,6 +132,12 @@ CALLED: dict[str, tuple[str, tuple[Any, ...], type[Exception], str]] = {
         r"GatedMLP: residual must have the shape of the result, \(2, 8, 32\), got \(2, 8, 1\): jnp\.broadcast_to",
     ),
     "residual of a row": ("row", (jnp.zeros((2, 8, 64)), jnp.zeros(32)), ValueError, "RowParallelLinear: residual"),
+    "a single row": (
+        "mlp",
+        (jnp.zeros(32),),
+        ValueError,
+        r"GatedMLP: activations must be .*: give a single row as x\[None\]$",
+    ),
     "a residual that is a list": ("mlp", (X, [0.0]), TypeError, "GatedMLP: residual must be an array, got list"),
     "batch": (
         "mlp",

@@ -102,7 +102,7 @@ def test_the_fit_finds_the_rates_of_a_device(monkeypatch):
 def test_the_rates_lie_beside_the_code_and_are_all_there():
     fitted = json.loads(rates.FILE.read_text())["rates"]
     names = {field.name for field in dataclasses.fields(Rates)}
-    assert names - fitted.keys() == {"overlaps_epilogue"} and fitted.keys() <= names
+    assert names - fitted.keys() == {"overlaps_epilogue", "measured"} and fitted.keys() <= names
     assert all(value > 0 for value in fitted.values())
     assert fit_model.FREE.keys() <= fitted.keys()
 

@@ -99,7 +99,7 @@ def test_the_page_names_all_files(repository):
         ("--batch 8 --data 2 --accumulate 3", "--accumulate 3 = 6: choose --batch 12, say"),
         ("--warmup 13", "--warmup 13 is longer than --steps 12"),
         ("--data 4 --tensor 4", "--data 4 × --fsdp 1 × --tensor 4 asks for 16 devices, and there are 8: lower one"),
-        ("--compare --tensor 2", "--implementation xla goes not with it: leave one of them out"),
+        ("--compare --tensor 2", "--implementation xla contradicts it: leave one of them out"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_go_together(tmp_path, arguments, message):

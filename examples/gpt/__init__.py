@@ -1,1 +1,1 @@
-"""What examples/train.py is made of: a small GPT, its text, training, checkpoints and curves."""
+"""The modules of examples/train.py: a small GPT, its text, training, checkpoints and curves."""

@@ -1,4 +1,4 @@
-"""Checkpoints by orbax. One gets its name when it is whole, so a half-written one is never read."""
+"""Checkpoints by orbax. A checkpoint gets its name when it is complete, so a half-written one is never read."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from gpt.devices import Refused
 from gpt.options import Options
 from gpt.training import Program, State
 
-# The last one, and the one before it in case somebody needs it.
+# The last checkpoint, and the one before it.
 _KEPT = 2
 
 
 class NotSaved(Exception):
-    """A checkpoint could not be written: the disk is full, say."""
+    """A checkpoint could not be written, for example because the disk is full."""
 
 
 class Checkpoints:
     """The checkpoints of a run in a folder. All processes call the same methods in the same order."""
 
     def __init__(self, folder: pathlib.Path, options: Options) -> None:
-        # Orbax warns of each array that it reads onto another mesh, which is meant here, and logs what it raises.
+        # Silence orbax: it warns about each array that it reads onto another mesh, which is intended here, and it logs
+        # the errors that it raises.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.folder = folder.resolve()
         self._options = options
         manager = ocp.CheckpointManagerOptions(
             max_to_keep=_KEPT,
-            # What a killed process has left.
+            # Removes half-written checkpoints of a killed process.
             cleanup_tmp_directories=True,
-            # On GPUs training goes on while the files are written from a copy. On CPU devices there is no copy, and the
-            # next step reuses the memory.
+            # On GPUs training continues while the files are written from a copy. On CPU devices orbax makes no copy,
+            # and the next step would overwrite the memory.
             enable_async_checkpointing=jax.default_backend() != "cpu",
         )
         self._manager = ocp.CheckpointManager(self.folder, options=manager)
 
     def last_step(self) -> int:
-        """The step of the last whole checkpoint; 0 without one."""
+        """The step of the last complete checkpoint; 0 if there is none."""
         return self._manager.latest_step() or 0
 
     def check(self) -> list[str]:
-        """Returns what training goes on with otherwise than it began, as "--batch 16 before, 32 now".
+        """Returns the options that have changed since the last checkpoint, as in "--batch 16 before, 32 now".
 
         Raises:
-          Refused: if the last checkpoint is another model's.
+          Refused: the last checkpoint is of another model.
         """
         before = self._read("run", ocp.args.JsonRestore())
         if other := _differences(before["sizes"], dataclasses.asdict(self._options.sizes)):
@@ -62,14 +63,14 @@ class Checkpoints:
         return _differences(before["training"], dataclasses.asdict(self._options.training))
 
     def restore(self, program: Program) -> State:
-        """Returns the state of the last checkpoint, on the program's mesh, whichever it was written on."""
+        """Returns the state of the last checkpoint on the program's mesh, whatever mesh it was written on."""
         return self._read("state", ocp.args.StandardRestore(program.abstract_state))
 
     def save(self, step: int, state: State) -> None:
-        """Writes the state after `step`. On GPUs it may not be whole until the next call, or `close`.
+        """Writes the state after `step`. On GPUs the checkpoint may not be complete until the next call, or `close`.
 
         Raises:
-          NotSaved: if it cannot be written, or on GPUs the one before.
+          NotSaved: it cannot be written; or, on GPUs, the checkpoint before it could not be.
         """
         if step == self.last_step():
             return
@@ -79,10 +80,10 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def close(self) -> None:
-        """Returns when all is written.
+        """Waits until all checkpoints are written.
 
         Raises:
-          NotSaved: if it cannot be.
+          NotSaved: one could not be written.
         """
         with self._writing():
             self._manager.wait_until_finished()
@@ -94,7 +95,7 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             text = " ".join(str(error).split())
-            # Tensorstore's errors end with what the operating system said.
+            # Tensorstore's errors end with the message of the operating system.
             reason = found[1] if (found := re.search(r"([^:]+) \[os_error_code", text)) else text[:300]
             raise NotSaved(
                 f"no checkpoint could be written to {self.folder} ({reason.strip()}). The last one is of step "

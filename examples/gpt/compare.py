@@ -1,4 +1,7 @@
-"""The same training fused and by XLA, and by XLA with the sums in another order: that says how far rounding leads."""
+"""Trains three times: by XLA, with the fused kernels, and by XLA with another order of summation.
+
+The third run says how far the losses drift apart by rounding alone.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,20 @@ from gpt.curves import differences
 from gpt.losses import Step
 from gpt.options import Options, in_another_order
 
-# Two runs that differ in rounding alone drift apart by chance; more than so many times the drift of XLA's two runs is
-# an error.
+# Runs that differ in rounding alone drift apart, by chance. If the fused run drifts more than this many times as far as
+# XLA's second run, that is an error.
 _MOST_TIMES = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The losses of all runs, by name, and the largest and root-mean-square distances from XLA's."""
+    """The losses of all runs.
+
+    Attributes:
+      runs: the steps of each run, by name: XLA, XLA in another order, fused.
+      fused_largest, fused_rms: the largest and the root-mean-square distance of the fused losses from XLA's.
+      noise_largest, noise_rms: the same distances for XLA in another order.
+    """
 
     runs: dict[str, list[Step]]
     fused_largest: float
@@ -30,11 +39,11 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        """Whether the fused curve is no farther from XLA's than rounding leads."""
+        """Whether the fused curve is about as close to XLA's as rounding allows (see `_MOST_TIMES`)."""
         return self.fused_rms <= _MOST_TIMES * self.noise_rms
 
     def lines(self) -> list[str]:
-        """The result, to be printed."""
+        """The result as lines to print."""
         xla, other, fused = self.runs
         width = max(len(other), len(fused))
         relation = "within" if self.agree else "NOT within"
@@ -47,13 +56,13 @@ class Comparison:
 
 
 def compare(options: Options, text: np.ndarray) -> Comparison | None:
-    """Trains three times, each run in a folder of its own, where it goes on if it was stopped.
+    """Trains three times, each run in a folder of its own. A run that was stopped is continued.
 
     Returns:
       The comparison; None in all processes of a job but the first.
 
     Raises:
-      Whatever `run.train` raises.
+      Refused, Stopped, Diverged: as `run.train`.
     """
     other = in_another_order(options)
     axes = other.axes
@@ -66,7 +75,7 @@ def compare(options: Options, text: np.ndarray) -> Comparison | None:
     for name, (folder, of_variant, implementation) in variants.items():
         chosen = dataclasses.replace(of_variant, implementation=implementation, out=options.out / folder)
         runs[name] = run.train(chosen, text, title=folder).steps
-        gc.collect()  # The state of a run leaves the devices before the next one comes.
+        gc.collect()  # Frees the state of this run before the next one begins.
     if not all(runs.values()):
         return None
     reference, noise, fused = (runs[name] for name in runs)

@@ -1,8 +1,8 @@
-"""The text to train on, as bytes: short stories in English that count correctly, drawn from a seed; or given files.
+"""The text to train on, as bytes: short English stories that are made from a seed and count correctly; or given files.
 
-Nothing is downloaded, and no license comes with it: the sentences are made here, from the words below. They are regular
-enough that a small model learns to spell within some hundred steps, and something is left to learn after that: who is
-spoken of, and how many things there are now. A token is a byte, so the vocabulary has 256 entries.
+The stories are made here, from the words below, so nothing is downloaded and no license applies. They are regular
+enough that a small model learns to spell within a few hundred steps. After that it can still learn who is spoken of,
+and how many things there are. A token is a byte, so the vocabulary has 256 entries.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ _TIMES = ("In the morning", "At noon", "In the evening", "On Monday", "On Friday
 _WEATHER = ("the sun shines", "it is raining", "a cold wind blows", "it is warm and quiet", "snow is falling")
 _CONTAINERS = ("basket", "box", "bag", "drawer", "bowl")
 _FEELINGS = ("happy", "tired", "proud", "surprised", "content", "hungry")
-_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-            "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")  # fmt: skip
+_NUMBERS = (
+    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
 
 
 class _Words:
-    """Draws words. Only `random.random` is used: Python keeps its sequence for a seed in all versions."""
+    """Draws words. It uses only `random.random`, whose sequence for a seed is the same in all versions of Python."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -109,7 +111,7 @@ _STORIES: tuple[Callable[[_Words], str], ...] = (_gift, _find, _walk, _compariso
 
 
 def stories(size: int, seed: int) -> np.ndarray:
-    """Returns `size` bytes (uint8) of stories, one a line: the same for the same seed on every machine."""
+    """Returns `size` bytes (uint8) of stories, one per line. They depend on the seed only, not on the machine."""
     words, lines, length = _Words(f"stories {seed}"), [], 0
     while length < size:
         lines.append(words.one(_STORIES)(words) + "\n")
@@ -123,14 +125,15 @@ def read(paths: Sequence[pathlib.Path]) -> np.ndarray:
 
 
 def batch(text: np.ndarray, seed: int, step: int, *, size: int, sequence: int) -> np.ndarray:
-    """Returns the windows of a step, [size, sequence + 1] int32: a model is to tell each column from those before it.
+    """Returns the batch of a step, [size, sequence + 1] int32. The model predicts each column from those before it.
 
-    They depend on (seed, step) alone, so a run that is taken up again needs no state of the data, and processes agree.
+    The batch depends on (seed, step) only. So all processes have the same one, and checkpoints need no state of the
+    data.
     """
     starts = np.random.default_rng([seed, step]).integers(0, len(text) - sequence, size)
     return text[starts[:, None] + np.arange(sequence + 1)].astype(np.int32)
 
 
 def as_text(tokens: Sequence[int] | np.ndarray) -> str:
-    """The text of tokens; bytes that are no UTF-8 become the replacement character."""
+    """The text of tokens. Bytes that are not UTF-8 become the replacement character."""
     return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""The plot of the losses, of one run or of several that should agree."""
+"""The plot of the losses of one run, or of several runs that should agree."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from gpt.losses import Step
 from overlap.cli.picture import write_whole
 
-# The order of the runs: the first one drawn is the widest, so that curves which agree can all be seen.
+# Line widths, in the order of the runs. The first one is the widest, so that all curves are visible where they agree.
 _WIDTHS = (4.0, 2.2, 1.0)
 
 
 def draw(runs: Mapping[str, Sequence[Step]], path: pathlib.Path, *, title: str) -> None:
-    """Writes the losses as a PNG; of several runs, also how far each is from the first. `path` appears when whole."""
-    # Not pyplot: no display is asked for, and no state is left behind.
+    """Writes the losses as a PNG; for several runs, also the distance of each from the first.
+
+    `path` appears complete.
+    """
+    # Do not use pyplot: it may look for a display, and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -23,8 +26,13 @@ def draw(runs: Mapping[str, Sequence[Step]], path: pathlib.Path, *, title: str) 
     axes = figure.subplots(2 if len(runs) > 1 else 1, 1, sharex=True, squeeze=False)[:, 0]
     (first, reference), *others = runs.items()
     for number, ((name, steps), width) in enumerate(zip(runs.items(), _WIDTHS, strict=False)):
-        axes[0].plot([step.step for step in steps], [step.loss for step in steps], label=name, color=f"C{number}",
-                     linewidth=width if others else 1.2)  # fmt: skip
+        axes[0].plot(
+            [step.step for step in steps],
+            [step.loss for step in steps],
+            label=name,
+            color=f"C{number}",
+            linewidth=width if others else 1.2,
+        )
     axes[0].set_ylabel("loss (nats per byte)")
     if others:
         axes[0].legend(frameon=False)
@@ -44,6 +52,6 @@ def draw(runs: Mapping[str, Sequence[Step]], path: pathlib.Path, *, title: str) 
 
 
 def differences(reference: Sequence[Step], steps: Sequence[Step]) -> dict[int, float]:
-    """How far the losses are apart, for each step that both have."""
+    """The distance of the losses for each step that both runs have."""
     losses = {step.step: step.loss for step in reference}
     return {step.step: abs(step.loss - losses[step.step]) for step in steps if step.step in losses}

@@ -1,4 +1,4 @@
-"""The devices of a run: GPUs or CPU devices, in one process or several, and the mesh that they form."""
+"""The devices of a run, GPUs or CPU devices in one process or several, and their mesh."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import overlap
 from overlap.cli.devices import why_no_gpu
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
-# Along these the batch is split.
+# The batch is split along these axes.
 BATCH_AXES = (DATA, FSDP)
-# A process without GPUs makes as many CPU devices as the mesh has. With more than this they only wait for each other.
+# A process without GPUs makes as many CPU devices as the mesh has. More than this would only wait for each other.
 _MOST_CPU_DEVICES = 64
 _EMULATION_THREADS = 8
-# What is chosen: the devices of a tensor axis talk to each other in every product, so they belong on one host; and
-# heads are rarely a multiple of 3.
+# The sizes of the tensor axis that are chosen by default: at most the GPUs of one host, since the devices along this
+# axis communicate in every product; and powers of two, which usually divide the heads.
 _TENSOR = (1, 2, 4, 8)
 
 
 class Refused(Exception):
-    """The arguments do not go together, or not with this machine: said in one line, exit status 2."""
+    """The arguments contradict each other, or do not fit this machine. The message is one line; exit status 2."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """How many devices the mesh has along each axis."""
+    """The number of devices along each axis of the mesh."""
 
     data: int
     fsdp: int
@@ -42,7 +42,7 @@ class Axes:
         return f"--data {self.data} × --fsdp {self.fsdp} × --tensor {self.tensor}"
 
     def mesh(self) -> Mesh:
-        """The mesh, neighbours along `tensor`. Devices that are left over stay out of it."""
+        """The mesh. Consecutive devices are neighbours along `tensor`; devices that are left over are not used."""
         devices = jax.devices()[: self.devices]
         return jax.make_mesh(
             (self.data, self.fsdp, self.tensor), (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3, devices=devices
@@ -53,17 +53,18 @@ def start(data: int | None, fsdp: int | None, tensor: int | None, *, emulate: bo
     """Joins the job of a launcher, if there is one, and returns the mesh's axes. Call it before devices are used.
 
     Args:
-      data, fsdp, tensor: how many devices along each axis; None where it was not said. Chosen are then: one along fsdp;
-        on GPUs as many along tensor as there are, up to 8, and the rest along data; on CPU devices two of each.
-      emulate: whether CPU devices are to run fused kernels.
+      data, fsdp, tensor: the number of devices along each axis; None: choose. The choice is one along fsdp. On GPUs it
+        is as many along tensor as there are, up to 8, and the rest along data. On CPU devices it is two along data and
+        two along tensor.
+      emulate: whether CPU devices will run fused kernels.
 
     Raises:
-      Refused: if there are not as many devices, or if processes of a job were left without work.
+      Refused: there are fewer devices, or processes of the job would have no work.
     """
     without_gpus = why_no_gpu()
     if without_gpus:
         jax.config.update("jax_platforms", "cpu")
-    overlap.initialize()  # Under mpirun, srun or torchrun: one process per device. Nothing in a single process.
+    overlap.initialize()  # One process per device under mpirun, srun or torchrun. In a single process it does nothing.
     if without_gpus and not jax.distributed.is_initialized():
         axes = Axes(data or 2, fsdp or 1, tensor or 2)
         if axes.devices > _MOST_CPU_DEVICES:
@@ -73,15 +74,15 @@ def start(data: int | None, fsdp: int | None, tensor: int | None, *, emulate: bo
             )
         jax.config.update("jax_num_cpu_devices", axes.devices)
         if emulate:
-            # XLA's thread pool has a thread for each core (or as many as NPROC says). One that is inside a kernel waits
-            # there for the other devices, which need threads for what comes before it.
+            # XLA's thread pool has a thread for each core, or as many as NPROC says. A thread inside an emulated kernel
+            # waits for the other devices, which need threads of their own to reach that kernel.
             os.environ.setdefault("NPROC", str(_EMULATION_THREADS * axes.devices))
         return axes
     return fit(data, fsdp, tensor, devices=jax.device_count(), processes=jax.process_count())
 
 
 def fit(data: int | None, fsdp: int | None, tensor: int | None, *, devices: int, processes: int) -> Axes:
-    """The axes for the devices that are there. Arguments and errors are those of `start`."""
+    """The axes for `devices` devices in `processes` processes. Other arguments and errors are those of `start`."""
     asked = Axes(data or 1, fsdp or 1, tensor or 1)
     if asked.devices > devices:
         more = f"start more than {processes} processes" if processes > 1 else "use a machine with more"

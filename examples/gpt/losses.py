@@ -1,4 +1,4 @@
-"""The losses of a run, one line of JSON for each step, which survive it however it ends."""
+"""The file with the losses of a run, one line of JSON for each step. It stays valid however the run ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlap.cli.picture import write_whole
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What is kept of a step. `seconds` is None where compilation or a checkpoint was in the way."""
+    """The record of a step. `seconds` is None if the time includes a compilation or a checkpoint."""
 
     step: int
     loss: float
@@ -26,10 +26,10 @@ class Step:
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[None]:
-    """Makes the folder, and keeps other runs out of it.
+    """Makes the folder, and locks it against other runs.
 
     Raises:
-      Refused: if another run is in it, or nothing can be written there.
+      Refused: another run uses it, or nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,21 +47,21 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 class LossFile:
-    """The file that one process of a run writes."""
+    """The file of the losses. One process of a run writes it."""
 
     def __init__(self, path: pathlib.Path, *, last_step: int) -> None:
-        """Keeps the steps up to the last checkpoint: those after it will be computed again."""
+        """Keeps the steps up to the last checkpoint. Later ones will be computed again."""
         kept = [step for step in read(path) if step.step <= last_step]
         write_whole(path, lambda temporary: pathlib.Path(temporary).write_text("".join(map(_line, kept))))
         self._file = path.open("a")
 
     def add(self, step: Step) -> None:
-        """Appends a line, whole for whoever looks."""
+        """Appends a line. Readers see complete lines."""
         self._file.write(_line(step))
         self._file.flush()
 
     def commit(self) -> None:
-        """Returns when all lines are on disk: before a checkpoint, which counts on them."""
+        """Waits until all lines are on disk. Call it before a checkpoint is written, which relies on them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class LossFile:
 
 
 def read(path: pathlib.Path) -> list[Step]:
-    """The steps of a file in their order; none if there is none. A last line that was cut off is left out."""
+    """The steps in a file, in order; an empty list if there is no file. An incomplete last line is left out."""
     if not path.exists():
         return []
     return [Step(**json.loads(line)) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""The model: a decoder-only transformer of overlap's layers. Of the devices it knows the names of the mesh axes."""
+"""The model: a decoder-only transformer of overlap's layers. It knows the mesh only by the names of its axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overlap.layers import ColumnParallelLinear, GatedMLP, OutputProjection, QKV
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each after a norm and added to what came in."""
+    """Attention and MLP, each with a norm before it and a residual connection around both."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **layer: Any):
         features, head_dim = sizes.features, sizes.features // sizes.heads
@@ -27,7 +27,7 @@ class Block(nnx.Module):
         self.mlp = GatedMLP(features, sizes.hidden, rngs=rngs, **layer)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [batch, sequence, features], sharded P(batch axes, tensor, None), to the same."""
+        """Maps [batch, sequence, features], sharded P(batch axes, tensor, None), to the same shape and sharding."""
         query, key, value = self.qkv(self.attention_norm(x))
         with jax.named_scope("attention"):  # Whole heads on each device: nothing is communicated.
             heads = jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -40,10 +40,10 @@ class GPT(nnx.Module):
 
     Args:
       sizes: the shapes of the parameters.
-      dtype: of products and activations; the parameters are float32.
-      implementation: of the layers: "fused", "xla", or None for whichever is faster.
+      dtype: dtype of products and activations. The parameters are float32.
+      implementation: that of the layers: "fused", "xla", or None to choose the faster one for each product.
       remat: whether only the input of each block is kept for the backward pass.
-      rngs: the seed of the parameters. They depend on it alone, not on the mesh.
+      rngs: the seed of the parameters. They depend on the seed only, not on the mesh.
     """
 
     def __init__(
@@ -55,10 +55,15 @@ class GPT(nnx.Module):
         remat: bool = False,
         rngs: nnx.Rngs,
     ):
-        layer: dict[str, Any] = {"dtype": dtype, "axis": TENSOR, "fsdp_axis": FSDP, "batch_axis": BATCH_AXES,
-                                 "implementation": implementation}  # fmt: skip
+        layer: dict[str, Any] = {
+            "dtype": dtype,
+            "axis": TENSOR,
+            "fsdp_axis": FSDP,
+            "batch_axis": BATCH_AXES,
+            "implementation": implementation,
+        }
         small = nnx.initializers.normal(0.02)
-        # Every device looks its rows up in the whole tables: 256 bytes and the positions are few.
+        # The two tables are small, so each device has them whole.
         self.tokens = nnx.Embed(VOCABULARY, sizes.features, dtype=dtype, embedding_init=small, rngs=rngs)
         self.positions = nnx.Embed(sizes.sequence, sizes.features, dtype=dtype, embedding_init=small, rngs=rngs)
         self.blocks = nnx.List([Block(sizes, rngs=rngs, **layer) for _ in range(sizes.layers)])
@@ -67,7 +72,7 @@ class GPT(nnx.Module):
         self.remat = remat
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Computes the logits of the token after each.
+        """Computes, for each token, the logits of the next token.
 
         Args:
           tokens: int32 [batch, sequence], sharded P(batch axes, None).

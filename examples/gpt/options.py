@@ -1,4 +1,4 @@
-"""The command line of examples/train.py, and whether what it asks for goes together."""
+"""The command line of examples/train.py, and the checks that its options fit together."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from gpt.corpus import VOCABULARY
 from gpt.devices import Axes, Refused
 from overlap.cli.arguments import finite_number, new_folder, old_file, one_of, whole_number
 
-# What is chosen unless it is given: two CPU cores learn something within two minutes; GPUs are busy; emulated kernels
-# end within minutes. XLA multiplies bfloat16 slowly on CPUs; the kernels take no float32.
-_ON_CPUS = {"layers": 2, "features": 128, "heads": 4, "hidden": 384, "sequence": 128, "batch": 16, "steps": 200,
-            "learning_rate": 3e-3, "text_mb": 1, "dtype": "float32"}  # fmt: skip
-_ON_GPUS = {"layers": 8, "features": 2048, "heads": 16, "hidden": 6144, "sequence": 2048, "batch": 16, "steps": 200,
-            "learning_rate": 3e-4, "text_mb": 8, "dtype": "bfloat16"}  # fmt: skip
+# Defaults: on CPU devices for a run of two minutes on two cores; on GPUs large enough to keep them busy; for emulated
+# kernels a run of some minutes. XLA multiplies bfloat16 slowly on CPUs, and the kernels take no float32.
+_ON_CPUS = {
+    "layers": 2, "features": 128, "heads": 4, "hidden": 384, "sequence": 128, "batch": 16, "steps": 200,
+    "learning_rate": 3e-3, "text_mb": 1, "dtype": "float32",
+}  # fmt: skip
+_ON_GPUS = {
+    "layers": 8, "features": 2048, "heads": 16, "hidden": 6144, "sequence": 2048, "batch": 16, "steps": 200,
+    "learning_rate": 3e-4, "text_mb": 8, "dtype": "bfloat16",
+}  # fmt: skip
 _EMULATED = _ON_CPUS | {
-    "layers": 1,
-    "features": 64,
-    "hidden": 128,
-    "sequence": 32,
-    "batch": 4,
-    "steps": 20,
-    "dtype": "bfloat16",
-}
+    "layers": 1, "features": 64, "hidden": 128, "sequence": 32, "batch": 4, "steps": 20, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The shapes of the parameters: with others, a checkpoint is another model's."""
+    """The options that decide the shapes of the parameters. A checkpoint can only be read with the same sizes."""
 
     layers: int
     features: int
@@ -42,7 +40,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What else decides the losses: if it changes from one start to the next, they do not go on as they would have."""
+    """The other options that decide the losses. If they change between two starts, the losses change as well."""
 
     batch: int
     steps: int
@@ -55,7 +53,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """All that a run is told. Only rounding depends on `axes`, `implementation`, `accumulate` and `remat`."""
+    """All options of a run. `axes`, `implementation`, `accumulate` and `remat` change the losses by rounding only."""
 
     sizes: Sizes
     training: Training
@@ -71,7 +69,7 @@ class Options:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser. What depends on the machine is None until `complete`."""
+    """The parser. Options whose defaults depend on the machine are None until `complete`."""
     parser = argparse.ArgumentParser(
         prog="examples/train.py",
         description="Trains a small GPT of overlap's layers: data parallel × FSDP × tensor parallel, on the visible "
@@ -89,12 +87,21 @@ def parser() -> argparse.ArgumentParser:
     size(model, "heads", "heads of the attention")
     size(model, "hidden", "width inside the MLP")
     size(model, "sequence", "tokens, that is bytes, that the model sees at once")
-    model.add_argument("--dtype", type=one_of("bfloat16", "float32"), metavar="DTYPE",
-                       help="bfloat16 or float32, of products and activations; weights are float32 "
-                       "(default: float32 on CPU devices, bfloat16 on GPUs and with emulated kernels)")  # fmt: skip
-    model.add_argument("--implementation", type=one_of("auto", "fused", "xla"), default="auto", metavar="NAME",
-                       help="fused, xla, or auto: for each product what was measured to be faster; without GPUs fused "
-                       "kernels are emulated, slowly, and auto is xla (default: auto)")  # fmt: skip
+    model.add_argument(
+        "--dtype",
+        type=one_of("bfloat16", "float32"),
+        metavar="DTYPE",
+        help="bfloat16 or float32, of products and activations; weights are float32 "
+        "(default: float32 on CPU devices, bfloat16 on GPUs and with emulated kernels)",
+    )
+    model.add_argument(
+        "--implementation",
+        type=one_of("auto", "fused", "xla"),
+        default="auto",
+        metavar="NAME",
+        help="fused, xla, or auto: for each product what was measured to be faster; without GPUs fused "
+        "kernels are emulated, slowly, and auto is xla (default: auto)",
+    )
     model.add_argument(
         "--remat", action="store_true", help="compute each block again in the backward pass: less memory"
     )
@@ -102,17 +109,32 @@ def parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     size(training, "batch", "sequences of a step, on all devices together")
     size(training, "steps", "steps in all")
-    training.add_argument("--accumulate", type=at_least_1, default=1, metavar="N",
-                          help="parts of a batch, computed one after the other: less memory (default: 1)")  # fmt: skip
-    training.add_argument("--learning-rate", type=finite_number("any size", above=0), metavar="X",
-                          help=f"after the warmup; then it falls as a cosine (default: {_ON_CPUS['learning_rate']:g} "
-                          f"on CPU devices, {_ON_GPUS['learning_rate']:g} on GPUs)")  # fmt: skip
+    training.add_argument(
+        "--accumulate",
+        type=at_least_1,
+        default=1,
+        metavar="N",
+        help="parts of a batch, computed one after the other: less memory (default: 1)",
+    )
+    training.add_argument(
+        "--learning-rate",
+        type=finite_number("any size", above=0),
+        metavar="X",
+        help=f"after the warmup; then it falls as a cosine (default: {_ON_CPUS['learning_rate']:g} "
+        f"on CPU devices, {_ON_GPUS['learning_rate']:g} on GPUs)",
+    )
     training.add_argument(
         "--warmup", type=whole_number(at_least=0), metavar="N", help="steps (default: a tenth of all)"
     )
     training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, text and batches (default: 0)")
-    training.add_argument("--text", type=old_file, nargs="+", default=[], metavar="FILE",
-                          help="learn these files (default: short stories that are made up here)")  # fmt: skip
+    training.add_argument(
+        "--text",
+        type=old_file,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="learn these files (default: short stories that are made up here)",
+    )
     size(training, "text_mb", "MB of stories")
 
     mesh = parser.add_argument_group("the mesh", "What is not given is chosen; the product is the number of devices.")
@@ -121,15 +143,32 @@ def parser() -> argparse.ArgumentParser:
     mesh.add_argument("--tensor", type=at_least_1, metavar="N", help="devices that share each product")
 
     run = parser.add_argument_group("the run")
-    run.add_argument("--out", type=new_folder, metavar="FOLDER",
-                     help="for checkpoints, losses and plot (default: out/train, or out/compare)")  # fmt: skip
+    run.add_argument(
+        "--out",
+        type=new_folder,
+        metavar="FOLDER",
+        help="for checkpoints, losses and plot (default: out/train, or out/compare)",
+    )
     run.add_argument("--checkpoint-every", type=at_least_1, default=50, metavar="N", help="steps (default: 50)")
-    run.add_argument("--print-every", type=at_least_1, default=20, metavar="N",
-                     help="steps between two lines, where the output is no terminal (default: 20)")  # fmt: skip
-    run.add_argument("--sample", type=whole_number(at_least=0), default=100, metavar="N",
-                     help="bytes that the trained model writes at the end (default: 100)")  # fmt: skip
-    run.add_argument("--compare", action="store_true",
-                     help="train by XLA, by XLA in another order of sums, and fused; compare the losses")  # fmt: skip
+    run.add_argument(
+        "--print-every",
+        type=at_least_1,
+        default=20,
+        metavar="N",
+        help="steps between two lines, where the output is no terminal (default: 20)",
+    )
+    run.add_argument(
+        "--sample",
+        type=whole_number(at_least=0),
+        default=100,
+        metavar="N",
+        help="bytes that the trained model writes at the end (default: 100)",
+    )
+    run.add_argument(
+        "--compare",
+        action="store_true",
+        help="train by XLA, by XLA in another order of sums, and fused; compare the losses",
+    )
     return parser
 
 
@@ -137,7 +176,7 @@ def complete(given: argparse.Namespace, axes: Axes, *, gpus: bool, processes: in
     """Fills in what was not given.
 
     Raises:
-      Refused: if the arguments do not go together; the message names both numbers and the way out.
+      Refused: the options contradict each other. The message names both values and a way out.
     """
     emulated = not gpus and (given.compare or given.implementation == "fused")
     defaults = _ON_GPUS if gpus else _EMULATED if emulated else _ON_CPUS
@@ -176,7 +215,7 @@ def complete(given: argparse.Namespace, axes: Axes, *, gpus: bool, processes: in
 
 
 def check(options: Options) -> None:
-    """Raises Refused if the mesh does not divide the sizes or the batch."""
+    """Raises Refused if the devices of the mesh do not divide the sizes or the batch."""
     sizes, axes = options.sizes, options.axes
     if sizes.features % sizes.heads:
         raise Refused(
@@ -189,9 +228,11 @@ def check(options: Options) -> None:
         )
     tensor, fsdp = f"--tensor {axes.tensor}", f"--fsdp {axes.fsdp}"
     for name, divisor, by in (
-        ("heads", axes.tensor, tensor), ("sequence", axes.tensor, tensor), ("hidden", axes.tensor, tensor),
+        ("heads", axes.tensor, tensor),
+        ("sequence", axes.tensor, tensor),
+        ("hidden", axes.tensor, tensor),
         ("features", axes.fsdp, fsdp),
-    ):  # fmt: skip
+    ):
         if (size := getattr(sizes, name)) % divisor:
             raise Refused(
                 f"--{name} {size} is not divisible by {by} devices: choose --{name} "
@@ -213,7 +254,7 @@ def _next_multiple(size: int, divisor: int) -> int:
 def _check_compare(options: Options) -> None:
     if options.implementation != "auto":
         raise Refused(
-            f"--compare trains with both implementations, so --implementation {options.implementation} goes not with "
+            f"--compare trains with both implementations, so --implementation {options.implementation} contradicts "
             "it: leave one of them out"
         )
     if options.axes.tensor == 1:
@@ -225,7 +266,10 @@ def _check_compare(options: Options) -> None:
 
 
 def in_another_order(options: Options) -> Options:
-    """The same training with each product split among fewer devices: equal but for the order of its sums."""
+    """The same training with each product split among fewer devices.
+
+    The results differ by the order of summation only.
+    """
     axes = options.axes
     factor = next(number for number in range(2, axes.tensor + 1) if axes.tensor % number == 0)
     return dataclasses.replace(
@@ -234,7 +278,7 @@ def in_another_order(options: Options) -> Options:
 
 
 def check_text(options: Options, size_bytes: int) -> None:
-    """Raises Refused if the text is shorter than what the model sees at once."""
+    """Raises Refused if the text is shorter than one sequence."""
     needed = options.sizes.sequence + 1
     if size_bytes < needed:
         raise Refused(

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a bar on a terminal, a line from time to time elsewhere. On standard error."""
+"""Reports the progress of a run on standard error: as a bar on a terminal, else as a line from time to time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,34 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gpt.losses import Step
 
-# The step time is the median of so many: a single one says little.
+# The reported step time is the median of this many steps.
 _RECENT = 20
 
 
 class Report:
-    """The progress of one run. `quiet`: another process reports."""
+    """The progress of one run."""
 
     def __init__(self, title: str, *, steps: int, tokens: int, every: int, quiet: bool) -> None:
-        """`tokens`: of a step, `every`: steps between two lines."""
+        """Makes the report of a run.
+
+        Args:
+        title: begins each line.
+        steps: steps in all.
+        tokens: tokens of a step.
+        every: steps between two lines, where the output is no terminal.
+        quiet: whether to report nothing, since another process does.
+        """
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._title, self._steps, self._tokens, self._every = title, steps, tokens, every
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._printed = 0
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
-                   TextColumn("{task.fields[figures]}"), TimeRemainingColumn())  # fmt: skip
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(title, total=steps, figures="")
 
@@ -40,7 +53,7 @@ class Report:
         self._console.print(f"{self._title}: {text}", soft_wrap=True, markup=False)
 
     def step(self, step: Step) -> None:
-        """Shows a step. Where the output is no terminal, the first, the last and every so many of them."""
+        """Shows a step. Where the output is no terminal, it prints the first step, the last, and every `every`-th."""
         if step.seconds is not None:
             self._recent.append(step.seconds)
         figures = f"loss {step.loss:.4f}"

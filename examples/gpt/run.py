@@ -1,4 +1,4 @@
-"""A run: steps from the last checkpoint to the end, in a folder that holds its checkpoints and losses."""
+"""A run: the steps from the last checkpoint to the end, in a folder with its checkpoints and losses."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LOSSES, CHECKPOINTS = "losses.jsonl", "checkpoints"
 
 
 class Diverged(Exception):
-    """A loss or gradient is no finite number."""
+    """A loss or gradient is not finite."""
 
 
 @dataclasses.dataclass
 class Result:
-    """A run that has come to its end."""
+    """A finished run. `steps` is empty in all processes of a job but the first."""
 
     program: Program
     state: State
@@ -38,9 +38,10 @@ def train(options: Options, text: np.ndarray, *, title: str) -> Result:
     """Trains from the last checkpoint in `options.out`, or from the start. All processes of a job call it alike.
 
     Raises:
-      Refused: if the folder holds another model's checkpoints, or another run is in it.
-      Stopped: after SIGINT or SIGTERM to any process. The state is saved.
-      Diverged: if the loss is no finite number; nothing of that step is saved.
+      Refused: the folder holds checkpoints of another model, or another run uses it.
+      Stopped: a process received SIGINT, SIGTERM or SIGUSR1. The state is saved.
+      Diverged: the loss or the gradient is not finite. That step is not saved.
+      NotSaved: a checkpoint cannot be written.
     """
     leads = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -50,8 +51,8 @@ def train(options: Options, text: np.ndarray, *, title: str) -> Result:
         checkpoints = Checkpoints(options.out / CHECKPOINTS, options)
         stack.callback(checkpoints.close)
         training = options.training
-        report = Report(title, steps=training.steps, tokens=training.batch * options.sizes.sequence,
-                        every=options.print_every, quiet=not leads)  # fmt: skip
+        tokens = training.batch * options.sizes.sequence
+        report = Report(title, steps=training.steps, tokens=tokens, every=options.print_every, quiet=not leads)
         stack.enter_context(report)
         done = checkpoints.last_step()
         changed = checkpoints.check() if done else []
@@ -74,15 +75,20 @@ def train(options: Options, text: np.ndarray, *, title: str) -> Result:
 
 
 class _Loop:
-    """The steps. The loss of one is read while the devices compute the next."""
+    """The loop over the steps. The loss of a step is read while the devices compute the next one."""
 
     def __init__(
-        self, options: Options, program: Program, text: np.ndarray, checkpoints: Checkpoints, file: LossFile | None,
+        self,
+        options: Options,
+        program: Program,
+        text: np.ndarray,
+        checkpoints: Checkpoints,
+        file: LossFile | None,
         report: Report,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._options, self._program, self._text = options, program, text
         self._checkpoints, self._file, self._report = checkpoints, file, report
-        self._read_at: float | None = None  # When the loss before was read; None: other work has come since.
+        self._read_at: float | None = None  # When the last loss was read; None after other work.
 
     def run(self, state: State, done: int, signals: Signals) -> State:
         options, training = self._options, self._options.training
@@ -95,7 +101,7 @@ class _Loop:
                 stop = self._finish(*waiting)
             waiting = (done, metrics)
             if stop or done % options.checkpoint_every == 0 or done == training.steps:
-                # All that a checkpoint holds has been seen to be finite.
+                # Check this step's loss before it is saved: a checkpoint never holds a state that is not finite.
                 stop = self._finish(*waiting) or stop
                 waiting = None
                 self._save(done, state)
@@ -104,7 +110,7 @@ class _Loop:
         return state
 
     def _finish(self, step: int, metrics: dict[str, jax.Array]) -> bool:
-        """Reads and notes what a step has computed, and returns whether a process wants to stop."""
+        """Reads and records the metrics of a step, and returns whether any process wants to stop."""
         loss, norm = float(metrics["loss"]), float(metrics["gradient_norm"])
         now = time.perf_counter()
         seconds = None if self._read_at is None else now - self._read_at

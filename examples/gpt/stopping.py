@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the step is finished, a checkpoint is written, and the exit status says which it was."""
+"""Ctrl-C, SIGTERM and SIGUSR1: the run finishes its step, writes a checkpoint, and exits with the signal's status."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import signal
 import types
 from typing import Self
 
-# Open MPI's mpirun kills its processes a second after SIGINT or SIGTERM, but hands SIGUSR1 on; Slurm can send that one
-# ahead of the time limit.
+# Open MPI's mpirun kills its processes a second after SIGINT or SIGTERM, but it passes SIGUSR1 on. Slurm can send
+# SIGUSR1 before the time limit.
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(Exception):
-    """Training was stopped and its state is saved."""
+    """Training was stopped, and its state is saved."""
 
     def __init__(self, step: int, signal_number: int | None) -> None:
         super().__init__(step)
         self.step = step
-        # None: another process was told.
+        # None: another process received the signal.
         self.signal_number = signal_number
         self.status = 128 + (signal_number or signal.SIGTERM)
 
 
 class Signals:
-    """Within this context the first signal is noted. A second one acts as if there were no context."""
+    """A context that records the first signal. A second signal acts as it would without the context."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -42,6 +42,6 @@ class Signals:
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            # None: the handler was not set by Python, and cannot be set by it again.
+            # None: the old handler was not set by Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}

@@ -1,4 +1,4 @@
-"""The program of a step: loss, gradients, AdamW. Parameters and optimizer state are one tree, which is donated."""
+"""The program of a training step: loss, gradients, AdamW. Parameters and optimizer state are one donated tree."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from gpt.model import GPT
 from gpt.options import Options
 
 type State = dict[str, Any]
-# The largest norm of a step's gradient; longer ones are scaled to it.
+# Gradients with a larger norm are scaled down to it.
 _LARGEST_NORM = 1.0
 _WEIGHT_DECAY = 0.1
-# The rate at the end, as a part of the highest.
+# The learning rate at the end, as a fraction of the highest.
 _LAST_RATE = 0.1
 
 
 class Program:
-    """What a run computes: `first_state`, `step` and `logits`, all compiled for the mesh of its options.
+    """The computations of a run, compiled for the mesh of its options: `first_state`, `step` and `logits`.
 
-    A state is {"params": the model's nnx.State in float32, "optimizer": optax's}. `abstract_state` is the same with
-    shapes and shardings instead of arrays.
+    A state is {"params": the model's nnx.State in float32, "optimizer": optax's state}. `abstract_state` is a state
+    with shapes and shardings instead of arrays.
     """
 
     def __init__(self, options: Options) -> None:
-        # Loads the kernels' modules: jax compiles a program again if they come while it is traced for the first time.
+        # Load the kernels' modules now. If they are loaded while a function is traced for the first time, jax compiles
+        # the function a second time.
         _ = overlap.sharded_matmul
         self.options = options
         self.mesh: Mesh = options.axes.mesh()
@@ -63,15 +64,16 @@ class Program:
             return self._first()
 
     def step(self, state: State, tokens: np.ndarray, *, stop: bool) -> tuple[State, dict[str, jax.Array]]:
-        """One step; returns at once, while the devices compute.
+        """Starts one step, and returns while the devices compute.
 
         Args:
-          state: given up to the step: its memory holds the result.
+          state: donated: its memory is reused for the result.
           tokens: [batch, sequence + 1], the same in all processes.
           stop: whether this process wants to stop.
 
         Returns:
-          The next state, and of this step "loss", "gradient_norm" and "stop": whether any process wants to stop.
+          The next state, and the metrics of this step: "loss", "gradient_norm", and "stop" (whether any process wants
+          to stop).
         """
         batch = tokens.reshape(self.options.accumulate, -1, tokens.shape[-1])
         with jax.set_mesh(self.mesh):
@@ -79,7 +81,7 @@ class Program:
             return self._step(state, self._place(batch, P(None, BATCH_AXES)), wishes)
 
     def logits(self, state: State, tokens: np.ndarray) -> jax.Array:
-        """The logits after each token of [batch, sequence], in float32 and on all devices."""
+        """The logits after each token of [batch, sequence], in float32, whole on all devices."""
         with jax.set_mesh(self.mesh):
             return self._logits(state["params"], self._place(tokens, P(BATCH_AXES)))
 
@@ -97,13 +99,19 @@ class Program:
         )
 
     def _shardings(self, abstract: State) -> State:
-        """The parameters' are the layers'; the optimizer's moments lie where these do, and the rest everywhere."""
+        """The shardings of a state: those of the layers for the parameters and for their moments.
+
+        The rest is replicated.
+        """
         everywhere = NamedSharding(self.mesh, P())
         params = nnx.get_named_sharding(abstract["params"], self.mesh)
         moments = optax.tree_utils.tree_map_params(
-            self._optimizer, lambda _, sharding: sharding, abstract["optimizer"], params,
+            self._optimizer,
+            lambda _, sharding: sharding,
+            abstract["optimizer"],
+            params,
             transform_non_params=lambda _: everywhere,
-        )  # fmt: skip
+        )
         return {"params": params, "optimizer": moments}
 
     def _first_state(self) -> State:
@@ -117,7 +125,10 @@ class Program:
             return losses.mean()
 
     def _update(self, state: State, batch: jax.Array, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        """`batch` is [parts, sequences, tokens]; the parts' losses and gradients are added up in float32."""
+        """One step.
+
+        `batch` is [parts, sequences, tokens]; losses and gradients of the parts are averaged in float32.
+        """
         gradient_of = jax.value_and_grad(self._loss)
         if len(batch) == 1:
             loss, gradient = gradient_of(state["params"], batch[0])
@@ -141,12 +152,15 @@ class Program:
 
 
 def _optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW, its rate rising over the warmup and falling as a cosine after it; gradients clipped, matrices decayed."""
+    """AdamW. The rate rises during the warmup, then falls as a cosine. Gradients are clipped, and matrices decay."""
     training = options.training
     rate = optax.warmup_cosine_decay_schedule(
-        0.0, training.learning_rate, training.warmup, max(training.steps, training.warmup + 1),
+        0.0,
+        training.learning_rate,
+        training.warmup,
+        max(training.steps, training.warmup + 1),
         _LAST_RATE * training.learning_rate,
-    )  # fmt: skip
+    )
     return optax.chain(
         optax.clip_by_global_norm(_LARGEST_NORM),
         optax.adamw(

@@ -1,4 +1,4 @@
-"""What a trained model writes."""
+"""Lets a trained model write text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _PROMPT_BYTES = 24
 
 
 def write(program: Program, state: State, text: np.ndarray, *, size: int) -> tuple[str, str]:
-    """Returns the beginning of the text that was learned, and `size` bytes as the model goes on, each the likeliest.
+    """Returns the beginning of the training text, and `size` bytes with which the model continues it.
 
-    All processes of a job call it. Nothing is cached from one byte to the next: the whole window is computed for each.
+    Each byte is the most likely one. All processes of a job call this function. Nothing is cached between bytes: the
+    whole window is computed for each of them.
     """
     axes, sequence = program.options.axes, program.options.sizes.sequence
     prompt = text[: min(_PROMPT_BYTES, sequence)].astype(np.int32)
@@ -22,7 +23,7 @@ def write(program: Program, state: State, text: np.ndarray, *, size: int) -> tup
         window = np.zeros(sequence, np.int32)
         seen = tokens[-sequence:]
         window[: len(seen)] = seen
-        # One row for each device that shares a batch.
+        # The batch must have a row for each device along its axes.
         rows = np.broadcast_to(window, (axes.data * axes.fsdp, sequence))
         tokens.append(int(np.argmax(np.asarray(program.logits(state, rows)[0, len(seen) - 1]))))
     return corpus.as_text(prompt), corpus.as_text(tokens[len(prompt) :])

@@ -1,4 +1,4 @@
-"""What is chosen for a call, and how: a configuration from tables of measurements or a model, and fused or XLA.
+"""Chooses for each call the fused kernel or XLA, and the kernel's configuration, by measured tables or by a model.
 
-It measures nothing (`overlap.tuning` does), and knows of no operation but by its name and sizes.
+Nothing is measured here (`overlap.tuning` does that). Operations are known by their names and sizes only.
 """

@@ -1,4 +1,4 @@
-"""The configuration of a call that names none: looked up, never measured."""
+"""Looks up the configuration for a call that names none. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 from overlap.choice import crossover, tables
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
+from overlap.choice.rates import rates_of
 from overlap.choice.session import session
 from overlap.choice.space import heuristic, spills
 from overlap.kernels.config import Config, default_config
@@ -23,12 +24,12 @@ _missed: set[tuple[Problem, str]] = set()
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """What choices are made under while it is active: notes every problem asked about, and may know better.
+    """An active `overlap.autotune`. It notes every problem that is asked about, and its results come before any table.
 
     Attributes:
-      configs: comes before any table.
+      configs: the configuration for each tuned problem.
       measured: the times of these configurations and of XLA.
-      asked: the problems, in the order in which they were first asked about.
+      asked: the problems, in the order in which they were first asked about (an ordered set).
     """
 
     configs: dict[Problem, Config] = dataclasses.field(default_factory=dict)
@@ -48,9 +49,12 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
       target: the device that it is for.
 
     Returns:
-      (config, source). The source is "tuned", "heuristic", "default" if no configuration can run the problem (the check
-      of that config then says what is in the way), or begins with "table" or "shipped table": it then names the file,
-      the entry, and another version of jax or of this library that it was measured with.
+      (config, source). The source is one of these:
+        "tuned"      the active `overlap.autotune` has measured the problem
+        "table …"    the user's table, or "shipped table …": names the file, the entry, and the versions of jax and of
+                     this library that the entry was measured with, if others run now
+        "heuristic"  the model
+        "default"    no configuration can run the problem; the check of this one says why
     """
     active: Session | None = session.value
     if active is not None and heuristic(problem, target) is not None:
@@ -64,22 +68,26 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
     config = heuristic(problem, target)
     if config is None:
         return default_config(problem.dtype, block_scaled=problem.block_scaled), "default"
-    # While problems are collected to be tuned, a miss is no news.
+    # In a session problems are collected to be tuned, so a miss is not logged.
     if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))
+        devices = f" --devices {problem.devices}" if problem.devices > 1 else ""
+        command = f"python -m overlap tune --op {problem.op} --shapes {problem.shape} --dtype {problem.dtype}{devices}"
         logger.info(
-            "%s is in no tuning table for %s: the heuristic takes %s. To measure: python -m overlap tune --op %s "
-            "--shapes %s --dtype %s%s", problem, target.kind, config, problem.op, problem.shape, problem.dtype,
-            f" --devices {problem.devices}" if problem.devices > 1 else "",
-        )  # fmt: skip
+            "%s is in no tuning table for %s: the heuristic takes %s. To measure: %s",
+            problem,
+            target.kind,
+            config,
+            command,
+        )
     return config, "heuristic"
 
 
 def xla_is_faster(problem: Problem, target: Target) -> str | None:
     """Why XLA is the better choice for a call with the configuration of `choose_config`; None if it is not.
 
-    Who measured that configuration has measured XLA as well, and that pair of times decides. All other problems are
-    judged by those around them (`overlap.choice.crossover`).
+    A measured configuration was measured together with XLA, and this pair of times decides. Where no pair was measured,
+    those of similar problems decide (`overlap.choice.crossover`).
     """
     active: Session | None = session.value
     if active is not None and problem in active.measured:
@@ -88,18 +96,19 @@ def xla_is_faster(problem: Problem, target: Target) -> str | None:
     if entry is not None and "xla" in entry.others:
         slower = Measured(entry.problem, entry.us, entry.others["xla"]).says_xla
         return slower and f"{slower} ({source})"
-    if target.is_blackwell:
+    if not rates_of(target).measured:
         return crossover.NOTHING_MEASURED
     return crossover.xla_is_faster(problem)
 
 
 def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:
-    """What the tables have for a problem, and where that stands and was measured."""
+    """The entry for a problem in the tables (None: there is none), and in words which file and measurement it is of."""
     if target.platform == "gpu":
         for name, files in (("table", _user_files(target)), ("shipped table", tables.shipped_files())):
             for file in files:
                 entry = tables.find(tables.load(file), problem, target, jax.__version__)
-                # What was measured with another version of jax may have too many registers with this one.
+                # A configuration measured with another version of jax may need more registers than there are with this
+                # one.
                 if entry is not None and not spills(entry.config):
                     other = entry.measured_elsewhere(jax.__version__)
                     return f"{name} {file}: {entry.problem.shape}{f', {other}' if other else ''}", entry
@@ -107,7 +116,8 @@ def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:
 
 
 def _user_files(target: Target) -> list[pathlib.Path]:
-    # Processes of one program must agree on their kernels. A folder that was named is taken to be one that all see.
+    # The processes of one program must choose the same kernels. Only a folder that the user named explicitly is taken
+    # to be the same for all of them.
     if jax.process_count() > 1 and not os.environ.get(tables.DIRECTORY_VARIABLE):
         return []
     path = tables.user_file(target.kind)

@@ -1,11 +1,12 @@
-"""Where XLA is faster than the fused kernel: measured pairs of times, and what those around a call say about it.
+"""Where XLA is faster than the fused kernel, by measured pairs of times (the fused kernel's and XLA's).
 
-The measurements lie in `crossover.csv`, made from results of benchmarks (`python -m benchmarks.crossover`). They are of
-an H200; other GPUs are not far from it in what matters here, the fixed costs of a launch against the sizes.
+The measurements are in `crossover.csv`, which is made from results of benchmarks (`python -m benchmarks.crossover`).
+They were taken on an H200. What matters here is how the fixed costs of a launch compare with the sizes, and in that
+other Hopper GPUs are close to an H200.
 
 Between measurements the ratio of the times is interpolated, in the logarithms of ratio and sizes, by inverse squared
-distance. XLA runs where that, or the nearest measurement by itself, says that it is faster by more than noise; and
-wherever nothing is known of the operation at such sizes.
+distance. XLA runs where the interpolated ratio or the nearest measurement says that XLA is faster by more than noise.
+It also runs where the operation was not measured at similar sizes.
 """
 
 from __future__ import annotations
@@ -15,35 +16,38 @@ import dataclasses
 import functools
 import math
 import pathlib
+from typing import cast
 
 import jax.numpy as jnp
 
-from overlap.choice.problem import Problem
+from overlap.choice.problem import Layout, Problem
 from overlap.kernels.config import SWIZZLE_BYTES
 
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
-# Below this the difference is no noise: the same pair measured twice differs by up to 4%, and XLA's times beside many
-# configurations are corrected by an estimate of 3% (`benchmarks.fit_model`).
+# A smaller ratio of XLA's time to the fused kernel's means that XLA is faster; between this and 1 it is noise. The same
+# pair measured twice differs by up to 4%, and XLA's times from runs of many configurations are corrected by an estimate
+# of 3% (`benchmarks.fit_model`).
 LEAST_RATIO = 0.93
 NOT_MEASURED = "not measured on this GPU yet"
 _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
-# How far apart two problems are, in doublings of m, n or k, that differ in one of these otherwise.
+# Distances between problems are counted in doublings of m, n or k. Each doubling of the devices, another layout,
+# another dtype, and aligned rows in only one of the two problems add these to the distance.
 _DEVICES, _LAYOUT, _KIND, _ALIGNMENT = 1.0, 0.5, 3.0, 3.0
-# Measurements that are so much farther away than the nearest one have no say.
+# Measurements that are farther away than the nearest one by more than this are not used.
 _REACH = 1.0
-# And where the nearest is farther away than this, nothing is known.
+# If the nearest measurement is farther away than this, the problem counts as not measured.
 _FAR = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One pair of times.
+    """One measured pair of times.
 
     Attributes:
-      problem: what was measured.
+      problem: the problem that was measured.
       fused_us: the fused kernel's time per call, in a loop on the device.
-      xla_us: XLA's, in the same run.
+      xla_us: XLA's time per call, in the same run.
     """
 
     problem: Problem
@@ -57,16 +61,17 @@ class Measured:
 
     @property
     def says_xla(self) -> str | None:
-        """That XLA was faster, by more than noise; None if it was not."""
+        """The message that XLA was faster, if it was by more than noise; else None."""
         if self.ratio >= LEAST_RATIO:
             return None
         return f"XLA was measured to be {1 / self.ratio:.2f} x as fast for {self.problem}"
 
 
 def neighbours(problem: Problem) -> list[tuple[float, Measured]]:
-    """The measurements that have a say about a problem, each with its distance, the nearest first.
+    """The measurements that decide about a problem, each with its distance, the nearest first.
 
-    Of equally near ones the worst for the fused kernel comes first. Empty if its operation was never measured.
+    Among equally near ones, the one that is worst for the fused kernel comes first. The list is empty if the problem's
+    operation was never measured.
     """
     alike = [measured for measured in _measurements() if measured.problem.op == problem.op]
     pairs = [(_distance(measured.problem, problem), measured) for measured in alike]
@@ -101,7 +106,7 @@ def xla_is_faster(problem: Problem) -> str | None:
 
 
 def _distance(a: Problem, b: Problem) -> float:
-    # The rows of all devices: what a device computes depends on the others through them alone.
+    # Compare the gathered rows: a device multiplies the rows of all devices.
     sizes = ((_rows(a), _rows(b)), (a.n, b.n), (a.k, b.k), (a.batch, b.batch))
     devices = _DEVICES * abs(math.log2(a.devices / b.devices))
     kind = _KIND * (_kind(a) != _kind(b)) + _LAYOUT * (a.layout != b.layout) + _ALIGNMENT * (_aligned(a) != _aligned(b))
@@ -113,12 +118,12 @@ def _rows(problem: Problem) -> int:
 
 
 def _kind(problem: Problem) -> str:
-    """The dtype; the two of 16 bits run at the same rates."""
+    """The dtype. The two 16-bit dtypes count as one, since they run at the same rates."""
     return "16 bits" if jnp.dtype(problem.dtype).itemsize == 2 else problem.dtype
 
 
 def _aligned(problem: Problem) -> bool:
-    """Whether each row of a box is one line of the cache."""
+    """Whether each row of a box (what one TMA copy moves) is exactly one cache line."""
     return all(row % SWIZZLE_BYTES == 0 for row in problem.row_bytes)
 
 
@@ -130,7 +135,6 @@ def _measurements() -> tuple[Measured, ...]:
 
 def _measured(row: dict[str, str]) -> Measured:
     m, n, k, devices = (int(row[name]) for name in ("m", "n", "k", "devices"))
-    problem = Problem(
-        row["op"], m, n, k, row["dtype"], row["out_dtype"], devices=devices, layout=row["layout"]  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
+    layout = cast(Layout, row["layout"])
+    problem = Problem(row["op"], m, n, k, row["dtype"], row["out_dtype"], devices=devices, layout=layout)
     return Measured(problem, float(row["fused_us"]), float(row["xla_us"]))

@@ -1,4 +1,4 @@
-"""Which implementation runs, and why: the one place that chooses."""
+"""Decides which implementation runs, the fused kernel or XLA, and says why."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from overlap import emulation
 from overlap.choice.choose import choose_config, xla_is_faster
@@ -35,15 +36,15 @@ class Explanation:
       reason: one sentence.
       target: the device that the decision is for.
       source: where the configuration comes from: "given", a table, or the heuristic.
-      transport: how data travels in a fused collective: "pull", "push" or "ring"; empty if it is not fused, or there is
-        no choice.
-      transport_reason: why.
-      ctas_at_once: how many CTAs of a device must run at the same time for the fused kernel to end, whatever else runs;
-        0 for "xla". `all_gather_lhs_matmul` by "ring" needs all of them: it and another kernel that holds a core of the
-        GPU until another device gets on, as XLA's collectives do, can wait for each other for ever.
+      transport: how data travels in a fused collective: "pull", "push" or "ring"; empty if the call is not fused, or if
+        the operation has one transport only.
+      transport_reason: why this transport.
+      ctas_at_once: how many CTAs of a device must run at the same time so that the fused kernel can finish; 0 for
+        "xla". `all_gather_lhs_matmul` by "ring" needs all its CTAs. It can deadlock with another kernel that occupies a
+        core while it waits for another device, as XLA's collectives do.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
         "xla". The copies of shards that an all-gather makes are not counted.
-      plan: of `sharded_matmul`, what it runs along which mesh axes; else empty.
+      plan: for `sharded_matmul`, what it runs along which mesh axes; else empty.
     """
 
     op: str
@@ -69,16 +70,17 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Circumstances:
-    """What a choice depends on beside the sizes.
+    """What a choice depends on beside the sizes, and what the fused kernel would need.
 
     Attributes:
-      transport: how the fused kernel would move its operand; empty if it moves none, or has no choice.
-      transport_reason: why so.
-      needs_all_ctas: whether the fused kernel ends only where all its CTAs run at the same time; else only those that
-        share a tile must.
-      why_not_by_default: why the fused kernel is not to be chosen here, though it may be asked for; None if nothing
-        speaks against it.
-      scratch_bytes: from the configuration to the memory that the fused kernel needs beside operands and results.
+      transport: how data would travel in the fused kernel; empty if none travels, or there is one transport only.
+      transport_reason: why this transport.
+      needs_all_ctas: whether all CTAs of the fused kernel must run at the same time. If not, only CTAs that share a
+        tile must.
+      why_not_by_default: why the fused kernel must not be chosen by default, though the caller may ask for it; None if
+        it may be chosen.
+      scratch_bytes: scratch_bytes(config, target) is the memory that the fused kernel needs beside operands and
+        results.
     """
 
     transport: str = ""
@@ -88,7 +90,7 @@ class Circumstances:
     scratch_bytes: Callable[[Config, Target], int] = lambda config, target: 0
 
 
-def target(mesh: Any = None) -> Target:
+def target(mesh: Mesh | AbstractMesh | None = None) -> Target:
     """The device that the code being traced is for, or that of `mesh`."""
     return current_target(mesh)
 
@@ -96,7 +98,10 @@ def target(mesh: Any = None) -> Target:
 def _first_that_fits(
     config: Config, source: str, problem: Problem, device: Target, check: Callable[[Config, Target], None]
 ) -> tuple[Config, str]:
-    """What was chosen, or the next best that the operation takes: a `Problem` does not say all about a call."""
+    """The chosen configuration, or the next best one that `check` accepts.
+
+    A `Problem` does not say all about a call.
+    """
 
     def fits(config: Config) -> bool:
         try:
@@ -104,7 +109,7 @@ def _first_that_fits(
         except ValueError:
             return False
         except NotImplementedError:
-            # No configuration mends that.
+            # Another configuration would not help.
             return True
         return True
 
@@ -123,16 +128,17 @@ def decide(
     problem: Problem,
     circumstances: Circumstances = Circumstances(),
 ) -> Explanation:
-    """Chooses between the fused kernel and XLA, by the op's own predicate.
+    """Chooses between the fused kernel and XLA.
 
     Args:
       op: the operation's name, for messages.
       implementation: what the caller asked for; None leaves it open.
       device: the device that the call is for.
       config: the fused kernel's configuration; None takes it from a table, else from the heuristic.
-      check: raises NotImplementedError if the fused kernel cannot serve the call, ValueError if the call is wrong.
-      problem: the call's sizes; each decision is logged once per problem.
-      circumstances: what else it depends on.
+      check: check(config, target) raises NotImplementedError if the fused kernel cannot serve the call, and ValueError
+        if the call is wrong.
+      problem: the call's operation and sizes. Each decision is logged once per problem.
+      circumstances: what else the choice depends on.
 
     Raises:
       ValueError: whatever `check` raises.
@@ -159,14 +165,14 @@ def decide(
     missed = False
     if device.platform == "cpu":
         if source == "given":
-            # What is wrong on a GPU is wrong here.
+            # A configuration that is wrong on a GPU is refused here, too.
             with contextlib.suppress(NotImplementedError):
                 check(config, device)
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
     else:
         try:
             check(config, device)
-            # An explicit `config=` means that the caller wants the fused kernel: nothing is compared.
+            # An explicit `config=` means that the caller wants the fused kernel: skip the comparison with XLA.
             slower = None if source == "given" else circumstances.why_not_by_default or xla_is_faster(problem, device)
             missed = slower is not None and (
                 slower == circumstances.why_not_by_default or slower.startswith(NOT_MEASURED)
@@ -182,8 +188,8 @@ def decide(
             choice = Explanation(op, "xla", None, str(cannot), device)
     if (op, problem, choice) not in _logged:
         _logged.add((op, problem, choice))
-        # On a GPU that the kernels are for, XLA is not what the user came for: that must not pass unnoticed, unless it
-        # was measured to be faster.
+        # Warn if XLA runs on a GPU that has fused kernels, unless XLA was measured to be faster: the user came for the
+        # fused kernel.
         warns = missed and device.platform == "gpu" and (device.is_hopper or device.is_blackwell)
         logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
     return choice

@@ -1,6 +1,6 @@
-"""How long a configuration should take: waves of tiles, and what bounds a tile. For ranking, not for forecasts.
+"""A model of a configuration's time: how many waves of tiles there are, and what bounds the time of a tile.
 
-What differs between architectures is in `rates.py`.
+It is made for ranking configurations, not for forecasts. The rates of each architecture are in `rates.py`.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
 F32_BYTES = 4
-# Between full clocks and those that the power limit allows: likewise.
+# How sharply the clock rate passes from full clocks to those that the power limit allows; compare `overlap_exponent`.
 _LIMITED = 8.0
-# From the start until the first rows of a peer may be multiplied.
+# A gather: from the start until the first rows of a peer may be multiplied.
 GATHER_US = 6.0
-# What each shard adds that has tiles of its own.
+# A gather: the time that each further shard adds if its rows are not joined with those of the others.
 APART_US = 1.0
-# From the end of a peer's tile until its part of it may be added.
+# A sum over devices: from the end of a peer's tile until its part may be added here.
 SCATTER_US = 6.0
-# From there until all devices have what has been added. Or, of parts that go to all devices from shared memory, the
-# whole way.
-SPREAD_US = 8.0
+# A sum that all devices get: from the addition until all devices have the result (transport "broadcast").
+BROADCAST_US = 8.0
+# The same sum in one shot: from shared memory to all devices.
 ONE_SHOT_US = 6.0
 
 
 def copied_sooner_than_received(copied_bytes: float, received_bytes: float) -> bool:
-    """Whether a device copies so many bytes within its memory in less time than so many come from its peers."""
+    """Whether copying `copied_bytes` within a device takes less time than receiving `received_bytes` from its peers."""
     return 2 * copied_bytes / HOPPER.hbm_bytes_per_us < received_bytes / HOPPER.pulled_bytes_per_us
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
-    """How the problem's tiles are dealt to the clusters of one device; the parts of a split are tiles of their own."""
+    """How the problem's tiles are dealt to the clusters of one device.
+
+    With split-k, each part of a tile counts as a tile.
+    """
     rows, columns = config.cluster_tile
     m, n, products = problem.grid(config)
-    # Shards gathered along k lengthen the sums; in the other dimensions they bring tiles of their own.
+    # Shards gathered along k lengthen the sums of each tile. Those gathered along m or n have tiles of their own.
     lengths = problem.devices if problem.gathered == "k" else 1
     tiles = products * ceil_div(m, rows) * ceil_div(n, columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
@@ -63,14 +66,14 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     hbm_bytes = problem.bytes_per_device + again * weights
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
-        # (Of what stays in the L2 each core has its share of that.)
+        # The L2 does not hold the data, so the memory rate that the active cores reach together is a limit, too.
         hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * active)
     per_depth = _PerDepth.of(config, problem, rates, active, target)
     cycles = _core_cycles(config, problem, rates, target, per_depth)
     us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
     us = _at_power_limit(us, work, config, per_depth, hbm_bytes, rates) + rates.launch_us
     if work.cuts:
-        # All CTAs come to it at the end, when nothing else is left to do.
+        # All CTAs exchange and add the sums of shared tiles at the end, when there is nothing else to do meanwhile.
         added = (work.pieces_per_tile - 1) / rates.add_bytes_per_cycle
         summed = elements * F32_BYTES * (1 / rates.store_bytes_per_cycle + added)
         us += (summed + rates.flag_cycles) / rates.cycles_per_us
@@ -85,27 +88,27 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     if config.cluster > 1:
         us += rates.cluster_us
     if config.split_k > 1:
-        # The partial results are read again, mostly from the L2, and summed by a kernel of its own.
+        # A second kernel reads the partial results, mostly from the L2, and adds them.
         partial_bytes = config.split_k * problem.batch * problem.m * problem.n * F32_BYTES
         us += rates.next_launch_us + partial_bytes / rates.sum_bytes_per_us
     return us
 
 
 def _at_once(exponent: float, *times: float) -> float:
-    """How long it takes to do several things at the same time: the longest counts, and the others a little."""
+    """The time of several activities that run at the same time: about the longest, and a little more for the others."""
     longest = max(times)
     return longest * sum((time / longest) ** exponent for time in times) ** (1 / exponent) if longest else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _PerDepth:
-    """What one element of depth costs a core.
+    """What a tile costs a core for each element of k (of the tile's depth).
 
     Attributes:
-      cycles: how long it takes.
+      cycles: time.
       multiplied: multiply-adds, times bytes of an operand's element.
-      loaded: bytes that come from the L2.
-      read: bytes that the tensor cores read of shared memory.
+      loaded: bytes loaded from the L2.
+      read: bytes of shared memory that the tensor cores read.
     """
 
     cycles: float
@@ -115,17 +118,17 @@ class _PerDepth:
 
     @staticmethod
     def of(config: Config, problem: Problem, rates: Rates, active: int, target: Target) -> _PerDepth:
-        """`active`: how many cores are at work."""
+        """The costs of a configuration on a problem, while `active` cores are at work."""
         itemsize = problem.itemsize
         l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
         lhs_row, rhs_row = problem.row_bytes
         m, *_ = problem.grid(config)
         rows = rates.rows_loaded(config, m, problem.transpose_lhs)
-        # A warpgroup without rows does nothing.
+        # A warpgroup that has no rows of the operand multiplies nothing.
         busy_part = rates.rows_multiplied(config, rows) / config.tile_m
         multiplied = busy_part * config.tile_m * config.tile_n * itemsize
         read = busy_part * rates.smem_reads(config) * itemsize
-        # Per tile; those of the last one are shared out to all that lie above it.
+        # Rows beyond the operand, on average per tile: only the last tile of a column of tiles has such rows.
         empty = 0 if problem.transpose_lhs else rows - m / ceil_div(m, rows)
         lhs, rhs = (
             rows * itemsize * (rates.unaligned_lines if row_bytes % SWIZZLE_BYTES else 1.0)
@@ -140,7 +143,8 @@ class _PerDepth:
         busy = _at_once(
             rates.overlap_exponent, multiplied / rates.tensor_core_rate, read / rates.smem_bytes_per_cycle, load
         )
-        # A slot is given back one step late, and then filled again.
+        # A stage is released one k step late, and only then filled again. So `stages - 1` k steps must cover the
+        # latency.
         refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
         return _PerDepth(busy + step / config.tile_k, multiplied, loaded, read)
@@ -153,14 +157,14 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
     mainloop = waves(config, problem, target) * work.k_steps * config.tile_k * per_depth.cycles
     tiles = work.full_waves + (work.left > 0)
     elements = config.tile_m * config.tile_n
-    # A store that finds no free buffer waits until one has been read.
+    # A store waits if all epilogue buffers are in use.
     waits = max(rates.stores(config) - config.epilogue_buffers, 0)
     store = elements * out_bytes / rates.store_bytes_per_cycle + rates.tile_cycles + waits * rates.store_wait_cycles
     if rates.overlaps_epilogue:
-        # All but the last one run beside the products of the next tile.
+        # All stores but the last one run beside the products of the next tile.
         return max(mainloop, (tiles - 1) * store) + store
     if config.in_turn:
-        # Each warpgroup has every second tile, and stores while the other one multiplies.
+        # Pingpong: each warpgroup has every second tile, and stores it while the other one multiplies.
         mainloop *= rates.gathering_in_turn if problem.communicates and problem.gathered else rates.in_turn
         turn = mainloop / max(tiles, 1) + store
         return max(mainloop + tiles * rates.turn_cycles, ceil_div(tiles, 2) * turn - store) + store
@@ -170,28 +174,26 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
 def _at_power_limit(
     us: float, work: StreamK, config: Config, per_depth: _PerDepth, hbm_bytes: float, rates: Rates
 ) -> float:
-    """How long it takes at the clocks that the power limit allows, if it takes `us` at full ones."""
+    """The time at the clock rate that the power limit allows, for work that takes `us` at full clocks."""
     depth = work.tiles * config.cluster * work.k_steps * config.tile_k
-    energy_us = (
-        depth * (
-            per_depth.multiplied / rates.multiplied_per_us
-            + per_depth.loaded / rates.loaded_per_us
-            + per_depth.read / rates.read_per_us
-        )
-        + hbm_bytes / rates.moved_per_us
-    )  # fmt: skip
-    # The lower the clocks, the lower the voltage: so they need not fall as far as power must.
+    # How long the work would take if power were the only limit.
+    energy_us = hbm_bytes / rates.moved_per_us + depth * (
+        per_depth.multiplied / rates.multiplied_per_us
+        + per_depth.loaded / rates.loaded_per_us
+        + per_depth.read / rates.read_per_us
+    )
+    # Lower clocks allow a lower voltage. So the clock rate falls less than the power must.
     return us * (1 + (energy_us / us) ** _LIMITED) ** (rates.clock_exponent / _LIMITED) if us else us
 
 
 def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates, hbm_rate: float) -> float:
-    """The time of the products and of the gather beside them."""
+    """The time of the products (`us`) together with the gather that runs beside them."""
     gather_us = GATHER_US + problem.received_bytes_per_device / rates.pulled_bytes_per_us
     if not config.joined:
-        # Behind the last rows come the tiles of a shard, or at least one tile.
+        # When the last rows have arrived, the tiles of one shard are left to compute, or at least one tile.
         last = max(1 / problem.devices, work.k_steps / max(work.total_k_steps(0), work.k_steps))
         return max(us, gather_us + us * last) + APART_US * (problem.devices - 1)
-    # No product before the last rows. What fills the slots until then need not be waited for after that.
+    # No product begins before all rows have arrived. Only the weights of the first stages are loaded until then.
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     early_steps = min(config.stages, work.total_k_steps(0))
     early_us = early_steps * config.tile_k * config.tile_n * problem.itemsize * active / hbm_rate
@@ -199,8 +201,8 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rat
 
 
 def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates) -> float:
-    """The time of the products and of what travels beside them."""
-    # Own tiles come last. What of them begins together with the last tiles of peers waits for these to come.
+    """The time of the products (`us`) together with the parts of sums that travel beside them."""
+    # Own tiles are computed last. Own tiles in the same wave as the last tiles of peers must wait for parts from there.
     of_peers = work.tiles * (problem.devices - 1) // problem.devices
     waves_in_all, waves_of_peers = ceil_div(work.tiles, work.num_ctas), ceil_div(of_peers, work.num_ctas)
     tile_bytes = config.tile_m * config.tile_n * jnp.dtype(problem.out_dtype).itemsize
@@ -208,14 +210,14 @@ def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, ra
     slack_us = us * (waves_in_all - waves_of_peers) / waves_in_all
     us += SCATTER_US + max(last_us - slack_us, 0.0)
     if problem.replicates:
-        # What the last tiles have summed up is sent when nothing is left to compute.
+        # The results of the last tiles are sent when there is nothing left to compute.
         own = min(work.tiles - of_peers, work.num_ctas) * (problem.devices - 1)
-        us += SPREAD_US + own * tile_bytes / rates.pulled_bytes_per_us
+        us += BROADCAST_US + own * tile_bytes / rates.pulled_bytes_per_us
     return max(us, SCATTER_US + problem.received_bytes_per_device / rates.pulled_bytes_per_us)
 
 
 def _with_one_shot(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates) -> float:
-    """The time of the products, each wave of which waits for the peers' parts."""
+    """The time of the products (`us`), where each wave of tiles waits for the peers' parts."""
     rows, columns, products = problem.grid(config)
     of_wave = min(work.tiles, work.num_ctas) * min(rows, config.tile_m) * config.tile_n
     sent = min(of_wave, products * rows * columns) * jnp.dtype(problem.out_dtype).itemsize * (problem.devices - 1)

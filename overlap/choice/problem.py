@@ -1,4 +1,4 @@
-"""What a configuration is chosen for: an operation and its sizes; and which sizes share a configuration."""
+"""The problem that a configuration is chosen for: an operation and its sizes; and which sizes share a configuration."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
+from overlap.primitives.integers import ceil_div
 
 Layout = Literal["nn", "nt", "tn", "tt"]
 LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 _SIGNIFICANT_BITS = 4
-# Which dimension of one shard's product is gathered, or that of the product scattered.
+# For each operation that gathers or scatters, the dimension of the product along which it does.
 _GATHERED = {"all_gather_lhs_matmul": "m", "all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 _SCATTERED = {"matmul_reduce_scatter": "m", "matmul_reduce_scatter_n": "n"}
 _ALL_REDUCE = "matmul_all_reduce"
-# All that a problem's `op` can be.
+# All values of `Problem.op`.
 OPS = ("matmul", *_GATHERED, *_SCATTERED, _ALL_REDUCE)
-# Rows and columns of the squares of which tiles are made: what a block has less of is wasted.
+# Tiles are made of squares of this size. A block whose size is no multiple of it wastes a part of its last squares.
 _SQUARE = 128
-# What users call these.
+# The names of these operations in messages.
 _PUBLIC = {
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul (along n)",
     "all_gather_rhs_matmul_k": "all_gather_rhs_matmul (along k)",
@@ -34,19 +35,19 @@ _PUBLIC = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of an operation, as far as its speed is concerned.
+    """One call of an operation, reduced to what decides its speed.
 
     Attributes:
-      op: the operation's name.
-      m: rows of the left operand (of one shard, in a collective).
-      n: columns of the right operand, likewise.
-      k: the contraction dimension, likewise: if the right operand is gathered along it, or the products are summed over
-        the devices, that of one shard.
+      op: the operation's name, one of `OPS`.
+      m: rows of the left operand; in a collective, of a device's shard.
+      n: columns of the right operand; in a collective, of a device's shard.
+      k: size of the contraction. If the right operand is gathered along k, or products are summed over the devices,
+        this is the size on one device.
       dtype: name of the operands' dtype.
       out_dtype: name of the result's dtype.
-      devices: how many take part.
-      layout: which operands are stored transposed; "nt": the right one.
-      batch: how many such products one call computes.
+      devices: how many devices take part.
+      layout: which operands are stored transposed (t) or not (n), left and right; "nt": the right one is.
+      batch: how many products of these sizes one call computes.
       block_scaled: whether the operands have scales of blocks.
     """
 
@@ -63,7 +64,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ValueError(f"`layout` must be one of {LAYOUTS}, got {self.layout!r}")
+            raise ValueError(f"`layout` must be one of {LAYOUTS}, got {self.layout!r}: name one of these")
 
     def __str__(self) -> str:
         dtypes = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}"
@@ -81,40 +82,46 @@ class Problem:
 
     @property
     def communicates(self) -> bool:
-        """Whether a communicator runs beside the matmul."""
+        """Whether data travels between devices beside the products."""
         return self.devices > 1
 
     @property
     def gathered(self) -> str:
-        """The dimension in which the devices' shards are put together: "m", "n" or "k"; "" if none is."""
+        """The dimension along which the devices' shards are gathered: "m", "n" or "k"; "" if none is."""
         return _GATHERED.get(self.op, "")
 
     @property
     def scattered(self) -> str:
-        """The dimension in which the sum of the devices' products is taken apart: "m" or "n"; "" if nothing is."""
+        """The dimension along which the sum over the devices is cut into a block for each device: "m", "n" or "".
+
+        `matmul_all_reduce` may cut along either one. It takes the one whose blocks waste less of their tiles.
+        """
         if self.op != _ALL_REDUCE:
             return _SCATTERED.get(self.op, "")
         by_rows, by_columns = self.m % self.units["m"] == 0, self.n % self.units["n"] == 0
         if not (by_rows and by_columns):
             return "m" if by_rows else "n"
-        squares = lambda m, n: -(-m // _SQUARE) * -(-n // _SQUARE)  # noqa: E731
+
+        def squares(m: int, n: int) -> int:
+            return ceil_div(m, _SQUARE) * ceil_div(n, _SQUARE)
+
         return "m" if squares(self.m // self.devices, self.n) <= squares(self.m, self.n // self.devices) else "n"
 
     @property
     def replicates(self) -> bool:
-        """Whether all devices are to have the whole sum."""
+        """Whether all devices get the whole sum."""
         return self.op == _ALL_REDUCE
 
     @property
     def units(self) -> dict[str, int]:
-        """Of what m and n must be multiples to be cut into equal blocks, whose rows in memory begin every 16 bytes."""
+        """m and n must be multiples of these to be cut into equal blocks, whose rows begin at multiples of 16 bytes."""
         of_row = limits.TMA_ROW_BYTES // self.itemsize
         of_result = limits.TMA_ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
         m, n = of_row if self.transpose_lhs else 1, of_result if self.transpose_rhs else max(of_result, of_row)
         return {"m": self.devices * m, "n": self.devices * n}
 
     def transport(self, config: Config) -> Literal["", "pull", "push", "broadcast", "one_shot"]:
-        """How data travels between devices, as `limits.Sizes` has it."""
+        """How data travels between devices, by the names of `limits.Sizes.transport`."""
         if not self.communicates:
             return ""
         if self.replicates:
@@ -122,7 +129,7 @@ class Problem:
         return "push" if self.scattered else "pull"
 
     def grid(self, config: Config) -> tuple[int, int, int]:
-        """Rows and columns of each product whose tiles a device computes, and how many such products there are."""
+        """(rows, columns, products): the size of each product that a device cuts into tiles, and how many there are."""
         if self.replicates and config.one_shot:
             return self.m, self.n, self.batch
         m, n = self.block
@@ -130,21 +137,23 @@ class Problem:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of each product whose tiles a device computes: of one shard's, or of one device's result."""
+        """Rows and columns of one device's block: of the product of its shard, or of a sum that is scattered."""
         parts = {self.scattered: self.devices}
         return self.m // parts.get("m", 1), self.n // parts.get("n", 1)
 
     @property
     def blocks(self) -> int:
-        """How many such products there are, batch elements included. Shards gathered along k lengthen them instead."""
+        """How many blocks one device computes, for all devices and batch elements.
+
+        Shards gathered along k make no blocks.
+        """
         return self.batch * (1 if self.gathered == "k" else self.devices)
 
     @property
     def whole(self) -> tuple[int, int, int]:
         """m, n and k of the product that one device computes."""
-        m, n, k = (size * (self.devices if name == self.gathered else 1) for name, size in
-                   (("m", self.m), ("n", self.n), ("k", self.k)))  # fmt: skip
-        return m, n, k
+        factors = {self.gathered: self.devices}
+        return self.m * factors.get("m", 1), self.n * factors.get("n", 1), self.k * factors.get("k", 1)
 
     @property
     def itemsize(self) -> int:
@@ -153,7 +162,7 @@ class Problem:
 
     @property
     def flops_per_device(self) -> float:
-        """Floating-point operations of one device."""
+        """Floating-point operations that one device does."""
         m, n, k = self.whole
         return 2.0 * self.batch * m * n * k
 
@@ -190,7 +199,7 @@ class Problem:
 
     @property
     def bucket(self) -> Problem:
-        """The problem that stands for all those of about this size."""
+        """The problem with all sizes rounded up (`bucket`). It stands for all problems of about this size."""
         sizes = {name: bucket(getattr(self, name)) for name in ("m", "n", "k")}
         return dataclasses.replace(self, **sizes, batch=bucket(self.batch, least=1))
 
@@ -205,7 +214,7 @@ class Problem:
         limits.check(sizes, config, target)
 
     def check_blocks(self, config: Config) -> None:
-        """Raises NotImplementedError if the devices cannot have equal blocks of a sum that all are to have."""
+        """Raises NotImplementedError if a sum that all devices get cannot be cut into equal blocks, one per device."""
         cut = {"m": self.m, "n": self.n}.get(self.scattered, 0)
         if self.transport(config) == "broadcast" and cut % self.units[self.scattered]:
             raise NotImplementedError(
@@ -215,7 +224,7 @@ class Problem:
             )
 
     def accepts(self, config: Config, target: Target) -> bool:
-        """Whether the fused kernel can run this problem so configured, with the registers that there are."""
+        """Whether the fused kernel can run this problem with `config`, without spilling registers."""
         try:
             self.check(config, target)
         except (ValueError, NotImplementedError):
@@ -223,15 +232,19 @@ class Problem:
         return target.is_blackwell or not self._crowds_registers(config)
 
     def _crowds_registers(self, config: Config) -> bool:
-        """Whether a thread of Hopper may need a few registers more than it has (`python -m tests.assembly_sweep`).
+        """Whether a thread on Hopper may need a few more registers than it has.
 
-        These combinations were found by assembling all of them, and are not offered:
-        - 32-bit results, cut tiles, a cluster and a full epilogue, with tiles of 256 rows, or with the largest tiles if
-          both operands are transposed;
-        - parts of peers to be added, with 256 rows or with the largest tiles of "pingpong";
-        - own tiles that are sent to all peers, with the largest tiles of 8-bit operands or of 32-bit results;
-        - a producer that serves "pingpong" beside a gather, in a cluster or with the smallest tiles; or one that serves
-          cut tiles of 256 × 64 in a cluster.
+        These cases were found by assembling all kernels (`tests.assembly_sweep`). In compute threads:
+
+        - 256 rows, or the largest tiles if both operands are transposed, with 32-bit results, cut tiles (stream-k) and a
+          cluster, if the epilogue has everything
+        - where parts of peers are added: 128 rows per warpgroup, or the largest tiles with the schedule "pingpong"
+        - where own tiles are sent as well: the largest tiles of 8-bit operands or with 32-bit results
+
+        In the producer, beside a gather:
+
+        - the schedule "pingpong" in a cluster, or with the smallest tiles
+        - tiles of 256 × 64 that are cut, in a cluster
         """
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
@@ -254,12 +267,12 @@ class Problem:
 
 
 def default_out_dtype(dtype: str) -> str:
-    """The dtype of the result where none is asked for: that of the operands, and bfloat16 for those of 8 bits."""
+    """The dtype of the result if the caller names none: that of the operands, or bfloat16 for 8-bit operands."""
     return "bfloat16" if dtype.startswith("float8") else dtype
 
 
 def bucket(size: int, least: int = 16) -> int:
-    """`size` rounded up to four significant bits, and to `least`: eight buckets for every doubling.
+    """`size` rounded up to four significant bits, and to at least `least`. There are eight buckets for every doubling.
 
     Example:
       >>> [bucket(size) for size in (1, 4096, 4097, 14336, 11008)]

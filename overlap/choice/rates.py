@@ -1,10 +1,10 @@
-"""What a core of each architecture does per cycle, for the model that ranks configurations.
+"""Rates of each architecture (what a core does per cycle and the like), for the model that ranks configurations.
 
-Hopper's are those of an H200, fitted to measurements: `rates_h200.json`, written by `python -m benchmarks.fit_model`.
+Hopper's rates are fitted to measurements on an H200: `rates_h200.json`, written by `python -m benchmarks.fit_model`.
 
-Blackwell's are those of a B200, and none of them is measured. They come from its data sheet (2250 TFLOP/s of 16-bit
-products, 148 cores, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction), less what an H200 falls short of its
-own; what a data sheet does not say is taken to be as on an H200.
+Blackwell's rates are for a B200, and none of them is measured. They come from its data sheet (2250 TFLOP/s of 16-bit
+products, 148 cores, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction), each reduced in the proportion in
+which an H200 falls short of its own data sheet. Rates that a data sheet does not have are taken from the H200.
 """
 
 from __future__ import annotations
@@ -26,46 +26,50 @@ class Rates:
     """The rates of one architecture.
 
     Attributes:
-      cycles_per_us: at full clocks.
-      tensor_core_rate: multiply-adds per cycle times bytes per operand element.
-      step_cycles: barriers and issue, per k step: why small tiles fall short.
-      cluster_step_cycles: likewise, what two CTAs that share their loads wait for each other.
-      smem_bytes_per_cycle: what the tensor cores read of shared memory.
-      l2_bytes_per_cycle: of one core when all load at once.
-      l2_bytes_per_cycle_alone: of one core alone.
-      unaligned_lines: how many lines of the cache a row of a box costs that does not begin where a line begins.
-      overlap_exponent: what goes on at the same time takes (a**p + b**p) ** (1 / p).
-      empty_row_cycles: of a row that TMA fills with zeros, since the operand has no such row. Measured on an H200,
-        32 × 8192 × 8192 by tiles of 128 × 64 and of 128 × 128: 8 and 14.
-      store_bytes_per_cycle: of one core.
-      store_wait_cycles: until a buffer of the epilogue has been read.
-      tile_cycles: filling the pipeline and draining it, per tile.
-      turn_cycles: from one warpgroup's products to the other's, if they take turns.
-      in_turn: how much longer all products of a core take then.
-      gathering_in_turn: likewise beside a gather, whose buffers leave less room for stages. Measured on 2 H200s: 1.03
-        to 1.11.
-      load_latency_cycles: from the request of an operand tile until it is there.
-      hbm_bytes_per_us: of the whole device.
-      hbm_bytes_per_us_alone: of one core alone. Measured on an H200: 16 × 8192 × 8192 takes 45.8 µs on 64 cores, 36.3
-        on 128: 3.4 and 4.4 MB/µs behind the launch.
-      l2_bytes: weights that are larger are read anew for each shard's tiles, which come one after the other.
-      sum_bytes_per_us: of the kernel that sums up the parts of a split contraction.
-      flag_cycles: of a tile that CTAs share: a flag crosses the L2, and what others have summed up is read one round
-        trip after another.
-      add_bytes_per_cycle: likewise.
-      launch_us: of a kernel.
-      next_launch_us: of another one behind it.
-      zero_flags_us: of the one that zeroes its flags.
-      cluster_us: until two CTAs have begun and ended together.
-      multiplied_per_us: how much the device can multiply (multiply-adds times bytes of an element) if all its power
-        goes there.
-      loaded_per_us: likewise, bytes that it loads from the L2.
-      read_per_us: likewise, bytes that the tensor cores read of shared memory.
-      moved_per_us: likewise, bytes that it moves to and from its memory.
-      clock_exponent: how clocks fall with the power that is asked for, once that is more than there is.
-      pulled_bytes_per_us: what the communicators of one device move over NVLink.
-      sent_bytes_per_us: what its compute warpgroups send.
+      cycles_per_us: clock rate, without a power limit.
+      tensor_core_rate: multiply-adds per cycle of one core, times bytes per operand element.
+      step_cycles: cycles that each k step takes beside its products, for barriers and the issue of instructions. It
+        makes small tiles slow.
+      cluster_step_cycles: further cycles of each k step in which two CTAs that share their loads wait for each other.
+      smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read.
+      l2_bytes_per_cycle: bytes that one core loads from the L2 while all cores load.
+      l2_bytes_per_cycle_alone: bytes that one core loads from the L2 while no other does.
+      unaligned_lines: how many cache lines the load of one row of a box costs if the row does not begin at a line.
+      overlap_exponent: two activities of a and b cycles at the same time take (a**p + b**p) ** (1 / p) cycles.
+      empty_row_cycles: cycles for a row of a tile that lies beyond the operand, and that TMA fills with zeros. Measured
+        on an H200, 32 × 8192 × 8192 by tiles of 128 × 64 and of 128 × 128: 8 and 14.
+      store_bytes_per_cycle: bytes that one core stores.
+      store_wait_cycles: cycles until an epilogue buffer has been read and can be filled again.
+      tile_cycles: cycles to fill and to drain the pipeline, per tile.
+      turn_cycles: with the schedule "pingpong", cycles between one warpgroup's products and the other's.
+      in_turn: with the schedule "pingpong", the factor by which all products of a core take longer.
+      gathering_in_turn: the same factor beside a gather, whose buffers leave less room for stages. Measured on 2 H200s:
+        1.03 to 1.11.
+      load_latency_cycles: cycles from the request of an operand tile until it has arrived.
+      hbm_bytes_per_us: bytes per µs of the whole device's memory.
+      hbm_bytes_per_us_alone: bytes per µs of memory that one core reaches alone. Measured on an H200:
+        16 × 8192 × 8192 takes 45.8 µs on 64 cores, 36.3 µs on 128; that is 3.4 and 4.4 MB/µs, less the launch.
+      l2_bytes: size of the L2. Weights that are larger are read again for the tiles of each shard, since the shards
+        come one after the other.
+      sum_bytes_per_us: bytes per µs that the kernel reads that adds up the parts of a split contraction (split-k).
+      flag_cycles: cycles that CTAs that share a tile (stream-k) need beside the sums: a flag crosses the L2, and the
+        sums of the other CTAs are read one round trip after another.
+      add_bytes_per_cycle: bytes per cycle at which the sums of the other CTAs are read and added.
+      launch_us: launch of a kernel.
+      next_launch_us: launch of a second kernel behind it.
+      zero_flags_us: the kernel that zeroes the flags.
+      cluster_us: time in which the two CTAs of a cluster wait for each other at the start and the end.
+      multiplied_per_us: what the device could multiply (multiply-adds times bytes of an element) if all its power went
+        there.
+      loaded_per_us: bytes that the device could load from the L2 if all its power went there.
+      read_per_us: bytes of shared memory that the tensor cores could read if all power went there.
+      moved_per_us: bytes that could be moved to and from the device's memory if all power went there.
+      clock_exponent: where more power is demanded than the limit allows, the clock rate is divided by
+        (demand / limit) ** clock_exponent.
+      pulled_bytes_per_us: bytes that the communicators of one device move over NVLink.
+      sent_bytes_per_us: bytes that the compute warpgroups of one device send over NVLink.
       overlaps_epilogue: whether a tile is stored while the next one is multiplied, whatever the schedule.
+      measured: whether this architecture was measured. If not, XLA runs unless the caller asks for the fused kernel.
     """
 
     cycles_per_us: float
@@ -103,14 +107,15 @@ class Rates:
     pulled_bytes_per_us: float
     sent_bytes_per_us: float
     overlaps_epilogue: bool = False
+    measured: bool = True
 
     def stores(self, config: Config) -> int:
-        """In how many steps a compute warpgroup stores a tile, or its part of one."""
+        """How many times a compute warpgroup stores an epilogue buffer for one tile, or for its part of a tile."""
         _, columns = hopper.warpgroup_tile(config)
         return columns // config.epilogue_tile_n
 
     def smem_reads(self, config: Config) -> float:
-        """Elements that the tensor cores read of shared memory, per element of a tile's depth."""
+        """Elements of shared memory that the tensor cores read for a tile, per element of k."""
         rows, columns = hopper.warpgroup_tile(config)
         parts = config.tile_m * config.tile_n // (rows * columns)
         if config.swap_operands:
@@ -118,17 +123,17 @@ class Rates:
         return parts * (rows / hopper.WGMMA_M) * (hopper.WGMMA_M + columns)
 
     def rows_multiplied(self, config: Config, loaded: int) -> int:
-        """How many rows of a tile are multiplied if so many are loaded."""
+        """How many rows of a tile are multiplied if `loaded` rows of it are loaded."""
         rows, _ = hopper.warpgroup_tile(config)
         return -(-loaded // rows) * rows
 
     def rows_loaded(self, config: Config, m: int, transpose_lhs: bool) -> int:
-        """How many rows of its tiles are loaded of a left operand with `m` rows."""
+        """How many rows of a tile are loaded, for a left operand of `m` rows."""
         return hopper.rows_loaded(config, m, transpose_lhs)
 
 
 class BlackwellRates(Rates):
-    """Those of a mainloop whose tensor cores read each operand once, and keep their sums to themselves."""
+    """Rates for a mainloop whose tensor cores read each operand once per k step and keep the sums in tensor memory."""
 
     def smem_reads(self, config: Config) -> float:
         return config.tile_m + rhs_columns(config)
@@ -148,6 +153,7 @@ _FITTED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))["rates"]
 HOPPER = Rates(**_FITTED)
 BLACKWELL = BlackwellRates(
     overlaps_epilogue=True,
+    measured=False,
     **_FITTED
     | dict(
         cycles_per_us=1700.0,
@@ -162,7 +168,7 @@ BLACKWELL = BlackwellRates(
         hbm_bytes_per_us=6.4e6,
         l2_bytes=100e6,
         sum_bytes_per_us=9.0e6,
-        # The clocks are those at the power limit already.
+        # `cycles_per_us` is the clock rate at the power limit already.
         clock_exponent=0.0,
         pulled_bytes_per_us=0.7e6,
         sent_bytes_per_us=0.8e6,

@@ -1,7 +1,8 @@
-"""The search space: few configurations, all of which pass the kernel's own predicate, the best guess first.
+"""The search space: the configurations worth trying for a problem, the best guess first.
 
-A configuration is a *shape*, which the model ranks (tile, depth of a stage, cut of the last wave), and *fine* choices,
-about which the model knows nothing: there the first value is the usual one, and what differs ranks a little lower.
+All of them pass the kernel's own check. A configuration consists of a *shape* (tile, size of a stage, cuts of the last
+wave), which the model ranks, and of *fine* choices, of which the model knows nothing. For each fine choice the first
+value is the usual one, and configurations with other values rank a little lower.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from overlap.choice.model import predicted_us, waves, work_of
 from overlap.choice.problem import Problem
+from overlap.choice.rates import Rates, rates_of
 from overlap.kernels.config import Config
 from overlap.kernels.hopper.limits import MAX_ACCUMULATOR_REGISTERS, accumulator_registers
 from overlap.kernels.target import Target
@@ -35,35 +37,37 @@ SHAPE: dict[str, tuple[Any, ...]] = {
     "joined": (False, True),
     "one_shot": (False, True),
 }
-# The first is what is taken if nothing speaks against it.
+# The first value of each is the usual one.
 FINE: dict[str, tuple[Any, ...]] = {
-    # Wider ones bring nothing that was measured, and some need more registers than there are.
+    # Wider ones were measured to bring nothing, and some need more registers than there are.
     "epilogue_tile_n": (64, 32),
     "epilogue_buffers": (1, 2, 3, 4),
     "order_minor": ("m", "n"),
     "order_width": (8, 16, 4),
 }
 CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
-# Of a product that is less than one wave so many cores may share a tile; more parts are better summed by XLA. Of few
-# rows a narrow tile for each core is the fastest (measured on an H200).
+# If a product is less than one wave, at most this many cores share a tile (stream-k); more parts are better summed by
+# XLA (split-k). With at most FEW_ROWS rows a narrow tile for each core is the fastest instead (measured on an H200).
 MOST_SHARED, FEW_ROWS = 6, 64
-# Two CTAs that load 32 rows each for both were measured to be a tenth slower than without.
+# Two CTAs of a cluster share the left operand's tile only if it has at least this many rows: with tiles of 64 rows,
+# where each CTA loads 32 rows for both, a cluster was measured to be a tenth slower than none.
 LEAST_ROWS_TO_SHARE = 128
-# Joined rows make few tiles, which more cores may share; more rows than these are better multiplied as they arrive.
+# Joined rows make few tiles, so more cores may share a tile. More rows than these are better multiplied as they arrive.
 MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024
-# With swapped operands, rows are chosen so that the last tile is full.
+# Tiles with swapped operands. Their `tile_m` is chosen so that the last tile is full (`_rows_of_swapped`).
 SWAPPED: dict[str, tuple[Any, ...]] = {"tile_n": (256, 128, 64), "swap_operands": (True,), "one_shot": (False,)}
 MOST_COLUMNS = 256
-# With jax 0.12 each thread has 168 registers, whatever its role asks for (docs/DESIGN.md): with more sums than these in
-# them wgmma is serialized. (Measured: 128 are well, 144 are not.)
+# The most registers per thread for sums. With jax 0.12 each thread has 168 registers in all, whatever its role asks for
+# (docs/DESIGN.md), and with too many sums in them wgmma is serialized. (Measured: 128 do not, 144 do.)
 MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
-# As many as fit; fewer are tried because they leave more of the L1 to other traffic.
+# Usually as many stages as fit. Fewer are tried as well, because they leave more of the L1 to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
-# Tiles with swapped operands beside a gather, and clusters of joined rows: none has been timed. The tuner tries them.
+# The factor for configurations that have not been timed: tiles with swapped operands beside a gather, and clusters of
+# joined rows. So the tuner tries them, and the heuristic takes them only if the model is clear.
 _NOT_MEASURED = 1.05
-# Fine choices are tried of so many shapes, the best ones.
+# Fine choices are varied for this many shapes, the best ones.
 MOST_VARIED = 32
 # How much slower a configuration is assumed to be for each fine field that is not the usual one.
 _DEVIATION_COST = 0.015
@@ -83,8 +87,8 @@ def heuristic(problem: Problem, target: Target) -> Config | None:
     return next(iter(_candidates(problem, target)), None)
 
 
-def rank(config: Config, problem: Problem, target: Target, rates: Any = None) -> float:
-    """What `candidates` sorts by: the model's time, and a little more for each fine choice that is unusual."""
+def rank(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
+    """The value that `candidates` sorts by: the model's time, and a little more for each unusual fine choice."""
     us = _expected_us(config, problem, target, rates)
     shape = dataclasses.replace(_usual(problem), **{name: config.fields[name] for name in SHAPE})
     base = _base(shape, problem, target)
@@ -94,7 +98,8 @@ def rank(config: Config, problem: Problem, target: Target, rates: Any = None) ->
     return us * (1 + _DEVIATION_COST * sum(config.fields[name] != base.fields[name] for name in fine))
 
 
-def _expected_us(config: Config, problem: Problem, target: Target, rates: Any = None) -> float:
+def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
+    """The model's time, and a little more for configurations of a kind that has not been timed."""
     us = predicted_us(config, problem, target, rates)
     new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
     return us * _NOT_MEASURED if new else us
@@ -120,12 +125,12 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
                 ranked[config] = us * (1 + _DEVIATION_COST * deviations)
-    # Of equals, the wider tile: it reads longer runs of the right operand's rows.
+    # Among equals prefer the wider tile: it reads longer runs of the right operand's rows.
     return tuple(sorted(ranked, key=lambda config: (ranked[config], -config.tile_n)))
 
 
 def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
-    """The tile shapes, each with the ways to fill the last wave that differ; all else as `Config` has it."""
+    """The tile shapes, each with all different ways to cut the last wave. Other fields have their defaults."""
     cuts = ("split_k", "stream_k")
     names = [name for name in SHAPE if name not in cuts]
     upright = itertools.product(*(SHAPE[name] for name in names))
@@ -140,7 +145,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
             continue
         work = work_of(whole, problem, target)
         if not work.full_waves and not problem.communicates:
-            # No more parts than fill one wave, and each with some depth.
+            # No more parts than fill one wave, each with at least two k steps.
             for parts in SHAPE["split_k"][1:]:
                 if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
                     yield dataclasses.replace(whole, split_k=parts)
@@ -164,9 +169,9 @@ def _may_swap(problem: Problem, target: Target) -> bool:
 
 
 def _rows_of_swapped(problem: Problem) -> tuple[int, ...]:
-    """Rows of tiles whose operands are swapped: for each number of tiles below each other the fewest that suffice."""
+    """`tile_m` with swapped operands: for each number of tiles along m, the fewest rows per tile that suffice."""
     found: set[int] = set()
-    # Those of a shard, and of all shards together where they are joined.
+    # The rows of a shard, and those of all shards together, if they are joined.
     for m in {problem.m, problem.m * problem.devices * problem.batch} - {0}:
         least = min(LEAST_ROWS_OF_SWAPPED, m)
         counts = range(-(-m // MOST_ROWS_OF_SWAPPED), -(-m // least) + 1)
@@ -175,10 +180,10 @@ def _rows_of_swapped(problem: Problem) -> tuple[int, ...]:
 
 
 def _usual(problem: Problem) -> Config:
-    """Where the search begins.
+    """The configuration where the search begins.
 
-    Of weights gathered along k a tile needs its columns of every shard. So all rows come first, then the next columns:
-    the first wave of tiles then waits for few of them.
+    If weights are gathered along k, a tile needs its columns from every shard. So the tile order takes all rows first,
+    then the next columns: the first wave of tiles then needs few columns.
     """
     return Config(order_minor="n") if problem.gathered == "k" else Config()
 
@@ -191,6 +196,7 @@ def _adjacent(shape: Config, problem: Problem) -> int:
 
 
 def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
+    """Whether a shape is not worth trying: equal to another one, known to be slower, or without effect here."""
     if shape.cluster == 1 and shape.cluster_along != Config().cluster_along:
         return True
     rows = problem.m * (problem.devices * problem.batch if shape.joined else 1)
@@ -202,16 +208,16 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
         return True
     if shape.one_shot and not (problem.replicates and problem.communicates):
         return True
-    if shape.in_turn and (
-        shape.joined or shape.one_shot or work_of(shape, problem, target).pieces(0) < 2 or target.is_blackwell
-    ):
-        # With one tile a CTA there is nobody to take turns with.
+    if shape.in_turn and (shape.joined or shape.one_shot or rates_of(target).overlaps_epilogue):
+        return True
+    if shape.in_turn and work_of(shape, problem, target).pieces(0) < 2:
+        # With one tile per CTA the second warpgroup would have none.
         return True
     if not shape.joined:
         return False
     if problem.block_scaled:
         return True
-    # Rows that fill the tiles of their own shard need not wait for any others; nor should many rows.
+    # Join rows only where that makes fewer tiles, and only few rows: others are better multiplied as they arrive.
     shards = problem.batch * problem.devices
     filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)
     few = problem.m * shards <= MOST_JOINED_ROWS
@@ -219,8 +225,9 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
 
 
 def spills(shape: Config) -> bool:
-    """Whether the kernel has too few registers with all of the epilogue. It runs all the same, but is not tried."""
-    # (`tests/assembly_space.py`. Of 80 rows, bfloat16 and a right operand as [k, n], 156 bytes; of 64, none to spare.)
+    """Whether the kernel spills registers with a full epilogue. Such a kernel runs, but is not tried."""
+    # `tests/assembly_space.py` has the cases: 80 rows, bfloat16 and a right operand as [k, n] spill 156 bytes; with 64
+    # rows no register is left.
     in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
     return shape.swap_operands and (in_clusters or accumulator_registers(shape) > MOST_ACCUMULATED)
 
@@ -230,8 +237,8 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     epilogue = ("epilogue_tile_n", "epilogue_buffers")
     low = shape.tile_m < LEAST_ROWS_TO_SHARE
     if shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
-        # A band of as many rows as with larger tiles. Where sums are scattered, one of twice as many was measured to be
-        # up to 7% faster (2 H200s).
+        # With low tiles, widen the band of the tile order to as many rows as larger tiles have. Where sums are
+        # scattered, twice as many rows were measured to be up to 7% faster (2 H200s).
         shape = dataclasses.replace(shape, order_width=2 * shape.order_width)
     for values in itertools.product(*(_values(name, target) for name in epilogue)):
         least = shape.replace(**dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
@@ -246,12 +253,12 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
 
 def _values(name: str, target: Target) -> tuple[Any, ...]:
     """The values of a fine field, the usual one first."""
-    # There one warpgroup stores what two do on Hopper: it fills a buffer while the other one is read.
-    return (2, 1) if target.is_blackwell and name == "epilogue_buffers" else FINE[name]
+    # If one warpgroup stores all tiles while others are multiplied, it fills one buffer while the other one is read.
+    return (2, 1) if rates_of(target).overlaps_epilogue and name == "epilogue_buffers" else FINE[name]
 
 
 def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
-    """`base`, and `base` with one fine field changed; with the number of changes."""
+    """`base`, and `base` with one fine field changed; each with its number of changed fields."""
     yield base, 0
     in_chunks = CHUNKS if problem.transport(base) not in ("", "one_shot") else {}
     fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
@@ -262,7 +269,10 @@ def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
 
 
 def _on_grid(config: Config, problem: Problem) -> Config:
-    """The same configuration with its order of tiles as it comes out on the problem's grid: equal ones are one."""
+    """The configuration with its tile order clipped to the problem's grid.
+
+    Configurations that become equal run the same kernel.
+    """
     rows, columns = config.cluster_tile
     m, n, _ = problem.grid(config)
     tiles = {"m": -(-m // rows), "n": -(-n // columns)}

@@ -1,8 +1,8 @@
-"""One entry of a tuning table, and the rules that an entry in a file must keep.
+"""One entry of a tuning table, and the rules that an entry in a file must satisfy.
 
-A table is a file that anyone may edit, copy or cut short, so nothing in it is believed before `Entry.from_json` has
-checked it. The rules are such that no value that keeps them can make a later computation fail: numbers are finite and
-bounded, texts are short and can be printed.
+A table is a file that anyone may edit, copy or truncate. So no value is used before `Entry.from_json` has checked it. A
+value that satisfies the rules cannot make a later computation fail: numbers are finite and bounded, and texts are short
+and printable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from overlap.kernels.config import FLOAT8, FLOAT16, Config
 
 # Sizes are int32 in a kernel.
 LARGEST_SIZE = 2**31 - 1
-# A nanosecond and some eleven days: beyond, a time is a mistake, and the ratio of two times might be 0 or infinite.
+# A nanosecond and some eleven days. A time outside is a mistake, and the ratio of two such times might be 0 or
+# infinite.
 LEAST_US, LARGEST_US = 1e-3, 1e12
 _TEXT_CHARACTERS = 200
 _DTYPES = tuple(dtype.name for dtype in (*FLOAT16, jnp.dtype(jnp.float32), *FLOAT8))
@@ -31,15 +32,16 @@ class Entry:
     """The result of tuning one problem.
 
     Attributes:
-      problem: what was tuned.
+      problem: the problem that was tuned.
       kind: the device's name.
       jax: the version of jax; "" if the file does not say.
       config: the fastest configuration whose result was right.
       us: its time per call, in microseconds.
-      others: the times of what it was compared with: "xla", "heuristic", and the runners-up by `space.differences`.
+      others: the times, in microseconds, of what it was compared with: "xla", "heuristic", and the next best
+        configurations by the names of `space.differences`.
       tried: how many configurations were compiled and checked.
       complete: False if the search was cut short.
-      date: when, ISO 8601.
+      date: when it was measured, in ISO 8601.
       overlap: the version of this library; "" if the file does not say.
     """
 
@@ -56,15 +58,18 @@ class Entry:
 
     @property
     def key(self) -> tuple[Problem, str, str]:
-        """What there is one entry for."""
+        """A table has one entry for each value of this key."""
         return self.problem, self.kind, self.jax
 
     def supersedes(self, older: Entry | None) -> bool:
-        """Whether a table keeps this entry instead of an older one for the same: not if only this one was cut short."""
+        """Whether a table keeps this entry instead of an older one with the same key.
+
+        An entry of a search that was cut short does not replace one of a complete search.
+        """
         return older is None or self.complete or not older.complete
 
     def measured_elsewhere(self, jax_version: str) -> str:
-        """With which other versions this was measured than run now; "" if with the same.
+        """The versions that this entry was measured with, if other ones run now; else "".
 
         Example:
           >>> entry.measured_elsewhere("0.12.0")
@@ -74,18 +79,18 @@ class Entry:
         return "; ".join(
             f"measured with {name} {then}, and {now} runs" if then else f"measured with an unknown {name}"
             for name, then, now in versions
-            # Tables from before this was noted do not say which overlap: that alone is no news.
+            # Old tables do not have the version of overlap. That alone is not worth a message.
             if then != now and (then or name == "jax")
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as its line in a file."""
+        """The entry as an object for its line in a file."""
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": self.config.fields}
 
     @classmethod
     def from_json(cls, data: Any) -> Entry:
-        """The inverse of `to_json`, for any JSON value; fields of the configuration that are missing have defaults.
+        """The inverse of `to_json`, for any JSON value. Missing fields of the configuration get their defaults.
 
         Raises:
           ValueError: `data` breaks a rule; the message names the field, what it must be, and what it is.
@@ -104,7 +109,7 @@ class Entry:
 
 
 def name_of(data: Any) -> str:
-    """What to call an entry in a message, beside its index, whatever it is: its operation and sizes if it has them."""
+    """How messages name an entry beside its index: by its operation and sizes, or "" if it does not have them."""
     names = [data.get(name) for name in ("op", "m", "n", "k")] if isinstance(data, dict) else []
     if not names or not all(isinstance(name, (str, int)) for name in names):
         return ""
@@ -127,7 +132,7 @@ def _config(fields: dict[str, Any]) -> Config:
 
 
 def _said(value: Any) -> str:
-    """A JSON value as a message shows it: on one line, short, however deep or long it is."""
+    """A JSON value as messages show it: on one line and short, however deep or long the value is."""
     return _SHORT.repr(value)
 
 
@@ -138,7 +143,7 @@ _SHORT = reprlib.Repr(maxlevel=3, maxdict=3, maxlist=3, maxstring=50, maxlong=30
 
 
 class _Rule(NamedTuple):
-    """What a value must be, in words and as a predicate that takes any JSON value."""
+    """A condition on a value, in words and as a predicate that takes any JSON value."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -153,9 +158,11 @@ def _one_of(*names: str) -> _Rule:
 
 
 def _integer(least: int) -> _Rule:
-    # `type(…) is`: True is an int as well.
-    return _Rule(f"an integer from {least} to {LARGEST_SIZE}", lambda value: type(value) is int and
-                 least <= value <= LARGEST_SIZE)  # fmt: skip
+    def holds(value: Any) -> bool:
+        # `type(…) is`: True is an instance of int as well.
+        return type(value) is int and least <= value <= LARGEST_SIZE
+
+    return _Rule(f"an integer from {least} to {LARGEST_SIZE}", holds)
 
 
 def _is_time(value: Any) -> bool:
@@ -189,8 +196,14 @@ _RULES = {
     "complete": _SWITCH,
     "date": _TEXT,
 }
-# What an entry of an older version may lack, and what that means.
+# Fields that an entry of an older version may lack, and their values then.
 _OPTIONAL: dict[str, Any] = {
-    "block_scaled": False, "jax": "", "overlap": "", "others": {}, "tried": 0, "complete": True, "date": "",
-}  # fmt: skip
+    "block_scaled": False,
+    "jax": "",
+    "overlap": "",
+    "others": {},
+    "tried": 0,
+    "complete": True,
+    "date": "",
+}
 assert _RULES.keys() == {field.name for kind in (Problem, Entry) for field in dataclasses.fields(kind)} - {"problem"}

@@ -1,10 +1,12 @@
-"""Files as tables need them: read without ever waiting, replaced in one step, changed by one process at a time.
+"""Access to the files of tables. Reading never waits; a file is replaced in one step, by one process at a time.
 
 A process that changes a table holds a lock from before it reads the file until it has replaced it. Readers take no
-lock: they see the file before or after the change. The lock is `flock` on a file beside the table, which is removed
-afterwards; what a killed process leaves of it locks nothing. Over NFS, Linux (2.6.12 and later) makes of it a lock on
-the server, which other hosts see, unless the volume is mounted with `local_lock=flock` or `nolock`: then two hosts that
-write within the same milliseconds can lose one of both results, never the file.
+lock: they see the file before or after the change.
+
+The lock is `flock` on a file beside the table, which is removed afterwards. If a killed process leaves that file
+behind, it locks nothing. Over NFS, Linux (2.6.12 and later) turns `flock` into a lock on the server, which other hosts
+see. The exception is a volume that is mounted with `local_lock=flock` or `nolock`: there, two hosts that write within
+the same milliseconds can lose the result of one of them, but never the file.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from collections.abc import Iterator
 _RETRY_S = 0.02
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
-}  # fmt: skip
-# As shared tables need it; mkstemp lets nobody else read.
+}
+# Other users may read the file, since tables can be shared. (Files of `mkstemp` are for their owner only.)
 _NEW_FILE_MODE = 0o644
 logger = logging.getLogger("overlap")
 
 
 def read_text(path: pathlib.Path, most_bytes: int) -> str:
-    """The text of a regular file. Nothing else is opened: a pipe would be waited for, and a device need not end.
+    """The text of a regular file. Nothing else is opened: reading a pipe could wait, and a device may have no end.
 
     Raises:
       ValueError: it is no regular file, larger than `most_bytes`, or not UTF-8.
@@ -47,9 +52,10 @@ def read_text(path: pathlib.Path, most_bytes: int) -> str:
 
 
 def obstacle(path: pathlib.Path) -> str | None:
-    """What keeps a file from being written, None if nothing does. Leaves nothing behind.
+    """Why a file cannot be written; None if it can.
 
-    It does what writing does first, so that missing rights, a full disk and another's lock are seen.
+    This function takes the lock and writes a temporary file, as a later write will. So it finds missing rights, a full
+    disk and a lock of another process. It leaves nothing behind.
     """
     path = target_of(path)
     try:
@@ -71,13 +77,13 @@ def obstacle(path: pathlib.Path) -> str | None:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, wait_s: float = 60.0) -> Iterator[None]:
-    """Within it no other process changes the file `path` names (which need not exist; its folder must).
+    """A context in which no other process changes the file `path`. The file need not exist, but its folder must.
 
-    Where the file system has no locks, it goes on without one and says so.
+    On a file system without locks a warning is logged, and no lock is taken.
 
     Raises:
       TimeoutError: another process has had the lock for `wait_s` seconds.
-      OSError: there can be no file beside `path`.
+      OSError: no file can be made beside `path`.
     """
     path = target_of(path)
     lock = path.with_name(f".{path.name}.lock")
@@ -85,7 +91,8 @@ def locked(path: pathlib.Path, wait_s: float = 60.0) -> Iterator[None]:
     try:
         yield
     finally:
-        # Before it is unlocked: whoever waits sees that the file he has locked is gone, and makes a new one.
+        # Remove the file before the lock is released. A process that then gets the lock sees that the file is gone, and
+        # makes a new one (`_acquire`).
         with contextlib.suppress(OSError):
             os.unlink(lock)
         os.close(handle)
@@ -97,11 +104,11 @@ def _acquire(lock: pathlib.Path, wait_s: float) -> int:
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except PermissionError:
-            # Another user's. To lock it needs no right to write it.
+            # The file belongs to another user. A lock does not need the right to write.
             handle = os.open(lock, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Else its last holder has removed it between the two lines above.
+            # If not, the process that held the lock has removed the file between the two lines above.
             if os.stat(lock).st_ino == os.fstat(handle).st_ino:
                 return handle
         except (BlockingIOError, FileNotFoundError):
@@ -121,10 +128,10 @@ def _acquire(lock: pathlib.Path, wait_s: float) -> int:
 
 
 def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file, made with its folder if need be, in one atomic step. Of a link, what it points to is replaced.
+    """Writes a file in one atomic step, and makes its folder if need be. If `path` is a link, its target is replaced.
 
     Raises:
-      OSError: it cannot be written, or it is no regular file; what was there is left as it is.
+      OSError: it cannot be written, or is no regular file. The old file is then left as it is.
     """
     path = target_of(path)
     mode = _NEW_FILE_MODE
@@ -132,7 +139,7 @@ def replace(path: pathlib.Path, text: str) -> None:
         status = path.stat()
         if kind := _other_kind(status.st_mode):
             raise OSError(errno.EINVAL, f"it is {kind}, no file", str(path))
-        mode = stat.S_IMODE(status.st_mode)  # Whoever could read or write it still can.
+        mode = stat.S_IMODE(status.st_mode)  # Keep the rights of the old file.
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
@@ -154,5 +161,5 @@ def target_of(path: pathlib.Path) -> pathlib.Path:
 
 
 def _other_kind(mode: int) -> str:
-    """What something is that is no regular file; "" if it is one."""
+    """What kind of file this is, in words; "" if it is a regular one."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")

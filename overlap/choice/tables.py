@@ -1,8 +1,8 @@
 """Measurements on disk: one JSON file per kind of GPU, in the user's cache and shipped with the library.
 
-A call looks its configuration up here, so reading never raises: an entry that breaks a rule (`table_entry`) is left
-out, a file that is no table counts as empty, and either is said once, as a warning with the file and the entry. Only a
-tuning that is to write a file refuses one that is no table.
+Each call looks its configuration up here, so lookups never raise. An entry that breaks a rule (`table_entry`) is left
+out, and a file that is no table counts as empty; either is reported once, in a warning that names the file and the
+entry. Only a tuning that has to write a file refuses one that is no table.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["Entry", "Table", "add", "find", "load", "parse", "read", "replace", 
 FORMAT = 1
 DIRECTORY_VARIABLE = "OVERLAP_TUNING_DIR"
 SHIPPED = pathlib.Path(__file__).parent / "tables"
-# An entry has some 700 bytes: a larger file is something else, and would hold up the first call.
+# An entry has some 700 bytes. A larger file is something else, and reading it would delay the first call.
 LARGEST_BYTES = 16 * 2**20
-_FAULTS_SAID = 4
+_FAULTS_SHOWN = 4
 logger = logging.getLogger("overlap")
 
 
@@ -40,9 +40,10 @@ class Table:
     """What a file holds.
 
     Attributes:
-      entries: those that keep the rules, one for each key.
-      faults: what is wrong with each of the others.
-      unread: these others, as JSON values: they are written back as they are, perhaps for a newer version.
+      entries: the entries that satisfy the rules, one for each key.
+      faults: for each of the other entries, what is wrong with it.
+      unread: entries that break a rule, as JSON values. They are written back unchanged: a newer version of the library
+        may be able to read them.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -53,7 +54,7 @@ class Table:
 def user_directory() -> pathlib.Path | None:
     """Where tunings are kept: `$OVERLAP_TUNING_DIR`, or `overlap/tuning` in the user's cache; None without a home."""
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
-        # Unlike `Path.expanduser`, this leaves a name that is no user's as it is.
+        # Unlike `Path.expanduser`, this does not raise for `~name` if there is no such user.
         return pathlib.Path(os.path.expanduser(chosen))
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -77,7 +78,7 @@ def shipped_files() -> list[pathlib.Path]:
 
 
 def parse(path: pathlib.Path) -> Table:
-    """What a file holds, without a word about its faults.
+    """What a file holds. Faults are returned, not logged.
 
     Raises:
       ValueError: the file is no table.
@@ -125,7 +126,7 @@ def _table(lines: Sequence[Any]) -> Table:
 
 
 def read(path: pathlib.Path) -> list[Entry]:
-    """The entries of a file that keep the rules; the others are left out, with one warning that names file and entries.
+    """The entries of a file that satisfy the rules. The others are left out, with one warning that names them.
 
     Raises:
       ValueError: the file is no table.
@@ -133,16 +134,17 @@ def read(path: pathlib.Path) -> list[Entry]:
     """
     table = parse(path)
     if faults := table.faults:
-        more = f"; and {len(faults) - _FAULTS_SAID} more" if len(faults) > _FAULTS_SAID else ""
-        logger.warning("the tuning table %s: %d of its entries %s ignored: %s%s", path, len(faults),
-                       "is" if len(faults) == 1 else "are", "; ".join(faults[:_FAULTS_SAID]), more)  # fmt: skip
+        more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
+        verb = "is" if len(faults) == 1 else "are"
+        first = "; ".join(faults[:_FAULTS_SHOWN])
+        logger.warning("the tuning table %s: %d of its entries %s ignored: %s%s", path, len(faults), verb, first, more)
     return list(table.entries)
 
 
 def load(path: pathlib.Path) -> tuple[Entry, ...]:
-    """Like `read`, for lookups: remembered until the file changes; a file that is none or no table counts as empty.
+    """Like `read`, for lookups: the result is cached until the file changes, and nothing is raised.
 
-    What is wrong is reported once, as a warning.
+    A file that does not exist or is no table counts as empty. Faults are reported once, in a warning.
     """
     try:
         status = path.stat()
@@ -166,7 +168,10 @@ def _load(path: pathlib.Path, *version: int) -> tuple[Entry, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _report(error: str) -> None:
-    """Said once: a folder in a table's place has another time whenever a file in it changes."""
+    """Logs a warning, once for each text.
+
+    `_load` is not cached well for a folder in the place of a table: its time changes with every file in it.
+    """
     logger.warning("the tuning table is ignored: %s", error)
 
 
@@ -174,9 +179,9 @@ def _report(error: str) -> None:
 
 
 def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a file, made with its folder if need be, in one atomic step; other processes wait meanwhile.
+    """Adds entries to a file in one atomic step, under a lock. The file and its folder are made if need be.
 
-    Of two entries for one problem the newer one stays, unless it is of an interrupted search and the older one is not.
+    Of two entries with the same key the newer one stays, unless its search was cut short and the older one's was not.
     Lines of the file that this version cannot read stay as they are.
 
     Raises:
@@ -202,7 +207,7 @@ def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
 
 
 def text_of(entries: Iterable[Entry], unread: Iterable[Any] = ()) -> str:
-    """The text of a table: a line for each entry, in an order that does not depend on when each was added."""
+    """The text of a table: a line for each entry, in an order that does not depend on when the entries were added."""
     lines = [json.dumps(entry.to_json(), sort_keys=True) for entry in sorted(entries, key=lambda entry: str(entry.key))]
     lines += [json.dumps(line, sort_keys=True) for line in unread]
     return f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n"
@@ -212,10 +217,12 @@ def text_of(entries: Iterable[Entry], unread: Iterable[Any] = ()) -> str:
 
 
 def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version: str) -> Entry | None:
-    """The entry that serves a problem best: of its bucket, one that the kernel accepts for it, the nearest in size.
+    """The entry that serves a problem best; None if there is none.
 
-    float16 and bfloat16 run at the same rates and serve each other. Entries of the running jax come first. Those of
-    another one are better than none: a version moves all times a little, and rarely their order.
+    Only entries of the problem's bucket (`Problem.bucket`) are considered whose configuration the kernel accepts for
+    the problem. Among them, those of the running version of jax come first, then the same dtype, then the nearest size.
+    float16 and bfloat16 run at the same rates, so they share entries. Entries of another version of jax are better than
+    none: a version changes all times a little, and rarely their order.
     """
     fitting = [
         entry
@@ -237,7 +244,7 @@ def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version
 
 
 def _alike(problem: Problem) -> Problem:
-    """What problems that share their entries have in common."""
+    """Equal for problems that share their entries."""
     dtype, out_dtype = ("float16" if name == "bfloat16" else name for name in (problem.dtype, problem.out_dtype))
     return dataclasses.replace(problem.bucket, dtype=dtype, out_dtype=out_dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation `op(*args, **kwargs)` would run, with what configuration, and why.
 
     Args:
-      op: a public operation, e.g. `overlap.all_gather_lhs_matmul`.
+      op: a public operation, e.g. `overlap.all_gather_lhs_matmul`; or a functools.partial of one.
       *args: its arguments, per shard, or global for `sharded_matmul`; arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: its keywords; and `mesh=`, which the collectives need outside `jax.shard_map`: the decision is then for
         the devices of that mesh.
@@ -43,6 +44,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       >>> x, w = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
       >>> print(overlap.explain(overlap.all_gather_lhs_matmul, x, w, "x", mesh=mesh))
     """
+    while isinstance(op, functools.partial):
+        op, args, kwargs = op.func, (*op.args, *args), {**op.keywords, **kwargs}
     decide = next((decide for known, decide in (*_DECIDE.items(), *EXPLAINED.items()) if op is known), None)
     if decide is None:
         names = [f"overlap.{known.__name__}" for known in (*_DECIDE, *EXPLAINED)]

@@ -11,7 +11,7 @@ The derivative is the sum of the partial derivatives, which are functions of sin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +43,8 @@ def elementwise_map(of_entry: ClosedJaxpr, *operands: jax.Array) -> jax.Array:
 
 
 @_entries_p.def_impl
-def _evaluate(*operands: Any, of_entry: Any) -> Any:
-    def evaluate(*entries: Any) -> Any:
+def _evaluate(*operands: jax.Array, of_entry: ClosedJaxpr) -> jax.Array:
+    def evaluate(*entries: jax.Array) -> jax.Array:
         return jaxpr_as_fun(of_entry)(*entries)[0]
 
     for _ in range(operands[-1].ndim):
@@ -57,7 +57,7 @@ def _type(*operands: Any, of_entry: Any) -> Any:
     return operands[-1].update(dtype=of_entry.out_avals[0].dtype, weak_type=False)
 
 
-def _lower(context: Any, *operands: Any, of_entry: Any) -> Any:
+def _lower(context: Any, *operands: Any, of_entry: ClosedJaxpr) -> Any:
     plain = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_in]
     with typeless():
         lowered = jax.make_jaxpr(lambda *operands: _evaluate(*operands, of_entry=of_entry))(*plain)
@@ -65,7 +65,7 @@ def _lower(context: Any, *operands: Any, of_entry: Any) -> Any:
         return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)
 
 
-def _jvp(operands: Any, tangents: Any, *, of_entry: Any) -> tuple[Any, Any]:
+def _jvp(operands: Sequence[jax.Array], tangents: Sequence[Any], *, of_entry: ClosedJaxpr) -> tuple[Any, Any]:
     out = elementwise_map(of_entry, *operands)
     moved = [index for index, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     if not moved or not jnp.issubdtype(out.dtype, jnp.floating):
@@ -78,7 +78,7 @@ def _jvp(operands: Any, tangents: Any, *, of_entry: Any) -> tuple[Any, Any]:
     return out, total
 
 
-def _partial(of_entry: Any, index: int) -> Any:
+def _partial(of_entry: Any, index: int) -> ClosedJaxpr:
     """The partial derivative by one operand.
 
     It is taken in reverse mode, since an activation may have a `jax.custom_vjp`.
@@ -88,7 +88,9 @@ def _partial(of_entry: Any, index: int) -> Any:
         return jax.make_jaxpr(jax.grad(lambda *entries: jaxpr_as_fun(of_entry)(*entries)[0], index))(*types)
 
 
-def _batched(operands: Any, dims: Any, *, of_entry: Any) -> tuple[Any, int]:
+def _batched(
+    operands: Sequence[jax.Array], dims: Sequence[int | None], *, of_entry: ClosedJaxpr
+) -> tuple[jax.Array, int]:
     (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
     in_front = [
         jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)

@@ -13,34 +13,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from overlap.frame.operands import Operands, Results
 from overlap.kernels.varying import summed_like
 
+# The dtype in which a cotangent is wanted; None if it is not wanted.
+Wanted = np.dtype | None
 # Called as transpose(residuals, wanted, cotangents), see `linear_map`; returns the cotangents of the operands.
-Transpose = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
+Transpose = Callable[[Sequence[jax.Array], Sequence[Wanted], Sequence[Any]], Sequence[Any]]
 
 _linear_p = Primitive("overlap_linear")
 _linear_p.multiple_results = True
 
 
 def linear_map(
-    forward: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
+    forward: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]],
     transpose: Transpose,
-    residuals: Sequence[Any],
-    operands: Sequence[Any],
-) -> list[Any]:
+    residuals: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
+) -> list[jax.Array]:
     """`forward(residuals, operands)`, which is linear in `operands`, with a transpose of its own.
 
     Args:
       forward: in terms of JAX's own operations. It captures no arrays.
       transpose: called as `transpose(residuals, wanted, cotangents)`; returns a cotangent for each operand.
         `cotangents` are those of the results, and may be symbolic zeros (`ad.Zero`). `wanted` has an entry for each
-        operand: the dtype in which its cotangent is wanted, or None if it is not wanted. That dtype is the operand's,
-          or
-        f32 if the cotangent will be added to others first. A returned cotangent may have more bits; it is rounded once,
-        at the end.
+        operand: the dtype in which its cotangent is wanted, or None if it is not wanted. That dtype is that of the
+        operand, or f32 if the cotangent will be added to others first. A returned cotangent may have more bits; it is
+        rounded once, at the end.
       residuals: arrays.
       operands: arrays.
 
@@ -53,13 +56,13 @@ def linear_map(
 
 
 @_linear_p.def_impl
-def _evaluate(*values: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+def _evaluate(*values: jax.Array, forward: ClosedJaxpr, transpose: Transpose, count: int) -> list[jax.Array]:
     del transpose, count
     return jaxpr_as_fun(forward)(*values)
 
 
 @_linear_p.def_abstract_eval
-def _types(*values: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+def _types(*values: Any, forward: ClosedJaxpr, transpose: Transpose, count: int) -> list[Any]:
     del values, transpose, count
     return forward.out_avals
 
@@ -67,13 +70,15 @@ def _types(*values: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
 mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=True))
 
 
-def _jvp(primals: Any, tangents: Any, *, forward: Any, transpose: Any, count: int) -> Any:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], *, forward: ClosedJaxpr, transpose: Transpose, count: int
+) -> Any:
     outs = _linear_p.bind(*primals, forward=forward, transpose=transpose, count=count)
     sums: Any = None
     moved = [index for index in range(count) if type(tangents[index]) is not ad.Zero]
     if moved:
 
-        def of_residuals(*given: Any) -> list[Any]:
+        def of_residuals(*given: jax.Array) -> list[jax.Array]:
             values = list(primals)
             for index, value in zip(moved, given, strict=True):
                 values[index] = value
@@ -87,7 +92,9 @@ def _jvp(primals: Any, tangents: Any, *, forward: Any, transpose: Any, count: in
     return outs, sums
 
 
-def _transposed(cotangents: Any, *values: Any, forward: Any, transpose: Transpose, count: int) -> list[Any]:
+def _transposed(
+    cotangents: Sequence[Any], *values: Any, forward: ClosedJaxpr, transpose: Transpose, count: int
+) -> list[jax.Array | None]:
     del forward
     types = [operand.aval if ad.is_undefined_primal(operand) else None for operand in values[count:]]
     wanted = [None if aval is None else aval.dtype for aval in types]
@@ -102,16 +109,20 @@ def _as_operand(cotangent: jax.Array, operand: Any) -> jax.Array:
     return summed_like(cotangent.astype(travels), operand).astype(operand.dtype)
 
 
-def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, count: int) -> Any:
+def _batched(
+    values: Sequence[jax.Array], dims: Sequence[int | None], *, forward: ClosedJaxpr, transpose: Transpose, count: int
+) -> tuple[list[jax.Array], list[int]]:
     # None in `dims` means that the value is the same for all elements.
     (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
     values = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in zip(values, dims, strict=True)]
     axes = [None if dim is None else 0 for dim in dims]
 
-    def forward_of_all(residuals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    def forward_of_all(residuals: Sequence[jax.Array], operands: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.vmap(jaxpr_as_fun(forward), in_axes=axes, axis_size=size)(*residuals, *operands)
 
-    def transpose_of_all(residuals: Sequence[Any], wanted: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def transpose_of_all(
+        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Any]
+    ) -> list[jax.Array | None]:
         # An operand that all elements share gets the sum of their cotangents. Ask for f32, so that they are not rounded
         # before they are added.
         dtypes = [
@@ -119,7 +130,7 @@ def _batched(values: Any, dims: Any, *, forward: Any, transpose: Transpose, coun
             for dtype, axis in zip(wanted, axes[count:], strict=True)
         ]
 
-        def of_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def of_one(residuals: Sequence[jax.Array], cotangents: Sequence[Any]) -> list[jax.Array | None]:
             return list(transpose(residuals, dtypes, cotangents))
 
         given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
@@ -139,24 +150,24 @@ batching.primitive_batchers[_linear_p] = _batched
 
 
 def tangents_of(
-    outs: Any,
-    operands: Any,
-    tangents: Any,
+    outs: Results,
+    operands: Operands,
+    tangents: Operands,
     *,
-    by_xla: Callable[[Any], Any],
-    backward: Callable[..., Any],
+    by_xla: Callable[[Operands], Results],
+    backward: Callable[..., Operands],
     saved: Any = None,
-) -> Any:
+) -> Results:
     """The tangents of an operation's results, for `Primitive.derivative`.
 
     Args:
-      outs: the results, a pytree.
-      operands: the operands, a pytree.
-      tangents: of the operands, a pytree of the same structure.
+      outs: the results.
+      operands: the operands.
+      tangents: of the operands; symbolic zeros where an operand has none.
       by_xla: the operation in terms of JAX's own operations, for forward mode: from operands to results.
-      backward: called as `backward(operands, saved, cotangents, wanted)` for reverse mode; returns a pytree of the
-        operands' cotangents. `wanted` is a pytree of dtypes, with None for cotangents that are not wanted; see
-        `linear_map`.
+      backward: called as `backward(operands, saved, cotangents, wanted)` for reverse mode; returns the
+        operands' cotangents. `wanted` has dtypes in the place of arrays, and None for cotangents that are not wanted;
+        see `linear_map`.
       saved: further arrays that `backward` needs, a pytree.
     """
     leaves, structure = jax.tree.flatten(operands)
@@ -167,16 +178,18 @@ def tangents_of(
         return jax.tree.map(jnp.zeros_like, outs)
     residuals, all_structure = jax.tree.flatten((operands, saved))
 
-    def forward(residuals: Sequence[Any], directions: Sequence[Any]) -> list[Any]:
+    def forward(residuals: Sequence[jax.Array], directions: Sequence[jax.Array]) -> list[jax.Array]:
         values = list(residuals[: len(leaves)])
 
-        def of_moved(*given: Any) -> Any:
+        def of_moved(*given: jax.Array) -> Results:
             changed = dict(zip(moved, given, strict=True))
             return by_xla(jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(values)]))
 
         return jax.tree.leaves(jax.jvp(of_moved, [values[i] for i in moved], list(directions))[1])
 
-    def transpose(residuals: Sequence[Any], wanted: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def transpose(
+        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Any]
+    ) -> list[jax.Array | None]:
         given, saved = jax.tree.unflatten(all_structure, residuals)
         dtypes = dict(zip(moved, wanted, strict=True))
         asked = jax.tree.unflatten(structure, [dtypes.get(i) for i in range(len(leaves))])

@@ -9,7 +9,7 @@ rules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.kernels.varying import varying
 from overlap.primitives import marks
 
@@ -26,21 +27,21 @@ _operation_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class Primitive:
-    """An operation with its rules. `operands` and `results` are pytrees of arrays; `plan` is static, and hashable.
+    """An operation with its rules. `plan` is static.
 
     Attributes:
       run: run(operands, plan) returns the results.
       batched: the rule for `jax.vmap`. batched(operands, is_batched, axis_size, plan) returns results that all have the
-        mapped dimension in front. `operands` have it where `is_batched`, a pytree of bools, is True.
+        mapped dimension in front. `operands` have it where `is_batched`, with bools in the place of arrays, is True.
       derivative: the rule for derivatives. derivative(operands, tangents, plan, evaluate) returns the results and their
         tangents, see `overlap.frame.linear`. `evaluate()` returns the results, without tracing the operation again.
     """
 
-    run: Callable[[Any, Any], Any]
-    batched: Callable[[Any, Any, int, Any], Any]
-    derivative: Callable[[Any, Any, Any, Callable[[], Any]], tuple[Any, Any]]
+    run: Callable[[Operands, LaunchPlan], Results]
+    batched: Callable[[Operands, Operands, int, LaunchPlan], Results]
+    derivative: Callable[[Operands, Operands, LaunchPlan, Callable[[], Results]], tuple[Results, Results]]
 
-    def __call__(self, operands: Any, plan: Any) -> Any:
+    def __call__(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Runs the operation."""
         if marks.current() is not None:
             # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a
@@ -59,14 +60,14 @@ class _Static:
     """The static data of one call: the structures of operands and results (`PyTreeDef`s), and the traced operation."""
 
     operation: Primitive
-    plan: Any
+    plan: LaunchPlan
     operands: Any
     results: Any
     traced: core.ClosedJaxpr
 
 
 @_operation_p.def_impl
-def _evaluate(*leaves: Any, static: _Static) -> list[Any]:
+def _evaluate(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
     return core.jaxpr_as_fun(static.traced)(*leaves)
 
 
@@ -78,8 +79,8 @@ def _types(*_: Any, static: _Static) -> list[Any]:
 mlir.register_lowering(_operation_p, mlir.lower_fun(_evaluate, multiple_results=True))
 
 
-def _jvp(leaves: Any, tangents: Any, *, static: _Static) -> Any:
-    def evaluate() -> Any:
+def _jvp(leaves: Sequence[jax.Array], tangents: Sequence[Any], *, static: _Static) -> tuple[list[jax.Array], list[Any]]:
+    def evaluate() -> Results:
         return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
 
     operands, moved = (jax.tree.unflatten(static.operands, values) for values in (leaves, tangents))
@@ -87,14 +88,14 @@ def _jvp(leaves: Any, tangents: Any, *, static: _Static) -> Any:
     return jax.tree.leaves(outs), jax.tree.leaves(of_outs)
 
 
-def _transposed(cotangents: Any, *leaves: Any, static: _Static) -> list[Any]:
+def _transposed(cotangents: Sequence[Any], *leaves: Any, static: _Static) -> list[Any]:
     """For `jax.linear_transpose`, where the operation is linear in the operands to be transposed.
 
     The transpose is the gradient with respect to these operands. It does not depend on their values, so take zeros.
     """
     unknown = [index for index, x in enumerate(leaves) if ad.is_undefined_primal(x)]
 
-    def of_unknown(*given: Any) -> list[Any]:
+    def of_unknown(*given: jax.Array) -> list[jax.Array]:
         changed = dict(zip(unknown, given, strict=True))
         return _operation_p.bind(*(changed.get(index, x) for index, x in enumerate(leaves)), static=static)
 
@@ -105,7 +106,9 @@ def _transposed(cotangents: Any, *leaves: Any, static: _Static) -> list[Any]:
     return [found.get(index) for index in range(len(leaves))]
 
 
-def _batched(leaves: Any, dims: Any, *, static: _Static) -> Any:
+def _batched(
+    leaves: Sequence[jax.Array], dims: Sequence[int | None], *, static: _Static
+) -> tuple[list[jax.Array], list[int]]:
     # None in `dims` means that the operand is the same for all elements.
     (size,) = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
     in_front = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)]

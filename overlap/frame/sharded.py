@@ -4,9 +4,8 @@ A kernel runs on one device, on operands that lie there. If the types say along 
 sharded, `matmul` enters `jax.shard_map` over these axes by itself, provided that no device then needs data of another
 one:
 
-    batch, m, n    may be sharded, each along axes of its own. All operands and the result are then cut alike. An
-    operand
-                   that is whole along such a dimension is cut first, which moves nothing between devices
+    batch, m, n    may be sharded, each along axes of its own. All operands and the result are then cut alike. If an
+                   operand is whole along such a dimension, it is cut first, which moves nothing between devices
     k              must not be sharded: each device would have a part of every sum
 
 Inside, each device's part is a `matmul` of its own, which chooses its implementation by the sizes of that part.
@@ -33,6 +32,8 @@ _WAYS_OUT = (
     "lax.psum for a sharded k) say what is communicated"
 )
 Axes = tuple[str, ...]
+# A dimension of a product: "m", "n", "k", or the index of a batch dimension; None for one of size 1.
+Dimension = str | int | None
 
 
 def explicit_axes(mesh: AnyMesh) -> Axes:
@@ -138,14 +139,14 @@ class ProductSharding:
     """
 
     mesh: AnyMesh
-    axes: dict[Any, Axes]
-    names: dict[str, tuple[Any, ...]]
+    axes: dict[Dimension, Axes]
+    names: dict[str, tuple[Dimension, ...]]
 
-    def spec(self, names: tuple[Any, ...]) -> jax.P:
+    def spec(self, names: tuple[Dimension, ...]) -> jax.P:
         """The partition of an array whose dimensions have these names."""
         return spec(self.axes.get(name, ()) for name in names)
 
-    def call(self, function: Callable[..., Any], operands: dict[str, Any], out: tuple[Any, ...]) -> Any:
+    def call(self, function: Callable[..., Any], operands: dict[str, Any], out: tuple[Dimension, ...]) -> Any:
         """`function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
 
         Raises:
@@ -208,7 +209,9 @@ def spec(along: Iterable[Axes]) -> jax.P:
     return jax.P(*(axes[0] if len(axes) == 1 else axes or None for axes in along))
 
 
-def product_sharding(mesh: AnyMesh, operands: dict[str, Any], names: dict[str, tuple[Any, ...]]) -> ProductSharding:
+def product_sharding(
+    mesh: AnyMesh, operands: dict[str, Any], names: dict[str, tuple[Dimension, ...]]
+) -> ProductSharding:
     """How a product is cut so that no device needs data of another one.
 
     Args:
@@ -223,8 +226,8 @@ def product_sharding(mesh: AnyMesh, operands: dict[str, Any], names: dict[str, t
         same axis.
     """
     require_summed(operands)
-    axes: dict[Any, Axes] = {}
-    cut_by: dict[Any, list[str]] = {}
+    axes: dict[Dimension, Axes] = {}
+    cut_by: dict[Dimension, list[str]] = {}
     for name, x in operands.items():
         for dimension, part in zip(names[name], spec_of_type(x), strict=True):
             along = part if isinstance(part, tuple) else () if part is None else (part,)
@@ -242,7 +245,7 @@ def product_sharding(mesh: AnyMesh, operands: dict[str, Any], names: dict[str, t
             f"the fused kernel needs all of k on each device, and `{cut_by['k'][0]}` is sharded along it over "
             f'{axes["k"]}: {_WAYS_OUT}; or use implementation="xla", which gathers it'
         )
-    users: dict[str, Any] = {}
+    users: dict[str, Dimension] = {}
     for dimension, along in axes.items():
         for axis in along:
             other = users.setdefault(axis, dimension)
@@ -259,7 +262,7 @@ def product_sharding(mesh: AnyMesh, operands: dict[str, Any], names: dict[str, t
     return ProductSharding(mesh, axes, names)
 
 
-def _named(dimension: Any) -> str:
+def _named(dimension: Dimension) -> str:
     return dimension if isinstance(dimension, str) else f"leading dimension {dimension}"
 
 

@@ -1,7 +1,8 @@
-"""The projections around attention: query, key and value by one gather, and the way back."""
+"""The projections around attention: query, key and value by one gather, and the output projection."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
@@ -15,24 +16,26 @@ _HEADS = "shard along fewer devices"
 
 
 class QKVProjection(nnx.Module):
-    """Query, key and value of attention, by one gather and one product. The heads are sharded along `axis`.
+    """Query, key and value of attention, by one gather and one call. The heads are sharded along `axis`.
 
-    query: `ColumnParallelLinear`, [in_features, num_heads · head_dim]; key, value: [in_features, num_kv_heads ·
-    head_dim]. A model with three nnx.Linear of these names has the same checkpoint. Each device has whole groups of
-    heads that share a key and a value (grouped-query attention), so attention needs no communication.
+    `query`, `key` and `value` are `ColumnParallelLinear`s: query of [in_features, num_heads · head_dim], key and value
+    of [in_features, num_kv_heads · head_dim]. A model with three nnx.Linear of these names has the same checkpoint.
+
+    Each device has whole groups of heads that share a key and a value (grouped-query attention), so attention needs no
+    communication.
 
     Args:
       in_features: features of the input.
       num_heads: heads of the query, a multiple of the devices along `axis`, and of num_kv_heads.
-      num_kv_heads: heads of key and value, a multiple of the devices along `axis`; by default num_heads.
+      num_kv_heads: heads of key and of value, a multiple of the devices along `axis`; by default num_heads.
       head_dim: features of a head; by default in_features / num_heads.
-      use_bias: whether each of the three has a bias (Qwen's have).
+      use_bias: whether query, key and value have a bias (Qwen's have one).
       name: what profiles and the HLO's metadata call this layer.
       **options: as for `ColumnParallelLinear`.
 
     Raises:
-      ValueError: the mesh has no such axes, or their devices do not divide the heads; num_kv_heads does not divide
-        num_heads; num_heads does not divide in_features, and there is no head_dim.
+      ValueError: an axis is not in the mesh, or its devices do not divide the heads; num_kv_heads does not divide
+        num_heads; num_heads does not divide in_features, and no head_dim is given.
     """
 
     def __init__(
@@ -49,7 +52,11 @@ class QKVProjection(nnx.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_sizes(name, in_features=in_features, num_heads=num_heads, num_kv_heads=kv_heads)
         if num_heads % kv_heads:
-            raise ValueError(f"{name}: num_heads={num_heads} must be a multiple of num_kv_heads={kv_heads}")
+            way_out = max(heads for heads in range(1, kv_heads + 1) if num_heads % heads == 0)
+            raise ValueError(
+                f"{name}: num_heads={num_heads} must be a multiple of num_kv_heads={kv_heads}: give num_kv_heads="
+                f"{way_out}, for example"
+            )
         if head_dim is None and in_features % num_heads:
             raise ValueError(f"{name}: in_features={in_features} is no multiple of {num_heads=}: give head_dim=")
         self.name, self.head_dim = name, in_features // num_heads if head_dim is None else head_dim
@@ -73,8 +80,8 @@ class QKVProjection(nnx.Module):
             P(batch_axis, None, None).
 
         Returns:
-          [..., rows, num_heads, head_dim] and twice [..., rows, num_kv_heads, head_dim], all sharded
-          P(batch_axis, None, axis, None), as jax.nn.dot_product_attention takes them.
+          The query, [..., rows, num_heads, head_dim], and key and value, [..., rows, num_kv_heads, head_dim] each. All
+          are sharded P(batch_axis, None, axis, None), as jax.nn.dot_product_attention takes them.
         """
         with jax.named_scope(self.name):
             query, key, value = column_parallel(x, [self.query, self.key, self.value])
@@ -85,17 +92,19 @@ class QKVProjection(nnx.Module):
 
 
 class OutputProjection(RowParallelLinear):
-    """From the heads of attention back to features: a `RowParallelLinear` of [num_heads · head_dim, out_features].
+    """The projection from the heads of attention to features, a `RowParallelLinear`.
+
+    kernel: [num_heads · head_dim, out_features], P(axis, fsdp_axis).
 
     Args:
-      num_heads: heads, a multiple of the devices along `axis`.
+      num_heads: number of heads, a multiple of the devices along `axis`.
       head_dim: features of a head.
       out_features: features of the result.
       use_bias: whether a bias is added.
       name, **options: as for `RowParallelLinear`.
 
     Raises:
-      ValueError: the mesh has no such axes, or does not divide the heads or features.
+      ValueError: an axis is not in the mesh, or its devices do not divide the heads or features.
     """
 
     def __init__(
@@ -119,7 +128,7 @@ class OutputProjection(RowParallelLinear):
 
         Args:
           inputs: [..., rows, num_heads, head_dim], sharded P(batch_axis, None, axis, None), as attention returns it.
-          residual: [..., rows, out_features], sharded as the result; added to it.
+          residual: [..., rows, out_features], sharded as the result, to which it is added.
 
         Returns:
           [..., rows, out_features], sharded P(batch_axis, axis, None); without sequence parallelism
@@ -136,7 +145,7 @@ class OutputProjection(RowParallelLinear):
         return super().__call__(inputs.reshape(*inputs.shape[:-2], -1), residual)
 
 
-def _check_heads(layer: str, options: Any, what: str, heads: int, further: str = "") -> None:
-    """Raises ValueError if the devices do not divide the heads."""
+def _check_heads(layer: str, options: Mapping[str, Any], what: str, heads: int, further: str = "") -> None:
+    """Raises ValueError if the devices do not divide the heads; `further`: another way out, for the message."""
     parallel = Parallel(name=layer, **{key: options[key] for key in Options.__annotations__ if key in options})
     parallel.divides(what, heads, parallel.axis, _HEADS + further)

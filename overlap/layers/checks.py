@@ -1,4 +1,4 @@
-"""What layers refuse of their arguments and inputs, before anything is traced. Every message names the layer."""
+"""Checks of the arguments and inputs of layers, before anything is traced. Every message names the layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax import nnx
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:
-    """Raises TypeError if a size is no whole number, ValueError if it is less than 1."""
+    """Raises TypeError if a size is no whole number, and ValueError if it is less than 1."""
     for name, size in sizes.items():
         try:
             is_positive = operator.index(size) > 0
@@ -20,11 +20,11 @@ def check_sizes(layer: str, **sizes: Any) -> None:
             way_out = f": give {int(size)}" if isinstance(size, float) and size.is_integer() else ""
             raise TypeError(f"{layer}: {name} must be a whole number, got {size!r}{way_out}") from None
         if not is_positive:
-            raise ValueError(f"{layer}: {name} must be at least 1, got {size!r}")
+            raise ValueError(f"{layer}: {name} must be at least 1, got {size!r}: give a positive size")
 
 
 def check_dtypes(layer: str, **dtypes: Any) -> None:
-    """Raises TypeError if a dtype is none, ValueError if it is not one of floating-point numbers. None passes."""
+    """Raises TypeError if a value is no dtype, and ValueError if the dtype is not floating-point. None passes."""
     for name, dtype in dtypes.items():
         if dtype is None:
             continue
@@ -38,7 +38,7 @@ def check_dtypes(layer: str, **dtypes: Any) -> None:
 
 
 def check_activation(layer: str, activation: Any) -> None:
-    """Raises TypeError if it cannot be called."""
+    """Raises TypeError if the activation is no function."""
     if not callable(activation):
         known = isinstance(activation, str) and callable(getattr(jax.nn, activation, None))
         raise TypeError(
@@ -48,16 +48,22 @@ def check_activation(layer: str, activation: Any) -> None:
 
 
 def check_array(layer: str, what: str, x: Any) -> None:
-    """Raises TypeError if it is no array."""
+    """Raises TypeError if `x` is no array; `what` is its name in the message."""
     if not isinstance(x, (jax.Array, np.ndarray, nnx.Variable)):
         raise TypeError(f"{layer}: {what} must be an array, got {type(x).__name__}: make it one by jnp.asarray")
 
 
 def check_features(layer: str, x: Any, name: str, features: int) -> None:
-    """Raises TypeError if the input is no array, ValueError if it is not [..., rows, features]."""
+    """Raises TypeError if the input is no array, and ValueError if it is not [..., rows, features].
+
+    `name` is the layer's argument that `features` comes from.
+    """
     check_array(layer, "the input", x)
     if x.ndim < 2:
-        raise ValueError(f"{layer}: activations must be [..., rows, features], got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{layer}: activations must be [..., rows, features], got shape {tuple(x.shape)}: give a single row as "
+            "x[None]"
+        )
     if x.shape[-1] != features:
         raise ValueError(
             f"{layer}: the input must be [..., rows, {name}] with {name}={features}, got shape {tuple(x.shape)}: "
@@ -66,7 +72,7 @@ def check_features(layer: str, x: Any, name: str, features: int) -> None:
 
 
 def check_residual(layer: str, residual: Any, shape: tuple[int, ...]) -> None:
-    """Raises TypeError if the residual is no array, ValueError if it has not the shape of the result. None passes."""
+    """Raises TypeError if the residual is no array, and ValueError if its shape is not the result's. None passes."""
     if residual is None:
         return
     check_array(layer, "residual", residual)

@@ -17,18 +17,17 @@ import overlap
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDotGeneral:
-    """For `nnx.Linear(dot_general=...)`, and whatever else calls it as `lax.dot_general`.
+    """A function for `nnx.Linear(dot_general=...)`, and for other code that takes a replacement of `lax.dot_general`.
 
-    It serves one contraction: the last dimension of `lhs` [..., rows, k] with either dimension of a matrix `rhs`,
-    [k, n] or [n, k], and no batch dimensions. That is what nnx.Linear asks for (and linen's Dense).
-    nnx.LinearGeneral over several dimensions, nnx.Einsum and convolutions contract otherwise, and get a
-    NotImplementedError.
+    It contracts the last dimension of `lhs` [..., rows, k] with either dimension of a matrix `rhs`, [k, n] or [n, k],
+    without batch dimensions. nnx.Linear (and linen's Dense) need no other contraction. nnx.LinearGeneral over several
+    dimensions, nnx.Einsum and convolutions do, and get a NotImplementedError.
 
     Attributes:
-      lhs_sharding: the partition of the inputs; needed on Auto axes, where their type does not say it.
-      rhs_sharding: the partition of the kernel, likewise.
-      out_sharding: the partition of the result. What the call says (`nnx.Linear.__call__(x, out_sharding=...)`) comes
-        first; one of both must.
+      lhs_sharding: the partition of the inputs. It is needed on a mesh with Auto axes, where types do not say it.
+      rhs_sharding: the partition of the kernel, needed under the same condition.
+      out_sharding: the partition of the result. The call's own `out_sharding` (`nnx.Linear.__call__(x,
+        out_sharding=...)`) takes precedence; one of the two must be given.
       mesh: the mesh; None: that of the operands' types, or of `jax.set_mesh`.
       implementation: as for `overlap.sharded_matmul`.
 
@@ -48,11 +47,12 @@ class ShardedDotGeneral:
             if not isinstance(given := getattr(self, name), (P, NamedSharding, NoneType)):
                 raise TypeError(
                     f"ShardedDotGeneral: {name} must be a PartitionSpec of the whole array, such as "
-                    f'P("data", None, "tensor"), or None, got {given!r}'
+                    f'P("data", None, "tensor"), or None, got {given!r}: give jax.P(…)'
                 )
         if self.implementation not in ("fused", "xla", None):
             raise ValueError(
-                f'ShardedDotGeneral: implementation must be "fused", "xla" or None, got {self.implementation!r}'
+                f'ShardedDotGeneral: implementation must be "fused", "xla" or None, got {self.implementation!r}: '
+                "leave it out, or name one"
             )
 
     def __call__(
@@ -71,7 +71,7 @@ class ShardedDotGeneral:
           lhs: [..., rows, k], global.
           rhs: [k, n] or [n, k], global.
           dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as for `lax.dot_general`.
-          precision: None or lax.Precision.DEFAULT; sums are in float32.
+          precision: None or lax.Precision.DEFAULT. Sums are in float32.
           preferred_element_type: dtype of the result.
           out_sharding: the partition of the result.
 
@@ -100,7 +100,13 @@ class ShardedDotGeneral:
                 "ShardedDotGeneral must know how its result is sharded: give it out_sharding=, or give that to the call"
             )
         return overlap.sharded_matmul(
-            lhs, rhs, lhs_sharding=self.lhs_sharding, rhs_sharding=self.rhs_sharding, out_sharding=out, mesh=self.mesh,
-            transpose_rhs=rhs_contracting[0] == 1, preferred_element_type=preferred_element_type,
+            lhs,
+            rhs,
+            lhs_sharding=self.lhs_sharding,
+            rhs_sharding=self.rhs_sharding,
+            out_sharding=out,
+            mesh=self.mesh,
+            transpose_rhs=rhs_contracting[0] == 1,
+            preferred_element_type=preferred_element_type,
             implementation=self.implementation,
-        )  # fmt: skip
+        )

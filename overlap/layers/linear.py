@@ -1,4 +1,4 @@
-"""The two linear layers of tensor parallelism, and the products that all layers are made of."""
+"""The column-parallel and the row-parallel linear layer, and the call that computes the products of all layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEATURES = "pad the features, or shard along fewer devices"
 
 
 class _ParallelLinear(Parallel, nnx.Linear):
-    """What both have in common: an nnx.Linear whose parameters are sharded."""
+    """An nnx.Linear whose parameters are sharded. Subclasses say how."""
 
     def __init__(
         self,
@@ -46,39 +46,50 @@ class _ParallelLinear(Parallel, nnx.Linear):
         self.divides("in_features", in_features, rows, _FEATURES)
         self.divides("out_features", out_features, columns, _FEATURES)
         nnx.Linear.__init__(
-            self, in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype,
-            preferred_element_type=preferred_element_type, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-            kernel_metadata=self.metadata(spec), bias_metadata=self.metadata(self.bias_spec()),
-        )  # fmt: skip
+            self,
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            preferred_element_type=preferred_element_type,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+            kernel_metadata=self.metadata(spec),
+            bias_metadata=self.metadata(self.bias_spec()),
+        )
 
     def kernel_spec(self) -> P:
+        """The partition of the kernel."""
         raise NotImplementedError
 
     def bias_spec(self) -> P:
+        """The partition of the bias."""
         raise NotImplementedError
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer whose output features are sharded: the rows of its input are gathered while they are multiplied.
+    """A linear layer whose output features are sharded. The rows of its input are gathered while they are multiplied.
 
-    kernel: [in_features, out_features], P(fsdp_axis, axis); bias: [out_features], P(axis); both named, shaped and drawn
-    as nnx.Linear's.
+    kernel: [in_features, out_features], sharded P(fsdp_axis, axis). bias: [out_features], sharded P(axis). Both have
+    the names, shapes and initial values of nnx.Linear's.
 
     Args:
       in_features: features of the input, a multiple of the devices along `fsdp_axis`.
       out_features: features of the result, a multiple of the devices along `axis`.
       use_bias: whether a bias is added; by default True, as in nnx.Linear.
-      dtype: in which the product is computed, accumulated in float32; None: that of input and parameters.
-      param_dtype: of the parameters (float32), which are cast to `dtype` before they travel.
-      preferred_element_type: dtype of the result, and of what is summed over devices; None: `dtype`.
+      dtype: dtype of the product's operands; None: that of input and parameters, promoted. Sums are in float32.
+      param_dtype: dtype of the parameters, float32 by default. They are cast to `dtype` before they are gathered.
+      preferred_element_type: dtype of the result, and of products that are summed over devices; None: `dtype`.
       kernel_init, bias_init: initializers; by default nnx.Linear's.
       rngs: random keys, as for nnx.Linear.
       name, **options: see `Parallel`.
 
     Raises:
-      TypeError: features that are no whole numbers, or a dtype that is none.
-      ValueError: the mesh has no such axes, or their devices do not divide the features; features below 1; a dtype
-        that is not one of floating-point numbers.
+      TypeError: a number of features is no whole number, or a dtype is no dtype.
+      ValueError: an axis is not in the mesh, or its devices do not divide the features; a number of features is below
+        1; a dtype is not floating-point.
     """
 
     def kernel_spec(self) -> P:
@@ -98,20 +109,22 @@ class ColumnParallelLinear(_ParallelLinear):
           [..., rows, out_features], sharded P(batch_axis, None, axis).
 
         Raises:
-          TypeError: what is given is no array.
-          ValueError: it has other features, or a residual another shape than the result; the devices along `axis` do
-            not divide the rows, or those along `batch_axis` the batch; or as `overlap.sharded_matmul`.
+          TypeError: the input is no array.
+          ValueError: the input has another number of features; the devices along `axis` do not divide the rows, or
+            those along `batch_axis` the batch; or for the reasons of `overlap.sharded_matmul`.
         """
         with jax.named_scope(self.name):
             return column_parallel(inputs, [self])[0]
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer whose input features are sharded: the sums over the devices are scattered while they are computed.
+    """A linear layer whose input features are sharded. The sums over the devices are scattered while they are computed.
 
-    kernel: [in_features, out_features], P(axis, fsdp_axis); bias: [out_features], on all devices; both named, shaped
-    and drawn as nnx.Linear's. Arguments and errors are those of `ColumnParallelLinear`; here the devices along `axis`
-    must divide `in_features`, and those along `fsdp_axis` `out_features`.
+    kernel: [in_features, out_features], sharded P(axis, fsdp_axis). bias: [out_features], whole on all devices. Both
+    have the names, shapes and initial values of nnx.Linear's.
+
+    Arguments and errors are those of `ColumnParallelLinear`, but here the devices along `axis` must divide
+    `in_features`, and those along `fsdp_axis` must divide `out_features`.
     """
 
     def kernel_spec(self) -> P:
@@ -127,17 +140,18 @@ class RowParallelLinear(_ParallelLinear):
 
         Args:
           inputs: [..., rows, in_features], sharded P(batch_axis, None, axis), as a column-parallel layer returns it.
-          residual: [..., rows, out_features], sharded as the result: what is added to the sum. The kernel does that
-            itself, which spares a pass over the result, if the residual has the result's dtype.
+          residual: [..., rows, out_features], sharded as the result, to which it is added. If it has the result's
+            dtype, the kernel adds it, which saves a pass over the result.
 
         Returns:
           [..., rows, out_features], sharded P(batch_axis, axis, None), by a reduce-scatter; without sequence
           parallelism P(batch_axis, None, None), by an all-reduce.
 
         Raises:
-          TypeError: what is given is no array.
-          ValueError: it has other features, or a residual another shape than the result; the devices along `axis` do
-            not divide the rows, or those along `batch_axis` the batch; or as `overlap.sharded_matmul`.
+          TypeError: the input or the residual is no array.
+          ValueError: the input has another number of features, or the residual another shape than the result; the
+            devices along `axis` do not divide the rows, or those along `batch_axis` the batch; or for the reasons of
+            `overlap.sharded_matmul`.
         """
         with jax.named_scope(self.name):
             check_features(self.title, inputs, "in_features", self.in_features)
@@ -147,7 +161,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def column_parallel(inputs: jax.Array, layers: Sequence[ColumnParallelLinear]) -> list[jax.Array]:
-    """What each of several layers makes of the same inputs, which are gathered once. The first one's options count."""
+    """The results of several layers on the same inputs, which are gathered once. The first layer's options are used."""
     first = layers[0]
     check_features(first.part_of or first.name, inputs, "in_features", first.in_features)
     return _products(inputs, layers, first.between(inputs.shape), first.inside(inputs.shape))
@@ -156,21 +170,27 @@ def column_parallel(inputs: jax.Array, layers: Sequence[ColumnParallelLinear]) -
 def _products(
     inputs: jax.Array, layers: Sequence[_ParallelLinear], lhs: P, out: P, residual: jax.Array | None = None
 ) -> list[jax.Array]:
-    """inputs @ kernel + bias of each layer, by one call. `jax.checkpoint` knows each result by its layer's name."""
+    """inputs @ kernel + bias for each layer, by one call. Each result has its layer's name for `jax.checkpoint`."""
     first, count = layers[0], len(layers)
     kernels = [layer.kernel[...] for layer in layers]
     biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
     promoted: Any = first.promote_dtype((inputs, *kernels, *biases), dtype=first.dtype)
-    # A residual of another dtype, such as float32 beside a product in bf16, keeps it: as x + layer(inputs) would.
+    # A residual of another dtype (such as float32 beside a product in bf16) is added after the product, so that the sum
+    # has the dtype that x + layer(inputs) would have.
     is_alike = residual is not None and residual.dtype == (first.preferred_element_type or promoted[0].dtype)
     outs = overlap.sharded_matmul(
-        promoted[0], list(promoted[1 : count + 1]),
-        lhs_sharding=lhs, rhs_sharding=first.kernel_spec(), out_sharding=out, mesh=first.mesh,
+        promoted[0],
+        list(promoted[1 : count + 1]),
+        lhs_sharding=lhs,
+        rhs_sharding=first.kernel_spec(),
+        out_sharding=out,
+        mesh=first.mesh,
         bias=None if first.bias is None else list(promoted[count + 1 :]),
         addend=[residual] if is_alike else None,
-        preferred_element_type=first.preferred_element_type, keep_gathered=first.keep_gathered,
+        preferred_element_type=first.preferred_element_type,
+        keep_gathered=first.keep_gathered,
         implementation=first.implementation,
-    )  # fmt: skip
+    )
     if residual is not None and not is_alike:
         outs = [outs[0] + residual]
     return [checkpoint_name(y, layer.name) for y, layer in zip(outs, layers, strict=True)]

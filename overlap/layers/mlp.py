@@ -1,4 +1,4 @@
-"""The gated MLP: gate and up share one gather, down scatters its sums."""
+"""The gated MLP: gate and up share one gather, and down scatters its sums."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from overlap.layers.parallel import LinearOptions
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) · up(x)), as in Llama and Qwen.
 
-    gate, up: `ColumnParallelLinear`, [in_features, hidden_features], one gather for both. down: `RowParallelLinear`,
-    [hidden_features, out_features]. A model with three nnx.Linear of these names has the same checkpoint.
+    `gate` and `up` are `ColumnParallelLinear`s of [in_features, hidden_features], and share one gather. `down` is a
+    `RowParallelLinear` of [hidden_features, out_features]. A model with three nnx.Linear of these names has the same
+    checkpoint.
 
     Args:
       in_features: features of the input.
-      hidden_features: features between the products, a multiple of the devices along `axis`.
+      hidden_features: features between gate and down, a multiple of the devices along `axis`.
       out_features: features of the result; by default `in_features`.
       activation: an elementwise function.
       use_bias: whether each product has a bias.
@@ -29,8 +30,8 @@ class GatedMLP(nnx.Module):
       **options: as for `ColumnParallelLinear`.
 
     Raises:
-      TypeError: an activation that is no function; or as `ColumnParallelLinear`.
-      ValueError: the mesh has no such axes, or their devices do not divide the features; or as `ColumnParallelLinear`.
+      TypeError: the activation is no function; or for the reasons of `ColumnParallelLinear`.
+      ValueError: for the reasons of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class GatedMLP(nnx.Module):
         Args:
           x: [..., rows, in_features], sharded P(batch_axis, axis, None); without sequence parallelism
             P(batch_axis, None, None).
-          residual: [..., rows, out_features], sharded as the result; added to it.
+          residual: [..., rows, out_features], sharded as the result, to which it is added.
 
         Returns:
-          [..., rows, out_features], sharded alike.
+          [..., rows, out_features], sharded as `x`.
         """
         check_features(self.name, x, "in_features", self.gate.in_features)
         check_residual(self.name, residual, (*x.shape[:-1], self.down.out_features))

@@ -1,7 +1,7 @@
-"""Norms on rows that are sharded: each device has all features of its own rows, so nothing is communicated.
+"""Norms of activations whose rows are sharded. Each device has all features of its rows, so nothing is communicated.
 
-Their parameters are the same on all devices. The gradient of a parameter is a sum over all rows, so over all devices
-that have some: XLA adds that all-reduce, of [features] values.
+The parameters of a norm are the same on all devices. The gradient of a parameter is a sum over all rows, so over all
+devices: XLA adds that all-reduce, of [features] values.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ _ONES, _ZEROS = initializers.ones_init(), initializers.zeros_init()
 
 
 class RMSNorm(Parallel, nnx.RMSNorm):
-    """Root-mean-square norm over the features. scale: [num_features], on all devices; a checkpoint is nnx.RMSNorm's.
+    """Root-mean-square norm over the features.
+
+    scale: [num_features], whole on all devices. Checkpoints can be exchanged with nnx.RMSNorm.
 
     Args:
       num_features: features of the input.
       epsilon: added to the mean square.
-      dtype: of the result; None: that of input and parameters. Computed in float32.
-      param_dtype: of the parameters.
+      dtype: dtype of the result; None: that of input and parameters, promoted. The norm is computed in float32.
+      param_dtype: dtype of the parameters.
       use_scale: whether to multiply by a scale.
-      scale_init: its initializer.
+      scale_init: initializer of the scale.
       rngs: random keys.
-      name, **options: see `Parallel`; a norm has no products, so that `implementation` changes nothing.
+      name, **options: see `Parallel`. A norm has no products, so `implementation` and `keep_gathered` change nothing.
 
     Raises:
-      TypeError, ValueError: the mesh has no such axes; or sizes and dtypes as for `ColumnParallelLinear`.
+      TypeError, ValueError: an axis is not in the mesh; or sizes or dtypes are wrong, as for `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -56,9 +58,16 @@ class RMSNorm(Parallel, nnx.RMSNorm):
         check_sizes(self.title, num_features=num_features)
         check_dtypes(self.title, dtype=dtype, param_dtype=param_dtype)
         nnx.RMSNorm.__init__(
-            self, num_features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, use_scale=use_scale,
-            scale_init=scale_init, rngs=rngs, scale_metadata=self.metadata(P(None)),
-        )  # fmt: skip
+            self,
+            num_features,
+            epsilon=epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_scale=use_scale,
+            scale_init=scale_init,
+            rngs=rngs,
+            scale_metadata=self.metadata(P(None)),
+        )
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: jax.Array, *, mask: jax.Array | None = None
@@ -69,9 +78,12 @@ class RMSNorm(Parallel, nnx.RMSNorm):
 
 
 class LayerNorm(Parallel, nnx.LayerNorm):
-    """Norm by mean and variance over the features. scale, bias: [num_features], on all devices, as nnx.LayerNorm's.
+    """Norm by mean and variance over the features.
 
-    Arguments and errors are those of `RMSNorm`; use_bias: whether to add a bias; bias_init: its initializer.
+    scale, bias: [num_features] each, whole on all devices. Checkpoints can be exchanged with nnx.LayerNorm.
+
+    Arguments and errors are those of `RMSNorm`, and two more arguments: `use_bias`, whether to add a bias, and
+    `bias_init`, its initializer.
     """
 
     def __init__(
@@ -93,10 +105,19 @@ class LayerNorm(Parallel, nnx.LayerNorm):
         check_sizes(self.title, num_features=num_features)
         check_dtypes(self.title, dtype=dtype, param_dtype=param_dtype)
         nnx.LayerNorm.__init__(
-            self, num_features, epsilon=epsilon, dtype=dtype, param_dtype=param_dtype, use_scale=use_scale,
-            use_bias=use_bias, scale_init=scale_init, bias_init=bias_init, rngs=rngs,
-            scale_metadata=self.metadata(P(None)), bias_metadata=self.metadata(P(None)),
-        )  # fmt: skip
+            self,
+            num_features,
+            epsilon=epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_scale=use_scale,
+            use_bias=use_bias,
+            scale_init=scale_init,
+            bias_init=bias_init,
+            rngs=rngs,
+            scale_metadata=self.metadata(P(None)),
+            bias_metadata=self.metadata(P(None)),
+        )
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: jax.Array, *, mask: jax.Array | None = None
@@ -107,11 +128,13 @@ class LayerNorm(Parallel, nnx.LayerNorm):
 
 
 def _placed(layer: RMSNorm | LayerNorm, x: jax.Array) -> jax.Array:
-    """Activations that lie as between layers. Those that are whole along a mesh axis are cut, which moves nothing.
+    """The activations, sharded as they are between layers. If they are whole along a mesh axis, they are cut along it.
+
+    Cutting moves nothing between devices.
 
     Raises:
-      TypeError: they are no array.
-      ValueError: they have other features; on an Explicit mesh their type says that they are sharded otherwise.
+      TypeError: `x` is no array.
+      ValueError: `x` has another number of features; or, on an Explicit mesh, its type has another sharding.
     """
     check_features(layer.title, x, "num_features", layer.num_features)
     mesh, spec = layer.mesh_in_use(), layer.between(x.shape)

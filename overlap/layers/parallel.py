@@ -1,4 +1,4 @@
-"""How a layer lies on the mesh: the keywords that all layers share, and the shardings that follow from them."""
+"""The keywords that all layers share, and the shardings that follow from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LinearOptions(Options, total=False):
 
 
 class Parallel(nnx.Module):
-    """What all layers have in common: where activations and weights lie.
+    """The base class of all layers: it knows how activations and weights are sharded.
 
     Activations are [..., rows, features]; the first dimension is the batch, if there are three or more.
 
@@ -48,26 +48,28 @@ class Parallel(nnx.Module):
                                                             sequence parallelism
         inside a layer      P(batch_axis, None, axis)       features or heads sharded
 
-    All of these are plain attributes. `model.set_attributes(implementation="xla")` changes one in all layers of a
-    model, as `model.eval()` does for dropout; `nnx.with_attributes(model, sequence_parallel=False)` makes a second
-    model of the same parameters.
+    The keywords are plain attributes. `model.set_attributes(implementation="xla")` changes one of them in all layers of
+    a model, as `model.eval()` does for dropout. `nnx.with_attributes(model, sequence_parallel=False)` makes a second
+    model with the same parameters.
 
     Attributes:
-      name: what profiles, the HLO's metadata and error messages call this layer; by default its class. Policies of
-        `jax.checkpoint` know the result of a linear layer by it.
+      name: the name of this layer in profiles, in the HLO's metadata and in error messages; by default that of its
+        class. It is also the name of a linear layer's result for policies of `jax.checkpoint`.
       axis: the mesh axis of tensor parallelism, "tensor" by default.
-      fsdp_axis: the mesh axis (or axes) along which the weights are sharded too (FSDP); None: along no other. A product
-        gathers its weights along it, and their gradients are scattered along it again.
-      batch_axis: the mesh axis (or axes) along which the batch is sharded (data parallelism); None: along none.
-      sequence_parallel: whether rows are sharded along `axis` between layers. Without it every device along `axis` has
-        all rows there: a column-parallel product gathers nothing, and a row-parallel one ends in an all-reduce. For few
-        rows (decoding), or rows that the devices along `axis` do not divide.
+      fsdp_axis: the mesh axis (or axes) along which the weights are sharded as well (FSDP); None: none. The weights are
+        gathered along it for each product, and their gradients are scattered along it.
+      batch_axis: the mesh axis (or axes) along which the batch is sharded (data parallelism); None: none.
+      sequence_parallel: whether rows are sharded along `axis` between layers. If not, every device along `axis` has all
+        rows there: a column-parallel product gathers nothing, and a row-parallel one ends in an all-reduce. Use False
+        for few rows (decoding), or if the devices along `axis` do not divide the rows.
       implementation: "fused" (one kernel for a product and its communication), "xla" (the same layer unfused), or None:
         `overlap.sharded_matmul` chooses for each product.
-      keep_gathered: whether what was gathered (activations, weights) is kept for the backward pass, instead of being
-        gathered again: see docs/layers.md for what that costs in memory.
-      mesh: the mesh; None: that of `jax.set_mesh`. All its axes are Explicit, or all are Auto: flax asks for that.
-      part_of: the name of the layer that this one is a part of, which error messages say too.
+      keep_gathered: whether gathered activations and weights are kept for the backward pass. By default the backward
+        pass gathers them again; but where XLA gathers activations, they are kept in any case, unless `jax.checkpoint`
+        says otherwise. docs/layers.md says what that costs in memory.
+      mesh: the mesh; None: that of `jax.set_mesh`. Its axes must be all Explicit or all Auto, since flax requires that.
+      part_of: the name of the enclosing layer, if this layer is a part of another one. Only error messages use it: they
+        call this layer `part_of.name`, as in "GatedMLP.down". Set it in a layer of your own that contains these.
     """
 
     name: str
@@ -105,11 +107,11 @@ class Parallel(nnx.Module):
 
     @property
     def title(self) -> str:
-        """What error messages call this layer."""
+        """The name of this layer in error messages: `name`, with `part_of` in front."""
         return f"{self.part_of}.{self.name}" if self.part_of else self.name
 
     def mesh_in_use(self) -> Mesh | AbstractMesh:
-        """The mesh of the layer, or else of `jax.set_mesh`.
+        """The layer's mesh, or that of `jax.set_mesh`.
 
         Raises:
           ValueError: there is none.
@@ -122,7 +124,10 @@ class Parallel(nnx.Module):
         return mesh
 
     def divides(self, what: str, size: int, axis: Axis | None, way_out: str) -> None:
-        """Raises ValueError if the devices along `axis` do not divide a size."""
+        """Raises ValueError if the devices along `axis` do not divide a size.
+
+        `what` and `way_out` are for the message.
+        """
         sizes = dict(self.mesh_in_use().shape)
         devices = math.prod(sizes[one] for one in names_in(axis))
         if size % devices:
@@ -132,21 +137,19 @@ class Parallel(nnx.Module):
             )
 
     def metadata(self, spec: P) -> dict[str, Any]:
-        """What an nnx.Param is given so that it is made with, and keeps, this partition."""
+        """The metadata of an nnx.Param that is to have this partition."""
         return {"out_sharding": spec} | ({} if self.mesh is None else {"mesh": self.mesh})
 
     def between(self, shape: Sequence[int]) -> P:
         """The partition of activations of this shape between layers.
 
         Raises:
-          ValueError: they have no rows, or the devices do not divide rows or batch.
+          ValueError: the shape has no rows, or the devices do not divide the rows or the batch.
         """
         rows = self.axis if self.sequence_parallel else None
         spec = self._batched(shape, rows, None)
-        self.divides(
-            "rows (the dimension before the last)", shape[-2], rows,
-            "pad them, or use sequence_parallel=False, which keeps all rows on every device",
-        )  # fmt: skip
+        way_out = "pad them, or use sequence_parallel=False, which keeps all rows on every device"
+        self.divides("rows (the dimension before the last)", shape[-2], rows, way_out)
         return spec
 
     def inside(self, shape: Sequence[int]) -> P:
@@ -155,31 +158,38 @@ class Parallel(nnx.Module):
 
     def _batched(self, shape: Sequence[int], *last: Axis | None) -> P:
         if len(shape) < 2:
-            raise ValueError(f"{self.title}: activations must be [..., rows, features], got shape {tuple(shape)}")
+            raise ValueError(
+                f"{self.title}: activations must be [..., rows, features], got shape {tuple(shape)}: give a single row "
+                "as x[None]"
+            )
         if len(shape) > 2:
-            self.divides(
-                "batch (the first dimension)", shape[0], self.batch_axis,
-                "pad the batch, or use a mesh with fewer devices along that axis",
-            )  # fmt: skip
+            way_out = "pad the batch, or use a mesh with fewer devices along that axis"
+            self.divides("batch (the first dimension)", shape[0], self.batch_axis, way_out)
         first = (self.batch_axis, *[None] * (len(shape) - 3)) if len(shape) > 2 else ()
         return P(*first, *last)
 
 
 def names_in(axis: Axis | None) -> tuple[str, ...]:
-    """The mesh axes of one dimension."""
+    """The names of the mesh axes that `axis` names: none, one or several."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _check(layer: Parallel) -> None:
-    """Raises ValueError if the mesh has not the axes that a layer is told, or the implementation is none."""
+    """Raises ValueError if the mesh does not have the layer's axes, or the implementation does not exist."""
     if layer.implementation not in ("fused", "xla", None):
-        raise ValueError(f'{layer.title}: implementation must be "fused", "xla" or None, got {layer.implementation!r}')
+        raise ValueError(
+            f'{layer.title}: implementation must be "fused", "xla" or None, got {layer.implementation!r}: leave it '
+            "out, or name one"
+        )
     if not isinstance(layer.axis, str) or layer.axis in (*names_in(layer.fsdp_axis), *names_in(layer.batch_axis)):
         raise ValueError(
             f"{layer.title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got axis={layer.axis!r}, "
-            f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}"
+            f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}: name an axis that "
+            "those two do not name"
         )
     sizes = dict(layer.mesh_in_use().shape)
     for keyword, value in (("axis", layer.axis), ("fsdp_axis", layer.fsdp_axis), ("batch_axis", layer.batch_axis)):
         if not set(names_in(value)) <= set(sizes):
-            raise ValueError(f"{layer.title}: {keyword}={value!r} is no axis of the mesh, which has {sizes}")
+            raise ValueError(
+                f"{layer.title}: {keyword}={value!r} is no axis of the mesh, which has {sizes}: name one of those"
+            )

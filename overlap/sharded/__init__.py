@@ -1,1 +1,1 @@
-"""Products of global arrays under plain `jax.jit`: what is communicated follows from how they are sharded."""
+"""Products of global arrays under plain `jax.jit`. The shardings of the arrays say what is communicated."""

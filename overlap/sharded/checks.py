@@ -1,4 +1,4 @@
-"""Checks of a call of `sharded_matmul` that need no plan: what its arguments are, their sizes, and where they lie."""
+"""Checks of a call of `sharded_matmul` that need no plan: the types of its arguments, sizes, and devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from jax.core import Tracer
 from overlap.frame import arguments
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operation import Operation
+from overlap.frame.signatures import AnyMesh
 
 NAME = "sharded_matmul"
 
 
 class _Whole(Operation):
-    """The product of whole arrays, for the checks of its arguments."""
+    """The product of global arrays. It is never run: `normalize` checks arguments with it."""
 
     name = NAME
     takes_lists = True
@@ -23,10 +24,10 @@ class _Whole(Operation):
 
 
 def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
-    """The same arguments as arrays of JAX (or types of arrays): NumPy's become such, as by `jnp.asarray`.
+    """The arguments, by name, as arrays of JAX or types of arrays. Arrays of NumPy are converted by `jnp.asarray`.
 
     Raises:
-      ValueError: one is no array, or `bias` or `addend` is a list beside a single `rhs`.
+      ValueError: an argument is no array, or `bias` or `addend` is a list beside a single `rhs`.
     """
     several = type(rhs) in (list, tuple)
     found = {"lhs": arguments.array("lhs", lhs)}
@@ -39,7 +40,7 @@ def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
             ]
             found[name] = entries if name != "rhs" else type(rhs)(entries)
         elif several:
-            found[name] = given  # The check of the whole call says that it must be a list.
+            found[name] = given  # (`normalize` refuses it, with the message that it must be a list.)
         elif isinstance(given, (list, tuple)):
             raise ValueError(
                 f"`{name}` must be one array beside a single `rhs`, got a {type(given).__name__} of {len(given)}: give "
@@ -51,7 +52,10 @@ def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
 
 
 def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose_rhs: Any) -> Call:
-    """The checks of sizes and dtypes, on types that say nothing of any mesh."""
+    """Checks sizes and dtypes of the global arrays `given`, on types that say nothing of a mesh.
+
+    Returns the checked call.
+    """
     several = type(given["rhs"]) in (list, tuple)
     for i, x in enumerate(given["rhs"] if several else [given["rhs"]]):
         if len(x.shape) != 2:
@@ -66,7 +70,7 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose
     def bare(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
 
-    # (What should be a list and is none goes on as it is, to be shown as the caller gave it.)
+    # (An argument that should be a list and is none stays as the caller gave it, so that the message can show it.)
     types = {
         name: type(x)(map(bare, x)) if type(x) in (list, tuple) else x if several and name != "lhs" else bare(x)
         for name, x in given.items()
@@ -83,10 +87,10 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose
     return whole
 
 
-def require_on_mesh(operands: dict[str, Any], mesh: Any) -> None:
-    """Raises ValueError if a caller has put an array on other devices than those of the mesh.
+def require_on_mesh(operands: dict[str, Any], mesh: AnyMesh) -> None:
+    """Raises ValueError if the caller has put an array on other devices than those of the mesh.
 
-    Where something is traced, the arrays beside it are constants, which the program brings there itself.
+    If one operand is a tracer, other arrays are constants of the program, which brings them to the mesh by itself.
     """
     if any(isinstance(x, Tracer) for x in operands.values()):
         return

@@ -1,4 +1,4 @@
-"""`sharded_matmul`: a product of global arrays, by the operation that fits how they are sharded."""
+"""`sharded_matmul`: a product of global arrays. Their shardings choose the operation that computes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
 from overlap.frame.normalize import Call
 from overlap.frame.operands import accumulator
-from overlap.frame.signatures import AnyArray
+from overlap.frame.signatures import AnyArray, AnyMesh
 from overlap.kernels.config import Config
 from overlap.sharded import checks, partitions
 from overlap.sharded.checks import NAME
@@ -25,41 +25,43 @@ from overlap.sharded.parts import Product
 from overlap.sharded.plan import Partition, ShardingPlan, plan_of
 
 Sharding = PartitionSpec | jax.NamedSharding
-Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call that has been checked: what is static about it. Its operands are arrays by name, as `Product` takes them.
+    """A checked call, without its operands. These are a dictionary of arrays by name, as `Product` takes them.
 
     Attributes:
       product: what each device computes.
-      mesh: the mesh, some axes of which may be manual already.
-      specs: of the operands, inside.
-      out_spec: of each result.
+      mesh: the mesh. Some of its axes may be manual already.
+      specs: for each operand, its name and its partition inside the `shard_map`.
+      out_spec: the partition of each result.
     """
 
     product: Product
-    mesh: Any
+    mesh: AnyMesh
     specs: tuple[tuple[str, jax.P], ...]
     out_spec: jax.P
 
-    def run(self, operands: dict[str, Any], said: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
-        """The results; `said` takes what was decided."""
+    def run(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
+        """The results. The decision about each operation is added to `decisions`, if that is a list."""
         specs = dict(self.specs)
-        # The caller's own scopes stay around this one.
+        # (The caller's own scopes stay around this one.)
         with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
             cut = {name: self._cut(x, specs[name]) for name, x in operands.items()}
             axes = partitions.open_axes(self.mesh)
 
             def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
                 self._require_all_manual()
-                return self.product.compute(parts, said)
+                return self.product.compute(parts, decisions)
 
             return sharded.enter(of_parts, self.mesh, specs, self.out_spec, axes)(cut)
 
     def _cut(self, x: jax.Array, spec: jax.P) -> jax.Array:
-        """An operand typed as it is entered. Along Auto axes there are no types, and `shard_map` itself sees to it."""
+        """An operand, resharded so that its type has the partition `spec` along Explicit axes.
+
+        Along Auto axes types say nothing, and `shard_map` itself reshards.
+        """
         explicit = sharded.explicit_axes(self.mesh)
         wanted = partitions.spec_of(partitions.only(_entries(spec), explicit))
         if not explicit or (sharded.has_mesh(x) and sharded.spec_of_type(x) == wanted):
@@ -75,21 +77,37 @@ class _Call:
             )
 
 
-# Outside of `jax.jit`: a call like one before is not compiled again, if the same is decided.
-_run_eagerly = jax.jit(lambda call, said, operands: call.run(operands), static_argnums=(0, 1))
+# For calls outside `jax.jit`. The decisions are part of the cache key: a call that is equal to an earlier one is
+# compiled again only if other decisions were made.
+_run_eagerly = jax.jit(lambda call, decisions, operands: call.run(operands), static_argnums=(0, 1))
 
 
 def _entries(spec: jax.P) -> Partition:
+    """A `PartitionSpec` as a partition: a tuple of axes for each dimension."""
     return tuple(entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in spec)
 
 
 def _prepare(
-    lhs: Any, rhs: Any, *, out_sharding: Any, lhs_sharding: Any = None, rhs_sharding: Any = None, mesh: Any = None,
-    bias: Any = None, addend: Any = None, activation: Any = None, preferred_element_type: Any = None,
-    transpose_rhs: bool = False, keep_gathered: bool = False, implementation: str | None = None,
+    lhs: Any,
+    rhs: Any,
+    *,
+    out_sharding: Any,
+    lhs_sharding: Any = None,
+    rhs_sharding: Any = None,
+    mesh: Any = None,
+    bias: Any = None,
+    addend: Any = None,
+    activation: Any = None,
+    preferred_element_type: Any = None,
+    transpose_rhs: bool = False,
+    keep_gathered: bool = False,
+    implementation: str | None = None,
     config: Config | None = None,
-) -> tuple[_Call, dict[str, Any], Call]:  # fmt: skip
-    """The checked call, its operands by name, and what leads back to the caller's form."""
+) -> tuple[_Call, dict[str, Any], Call]:
+    """The checked call, its operands by name, and the checked product of the global arrays.
+
+    All arguments are unchecked.
+    """
     call.check_choice(config, implementation)
     keep_gathered = arguments.flag("keep_gathered", keep_gathered)
     given = checks.arrays(lhs, rhs, bias, addend)
@@ -97,7 +115,7 @@ def _prepare(
     shardings = [("lhs_sharding", lhs_sharding)]
     shardings += [*(("rhs_sharding", x) for x in rhs_shardings), ("out_sharding", out_sharding)]
     used = partitions.mesh_of(mesh, jax.tree.leaves(given), [x for _, x in shardings if x is not None])
-    # Before the sizes, which are those of parts where axes are manual.
+    # Check this before the sizes: inside a `shard_map` over an axis, sizes are those of a device's parts along it.
     for name, sharding in shardings:
         partitions.require_not_manual(name, sharding, used)
     whole = checks.whole_call(given, activation, preferred_element_type, transpose_rhs)
@@ -133,7 +151,7 @@ def _prepare(
 
 
 def _of_each_rhs(given: Any, count: int) -> list[Any]:
-    """The shardings of the right operands: one for all, or a list."""
+    """The sharding of each of `count` right operands; the caller gave one for all, or a list."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
@@ -145,9 +163,9 @@ def _of_each_rhs(given: Any, count: int) -> list[Any]:
 
 
 def _planned(
-    operands: dict[str, Any], whole: Call, out_sharding: Any, lhs_sharding: Any, rhs_shardings: list[Any], mesh: Any
+    operands: dict[str, Any], whole: Call, out_sharding: Any, lhs_sharding: Any, rhs_shardings: list[Any], mesh: AnyMesh
 ) -> tuple[ShardingPlan, Partition]:
-    """The plan, and the partition of the result as the caller asks for it."""
+    """The plan, and the partition of the result as the caller asked for it."""
     left = partitions.of_operand("lhs", operands["lhs"], lhs_sharding, mesh)
     out = partitions.given("out_sharding", out_sharding, len(operands["lhs"].shape), mesh)
     found = []
@@ -165,7 +183,7 @@ def _planned(
 
 
 def _named(name: str, whole: Call) -> str:
-    """An operand's name as the caller knows it."""
+    """An operand's name for messages: without the index if the caller gave a single right operand."""
     return name.split("[")[0] if whole.container is None else name
 
 
@@ -176,43 +194,69 @@ def decide(*args: Any, **keywords: Any) -> Explanation:
 
 
 def _decided(checked: _Call, operands: dict[str, Any]) -> tuple[Explanation, ...]:
-    said: list[Explanation] = []
-    jax.eval_shape(lambda operands: checked.run(operands, said), operands)
-    return tuple(dataclasses.replace(choice, plan=str(checked.product.plan)) for choice in said)
+    """The decision about each operation that the call would run. Nothing is computed."""
+    decisions: list[Explanation] = []
+    jax.eval_shape(lambda operands: checked.run(operands, decisions), operands)
+    return tuple(dataclasses.replace(choice, plan=str(checked.product.plan)) for choice in decisions)
 
 
-# --- The public function: its result is what `rhs` is -----------------------------------------------------------------
+# --- The public function. Its result is an array, a list or a tuple, as `rhs` is --------------------------------------
 
 
 @overload
 def sharded_matmul(
-    lhs: AnyArray, rhs: AnyArray, *,
-    out_sharding: Sharding, lhs_sharding: Sharding | None = None,
-    mesh: Mesh | None = None, activation: Callable[[jax.Array], jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None, transpose_rhs: bool = False, keep_gathered: bool = False,
-    implementation: Implementation | None = None, config: Config | None = None,
-    rhs_sharding: Sharding | None = None, bias: AnyArray | None = None, addend: AnyArray | None = None,
-) -> jax.Array: ...  # fmt: skip
+    lhs: AnyArray,
+    rhs: AnyArray,
+    *,
+    out_sharding: Sharding,
+    lhs_sharding: Sharding | None = None,
+    mesh: AnyMesh | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    keep_gathered: bool = False,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    rhs_sharding: Sharding | None = None,
+    bias: AnyArray | None = None,
+    addend: AnyArray | None = None,
+) -> jax.Array: ...
 @overload
 def sharded_matmul[Side: AnyArray](
-    lhs: AnyArray, rhs: list[Side], *,
-    out_sharding: Sharding, lhs_sharding: Sharding | None = None,
-    mesh: Mesh | None = None, activation: Callable[[jax.Array], jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None, transpose_rhs: bool = False, keep_gathered: bool = False,
-    implementation: Implementation | None = None, config: Config | None = None,
-    rhs_sharding: Sharding | list[Sharding] | None = None, bias: Sequence[AnyArray | None] | None = None,
+    lhs: AnyArray,
+    rhs: list[Side],
+    *,
+    out_sharding: Sharding,
+    lhs_sharding: Sharding | None = None,
+    mesh: AnyMesh | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    keep_gathered: bool = False,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    rhs_sharding: Sharding | list[Sharding] | None = None,
+    bias: Sequence[AnyArray | None] | None = None,
     addend: Sequence[AnyArray | None] | None = None,
-) -> list[jax.Array]: ...  # fmt: skip
+) -> list[jax.Array]: ...
 @overload
 def sharded_matmul(
-    lhs: AnyArray, rhs: tuple[AnyArray, ...], *,
-    out_sharding: Sharding, lhs_sharding: Sharding | None = None,
-    mesh: Mesh | None = None, activation: Callable[[jax.Array], jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None, transpose_rhs: bool = False, keep_gathered: bool = False,
-    implementation: Implementation | None = None, config: Config | None = None,
-    rhs_sharding: Sharding | list[Sharding] | None = None, bias: Sequence[AnyArray | None] | None = None,
+    lhs: AnyArray,
+    rhs: tuple[AnyArray, ...],
+    *,
+    out_sharding: Sharding,
+    lhs_sharding: Sharding | None = None,
+    mesh: AnyMesh | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    keep_gathered: bool = False,
+    implementation: Implementation | None = None,
+    config: Config | None = None,
+    rhs_sharding: Sharding | list[Sharding] | None = None,
+    bias: Sequence[AnyArray | None] | None = None,
     addend: Sequence[AnyArray | None] | None = None,
-) -> tuple[jax.Array, ...]: ...  # fmt: skip
+) -> tuple[jax.Array, ...]: ...
 def sharded_matmul(
     lhs: AnyArray,
     rhs: AnyArray | list[Any] | tuple[AnyArray, ...],
@@ -220,7 +264,7 @@ def sharded_matmul(
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     rhs_sharding: Sharding | list[Sharding] | None = None,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     bias: AnyArray | Sequence[AnyArray | None] | None = None,
     addend: AnyArray | Sequence[AnyArray | None] | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
@@ -230,45 +274,48 @@ def sharded_matmul(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> jax.Array | list[jax.Array] | tuple[jax.Array, ...]:
-    """activation(lhs @ rhs + bias + addend) of global arrays, communication hidden behind computation.
+    """activation(lhs @ rhs + bias + addend) of global arrays, with the communication hidden behind the computation.
 
-    For code under plain `jax.jit`: it enters `jax.shard_map` by itself. Which operation of this library runs follows
-    from where each mesh axis occurs (docs/sharded.md has the table and examples):
+    This function is for code under plain `jax.jit`, and enters `jax.shard_map` by itself. The places of each mesh axis
+    in the shardings say which operation of this library runs (docs/sharded.md has the table and examples):
 
         rows of lhs, n of rhs, n of the result    all_gather_lhs_matmul
         k of lhs and rhs, rows of the result      matmul_reduce_scatter (n of the result: scatter_dimension=1)
         k of lhs and rhs, not in the result       matmul_all_reduce
-        n or k of rhs alone (FSDP)                all_gather_rhs_matmul; beside one of the above the weights are
-                                                  gathered by XLA before it
+        n or k of rhs alone (FSDP)                all_gather_rhs_matmul; beside one of the above, XLA gathers the
+                                                  weights before it
 
-    Axes of the rows of `lhs` and of the result, or of n of `rhs` and of the result, communicate nothing.
+    An axis of the rows of `lhs` and of the result communicates nothing, nor does one of n of `rhs` and of the result.
 
     Args:
-      lhs: global [..., m, k]; a device's part of it is what its sharding says. All dimensions but the last are rows.
-      rhs: global [k, n], or [n, k] with `transpose_rhs`, in the same dtype; or a list or tuple of such, all sharded
-        alike, each with its own n, which share the gather of `lhs`.
-      out_sharding: a PartitionSpec (or NamedSharding) of the result, of each if there are several.
-      lhs_sharding: that of `lhs`. It must be given where the mesh has Auto axes, since types do not say how arrays are
-        sharded along these; what arrives otherwise is moved by XLA. Along Explicit axes it must be as the type says.
-      rhs_sharding: likewise of `rhs` as it lies in memory; for several right operands one for all, or a list.
-      mesh: by default that of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
-      bias: global [n], added to each row; for several right operands a list of such, or None in the place of one.
-      addend: global [..., m, n] or [m, n], added before the activation (a residual, say); likewise. Its dtype does not
-        change the result's.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`; of each result.
-      preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. Accumulation
-        is in float32; what travels to be summed over devices has this dtype.
-      transpose_rhs: `rhs` lies transposed in memory.
-      keep_gathered: whether what XLA gathers, and `lhs` by the fused kernel, is kept for the backward pass: D times the
-        memory of the shard on D devices, and one gather less. By default weights are gathered again there, as is `lhs`
-        by the fused kernel (XLA's implementation keeps `lhs`, unless `jax.checkpoint` says otherwise).
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla", or None to choose: fused where it
-        can serve the call on a GPU and XLA was not measured to be faster. Gathers of the weights beside another
-        communication are XLA's in any case.
+      lhs: global [..., m, k]; its sharding says which part each device holds. All dimensions but the last are rows.
+      rhs: global [k, n], or [n, k] with `transpose_rhs`, in the same dtype. Or a list or tuple of such matrices, each
+        with its own n, which share the gather of `lhs`; all must be sharded alike.
+      out_sharding: a PartitionSpec (or NamedSharding) of the result, or of each result.
+      lhs_sharding: the sharding of `lhs`. It must be given where the mesh has Auto axes, since types do not say how
+        arrays are sharded along these. If the array is sharded otherwise, XLA moves it first. Along Explicit axes the
+        sharding must be as the type says.
+      rhs_sharding: the sharding of `rhs` as it lies in memory, under the same conditions; for several right operands
+        one for all, or a list.
+      mesh: the mesh; by default that of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
+      bias: global [n], added to each row; for several right operands a list, with None for one that has no bias.
+      addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
+        operands a list, with None for one that has no addend. Its dtype does not change the result's.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result.
+      preferred_element_type: dtype of the result; by default that of the operands, bfloat16 for float8. Accumulation
+        is in float32; products that are summed over devices are sent in this dtype.
+      transpose_rhs: whether `rhs` lies transposed in memory.
+      keep_gathered: whether gathered operands are kept for the backward pass: the weights that XLA gathers, and `lhs`
+        where the fused kernel gathers it. On D devices this takes D times the memory of the shard, and saves one
+        gather. By default the backward pass gathers them again. Where XLA gathers `lhs`, it is kept in any case, unless
+        `jax.checkpoint` says otherwise.
+      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla", or None to choose: the fused kernel
+        where it can serve the call on a GPU and XLA was not measured to be faster. If the weights are gathered beside
+        another communication, XLA gathers them in any case.
       config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
 
     Returns:
-      Global [..., m, n], sharded as `out_sharding` says; a list or tuple of such if `rhs` is one. Deterministic.
+      Global [..., m, n], sharded as `out_sharding` says; a list or tuple of such arrays if `rhs` is one. Deterministic.
 
     Raises:
       ValueError: no operation serves these shardings; ranks, dtypes or sizes are wrong, or a size is 0; a dimension
@@ -277,10 +324,10 @@ def sharded_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
         to do), or `jax.vmap` over a dimension that is sharded.
 
-    Works under `jax.jit` and outside of it, `jax.grad` of any operand (cotangents of weights that were gathered are
-    reduce-scattered, those of weights that several devices have are summed, once), `jax.checkpoint`, `lax.scan`,
-    `jax.vmap` over dimensions that are not sharded, and inside `jax.shard_map` over other axes. `overlap.explain`
-    takes it.
+    Works under `jax.jit` and outside of it, with `jax.grad` of any operand, `jax.checkpoint`, `lax.scan`, `jax.vmap`
+    over dimensions that are not sharded, and inside `jax.shard_map` over other axes. Cotangents of weights that were
+    gathered are reduce-scattered; those of weights that several devices have whole are summed, once. `overlap.explain`
+    takes this function.
 
     Example:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

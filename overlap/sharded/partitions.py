@@ -1,8 +1,8 @@
-"""Along which axes of which mesh the arrays of a call are sharded: what their types say, and what the caller does."""
+"""How the arrays of a call are sharded, over which mesh: from their types, and from what the caller says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,14 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from overlap.frame import arguments, sharded
+from overlap.frame.signatures import AnyMesh
 from overlap.sharded.plan import Axes, Partition
 
 
-def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any:
-    """The mesh of a call: the one that is given, else that of a sharding, of `jax.set_mesh` or of an operand.
+def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> AnyMesh:
+    """The mesh of a call: the `mesh` argument, else the mesh of a sharding, of `jax.set_mesh` or of an operand.
 
-    Inside `jax.shard_map` it is the enclosing one, some of whose axes are manual.
+    Inside `jax.shard_map` it is the mesh of that `shard_map`, some of whose axes are manual.
 
     Raises:
       ValueError: there is none, or two differ.
@@ -26,7 +27,7 @@ def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any
     found += [("`mesh` of a sharding", x.mesh) for x in shardings if isinstance(x, NamedSharding)]
     found += [("the mesh of `jax.set_mesh` or `jax.shard_map`", enclosing)]
     for operand in operands:
-        # (An array that is no tracer also knows the devices.)
+        # (The sharding of an array that is no tracer also names the devices.)
         own = None if isinstance(operand, Tracer) else getattr(operand, "sharding", None)
         found += [("the mesh of an operand", getattr(x, "mesh", None)) for x in (own, sharded.type_sharding(operand))]
     found = [(what, x) for what, x in found if x is not None and x.axis_names]
@@ -51,25 +52,25 @@ def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any
                 f"{first.axis_types} ({what}) and {x.axis_types} ({other}): leave `mesh` out, or move the operands "
                 "with jax.device_put"
             )
-    # One that knows its devices, if there is such: it saves the kernels a barrier.
+    # Prefer a mesh that names its devices: with one, kernels need no barrier of XLA.
     return next((x for _, x in found if isinstance(x, jax.sharding.Mesh) and _alike(x, first)), first)
 
 
-def _alike(mesh: Any, other: Any) -> bool:
+def _alike(mesh: AnyMesh, other: AnyMesh) -> bool:
     return mesh.axis_types == other.axis_types and mesh.axis_names == other.axis_names
 
 
-def open_axes(mesh: Any) -> Axes:
+def open_axes(mesh: AnyMesh) -> Axes:
     """The axes of a mesh that are not manual yet."""
     return tuple(axis for axis in mesh.axis_names if axis not in manual_axes(mesh))
 
 
-def manual_axes(mesh: Any) -> Axes:
-    """Those of the `jax.shard_map` around."""
+def manual_axes(mesh: AnyMesh) -> Axes:
+    """The manual axes of a mesh: those of the `jax.shard_map` around."""
     return tuple(getattr(mesh, "manual_axes", ()))
 
 
-def require_not_manual(name: str, sharding: Any, mesh: Any) -> None:
+def require_not_manual(name: str, sharding: Any, mesh: AnyMesh) -> None:
     """Raises ValueError if a sharding names an axis of the `jax.shard_map` around."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, PartitionSpec):
@@ -84,8 +85,8 @@ def require_not_manual(name: str, sharding: Any, mesh: Any) -> None:
                 )
 
 
-def given(name: str, sharding: Any, rank: int, mesh: Any) -> Partition:
-    """The partition that a `PartitionSpec` or a `NamedSharding` says.
+def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
+    """The partition of an array of `rank` dimensions by a `PartitionSpec` or a `NamedSharding`.
 
     Raises:
       ValueError: it is neither, has more entries than the array has dimensions, names an axis that the mesh has not,
@@ -132,11 +133,18 @@ def given(name: str, sharding: Any, rank: int, mesh: Any) -> Partition:
     return (*parts, *[()] * (rank - len(parts)))
 
 
-def of_operand(name: str, x: Any, sharding: Any, mesh: Any, sharding_name: str | None = None) -> Partition:
-    """How an operand is sharded: along Explicit axes as its type says, along Auto axes as the caller does.
+def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: str | None = None) -> Partition:
+    """The partition of an operand: along Explicit axes as its type says, along Auto axes as the caller says.
+
+    Args:
+      name: the operand's, for messages.
+      x: the operand.
+      sharding: the sharding that the caller gave; None for none.
+      mesh: the mesh of the call.
+      sharding_name: the name of the argument `sharding`, for messages; by default `name` with "_sharding".
 
     Raises:
-      ValueError: the type does not say, and the caller neither; or they say different things.
+      ValueError: neither the type nor the caller says how the operand is sharded, or they contradict each other.
     """
     sharding_name = sharding_name or f"{name}_sharding"
     rank, sizes = len(x.shape), dict(mesh.shape)
@@ -153,7 +161,7 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: Any, sharding_name: str |
         return typed
     partition = given(sharding_name, sharding, rank, mesh)
     named = only(partition, [axis for axis in explicit if sizes[axis] > 1])
-    # What the type says is whole may be cut: that moves nothing.
+    # The caller may cut further than the type says: that moves nothing.
     if any(part != mine[: len(part)] for part, mine in zip(typed, named, strict=True)):
         raise ValueError(
             f"`{sharding_name}` must be as the type of `{name}` says along Explicit axes, or cut it further, got "
@@ -162,8 +170,8 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: Any, sharding_name: str |
     return partition
 
 
-def only(partition: Partition, axes: Any) -> Partition:
-    """The same along these axes alone."""
+def only(partition: Partition, axes: Container[str]) -> Partition:
+    """The partition without all other axes than `axes`."""
     return tuple(tuple(axis for axis in part if axis in axes) for part in partition)
 
 
@@ -172,8 +180,8 @@ def spec_of(partition: Partition) -> jax.P:
     return sharded.spec(partition)
 
 
-def require_divisible(name: str, shape: Sequence[int], partition: Partition, mesh: Any) -> None:
-    """Raises ValueError if a dimension cannot be cut into equal parts."""
+def require_divisible(name: str, shape: Sequence[int], partition: Partition, mesh: AnyMesh) -> None:
+    """Raises ValueError if a dimension of `shape` cannot be cut into equal parts."""
     sizes = dict(mesh.shape)
     for dimension, (size, axes) in enumerate(zip(shape, partition, strict=True)):
         parts = 1

@@ -1,4 +1,4 @@
-"""What each device does: gathers of the weights, one operation of this library, and what is applied to its result."""
+"""The work of each device: gathers of the weights, one operation of this library, and an epilogue on its result."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Explanation
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -19,10 +20,10 @@ from overlap.frame.activation import Activation
 from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along, same_along_p, varying
-from overlap.sharded.plan import ShardingPlan
+from overlap.sharded.plan import Axes, ShardingPlan
 from overlap.single_gpu import matmul
 
-# How each operation brings a call into the frame's form, and the keywords of the epilogue that its fused kernel takes.
+# For each operation its `prepare` (see `overlap.frame.call`), and the keywords of the epilogue that its kernel takes.
 _OPERATIONS: dict[str, tuple[Callable[..., Any], frozenset[str]]] = {
     "matmul": (matmul.prepare, matmul.Matmul.epilogue),
     "all_gather_lhs_matmul": (all_gather_matmul.prepare, all_gather_matmul.AllGatherLhs.epilogue),
@@ -34,43 +35,43 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], frozenset[str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What is static about a product of each device's parts.
+    """A product of each device's parts of the operands: everything that is known when it is traced.
 
     Attributes:
       plan: what is communicated.
       transpose_rhs: whether the right operands lie as [n, k].
-      out_dtype: of the results.
-      activation: of each result, with the scalars that it captures as operands; None for none.
-      config: as the caller gave it.
-      implementation: likewise.
-      keep_gathered: whether what was gathered is kept for the backward pass.
+      out_dtype: the dtype of the results.
+      activation: the activation of each result, whose scalars are among the operands; None for none.
+      config: `config` as the caller gave it.
+      implementation: `implementation` as the caller gave it.
+      keep_gathered: whether gathered operands are kept for the backward pass.
     """
 
     plan: ShardingPlan
     transpose_rhs: bool
-    out_dtype: Any
+    out_dtype: DTypeLike
     activation: Activation | None
     config: Config | None
     implementation: str | None
     keep_gathered: bool
 
-    def compute(self, operands: dict[str, Any], said: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
-        """The result of each right operand, from a device's parts of the operands; to be called inside `shard_map`.
+    def compute(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
+        """The result for each right operand, from a device's parts of the operands. Must be called inside `shard_map`.
 
         Args:
           operands: "lhs"; "rhs[0]", …; and, where they are given, "bias[0]", "addend[0]" and "scalars[0]", ….
-          said: takes what was decided.
+          decisions: a list to which the decision about each operation is added.
         """
-        run = functools.partial(self._compute, said=said)
+        run = functools.partial(self._compute, decisions=decisions)
         along = {axis for _, axes in self.plan.gathers for axis in axes}
         if self.plan.operation == "all_gather_rhs_matmul":
             along |= {*self.plan.axes}
         if along and not self.keep_gathered:
-            # Between the passes each device keeps its shards alone; the backward pass gathers them again.
+            # Keep only the shards between the passes. The backward pass gathers them again.
             run = jax.checkpoint(run, policy=_saves_all_but_gathers(frozenset(along)))
         return run(operands)
 
-    def _compute(self, operands: dict[str, Any], said: list[Explanation] | None) -> tuple[jax.Array, ...]:
+    def _compute(self, operands: dict[str, Any], decisions: list[Explanation] | None) -> tuple[jax.Array, ...]:
         plan = self.plan
         rhs_list = [x for name, x in operands.items() if name.startswith("rhs")]
         scalars = tuple(x for name, x in operands.items() if name.startswith("scalars"))
@@ -88,17 +89,21 @@ class Product:
             if self.activation is not None:
                 epilogues[i] |= {"activation": self.activation, "scalars": scalars}
         if plan.operation == "all_gather_lhs_matmul":
-            outs = self._together(lhs, rhs_list, epilogues, said)
+            outs = self._together(lhs, rhs_list, epilogues, decisions)
         else:
-            outs = [self._one(lhs, rhs, epilogue, said) for rhs, epilogue in zip(rhs_list, epilogues, strict=True)]
+            outs = [self._one(lhs, rhs, epilogue, decisions) for rhs, epilogue in zip(rhs_list, epilogues, strict=True)]
         return tuple(self._unfold(out, shape) for out in outs)
 
     # --- The operation ---
 
     def _together(
-        self, lhs: jax.Array, rhs_list: list[jax.Array], epilogues: list[dict[str, Any]], said: Any
+        self,
+        lhs: jax.Array,
+        rhs_list: list[jax.Array],
+        epilogues: list[dict[str, Any]],
+        decisions: list[Explanation] | None,
     ) -> list[jax.Array]:
-        """All right operands by one gather."""
+        """The products with all right operands, by one gather of `lhs`."""
         single = len(rhs_list) == 1
 
         def together(each: list[Any]) -> Any:
@@ -109,7 +114,7 @@ class Product:
         for name in ("bias", "addend"):
             if any(name in of_one for of_one in epilogues):
                 epilogue[name] = together([of_one.get(name) for of_one in epilogues])
-        by_xla = self._decide(given, epilogue, said).implementation == "xla"
+        by_xla = self._decide(given, epilogue, decisions).implementation == "xla"
         result = self._run(given | epilogue if by_xla else given)
         outs = result[0] if self.keep_gathered else result
         outs = [outs] if single else outs
@@ -117,18 +122,21 @@ class Product:
             return outs
         return [self._finished(out, of_one) for out, of_one in zip(outs, epilogues, strict=True)]
 
-    def _one(self, lhs: jax.Array, rhs: jax.Array, epilogue: dict[str, Any], said: Any) -> jax.Array:
+    def _one(
+        self, lhs: jax.Array, rhs: jax.Array, epilogue: dict[str, Any], decisions: list[Explanation] | None
+    ) -> jax.Array:
         plan = self.plan
         given: dict[str, Any] = dict(lhs=lhs, rhs=rhs)
         if plan.operation == "all_gather_rhs_matmul":
             given["gather_dimension"] = self._dimension_of_rhs(plan.dimension)
         if plan.operation == "matmul_reduce_scatter":
             given["scatter_dimension"] = 1 if plan.dimension == len(plan.out) - 1 else 0
-        choice = self._decide(given, epilogue, said)
+        choice = self._decide(given, epilogue, decisions)
         if choice.implementation == "fused" and self._is_behind(epilogue):
             return self._finished(self._run(given), epilogue)
         if choice.implementation == "xla" and plan.operation == "all_gather_rhs_matmul":
-            # The same, but gathered here, so that what is gathered is known not to be kept.
+            # XLA gathers the weights here and not inside the operation, so that the policy of `jax.checkpoint` sees the
+            # gather, and does not keep its result.
             gathered = self._gathered(rhs, lhs, ((plan.dimension, plan.axes),))
             whole = dataclasses.replace(
                 self, plan=ShardingPlan(plan.lhs, plan.rhs, plan.out), implementation="xla", config=None
@@ -137,14 +145,16 @@ class Product:
         return self._run(given | epilogue)
 
     def _is_behind(self, epilogue: dict[str, Any]) -> bool:
-        """Whether the fused kernel lacks a part of an epilogue, so that all of it is applied to the kernel's result."""
+        """Whether the fused kernel lacks a part of the epilogue. Then all of it is applied to the kernel's result."""
         return not epilogue.keys() - {"scalars"} <= _OPERATIONS[self.plan.operation][1]
 
-    def _decide(self, given: dict[str, Any], epilogue: dict[str, Any], said: Any) -> Explanation:
+    def _decide(
+        self, given: dict[str, Any], epilogue: dict[str, Any], decisions: list[Explanation] | None
+    ) -> Explanation:
         inside = {} if self._is_behind(epilogue) else epilogue
         choice = call.explain(_OPERATIONS[self.plan.operation][0], **given, **inside, **self._keywords)
-        if said is not None:
-            said.append(choice)
+        if decisions is not None:
+            decisions.append(choice)
         return choice
 
     def _run(self, given: dict[str, Any]) -> Any:
@@ -162,7 +172,7 @@ class Product:
         }
 
     def _finished(self, out: jax.Array, epilogue: dict[str, Any]) -> jax.Array:
-        """An epilogue that the fused kernel does not take, applied to its result: XLA makes one loop of it."""
+        """Applies an epilogue to the result of the fused kernel. XLA makes one loop of it."""
         added = {
             f"{name}{plural}": (epilogue[name],)
             for name, plural in (("bias", "es"), ("addend", "s"))
@@ -176,15 +186,15 @@ class Product:
     # --- The weights ---
 
     def _dimension_of_rhs(self, dimension: int) -> int:
-        """Of [k, n], as it lies in memory."""
+        """The index of a dimension of [k, n] in `rhs` as it lies in memory."""
         return 1 - dimension if self.transpose_rhs else dimension
 
-    def _gathered(self, rhs: jax.Array, lhs: jax.Array, gathers: Any) -> jax.Array:
+    def _gathered(self, rhs: jax.Array, lhs: jax.Array, gathers: tuple[tuple[int, Axes], ...]) -> jax.Array:
         """Weights gathered by XLA."""
         if not gathers:
             return rhs
-        # Typed as they will be multiplied: so their cotangent is scattered before it is summed over other axes, and
-        # the product takes what was gathered as it is.
+        # Type the shard as varying like `lhs` before the gather. Then its cotangent is scattered before it is summed
+        # over other axes, and the product need not change the type of the gathered weights.
         rhs = varying(rhs, sorted(axes_of(lhs)))
         for dimension, axes in gathers:
             rhs = lax.all_gather(rhs, axes, axis=self._dimension_of_rhs(dimension), tiled=True)
@@ -195,7 +205,10 @@ class Product:
 
     @property
     def _first_of_rows(self) -> int | None:
-        """The first of the leading dimensions that are taken as rows, since it is gathered or scattered; else None."""
+        """The leading dimension that is gathered or scattered; it and all behind it are folded into the rows.
+
+        Else None.
+        """
         plan, rows = self.plan, len(self.plan.lhs) - 2
         is_of_rows = plan.operation in ("all_gather_lhs_matmul", "matmul_reduce_scatter") and plan.dimension < rows
         return plan.dimension if is_of_rows else None
@@ -209,7 +222,7 @@ class Product:
         return _fold(addend, first)
 
     def _size_of_result(self, size: int) -> int:
-        """Of the dimension that is gathered or scattered."""
+        """The size, in the result, of the dimension that is gathered or scattered, from its size in `lhs`."""
         devices = math.prod(lax.axis_size(axis) for axis in self.plan.axes)
         return size * devices if self.plan.operation == "all_gather_lhs_matmul" else size // devices
 
@@ -223,16 +236,19 @@ class Product:
 
 
 def _fold(x: jax.Array, first: int | None) -> jax.Array:
-    """With the dimensions from `first` to the rows as rows: a part of the first one is then a block of them."""
+    """`x` with the dimensions from `first` on folded into the rows.
+
+    A part of dimension `first` is then a block of rows.
+    """
     return x if first is None else x.reshape(*x.shape[:first], math.prod(x.shape[first:-1]), x.shape[-1])
 
 
 @functools.cache
 def _saves_all_but_gathers(axes: frozenset[str]) -> Callable[..., bool]:
-    """A policy of `jax.checkpoint`: everything is kept but what was gathered along these axes."""
+    """A policy of `jax.checkpoint` that keeps everything but the results of gathers along these axes."""
 
     def saves(primitive: Any, *_: Any, **parameters: Any) -> bool:
-        # (What comes of `same_along` is what it was given.)
+        # (The result of `same_along` is its operand with another type, so it must not be kept either.)
         if primitive is lax.all_gather_p:
             return not axes.intersection(parameters["axis_name"])
         return primitive is not same_along_p

@@ -1,8 +1,9 @@
-"""What happens along each mesh axis of a product of sharded arrays: a pure function of where the axes occur.
+"""The plan of a product of sharded arrays: what is communicated along each mesh axis, from the arrays' partitions.
 
-An array's partition is a tuple with an entry for each dimension: the mesh axes that it is sharded along, in order. Of
-`lhs` [..., m, k] and of the result [..., m, n] all dimensions but the last are *rows*, of `rhs` it is [k, n]. Each axis
-occurs at most once in an array, and what happens along it follows from where:
+The partition of an array is a tuple with an entry for each dimension: the mesh axes that the dimension is sharded
+along, in order. All dimensions of `lhs` [..., m, k] and of the result [..., m, n] but the last are *rows*. The
+partition of `rhs` is that of [k, n]. Each axis occurs at most once in an array. Its places in the three arrays say what
+happens along it:
 
     lhs    rhs    result    along this axis
     rows   –      rows      nothing: each device has rows of its own
@@ -14,8 +15,8 @@ occurs at most once in an array, and what happens along it follows from where:
     rows   n      rows      `rhs` is gathered: all_gather_rhs_matmul(gather_dimension=1)
     rows   k      rows      `rhs` is gathered: all_gather_rhs_matmul(gather_dimension=0)
 
-In the last two rows may also be whole, in `lhs` and in the result. An axis that occurs in the result alone cuts what
-each device would compute, as if the operand were sharded so: that moves nothing.
+In the last two lines the rows may also be whole, in `lhs` and in the result. If an axis occurs in the result alone,
+`lhs` or `rhs` is cut along it first, which moves nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Partition = tuple[Axes, ...]
 OperationName = Literal[
     "matmul", "all_gather_lhs_matmul", "all_gather_rhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 ]
-# Of `rhs`.
+# The dimensions of `rhs`.
 K, N = 0, 1
 _SINCE_MIXED = "since Auto axes cannot come before Explicit ones in a dimension; or make the mesh with axes of one type"
 SEE_DOCS = "docs/sharded.md has the table of what can be served"
@@ -40,13 +41,15 @@ class ShardingPlan:
     """How a product runs.
 
     Attributes:
-      lhs: how `lhs` is cut. Where that differs from how it is sharded, cutting it moves nothing between devices.
-      rhs: how `rhs` is cut, as [k, n].
-      out: how the result is sharded.
-      operation: what runs on each device.
-      axes: the mesh axes along which it communicates.
-      dimension: the dimension of `lhs` or of the result that it gathers or scatters, or that of `rhs`.
-      gathers: the dimensions of `rhs` that are gathered before it, with the axes.
+      lhs: the partition with which `lhs` enters. Where it differs from the partition of the operand, the operand is cut
+        further, which moves nothing between devices.
+      rhs: the partition with which `rhs` enters, as [k, n].
+      out: the partition of the result.
+      operation: the operation that runs on each device.
+      axes: the mesh axes along which the operation communicates.
+      dimension: the dimension that the operation gathers or scatters: of `lhs` (all_gather_lhs_matmul), of `rhs`
+        (all_gather_rhs_matmul) or of the result (matmul_reduce_scatter).
+      gathers: the dimensions of `rhs` that are gathered before the operation, with their axes.
     """
 
     lhs: Partition
@@ -58,8 +61,8 @@ class ShardingPlan:
     gathers: tuple[tuple[int, Axes], ...] = ()
 
     def __str__(self) -> str:
-        before = [f"`rhs` is gathered along {_said(axes)}" for _, axes in self.gathers]
-        along = f" along {_said(self.axes)}" if self.axes else " of each device's part"
+        before = [f"`rhs` is gathered along {_shown(axes)}" for _, axes in self.gathers]
+        along = f" along {_shown(self.axes)}" if self.axes else " of each device's part"
         return ", then ".join([*before, f"{self.operation}{along}"])
 
 
@@ -70,14 +73,15 @@ def plan_of(
 
     Args:
       lhs: the partition of `lhs`, [..., m, k].
-      rhs: that of `rhs`, as [k, n].
-      out: that of the result, [..., m, n].
-      sizes: of the mesh's axes. Axes of one device count as if they were not there.
-      explicit: the Explicit ones among them. Within a dimension they must come before Auto ones, so where another
-        order would be needed, messages advise something else.
+      rhs: the partition of `rhs`, as [k, n].
+      out: the partition of the result, [..., m, n].
+      sizes: the number of devices along each axis of the mesh. Axes of one device are ignored.
+      explicit: the Explicit axes. Within a dimension they must come before Auto ones. Where the plan needs another
+        order, messages have another way out.
 
     Raises:
-      ValueError: no operation of this library serves it; the message says which axis is where, and the way out.
+      ValueError: no operation of this library serves these partitions. The message says where the axis is, and what to
+        change.
     """
     lhs, rhs, out = (_without_single(partition, sizes) for partition in (lhs, rhs, out))
     places = _Places(lhs, rhs, out)
@@ -88,7 +92,7 @@ def plan_of(
     def only(axes: Axes, *wanted: str) -> Axes:
         return tuple(axis for axis in axes if kinds[axis] in wanted)
 
-    # The order within each dimension. What is gathered or scattered comes last: its parts lie beside each other.
+    # Within each dimension, axes that are gathered or scattered come last: their parts then lie beside each other.
     rows = range(len(out) - 1)
     kept = [only(part, "local", "gather rhs") for part in out]
     scattered = [only(part, "sum") for part in out]
@@ -107,18 +111,18 @@ def plan_of(
         late = _late(wanted_rhs[K], explicit)
         way_out = "shard it so"
         if late:
-            way_out = f"jax.reshard `rhs` so that it is whole along {_said(late)}, {_SINCE_MIXED}"
+            way_out = f"jax.reshard `rhs` so that it is whole along {_shown(late)}, {_SINCE_MIXED}"
         raise ValueError(
             f"`lhs` and `rhs` must be sharded alike along k, apart from axes that `rhs` is gathered along, which come "
-            f"last: with k of `lhs` over {_said(summed)}, k of `rhs` must be sharded over {_said(wanted_rhs[K])}, got "
-            f"{_said(rhs[K])}: {way_out}"
+            f"last: with k of `lhs` over {_shown(summed)}, k of `rhs` must be sharded over {_shown(wanted_rhs[K])}, "
+            f"got {_shown(rhs[K])}: {way_out}"
         )
     _require_prefix(rhs[N], wanted_rhs[N], places.name("rhs", N), explicit)
     plan = ShardingPlan(wanted_lhs, wanted_rhs, out, gathers=tuple((i, axes) for i, axes in enumerate(weights) if axes))
     if summed and any(gathered):
         raise ValueError(
-            f"one activation can be communicated in a product, and {_said(_flat(gathered))} gathers `lhs` while "
-            f"{_said(summed)} sums products: jax.reshard one of them first; {SEE_DOCS}"
+            f"one activation can be communicated in a product, and {_shown(_flat(gathered))} gathers `lhs` while "
+            f"{_shown(summed)} sums products: jax.reshard one of them first; {SEE_DOCS}"
         )
     if summed:
         return _summed(plan, scattered, places)
@@ -127,12 +131,13 @@ def plan_of(
         if others:
             raise ValueError(
                 f"`lhs` can be gathered along one dimension, and it would be along {places.name('lhs', first)} (over "
-                f"{_said(gathered[first])}) and {places.name('lhs', others[0])} (over {_said(gathered[others[0]])}): "
+                f"{_shown(gathered[first])}) and {places.name('lhs', others[0])} (over {_shown(gathered[others[0]])}): "
                 "jax.reshard `lhs` so that one of them is whole"
             )
         return dataclasses.replace(plan, operation="all_gather_lhs_matmul", axes=gathered[first], dimension=first)
-    # The weights are gathered by the product where each device has rows of its own. Where all compute the same rows,
-    # the results must be the same bits, and a device's kernel adds up what it has first: gathered before, all agree.
+    # If each device has rows of its own, the operation gathers the weights. If several devices compute the same rows,
+    # they must get the same bits; but each device's kernel begins its sums with its own shard of the weights. So XLA
+    # then gathers the weights before the operation.
     has_own_rows = {axis for part in out[:-1] for axis in part}
     for i, axes in reversed(plan.gathers):
         if has_own_rows.issuperset(axes):
@@ -142,15 +147,16 @@ def plan_of(
 
 
 def _summed(plan: ShardingPlan, scattered: list[Axes], places: _Places) -> ShardingPlan:
+    """The plan of a product that is summed over devices; `scattered`: for each dimension of the result, the axes."""
     summed = plan.lhs[-1]
     to = [i for i, part in enumerate(scattered) if part]
     if not to:
         return dataclasses.replace(plan, operation="matmul_all_reduce", axes=summed)
     if len(to) > 1 or len(scattered[to[0]]) < len(summed):
-        said = [f"{places.name('out', i)} over {_said(scattered[i])}" for i in to]
+        shown = [f"{places.name('out', i)} over {_shown(scattered[i])}" for i in to]
         raise ValueError(
-            f"the sum over {_said(summed)} can be scattered as a whole, along one dimension of the result, or not at "
-            f"all, got {', '.join(said)}: ask for {places.name('out', to[0])} over {_said(summed)} in `out_sharding` "
+            f"the sum over {_shown(summed)} can be scattered as a whole, along one dimension of the result, or not at "
+            f"all, got {', '.join(shown)}: ask for {places.name('out', to[0])} over {_shown(summed)} in `out_sharding` "
             "and jax.reshard the result"
         )
     return dataclasses.replace(plan, operation="matmul_reduce_scatter", axes=scattered[to[0]], dimension=to[0])
@@ -158,14 +164,14 @@ def _summed(plan: ShardingPlan, scattered: list[Axes], places: _Places) -> Shard
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Where the axes occur."""
+    """The places of the axes: the partitions of the three arrays."""
 
     lhs: Partition
     rhs: Partition
     out: Partition
 
     def name(self, array: str, dimension: int) -> str:
-        """A dimension, as messages call it."""
+        """The name of a dimension for messages. `array`: "lhs", "rhs" or "out"."""
         if array == "rhs":
             return f"{'kn'[dimension]} of `rhs`"
         of, last = ("`lhs`", "k") if array == "lhs" else ("the result", "n")
@@ -174,7 +180,11 @@ class _Places:
         return f"{names.get(dimension, f'leading dimension {dimension}')} of {of}"
 
     def kind(self, axis: str) -> str:
-        """What happens along an axis. ValueError: nothing that is served."""
+        """What happens along an axis: "local" (nothing), "sum", "gather lhs" or "gather rhs".
+
+        Raises:
+          ValueError: no operation serves the places of the axis.
+        """
         left, right, out = (_place(axis, partition) for partition in (self.lhs, self.rhs, self.out))
         last = len(self.lhs) - 1
         rows, result_rows = None if left == last else left, None if out == last else out
@@ -220,7 +230,7 @@ def _without_single(partition: Partition, sizes: Mapping[str, int]) -> Partition
 
 
 def _late(wanted: Axes, explicit: Sequence[str]) -> Axes:
-    """The Explicit axes that come after Auto ones in an order, which a sharding cannot name so."""
+    """The Explicit axes that come after Auto ones in `wanted`. A sharding cannot have that order."""
     return tuple(
         axis for i, axis in enumerate(wanted) if axis in explicit and any(x not in explicit for x in wanted[:i])
     )
@@ -228,12 +238,12 @@ def _late(wanted: Axes, explicit: Sequence[str]) -> Axes:
 
 def _require_last(part: Axes, kept: Axes, scattered: Axes, name: str, explicit: Sequence[str]) -> None:
     if part != kept + scattered:
-        way_out = f"ask for {_said(kept + scattered)} in `out_sharding`"
+        way_out = f"ask for {_shown(kept + scattered)} in `out_sharding`"
         if _late(kept + scattered, explicit):
-            way_out = f"leave {_said(scattered)} out of `out_sharding` and jax.reshard the result, {_SINCE_MIXED}"
+            way_out = f"leave {_shown(scattered)} out of `out_sharding` and jax.reshard the result, {_SINCE_MIXED}"
         raise ValueError(
-            f"axes that sums are scattered along must come last, got {_said(part)} for {name}, of which "
-            f"{_said(scattered)} {'is' if len(scattered) == 1 else 'are'} scattered: {way_out}"
+            f"axes that sums are scattered along must come last, got {_shown(part)} for {name}, of which "
+            f"{_shown(scattered)} {'is' if len(scattered) == 1 else 'are'} scattered: {way_out}"
         )
 
 
@@ -241,10 +251,10 @@ def _require_prefix(part: Axes, wanted: Axes, name: str, explicit: Sequence[str]
     if part != wanted[: len(part)]:
         way_out = "jax.reshard it, or name the axes in this order"
         if late := _late(wanted, explicit):
-            way_out = f"jax.reshard it so that it is whole along {_said(late)}, {_SINCE_MIXED}"
+            way_out = f"jax.reshard it so that it is whole along {_shown(late)}, {_SINCE_MIXED}"
         raise ValueError(
-            f"with this `out_sharding`, {name} must be sharded over {_said(wanted)} in this order (axes that are "
-            f"gathered come last), got {_said(part)}: {way_out}"
+            f"with this `out_sharding`, {name} must be sharded over {_shown(wanted)} in this order (axes that are "
+            f"gathered come last), got {_shown(part)}: {way_out}"
         )
 
 
@@ -252,5 +262,5 @@ def _flat(parts: Sequence[Axes]) -> Axes:
     return tuple(axis for part in parts for axis in part)
 
 
-def _said(axes: Axes) -> str:
+def _shown(axes: Axes) -> str:
     return repr(axes[0]) if len(axes) == 1 else f"({', '.join(map(repr, axes))})" if axes else "no axis"
