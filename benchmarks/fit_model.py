@@ -9,7 +9,6 @@ fastest: so the fit weighs how far these are apart within a problem more than ho
 
 from __future__ import annotations
 
-import argparse
 import collections
 import csv
 import dataclasses
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
+from benchmarks import command
 from benchmarks.configurations import PROBLEM_FIELDS, XLA
 from benchmarks.model_tasks import TARGET
 from overlap.choice import crossover, model, rates, space
@@ -199,7 +199,7 @@ def _ratios(name: str, ratios: dict[Problem, float]) -> str:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_model", description=(__doc__ or "").splitlines()[0])
+    parser = command.tool_parser("fit_model", __doc__)
     parser.add_argument("--judge", action="store_true", help="fit nothing")
     parser.add_argument("--times", type=old_file, help="other measurements than those of benchmarks/model")
     given = parser.parse_args(None if arguments is None else list(arguments))

@@ -12,7 +12,6 @@ hash where it is not simply that:
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import pathlib
@@ -20,7 +19,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks import current, provenance, readme
+from benchmarks import command, current, provenance, readme
 from overlap.choice.tables import replace
 from overlap.cli import ending
 
@@ -210,7 +209,7 @@ def generated() -> dict[pathlib.Path, str]:
 
 def main() -> int:
     """Writes all of it; 1 if a run contradicts the history."""
-    argparse.ArgumentParser(prog="python -m benchmarks.index", description=(__doc__ or "").splitlines()[0]).parse_args()
+    command.tool_parser("index", __doc__).parse_args()
     for path, content in generated().items():
         replace(path, content)
     wrong = [(run.path.name, said) for run in runs() if (said := state(run.facts)).startswith("WRONG")]

@@ -9,13 +9,12 @@ table holds the fastest configuration of each problem, with XLA's time beside it
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import sys
 from collections.abc import Iterable, Iterator
 
-from benchmarks import fit_model
+from benchmarks import command, fit_model
 from benchmarks.configurations import Task
 from benchmarks.model_tasks import TARGET, shape_of
 from overlap.choice import space, tables
@@ -110,9 +109,7 @@ def entries(times: fit_model.Times, jax_version: str, date: str) -> list[Entry]:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.known_models", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = command.tool_parser("known_models", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     tasks = commands.add_parser("tasks", help="write the task file")
     tasks.add_argument("--out", type=new_file_with_folders, required=True, help="the task file")

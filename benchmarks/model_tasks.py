@@ -9,13 +9,13 @@ likely ones more often; to judge, they are the first of the search, as deep as t
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks import command
 from benchmarks.configurations import Task
 from overlap.choice import space
 from overlap.choice.problem import Problem
@@ -88,9 +88,7 @@ def judged_configs(chance: random.Random, problem: Problem, count: int) -> tuple
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.model_tasks", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command.tool_parser("model_tasks", __doc__)
     parser.add_argument("--seed", type=whole_number(0), required=True, help="of all that is drawn")
     parser.add_argument("--problems", type=whole_number(1), required=True, help="how many")
     parser.add_argument("--judge", action="store_true", help="to judge the model: with XLA's product, in bfloat16")

@@ -7,13 +7,13 @@ python3 -m benchmarks.plot --against m --methods fused \
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
 
+from benchmarks import command
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, new_file, old_file
 from overlap.cli.picture import write_whole
@@ -107,7 +107,7 @@ def draw(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.tool_parser("plot", __doc__)
     parser.add_argument("files", nargs="+", type=old_file, help="CSV files of benchmarks.all_gather_matmul")
     parser.add_argument("--against", choices=("devices", "m"), default="devices", help="what lies along the x axis")
     parser.add_argument("--methods", help="what to draw, as the files call it, separated by commas (default: all)")

@@ -219,7 +219,10 @@ def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(t
         (["--config", "zz=3"], "--config: overlap.Config has no field 'zz'; it has tile_m"),
         (["--config", "tile_n=many"], "--config: tile_n must be of the type of 256, got 'many'"),
         (["--config", "stages=99"], "bytes of shared memory"),
-        (["--op", "matmul_reduce_scatter", "--devices", "3"], "gives each of the 3 devices the same number of rows of `lhs`, got m=256"),
+        (
+            ["--op", "matmul_reduce_scatter", "--devices", "3"],
+            "gives each of the 3 devices the same number of rows of `lhs`, got m=256",
+        ),
         (["--out", "/nowhere/x.json"], "argument --out: there is no folder /nowhere"),
         (["--out", "/dev/full"], "argument --out: must name a file, got '/dev/full', which is a device or a pipe"),
         (["--out", "x.png"], "--out names the trace, a JSON file, got x.png"),

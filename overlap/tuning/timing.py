@@ -56,8 +56,8 @@ def marginal_s(seconds: Callable[[int], float], count: int) -> float:
     """Seconds that each of `count` launches of a program adds to one launch.
 
     It times one launch, and then 1 + `count` launches in a row. The cost of starting, and of waiting for the last
-    launch, is 100 to 400 µs. It is in both times, so it is not in their difference. An untimed launch goes ahead of each
-    pair of times, so that neither contains what ran before (another program, or an idle gap).
+    launch, is 100 to 400 µs. It is in both times, so it is not in their difference. An untimed launch goes ahead of
+    each pair of times, so that neither contains what ran before (another program, or an idle gap).
 
     Args:
       seconds: a function of the number of launches in a row. It returns how long they take, until the last is done.
