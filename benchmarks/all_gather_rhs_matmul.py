@@ -1,8 +1,9 @@
 """The table of products with gathered weights (FSDP): the fused operation against XLA and the roof.
 
-The sizes are those of the whole product of one device: its own m rows, all n columns, all of k. The weights are gathered
-along n or along k. Along k with the left operand transposed (tn), the product is the gradient of weights in a layer that
-gathers its input. There, m is the columns of the layer's result on one device, n the columns of its input, k all rows:
+The sizes are those of the whole product of one device: its own m rows, all n columns, all of k. The weights are
+gathered along n or along k. Along k with the left operand transposed (tn), the product is the gradient of weights in a
+layer that gathers its input. There, m is the columns of the layer's result on one device, n the columns of its input, k
+all rows:
 
     python3 -m benchmarks.all_gather_rhs_matmul --along n --out benchmarks/results
     python3 -m benchmarks.all_gather_rhs_matmul --along k --shapes 8192x8192x8192:bf16:tn

@@ -70,7 +70,8 @@ def load(tree: pathlib.Path) -> Any:
     sys.path.insert(0, str(home))
     # (Code that uses "overlap.something" without importing it as such finds this tree's package.)
     package = importlib.import_module(_NAME)
-    # Both packages must share what exists once in a process. Without a common board, kernels were seen to hang (2 H200s).
+    # Both packages must share what exists once in a process. Without a common board, kernels were seen to hang (2
+    # H200s).
     for module, function in (("primitives.board", "address"), ("_compat", "device_ids")):
         setattr(importlib.import_module(f"{_NAME}.{module}"), function, getattr(_own(module), function))
     return package

@@ -61,14 +61,13 @@ def forward(implementation: Method) -> Callable[..., Any]:
 
 
 def with_backward(implementation: Method) -> Callable[..., Any]:
-    """A turn with all gradients. The gradients of the weights are added to the weights, so that XLA computes them all."""
+    """A turn with all gradients. Those of the weights are added to the weights, so that XLA computes all of them."""
 
     def turn(x: Any, weights: Any) -> Any:
         _, backward = jax.vjp(lambda *operands: mlp(implementation, *operands), x, *weights)
         d_x, *d_weights = backward(x)
-        return experiment.normalized(d_x, x.dtype), [
-            w + (1e-6 * d).astype(w.dtype) for w, d in zip(weights, d_weights, strict=True)
-        ]
+        moved = [w + (1e-6 * d).astype(w.dtype) for w, d in zip(weights, d_weights, strict=True)]
+        return experiment.normalized(d_x, x.dtype), moved
 
     return turn
 

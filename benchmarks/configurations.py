@@ -7,9 +7,9 @@ kernels must not wait for a CPU core. So several processes first compile all con
 GPU: the process that holds the lock measures all configurations of a problem that it has compiled, interleaved. With
 several GPUs (`--gpus`) each process uses one of them.
 
-Each line of the task file has a problem, its configurations, and whether to measure XLA's product as well. XLA's product
-is compiled while the lock is held, since XLA searches for an algorithm on the GPU. Results are checked against XLA's.
-The CSV is written problem by problem, so a run that is cut short keeps its results.
+Each line of the task file has a problem, its configurations, and whether to measure XLA's product as well. XLA's
+product is compiled while the lock is held, since XLA searches for an algorithm on the GPU. Results are checked against
+XLA's. The CSV is written problem by problem, so a run that is cut short keeps its results.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from overlap.kernels.config import Config
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
 XLA = "xla"
 FIELDS = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "status")
-# About how long one program runs: at the power limit, the clock changes within milliseconds. How long the GPU works before
-# the first sample that counts: the clock depends on the temperature. The most calls in one program.
+# About how long one program runs: at the power limit, the clock changes within milliseconds. How long the GPU works
+# before the first sample that counts: the clock depends on the temperature. The most calls in one program.
 _LAUNCH_US, _WARM_UP_S, _MOST_ITERATIONS = 12_000.0, 0.15, 600
 # How long a process waits until the others have compiled.
 _PATIENCE_S = 600.0

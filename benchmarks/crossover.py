@@ -5,9 +5,10 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
     python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/fitted*.csv \
         --out overlap/choice/crossover.csv
 
-(Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the last one
-counts. XLA is compared with the method `fused`, for which the library has chosen the configuration. The files to which
-the model is fitted (`benchmarks.configurations`) have many configurations; there, the one that the model chooses counts.
+(Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the last
+one counts. XLA is compared with the method `fused`, for which the library has chosen the configuration. The files to
+which the model is fitted (`benchmarks.configurations`) have many configurations; there, the one that the model chooses
+counts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.forecast
     python -m benchmarks.forecast --csv forecast.csv
 
-It needs no GPU. First it forecasts the ladder of matmuls for Hopper, and prints how far this is from the measurements on
-an H200. The tables for the B200 should be read with that error in mind. No figure is fitted to Blackwell.
+It needs no GPU. First it forecasts the ladder of matmuls for Hopper, and prints how far this is from the measurements
+on an H200. The tables for the B200 should be read with that error in mind. No figure is fitted to Blackwell.
 """
 
 from __future__ import annotations
