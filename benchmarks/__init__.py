@@ -1,7 +1,7 @@
-"""Benchmarks: one harness, one file per table."""
+"""Benchmarks: a common harness, and a module for each table."""
 
 from overlap import _requirements
 
-# All of them need jax. Where it cannot be imported, this one line is the answer to `python -m benchmarks.…`.
+# All benchmarks need jax. If jax cannot be imported, every `python -m benchmarks.…` ends with this line.
 if _reason := _requirements.why_not():
     raise SystemExit(f"benchmarks: {_reason}; {_requirements.SEE_DOCTOR}")

@@ -21,7 +21,7 @@ TABLES = (
 
 
 def main(argv: list[str]) -> int:
-    """Hands the options to the table's module."""
+    """Runs the module of the table that the first argument names, with the other arguments as its options."""
     table, options = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (TABLES[0], argv)
     if table not in TABLES:
         raise WrongArguments(f"`python -m benchmarks` takes one of {', '.join(TABLES)} first, got {table!r}")

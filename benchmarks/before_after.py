@@ -1,18 +1,17 @@
-r"""The kernels of another commit and those of this one, taking turns in one process: is anything slower than it was?
+r"""Compares the kernels of another commit with those of this tree, in turns in one process: is anything slower now?
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT \
         --out benchmarks/experiments/DATE-QUESTION
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
-Both packages are loaded at the same time, the other one from a copy whose imports are renamed. Each case is a loop
-inside one program on all GPUs, timed as in all benchmarks. The ratio is the median over the rounds. What the first
-loops of the two leave behind is compared bit for bit, by each process that of its devices.
+Both packages are loaded at the same time. The other one is a copy whose imports are renamed. Each case is a loop inside
+one program on all GPUs, timed as in all benchmarks. The ratio is the median over the rounds. The results that the first
+loops of the two leave behind are compared bit for bit, by each process for its own devices.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import pathlib
@@ -28,19 +27,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 import overlap
-from benchmarks import command, current, environment, provenance
+from benchmarks import command, experiment
 from overlap.choice.problem import Problem, default_out_dtype
-from overlap.choice.tables import replace
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments, new_folder, old_folder, whole_number
+from overlap.cli.arguments import WrongArguments, old_folder
 from overlap.tuning.programs import call_program, draw_operands, loop_program, mesh_of
 from overlap.tuning.timing import Loop
 
 _NAME = "overlap_before"
-# (operation, m, n, k per shard, dtype, keywords)
-CASES: tuple[tuple[str, int, int, int, Any, dict[str, Any]], ...] = (
+# (operation; m, n, k per shard; dtype; keywords)
+type Case = tuple[str, int, int, int, Any, dict[str, Any]]
+CASES: tuple[Case, ...] = (
     ("lhs", 1024, 4096, 4096, jnp.float16, {}),
     ("lhs", 1024, 4096, 8192, jnp.bfloat16, {}),
     ("lhs", 1024, 3584, 8192, jnp.bfloat16, {}),
@@ -68,9 +68,10 @@ def load(tree: pathlib.Path) -> Any:
     for file in (home / _NAME).rglob("*.py"):
         file.write_text(re.sub(r"\b(from|import) overlap\b", rf"\1 {_NAME}", file.read_text()))
     sys.path.insert(0, str(home))
-    # Code that says "overlap.something" without importing that name as such finds the package under its own name.
+    # (Code that uses "overlap.something" without importing it as such finds this tree's package.)
     package = importlib.import_module(_NAME)
-    # What there is once in a process. Without the board a kernel is another one, and was seen to hang (2 H200s).
+    # Both packages must share what exists once in a process. Without a common board, kernels were seen to hang (2
+    # H200s).
     for module, function in (("primitives.board", "address"), ("_compat", "device_ids")):
         setattr(importlib.import_module(f"{_NAME}.{module}"), function, getattr(_own(module), function))
     return package
@@ -80,8 +81,8 @@ def _own(module: str) -> Any:
     return importlib.import_module(f"overlap.{module}")
 
 
-def call_of(package: Any, case: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The operation of a case by one of the two packages, inside `shard_map`."""
+def call_of(package: Any, case: Case) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The call of a case by one of the two packages, inside `jax.shard_map`."""
     kind, m, n, _, _, keywords = case
 
     def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -94,7 +95,7 @@ def call_of(package: Any, case: Any) -> Callable[[jax.Array, jax.Array], jax.Arr
     return call
 
 
-def problem_of(case: Any, devices: int) -> Problem:
+def problem_of(case: Case, devices: int) -> Problem:
     """A case as a problem of the library."""
     kind, m, n, k, dtype, keywords = case
     along = f"rhs_matmul_{'kn'[keywords['gather_dimension']]}" if kind == "rhs" else "lhs_matmul"
@@ -104,14 +105,19 @@ def problem_of(case: Any, devices: int) -> Problem:
 
 
 def scales_of(package: Any, m: int, n: int) -> dict[str, Any]:
-    """Scales of rows and columns, by the names that the package has: the older ones take both as one tuple, `scale`."""
+    """Scales of rows and columns, as keywords of this package. Older packages take both as one tuple, `scale`."""
     rows, columns = jnp.ones((m, 1)), jnp.ones((n,))
     is_older = "scale" in inspect.signature(package.all_gather_lhs_matmul).parameters
     return {"scale": (rows, columns)} if is_older else {"lhs_scale": rows, "rhs_scale": columns}
 
 
-def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:
-    """Times of both, in microseconds per iteration, and whether their results are the same bits."""
+def measure(before: Any, case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
+    """Measures a case by both packages.
+
+    Returns:
+      "before" and "after": the median time of a call, in microseconds. "ratio", "low" and "high": median and quartiles
+      of after / before. "same": whether the results have the same bits.
+    """
     iterations, problem = 300 if case[1] <= 256 else 60, problem_of(case, mesh.size)
     operands = draw_operands(problem, mesh, 0)
 
@@ -122,7 +128,7 @@ def measure(before: Any, case: Any, mesh: Any, rounds: int) -> dict[str, Any]:
         loop.launch()
         return loop
 
-    # This one first: both mend the same parts of jax, and the first to come does.
+    # This tree's package first: both patch the same parts of jax, and the patches of the first one stay.
     loops = {"after": loop_of(overlap), "before": loop_of(before)}
     results = {name: _local(loop.out) for name, loop in loops.items()}
     times: dict[str, list[float]] = {"before": [], "after": []}
@@ -149,8 +155,8 @@ def _in_all_processes(holds: np.bool_) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.array(holds)))) if jax.process_count() > 1 else bool(holds)
 
 
-def name_of(case: Any) -> str:
-    """A case in words."""
+def name_of(case: Case) -> str:
+    """The name of a case, in words."""
     kind, m, n, k, dtype, keywords = case
     given = ", ".join(f"{name}={value!r}" for name, value in keywords.items() if name != "gather_dimension")
     words = {"lhs": "all_gather_lhs_matmul", "scaled": "the same with scales", "rhs": "all_gather_rhs_matmul"}[kind]
@@ -159,14 +165,11 @@ def name_of(case: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.tool_parser("before_after", __doc__)
     parser.add_argument("--before", type=old_folder, required=True, help="the root of the other tree")
-    parser.add_argument("--before-commit", required=True, help="its commit")
-    parser.add_argument("--commit", help="this tree's commit, where there is no .git")
-    parser.add_argument("--devices", type=whole_number(1), help="default: all GPUs")
-    parser.add_argument("--rounds", type=whole_number(1), default=15)
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--out", type=new_folder, help="a folder for before_after-DEVICE-COUNT-LAYOUT.md")
+    parser.add_argument("--before-commit", required=True, help="the commit of the other tree")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    experiment.add_options(parser, "before_after", rounds=15)
     arguments = parser.parse_args(argv)
     if not (arguments.before / "overlap/__init__.py").is_file():
         raise WrongArguments(
@@ -175,36 +178,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES if arguments.only in name_of(case)]
     if not cases:
         raise WrongArguments(f"before_after: no case has {arguments.only!r} (`--only`) in its name")
-    command.need_gpus("it needs GPUs")
-    try:
-        code = provenance.facts(arguments.commit)
-    except provenance.Refused as refused:
-        print(f"before_after: {refused}", file=sys.stderr)
-        return 2
-    overlap.initialize()
-    processes, leads = jax.process_count(), jax.process_index() == 0
-    devices = arguments.devices or jax.device_count()
-    if devices > jax.device_count():
-        raise WrongArguments(f"before_after: `--devices` must be at most {jax.device_count()} here, got {devices}")
-    mesh = mesh_of(jax.devices()[:devices])
+    run = experiment.begin("before_after", arguments)
+    mesh = mesh_of(run.devices)
     before = load(arguments.before)
-    how = "one process" if processes == 1 else f"{processes} processes"
-    facts = environment.describe(how, devices, code) | {"before": arguments.before_commit}
-    lines = [f"# Before and after, {devices} GPUs", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
-    lines += ["| case | before, µs | after, µs | after / before | quartiles | same bits |", "|---|---|---|---|---|---|"]
+    run.head(f"Before and after, {len(run.devices)} GPUs", before=arguments.before_commit)
+    run.lines += ["| case | before, µs | after, µs | after / before | quartiles | same bits |", "|---" * 6 + "|"]
     for case in cases:
         row = measure(before, case, mesh, arguments.rounds)
-        lines.append(
+        run.rows(
             f"| {name_of(case)} | {row['before']:.1f} | {row['after']:.1f} | {row['ratio']:.3f} | {row['low']:.3f} – "
             f"{row['high']:.3f} | {'yes' if row['same'] else 'NO'} |"
         )
-        if leads:
-            print(lines[-1], flush=True)
-    if arguments.out and leads:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        name = current.name_of("before_after", mesh.devices.flat[0].device_kind, devices, processes)
-        replace(arguments.out / f"{name}.md", "\n".join(lines) + "\n")
-        print(f"wrote {arguments.out / name}.md", flush=True)
+    run.finish()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line that all tables share: it sets devices up, runs each problem, prints and writes what came out."""
+"""The command line that all tables share: it measures each problem, prints the results and writes them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import current, provenance
 from benchmarks.watch import Watch
 from overlap.cli import devices as devices_of_cli
-from overlap.cli.arguments import WrongArguments, finite_number, new_folder, one_of, plain_name, whole_number
+from overlap.cli.arguments import Parser, WrongArguments, finite_number, new_folder, one_of, plain_name, whole_number
 from overlap.cli.tune_arguments import DTYPES
 
 if TYPE_CHECKING:
@@ -30,88 +30,113 @@ MethodsOf = Callable[["library.Problem", Sequence[str], "Sequence[Variant]", int
 _DRY_SHAPE = "128x256x128"
 
 
+def tool_parser(name: str, doc: str | None, **options: Any) -> Parser:
+    """The parser of the module benchmarks.`name`, which is described by the first line of its docstring."""
+    return Parser(f"python -m benchmarks.{name}", description=(doc or "").partition("\n")[0], **options)
+
+
 def parser(
-    description: str, shapes: str, methods: str, *, devices: bool = False, layouts: Sequence[str] = ("nn",)
-) -> argparse.ArgumentParser:
-    """The options, with a table's own defaults. `layouts`: those that the table measures."""
+    doc: str | None, shapes: str, methods: str, *, devices: bool = False, layouts: Sequence[str] = ("nn",)
+) -> Parser:
+    """The parser of a table's module.
+
+    Args:
+      doc: the docstring of the module.
+      shapes: the default of `--shapes`.
+      methods: the default of `--methods`.
+      devices: whether the table takes `--devices`.
+      layouts: the layouts that the table measures.
+    """
     name = pathlib.Path(sys.argv[0]).stem
     program = "python -m benchmarks" + ("" if name == "__main__" else f".{name}")
-    result = argparse.ArgumentParser(
-        program, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    result = Parser(
+        program,
+        description=(doc or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     if devices:
-        result.add_argument("--devices", type=whole_number(1), default=None, help="how many devices; none: all of them")
+        result.add_argument("--devices", type=whole_number(1), default=None, help="how many devices; None means all")
     result.add_argument("--shapes", default=shapes, help="MxNxK[:dtype][:layout] per shard, separated by commas")
     result.add_argument(
         "--dtype",
         type=one_of(*DTYPES),
         default="f16",
-        help="f16, bf16, f8_e4m3fn or f8_e5m2, for shapes that name none",
+        help="f16, bf16, f8_e4m3fn or f8_e5m2, for shapes that name no dtype",
     )
-    result.add_argument("--suite", default=None, help="shapes (and layouts) by a name, standard or sweep: see SUITES")
-    result.set_defaults(layouts=None, measured=tuple(layouts), default_methods=methods)
-    if len(layouts) > 1:
-        result.add_argument("--layouts", default=None, help=f"some of {','.join(layouts)}: for shapes that name none")
-    result.add_argument("--methods", default=methods, help="separated by commas")
-    result.add_argument("--variants", nargs="*", default=[], metavar="fused:FIELD=VALUE,...", help="configs of fused")
-    result.add_argument("--rounds", type=whole_number(1), default=7, help="how often every method is timed")
     result.add_argument(
-        "--iterations", type=whole_number(1), default=None, help="calls in one program; none: about 15 ms"
+        "--suite", default=None, help="shapes and layouts by a name, such as standard: see SUITES in problems.py"
+    )
+    result.set_defaults(layouts=None, measured=tuple(layouts), default_shapes=shapes, default_methods=methods)
+    if len(layouts) > 1:
+        result.add_argument(
+            "--layouts", default=None, help=f"some of {','.join(layouts)}, for shapes that name no layout"
+        )
+    result.add_argument("--methods", default=methods, help="the methods, separated by commas")
+    result.add_argument(
+        "--variants", nargs="*", default=[], metavar="fused:FIELD=VALUE,...", help="configurations of fused"
+    )
+    result.add_argument("--rounds", type=whole_number(1), default=7, help="how often each method is timed")
+    result.add_argument(
+        "--iterations", type=whole_number(1), default=None, help="calls in one program; None: about 15 ms"
     )
     result.add_argument("--launches", type=whole_number(1), default=2, help="programs in the difference of two times")
-    result.add_argument("--calls", type=whole_number(1), default=None, help="calls per wall time; none: about 15 ms")
+    result.add_argument(
+        "--calls", type=whole_number(1), default=None, help="calls per wall time; None means about 15 ms"
+    )
     result.add_argument(
         "--warmup-s",
         type=finite_number("seconds", at_least=0),
         default=1.0,
-        help="seconds of the roof before the first round",
+        help="how long the roof runs before the first round, in seconds",
     )
     result.add_argument(
-        "--seed", type=whole_number(0, 2**31 - 1), default=None, help="of the inputs; none: from the clock"
+        "--seed", type=whole_number(0, 2**31 - 1), default=None, help="seed of the inputs; None means from the clock"
     )
     result.add_argument(
-        "--example-configs", type=whole_number(1), default=3, help="how many configs jax_example is tuned over"
+        "--example-configs", type=whole_number(1), default=3, help="how many configurations are tried for jax_example"
     )
-    result.add_argument("--kernel-time", action="store_true", help="the longest kernel of a call as well, by CUPTI")
-    result.add_argument("--kernel-names", action="store_true", help="which kernels a call runs, by CUPTI")
+    result.add_argument(
+        "--kernel-time", action="store_true", help="also measure the longest kernel of a call, by CUPTI"
+    )
+    result.add_argument("--kernel-names", action="store_true", help="also list the kernels of a call, by CUPTI")
     result.add_argument(
         "--budget-s",
         type=finite_number("seconds", at_least=0),
         default=None,
-        help="start no problem that would end later than this",
+        help="start no problem that would probably end after this time, in seconds",
     )
     result.add_argument(
         "--timeout-s",
         type=whole_number(1, 10**6),
         default=180,
-        help="of one step; a hang then ends the run with a trace",
+        help="time limit of a step, in seconds; a step that hangs ends the run with a stack trace",
     )
     result.add_argument(
         "--out",
         type=new_folder,
         default=None,
         metavar="DIR",
-        help="write CSV and markdown here: benchmarks/results, or with --name a folder of benchmarks/experiments",
+        help="folder for CSV and markdown: benchmarks/results, or with --name a folder of benchmarks/experiments",
     )
     result.add_argument(
         "--name",
         type=plain_name,
         default=None,
-        help="stem of files of their own, for an experiment; none: the current table of this operation, device, number "
-        "of devices and layout, whose rows of the same problems are replaced",
+        help="name of the files of an experiment. Without it, the run replaces the rows of its problems in the current "
+        "table of this operation, device, number of devices and layout",
     )
     result.add_argument(
         "--commit",
         default=None,
         metavar="HASH",
-        help="the commit whose code this is; none: $OVERLAP_COMMIT, else HEAD. Needed where there is no .git",
+        help="the commit whose code this is; None means $OVERLAP_COMMIT, else HEAD. Needed where there is no .git",
     )
-    result.add_argument("--dry-run", action="store_true", help="CPU devices and tiny sizes, to test the harness")
+    result.add_argument("--dry-run", action="store_true", help="use CPU devices and tiny sizes, to test the harness")
     return result
 
 
 def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[TableProblem]:
-    """The problems that `--suite`, or else `--shapes`, `--dtype` and `--layouts`, name."""
+    """The problems that `--suite` names, or else `--shapes`, `--dtype` and `--layouts`."""
     from benchmarks.problems import LAYOUTS, SUITES, parse
 
     layouts = arguments.layouts.split(",") if arguments.layouts else None
@@ -134,19 +159,23 @@ def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Table
     return result
 
 
-def _code(arguments: argparse.Namespace) -> dict[str, str]:
-    """Which code this is and how it was called; ends the program if that is no commit of the history."""
+def code_facts(commit: str | None, *, dry_run: bool = False) -> dict[str, str]:
+    """The commit whose code is measured, and the command that measures it.
+
+    Raises:
+      WrongArguments: the code is not that of a commit in the history.
+    """
     called = {"command": shlex.join(["python", *sys.orig_argv[1:]])}
-    if arguments.dry_run:
+    if dry_run:
         return {"commit": "none: a dry run measures nothing", **called}
     try:
-        return provenance.facts(arguments.commit) | called
+        return provenance.facts(commit) | called
     except provenance.Refused as reason:
-        raise SystemExit(f"nothing was measured: {reason}") from None
+        raise WrongArguments(f"nothing was measured: {reason}") from None
 
 
 def _check_table(arguments: argparse.Namespace) -> None:
-    """Ends the program if what would be written is not comparable with the rows of the current table."""
+    """Raises WrongArguments if the run would lack the methods that each row of a current table is compared with."""
     if not arguments.out or arguments.name:
         return
     timed, needed = set(arguments.methods.split(",")), {"fused", "xla"} & set(arguments.default_methods.split(","))
@@ -161,6 +190,7 @@ def _check_table(arguments: argparse.Namespace) -> None:
 
 
 def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
+    """Connects the processes; for a dry run, chooses CPU devices and small sizes."""
     import jax
 
     import overlap
@@ -174,7 +204,7 @@ def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
         for name, value in small.items():
             given = getattr(arguments, name)
             setattr(arguments, name, value if given is None else min(given, value))
-    # XLA's own methods do without the NCCL that the fused kernels ask for.
+    # Only fused kernels need a new NCCL; XLA's methods do not.
     names = arguments.methods.split(",")
     overlap.initialize(check_nccl="fused" in names or "jax_example" in names)
     if arguments.dry_run and not jax.distributed.is_initialized():
@@ -182,10 +212,21 @@ def _set_up(arguments: argparse.Namespace, devices: int | None) -> None:
 
 
 def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: int | None, roof: str = "roof") -> int:
-    """Measures every problem of the command line; the exit status is 0 if all but JAX's example were right."""
+    """Measures the problems of the command line.
+
+    Args:
+      arguments: of the parser that `parser` returns.
+      op: the operation.
+      methods_of: makes the methods of a problem, see `late`.
+      devices: how many devices; None: all.
+      roof: the method that is the roof.
+
+    Returns:
+      The exit status: 0 if all results are right, JAX's example not counted; else 1.
+    """
     started = time.monotonic()
     _check_arguments(arguments, op)
-    code = _code(arguments)
+    code = code_facts(arguments.commit, dry_run=arguments.dry_run)
     _set_up(arguments, devices)
     import jax
     import numpy as np
@@ -240,20 +281,36 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
             longest_s = max(longest_s, time.monotonic() - began)
             if leader:
                 report.show(table)
-            # A peer's kernel may refuse what is asked here; ours and XLA's may not.
+            # JAX's example may fail; our methods and XLA's may not.
             all_ok &= all(result.ok or not result.served or result.method == "jax_example" for result in table.results)
         if leader:
             writer.show_summary()
         written = writer.finish()
     if leader:
-        files = f"wrote {', '.join(map(str, written))}" if written else "nothing was written, for want of `--out`"
+        files = f"wrote {', '.join(map(str, written))}" if written else "nothing was written, since there is no `--out`"
         verdict = "" if all_ok else ", NOT all of them right"
         print(f"{writer.measured} of {len(todo)} problems measured{verdict}; {files}")
     return 0 if all_ok else 1
 
 
+def late(name: str, **options: Any) -> MethodsOf:
+    """The function `name` of `benchmarks.methods`, which is imported when it is called: after devices are set up.
+
+    `options` are keyword arguments for it.
+    """
+
+    def methods_of(
+        problem: library.Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
+    ) -> list[Method]:
+        from benchmarks import methods
+
+        return getattr(methods, name)(problem, names, variants, num_examples, **options)
+
+    return methods_of
+
+
 def _check_arguments(arguments: argparse.Namespace, op: str) -> None:
-    """Ends the program if the arguments make no sense together or here, before devices are looked for."""
+    """Raises WrongArguments if the arguments make no sense together or on this machine. Uses no devices."""
     from benchmarks.methods import Variant
 
     problems(arguments, op, arguments.devices if "devices" in arguments and arguments.devices else 1)
@@ -271,7 +328,7 @@ def _check_arguments(arguments: argparse.Namespace, op: str) -> None:
 
 
 def need_gpus(way_out: str = "run it on GPUs, or add --dry-run to try the harness on CPU devices") -> None:
-    """Ends the program where there is no GPU to measure."""
+    """Raises WrongArguments if there is no GPU to measure. `way_out` says what the user can do."""
     if reason := devices_of_cli.why_no_gpu():
         raise WrongArguments(f"nothing was measured: {reason}; {way_out}")
 
@@ -285,7 +342,7 @@ def _measure(
     writer: Writer,
     say: Callable[[str], None],
 ) -> Table:
-    """The table of one problem. If it fails as a whole, the table says so of each method."""
+    """Measures one problem and returns its table. If that fails, each method of the table has the error."""
     import jax
 
     from benchmarks import environment, report
@@ -309,7 +366,7 @@ def _measure(
         clocks = session.during_load(0.3 if is_gpu else 0.0, read)
         session.finish()
     except Exception as error:
-        # One process that gives up alone would leave the others waiting in the next problem.
+        # With several processes, raise: if one goes on to the next problem alone, the others wait for it.
         if jax.process_count() > 1:
             raise
         failed = [Result(method.name, status="ERROR " + one_line(error)) for method in methods]

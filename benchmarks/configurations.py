@@ -1,19 +1,19 @@
-"""Times many configurations of many problems on one GPU: what the model of `overlap.choice` is fitted to and judged by.
+"""Times many configurations of many problems on one GPU, to fit and to judge the model of `overlap.choice`.
 
     python -m benchmarks.configurations --tasks tasks.jsonl --out times.csv --workers 14
 
-Compiling takes far longer than measuring, and would disturb it: who launches short kernels must not wait for a core of
-the host. So first processes compile all configurations, and then they take turns on the GPU: whoever has the lock
-measures all that it has compiled of a problem, interleaved. With several GPUs (`--gpus`) each process has one of them.
+Compiling takes far longer than measuring. It would disturb the measurement, because a process that launches short
+kernels must not wait for a CPU core. So several processes first compile all configurations. Then they take turns on the
+GPU: the process that holds the lock measures all configurations of a problem that it has compiled, interleaved. With
+several GPUs (`--gpus`) each process uses one of them.
 
-A line of the task file is a problem, its configurations, and whether XLA's own product is measured beside them (which
-is compiled under the lock, since XLA searches for an algorithm on the GPU). Results are checked against XLA's. The CSV
-grows with each problem, so that a run that is cut short keeps what it has.
+Each line of the task file has a problem, its configurations, and whether to measure XLA's product as well. XLA's
+product is compiled while the lock is held, since XLA searches for an algorithm on the GPU. Results are checked against
+XLA's. The CSV is written problem by problem, so a run that is cut short keeps its results.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import dataclasses
@@ -42,19 +42,19 @@ from overlap.kernels.config import Config
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
 XLA = "xla"
 FIELDS = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "status")
-# About how long one program runs (clocks wander within milliseconds at the power limit); how long the GPU works before
-# the first one that counts, since its clocks fall with its temperature; and the most calls of one program.
+# About how long one program runs: at the power limit, the clock changes within milliseconds. How long the GPU works
+# before the first sample that counts: the clock depends on the temperature. The most calls in one program.
 _LAUNCH_US, _WARM_UP_S, _MOST_ITERATIONS = 12_000.0, 0.15, 600
-# How long a process waits for the others to have compiled.
+# How long a process waits until the others have compiled.
 _PATIENCE_S = 600.0
-# Between two results in 16 bits that are right, each rounded once, lies half of this; in 8 bits the products of XLA
-# may keep more than ours.
+# The largest relative difference to XLA's result, by the bytes of an operand's element. Two right results of 16-bit
+# operands, each rounded once, differ by half of it. With 8-bit operands, XLA's sums may keep more bits than ours.
 _MOST_DIFFERENCE = {2: 0.005, 1: 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One problem, the configurations to time, and whether to time XLA's product as well."""
+    """A problem, the configurations to time, and whether to time XLA's product as well."""
 
     problem: Problem
     configs: tuple[Config, ...]
@@ -93,13 +93,13 @@ def _random_numbers(count: int, dtype: str) -> Any:
 
 @dataclasses.dataclass
 class _Compiled:
-    """What a process has compiled of a task. Arrays are made when it is measured, so that they never lie idle.
+    """The programs of a task. Its arrays are made when it is measured, so that no memory lies idle until then.
 
     Attributes:
       task: the task.
       iterations: calls in each program.
-      programs: by name; a loop each.
-      status: of those that did not compile.
+      programs: the compiled loops, by the name of the configuration.
+      status: the errors of configurations that did not compile, by name.
     """
 
     task: Task
@@ -109,7 +109,12 @@ class _Compiled:
 
 
 class _Worker:
-    """What one process does with its tasks."""
+    """The work of one process.
+
+    Args:
+      pool_elements: how many random numbers the operands are cut from.
+      samples: how often each program is timed.
+    """
 
     def __init__(self, pool_elements: int, samples: int) -> None:
         import jax
@@ -120,7 +125,7 @@ class _Worker:
         self.mesh = mesh_of(jax.devices()[:1])
 
     def _operands(self, problem: Problem) -> tuple[Any, Any]:
-        """Normal numbers, cut from one stretch of them: drawing takes longer to compile than anything else."""
+        """Operands cut from one array of random numbers. Drawing them for each shape would take long to compile."""
         from overlap.tuning.operations import shapes
 
         pool = _random_numbers(self.pool_elements, problem.dtype)
@@ -154,7 +159,7 @@ class _Worker:
         return compiled
 
     def prepare(self, compiled: _Compiled) -> tuple[Any, Any, Any]:
-        """All that a measurement needs beside the programs: a loop, the expected result, and how to compare with it."""
+        """What a measurement needs besides the programs: a loop, the expected result, and the program that compares."""
         import jax.numpy as jnp
 
         from overlap.tuning.timing import Loop
@@ -166,7 +171,7 @@ class _Worker:
         return loop, expected, _difference_program().lower(out, expected).compile()
 
     def measure(self, compiled: _Compiled, loop: Any, expected: Any, difference: Any) -> list[dict[str, Any]]:
-        """Measures and checks what was compiled; returns rows of the CSV."""
+        """Measures and checks the programs of a task. Returns rows of the CSV."""
         problem, programs, status = compiled.task.problem, compiled.programs, compiled.status
         if compiled.task.with_xla:
             programs[XLA] = self._program(problem, None, compiled.iterations)
@@ -180,7 +185,7 @@ class _Worker:
                     error = float(difference(loop.out, expected))
                     limit = _MOST_DIFFERENCE[problem.itemsize]
                     status[name] = "ok" if error <= limit else f"wrong: {error:.2g} from XLA's result"
-                # As it is: what a program costs to begin, some 1%, is in all times alike.
+                # The plain time of a program: the cost of starting it, about 1%, is the same in all times.
                 samples[name].append(1e6 * loop.call_s(0))
             if turn == 0:
                 loop.load(_WARM_UP_S)
@@ -212,7 +217,7 @@ def _difference_program() -> Any:
     import jax.numpy as jnp
 
     def difference(out: Any, expected: Any) -> Any:
-        # (A loop changes one element of an operand, and so one row of the result.)
+        # Without the first row: the loop has changed one element of an operand, and so the first row of the result.
         out, expected = out[1:].astype(jnp.float32), expected[1:].astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(out - expected)) / jnp.sum(jnp.square(expected)))
 
@@ -221,7 +226,14 @@ def _difference_program() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """What the processes share."""
+    """What the processes share.
+
+    Attributes:
+      tasks: the queue of tasks.
+      results: the queue of rows; None from a process that has ended.
+      compiled: the barrier that all pass when they have compiled.
+      locks: one for each GPU.
+    """
 
     tasks: Any
     results: Any
@@ -260,7 +272,19 @@ def _work(number: int, shared: _Shared, pool_elements: int, samples: int) -> Non
 
 
 def measure(tasks: Sequence[Task], out: pathlib.Path, *, workers: int, samples: int, gpus: int, budget_s: float) -> int:
-    """Measures all tasks, or as many as the time allows; returns how many rows were written."""
+    """Measures all tasks, or as many as the time allows.
+
+    Args:
+      tasks: the tasks.
+      out: the CSV to write.
+      workers: how many processes, at most.
+      samples: how often each program is timed.
+      gpus: how many GPUs to use.
+      budget_s: after this time, in seconds, no more results are taken.
+
+    Returns:
+      How many rows were written.
+    """
     context = multiprocessing.get_context("spawn")
     workers = min(workers, len(tasks))
     locks = [context.Lock() for _ in range(gpus)]
@@ -294,22 +318,20 @@ def measure(tasks: Sequence[Task], out: pathlib.Path, *, workers: int, samples: 
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.configurations", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--tasks", type=old_file, required=True, help="one task a line, as JSON")
-    parser.add_argument("--out", type=new_file, required=True, help="the CSV")
+    """Runs the command. Returns the exit status."""
+    parser = command.tool_parser("configurations", __doc__)
+    parser.add_argument("--tasks", type=old_file, required=True, help="the task file: one task in each line, as JSON")
+    parser.add_argument("--out", type=new_file, required=True, help="the CSV to write")
     parser.add_argument("--workers", type=whole_number(1), default=14, help="processes that compile")
-    parser.add_argument("--gpus", type=whole_number(1), default=1, help="on how many GPUs")
+    parser.add_argument("--gpus", type=whole_number(1), default=1, help="how many GPUs to use")
     parser.add_argument(
-        "--samples", type=whole_number(1), default=6, help="times of each program, of which the median counts"
+        "--samples", type=whole_number(1), default=6, help="how often each program is timed; the median counts"
     )
     parser.add_argument(
         "--budget-s",
         type=finite_number("seconds", at_least=0),
         default=480.0,
-        help="seconds after which no more results are taken",
+        help="after this time, in seconds, no more results are taken",
     )
     given = parser.parse_args(None if arguments is None else list(arguments))
     try:

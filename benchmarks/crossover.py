@@ -5,21 +5,21 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
     python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/fitted*.csv \
         --out overlap/choice/crossover.csv
 
-(`--warmup-s 0.2 --budget-s 120` for a quick one.) Of several results for one problem the last one given counts. Only
-the method `fused`, whose configuration the library has chosen itself, is compared. Of the measurements that the model
-is fitted to (`benchmarks.configurations`) that is the configuration which the model chooses among those measured.
+(Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the last
+one counts. XLA is compared with the method `fused`, for which the library has chosen the configuration. The files to
+which the model is fitted (`benchmarks.configurations`) have many configurations; there, the one that the model chooses
+counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from benchmarks import fit_model
+from benchmarks import command, fit_model
 from benchmarks.problems import TableProblem
 from overlap.choice import tables
 from overlap.choice.problem import Layout
@@ -28,13 +28,13 @@ from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_fil
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 _KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
-# `result`: the file that a row is from, below benchmarks/ and without its suffix. It says which commit ran, when and by
-# what command.
+# `result`: the file from which a row comes, relative to benchmarks/ and without suffix. That file names the commit, the
+# date and the command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
 
 
 def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The problems of one result file for which both times are there.
+    """The rows of one result file: a row for each problem that has the times of both methods.
 
     Raises:
       ValueError: the file is no result of a benchmark.
@@ -69,19 +69,19 @@ def _rows_of_configurations(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _name(path: pathlib.Path) -> str:
-    """A file as rows name it."""
+    """The name of a file in the column `result`."""
     path = path.resolve().with_suffix("")
     return path.relative_to(FOLDER).as_posix() if path.is_relative_to(FOLDER) else path.name
 
 
 def merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each problem, the last one, in the order of operations and sizes."""
+    """The last row of each problem, ordered by operation and size."""
     by_key = {tuple(row[name] for name in _KEY): row for row in rows}
     return [by_key[key] for key in sorted(by_key)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.tool_parser("crossover", __doc__)
     parser.add_argument("results", nargs="+", type=old_file, help="CSV files of benchmarks")
     parser.add_argument("--out", type=new_file_with_folders, required=True, help="the table to write")
     arguments = parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""The current results: a file for each table, that is for each operation, device, number of devices and layout.
+"""The current results: one table for each operation, device, number of devices and layout.
 
-`OPERATION-DEVICE-COUNT-LAYOUT.csv` holds for each problem the rows of its newest run, so rows of one file can be of
-several runs: each row names its own commit, date and command. LAYOUT says how processes and GPUs go together:
-`one_process` has all GPUs, with `process_each` each GPU has its own. The markdown file of a table is made from its CSV.
+`OPERATION-DEVICE-COUNT-LAYOUT.csv` has for each problem the rows of its newest run. So the rows of a file can come from
+several runs, and each row names its commit, date and command. LAYOUT is `one_process` if one process has all GPUs, and
+`process_each` if each GPU has its own process. The markdown file of a table is made from its CSV.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Row = dict[str, str]
 NOT_RECORDED = "command not recorded"
 _DEVICES = re.compile(r"(\d+) of \d+ x (.+) \((?:one process|(\d+) processes)\)")
 _PROBLEM = ("shape", "dtype", "layout")
-# The module that measures an operation, with the options that it always needs, where that is not the operation's name.
+# The module that measures an operation, with the options that it always needs. If it is not listed, its name is the
+# operation's.
 _MODULES = {
     "all_gather_lhs_matmul": "all_gather_matmul",
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul --along n",
@@ -34,7 +35,7 @@ _ONE_DEVICE = ("matmul", "ladder")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A current result: its rows, in the order of its file."""
+    """A current result: the rows of its file, in order."""
 
     name: str
     rows: Sequence[Row]
@@ -53,7 +54,7 @@ class Table:
 
     @property
     def layout(self) -> str:
-        """`one_process`, `process_each`, or how many processes share the devices."""
+        """`one_process`, `process_each`, or `N_processes` if N processes share the devices."""
         return layout_of(self.devices, _described(self.rows[0])[2])
 
     def problems(self) -> list[list[Row]]:
@@ -64,12 +65,12 @@ class Table:
         return list(result.values())
 
     def runs(self) -> list[Row]:
-        """One row of each run, in the order of time."""
+        """One row of each run, ordered by time."""
         return sorted({run_of(row): row for row in reversed(self.rows)}.values(), key=run_of)
 
 
 def layout_of(devices: int, processes: int) -> str:
-    """How processes and GPUs go together, as the names of files say it."""
+    """The layout of processes and GPUs, as in the names of files."""
     if processes == 1:
         return "one_process"
     return "process_each" if processes == devices else f"{processes}_processes"
@@ -79,9 +80,9 @@ def name_of(operation: str, device_kind: str, devices: int, processes: int) -> s
     """The stem of a table's files.
 
     Args:
-      operation: as the column `op` says it.
-      device_kind: what jax calls the device, such as "NVIDIA H200".
-      devices: how many are used.
+      operation: as in the column `op`.
+      device_kind: jax's name of the device, such as "NVIDIA H200".
+      devices: how many devices are used.
       processes: how many processes share them.
     """
     device = re.sub(r"\W+", "_", device_kind.lower().removeprefix("nvidia ")).strip("_")
@@ -102,12 +103,12 @@ def _described(row: Mapping[str, str]) -> tuple[int, str, int]:
 
 
 def problem_of(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Shape, dtype and operand layout. Files from before there were operand layouts hold "nn" alone."""
+    """Shape, dtype and operand layout of a row. Old files lack the layout; there it is "nn"."""
     return tuple(row.get(name) or "nn" for name in _PROBLEM)
 
 
 def run_of(row: Mapping[str, str]) -> tuple[str, str]:
-    """What tells the runs of a table apart: when it was measured, and of which commit."""
+    """The date and the commit of a row, which tell the runs of a table apart."""
     return row["env_date"], row["env_commit"]
 
 
@@ -127,10 +128,10 @@ def tables(folder: pathlib.Path) -> list[Table]:
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> tuple[list[Row], set[tuple[str, ...]]]:
-    """The rows of a table after a new run, in the order of problems, and which problems the run has replaced or added.
+    """The rows of a table after a new run, ordered by problem, and the problems that the run has replaced or added.
 
-    A problem's rows are all of one run: times of two runs are not to be compared. A problem for which the new run has
-    no time at all does not replace one that has.
+    All rows of a problem come from one run, since times of different runs must not be compared. If the new run has no
+    time for a problem, the old rows of the problem stay.
     """
     timed = {problem_of(row) for row in new if row["loop_us"]}
     known = {problem_of(row) for row in old}
@@ -145,11 +146,11 @@ def _order(row: Row) -> tuple[object, ...]:
 
 
 def add(folder: pathlib.Path, name: str, run: pathlib.Path, rounds: pathlib.Path | None = None) -> list[pathlib.Path]:
-    """Brings a run into the table `name` of a folder; returns the files that it wrote.
+    """Adds a run to the table `name` of a folder. Returns the files that it has written.
 
     Args:
-      folder: where the current results lie.
-      name: the table, see `name_of`.
+      folder: the folder of the current results.
+      name: of the table, see `name_of`.
       run: the CSV file of the run, one row per method and problem.
       rounds: the CSV file of each round's times.
     """
@@ -165,7 +166,7 @@ def add(folder: pathlib.Path, name: str, run: pathlib.Path, rounds: pathlib.Path
 
 
 def text_of(rows: Sequence[Row]) -> str:
-    """Rows as CSV. A column that only some runs have is empty in the rows of the others."""
+    """The rows as CSV. A column that only some runs have is empty in the rows of the other runs."""
     measured = dict.fromkeys(name for row in rows for name in row if not name.startswith("env_"))
     environment = dict.fromkeys(name for row in rows for name in row if name.startswith("env_"))
     text = io.StringIO()
@@ -184,7 +185,7 @@ def _replace(path: pathlib.Path, text: str) -> pathlib.Path:
 
 
 def again(table: Table) -> str:
-    """The command that measures all problems of a table anew, and replaces its rows."""
+    """The command that measures all problems of a table again, and replaces its rows."""
     shapes = ",".join(":".join(problem_of(rows[0])) for rows in table.problems())
     collective = table.operation not in _ONE_DEVICE
     words = []
@@ -199,12 +200,12 @@ def again(table: Table) -> str:
 
 
 def number(row: Mapping[str, str] | None, column: str, digits: int) -> str:
-    """A cell of a CSV file, rounded; a dash where there is none."""
+    """A cell of a CSV file, rounded; a dash if it is empty."""
     return f"{float(row[column]):.{digits}f}" if row and row.get(column) else "–"
 
 
 def method(rows: Iterable[Row], name: str) -> Row | None:
-    """The row of a method, if it was right and was timed."""
+    """The row of a method, if its result was right and it was timed; else None."""
     return next((row for row in rows if row["method"] == name and row["loop_us"]), None)
 
 
@@ -215,7 +216,7 @@ def lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def run_lines(table: Table) -> list[str]:
-    """The runs of a table, numbered in the order of time, as a markdown table."""
+    """The runs of a table, ordered and numbered by time, as a markdown table."""
     headings = ("run", "measured", "commit", "command", "jax", "driver", "NCCL")
     return lines(
         headings,
@@ -235,12 +236,12 @@ def run_lines(table: Table) -> list[str]:
 
 
 def command_of(command: str) -> str:
-    """A recorded command as code, or that there is none."""
+    """A recorded command as markdown code, or "command not recorded"."""
     return f"`{command}`" if command else NOT_RECORDED
 
 
 def run_number(table: Table, row: Row) -> str:
-    """Which of the table's runs a row is of."""
+    """The number of the run from which a row comes, as in `run_lines`."""
     return str([run_of(run) for run in table.runs()].index(run_of(row)) + 1)
 
 
@@ -251,12 +252,12 @@ def title(table: Table) -> str:
 
 
 def words_of_problem(row: Row) -> str:
-    """A problem as tables show it: sizes, dtype, and how the operands lie."""
+    """A problem in words: sizes, dtype, and operand layout."""
     return " ".join(problem_of(row))
 
 
 def markdown(table: Table) -> str:
-    """The table for people: every method of every problem, and the runs that they are of."""
+    """The table as markdown: every method of every problem, and the runs from which they come."""
     headings = (
         "(m, n, k) per shard",
         "method",

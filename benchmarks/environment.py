@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran: GPUs, driver, versions, clocks. Everything here only reads."""
+"""Describes where and with what a benchmark runs: GPUs, driver, versions, clocks. It changes nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NVLINK_VARIABLES = ("XLA_FLAGS", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "X
 
 
 def describe(layout: str, devices: int, code: Mapping[str, str]) -> dict[str, str]:
-    """The environment block: one line of text per fact, in the order to print them.
+    """The facts about a run, by name, in the order to print them.
 
     Args:
-      layout: how many processes.
-      devices: how many are used.
-      code: which code it is and how it was called, see `provenance.facts`.
+      layout: how many processes, in words.
+      devices: how many devices are used.
+      code: the commit and the command, see `command.code_facts`.
     """
     kinds = sorted({device.device_kind for device in jax.devices()})
     facts = {
@@ -43,14 +43,14 @@ def describe(layout: str, devices: int, code: Mapping[str, str]) -> dict[str, st
 
 
 def peak_tflops(kind: str, operand_bits: int = 16) -> float | None:
-    """Dense TFLOP/s of the data sheet for float operands of 16 or 8 bits, for SXM modules that are known; else None."""
+    """The data sheet's dense TFLOP/s of an SXM module, for float operands of 16 or 8 bits. None for unknown devices."""
     known = (HOPPER_PEAK_TFLOPS, ("H100", "H200", "H800", "GH200")), (BLACKWELL_PEAK_TFLOPS, ("B200",))
     peak = next((peak for peak, names in known if any(name in kind for name in names)), None)
     return None if peak is None else peak * 16 / operand_bits
 
 
 def clocks() -> str:
-    """SM clock, power and temperature of each GPU now, and what holds it back: `1665 MHz 690 W 61 C SwPowerCap`."""
+    """SM clock, power, temperature and throttle reasons of each GPU now, such as `1665 MHz 690 W 61 C SwPowerCap`."""
     fields = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
     lines = []
     for line in _nvidia_smi(*fields):
@@ -60,7 +60,7 @@ def clocks() -> str:
 
 
 def _throttle_reasons(mask: str) -> str:
-    # Bits of nvmlClocksEventReasons that slow a busy GPU down.
+    # The bits of nvmlClocksEventReasons that slow down a busy GPU.
     names = {0x4: "SwPowerCap", 0x8: "HwSlowdown", 0x20: "SwThermal", 0x40: "HwThermal", 0x80: "HwPowerBrake"}
     try:
         bits = int(mask, 16)
@@ -83,7 +83,7 @@ def _run(*command: str) -> str:
 
 def _cuda_version() -> str:
     with contextlib.suppress(Exception):
-        # The platform's own words, such as "PJRT C API\ncuda 13000".
+        # For example "PJRT C API\ncuda 13000".
         return jax.devices()[0].client.platform_version.replace("\n", " ")
     return "unknown"
 

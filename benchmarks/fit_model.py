@@ -1,15 +1,14 @@
-"""Fits the rates of the model of `overlap.choice` to measurements, or says what its choices lose.
+"""Fits the rates of the model of `overlap.choice` to measurements, or judges how much time the model's choices lose.
 
     python -m benchmarks.fit_model                fits rates_h200.json to its files under benchmarks/model
-    python -m benchmarks.fit_model --judge        what choices by it lose on benchmarks/model/held_out.csv
+    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/held_out.csv
 
-The measurements come from `benchmarks.configurations`. What matters is which of a problem's configurations is the
-fastest: so the fit weighs how far these are apart within a problem more than how long all of them take.
+The measurements come from `benchmarks.configurations`. The model has to find the fastest configuration of a problem. So
+the fit gives more weight to the ratios of times within a problem than to the times themselves.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import csv
 import dataclasses
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
+from benchmarks import command
 from benchmarks.configurations import PROBLEM_FIELDS, XLA
 from benchmarks.model_tasks import TARGET
 from overlap.choice import crossover, model, rates, space
@@ -35,13 +35,14 @@ from overlap.cli.arguments import WrongArguments, old_file
 from overlap.kernels.config import Config
 
 FOLDER = pathlib.Path(__file__).parent / "model"
-# Each file is of one session: times of different ones are not compared, since GPUs differ by some percent.
+# Each file comes from one session. Times of different sessions are not compared, since GPUs differ by some percent.
 FITTED_TO = tuple(FOLDER / f"{name}.csv" for name in ("fitted", "fitted_swapped", "known"))
 HELD_OUT = FOLDER / "held_out.csv"
-# Where each rate begins, and the factor that it may move away from there. The others are not seen in plain products, or
-# known from the data sheet. What power each thing draws is hard to tell apart, so it may not move far. Nor may
-# `in_turn`: the samples are so short that a configuration inherits the clocks which others leave. In rows of their own,
-# at the power limit, turns are less of a gain (harness, 2026-11-23: 8192³ 2% slower than the cooperative schedule).
+# For each fitted rate its start value, and the factor by which it may differ from that. All other rates do not appear
+# in plain products, or are known from the data sheet. The rates of power are hard to tell apart, so they may move by
+# small factors only. So may `in_turn`: the samples are so short that a configuration runs at the clock that others have
+# left. Measured alone, at the power limit, taking turns gains less (harness, 2026-11-23: 8192³ takes 2% longer than
+# with the cooperative schedule).
 FREE = {
     "step_cycles": (12.0, 4.0),
     "cluster_step_cycles": (60.0, 4.0),
@@ -70,13 +71,13 @@ FREE = {
     "moved_per_us": (4e7, 2.0),
     "clock_exponent": (0.5, 2.0),
 }
-# How long XLA's product takes in a row of its own, against what `benchmarks.configurations` measures: there it follows
-# our kernels, which draw more power, and inherits the clocks that they leave. Of 12 products the harness, whose samples
-# are six times as long, measured XLA / fused 3% lower (2026-11-23, H200).
+# XLA's time measured alone, divided by its time in `benchmarks.configurations`. There, XLA's product runs after our
+# kernels, which draw more power and leave lower clocks. For 12 products, the harness, whose samples are six times as
+# long, measured a 3% lower XLA / fused (2026-11-23, H200).
 XLA_BY_ITSELF = 0.97
-# Of how long all configurations of a problem take, against how far they are apart.
+# The weight of the mean time of a problem's configurations, relative to the weight of their ratios.
 _WEIGHT_OF_ALL = 0.3
-# What is farther off than this is taken to be noise, more and more.
+# Relative errors above this count less and less, as noise.
 _NOISE = 0.05
 
 
@@ -84,7 +85,7 @@ class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
     """Times by problem and configuration (None: XLA).
 
     Attributes:
-      samples: of how many samples each problem's times are the medians.
+      samples: for each problem, how many samples each of its times is the median of.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
 
 
 def load(path: pathlib.Path) -> Times:
-    """The times of a CSV; what failed is left out."""
+    """The times in a CSV, without the configurations that failed."""
     times = Times()
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -118,7 +119,7 @@ def _residuals(times: Times, with_rates: Rates) -> list[float]:
             for config, us in of_problem.items()
             if config is not None
         ]
-        # What takes long is chosen with more care, and what was measured more often is known better.
+        # More weight for long times, where a wrong choice costs more, and for problems with more samples.
         weight = min(1.0, 0.3 + statistics.median(of_problem.values()) / 150.0) * math.sqrt(times.samples[problem])
         middle = statistics.median(logs)
         residuals += [weight * (x - middle) for x in logs]
@@ -127,7 +128,7 @@ def _residuals(times: Times, with_rates: Rates) -> list[float]:
 
 
 def fit(sessions: Sequence[Times], others: Rates) -> Rates:
-    """The rates that explain the times of all sessions best. `others`: has those that are not fitted."""
+    """The rates that fit the times of all sessions best. Rates that are not in `FREE` are taken from `others`."""
     names = list(FREE)
     first, room = np.log(list(FREE.values())).T
 
@@ -158,7 +159,10 @@ def _rounded(with_rates: Rates) -> dict[str, float]:
 
 
 def losses(times: Times, with_rates: Rates | None = None) -> dict[Problem, tuple[float, Config]]:
-    """How much longer than the fastest measured configuration of each problem the model's choice among them takes."""
+    """For each problem, the model's choice among the measured configurations, and what it loses.
+
+    The loss is the time of the choice / the time of the fastest configuration - 1.
+    """
     result = {}
     for problem, of_problem in times.items():
         measured = {config: us for config, us in of_problem.items() if config is not None}
@@ -172,7 +176,7 @@ def _at(values: Sequence[float], part: float) -> float:
 
 
 def judgement(times: Times, with_rates: Rates | None = None) -> str:
-    """What choices by the model lose, and what a user gets against XLA, in words."""
+    """In words: what the model's choices lose, and how the library's choices compare with XLA."""
     lost = losses(times, with_rates)
     parts = [loss for loss, _ in lost.values()]
     lines = [
@@ -198,10 +202,10 @@ def _ratios(name: str, ratios: dict[Problem, float]) -> str:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_model", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--judge", action="store_true", help="fit nothing")
-    parser.add_argument("--times", type=old_file, help="other measurements than those of benchmarks/model")
+    """Runs the command. Returns the exit status."""
+    parser = command.tool_parser("fit_model", __doc__)
+    parser.add_argument("--judge", action="store_true", help="only judge, fit nothing")
+    parser.add_argument("--times", type=old_file, help="a CSV with other measurements than those in benchmarks/model")
     given = parser.parse_args(None if arguments is None else list(arguments))
     sessions = []
     for path in (given.times,) if given.times else (HELD_OUT,) if given.judge else FITTED_TO:

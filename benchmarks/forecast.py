@@ -1,22 +1,21 @@
-"""What a B200 should give: a forecast, not a claim. Nothing here has run on one.
+"""Forecasts what a B200 should reach. Nothing here has run on a B200.
 
     python -m benchmarks.forecast
     python -m benchmarks.forecast --csv forecast.csv
 
-Needs no GPU. It forecasts the ladder of matmuls for Hopper first and prints how far it is from what an H200 measured,
-so that the tables for the B200 can be read with that error in mind. No figure is fitted to Blackwell.
+It needs no GPU. First it forecasts the ladder of matmuls for Hopper, and prints how far this is from the measurements
+on an H200. The tables for the B200 should be read with that error in mind. No figure is fitted to Blackwell.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from benchmarks.forecast_tables import RESULTS, Section, csv_text, sections
 from overlap.choice import tables
 from overlap.cli import ending
-from overlap.cli.arguments import new_file_with_folders
+from overlap.cli.arguments import Parser, new_file_with_folders
 
 
 def _show(section: Section) -> None:
@@ -28,7 +27,7 @@ def _show(section: Section) -> None:
         table.add_column(heading, justify="left" if i == 0 or heading in ("from", "bound by") else "right")
     for row in section.rows:
         table.add_row(*row)
-    # Wide enough for every column also where the output is a file.
+    # Wide enough for every column, also if the output is a file.
     console = Console(width=max(Console().width, 160), highlight=False)
     console.print(table)
     for remark in section.remarks:
@@ -37,8 +36,8 @@ def _show(section: Section) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.forecast",
+    parser = Parser(
+        "python -m benchmarks.forecast",
         description="Forecasts what a B200 should give for each lesson of the matmul ladder and for fused operations. "
         "First it compares the same forecast with what H200s measured. It needs no GPU; nothing has run on a B200.",
     )
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--csv",
         type=new_file_with_folders,
         metavar="FILE",
-        help="also write all numbers there, once all tables are printed",
+        help="also write all numbers to this file, when all tables are printed",
     )
     arguments = parser.parse_args(argv)
     try:

@@ -1,8 +1,15 @@
-"""The figures of the chips that `benchmarks.forecast` computes with, and where each one comes from.
+"""The figures of the chips for `benchmarks.forecast`, and the origin of each.
 
-Five origins: the *data sheet* (or white paper, or the PTX ISA); *measured* by us; *model*, a constant of the model by
-which the library ranked configurations until 2026-11-23 (what ranks them now is fitted to another formula, and its
-figures mean something else); *fitted* to the Hopper ladder; *assumed*. Nothing is fitted to Blackwell.
+There are five origins:
+
+- *data sheet*: or white paper, or the PTX ISA
+- *measured*: by us
+- *model*: a constant of the model by which the library ranked configurations until 2026-11-23. (Today's model has other
+  formulas, in which its figures mean something else.)
+- *fitted*: to the Hopper ladder
+- *assumed*
+
+Nothing is fitted to Blackwell.
 """
 
 from __future__ import annotations
@@ -14,11 +21,11 @@ from typing import Literal
 
 Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 
-# The only two figures that are fitted to the measured Hopper ladder: least squares of the relative errors. The first
-# comes from the lesson `basic`; the second hardly matters (from 1250 to 2250 the sum of squares changes by 2%).
+# These two figures are fitted to the measured Hopper ladder, by least squares of the relative errors. The lesson
+# `basic` determines the first one. The second one hardly matters: from 1250 to 2250 the sum of squares changes by 2%.
 COPY_LATENCY_CYCLES = 1100.0
 CTA_START_CYCLES = 1750.0
-# Sustained bandwidth as a fraction of the data sheet's, as our H200s reach it: 4.0 of 4.8 TB/s, 350 of 450 GB/s.
+# The bandwidths that our H200s sustain, and their fractions of the data sheet's: 4.0 of 4.8 TB/s, 350 of 450 GB/s.
 _HBM_BYTES_PER_US, _NVLINK_BYTES_PER_US, _L2_BYTES = 4.0e6, 0.35e6, 40e6
 _HBM_SHARE = _HBM_BYTES_PER_US / 4.8e6
 _NVLINK_SHARE = _NVLINK_BYTES_PER_US / 0.45e6
@@ -27,31 +34,32 @@ _L2_SHARE = _L2_BYTES / 50e6
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What the forecast knows of a GPU. Rates per cycle are those of one SM.
+    """The figures of a GPU. Rates per cycle are those of one SM.
 
     Attributes:
-      name: as printed.
+      name: of the GPU.
       sms: streaming multiprocessors.
-      peak_mhz: the clock that the data sheet's TFLOP/s imply; no forecast assumes a higher one.
-      load_mhz: the clock at the power limit while the tensor cores never wait (iid normal inputs).
-      clock_exponent: how the clock rises where they wait; see `clock_mhz`.
+      peak_mhz: the clock that follows from the data sheet's TFLOP/s. No forecast assumes a higher clock.
+      load_mhz: the clock at the power limit if the tensor cores never wait (independent normal inputs).
+      clock_exponent: how the clock rises if the tensor cores wait; see `clock_mhz`.
       macs_16bit: multiply-adds per cycle, 16-bit operands.
       macs_8bit: multiply-adds per cycle, 8-bit operands.
-      sustained: fraction of these that a mainloop sustains.
-      mma_rows: rows of the left operand for which the right one is read once from shared memory.
+      sustained: fraction of these multiply-adds that a mainloop sustains.
+      mma_rows: how many rows of the left operand share one read of the right operand from shared memory.
       smem_limit_bytes: shared memory of one CTA.
       smem_bytes_per_cycle: tensor cores reading operands from shared memory.
       smem_write_bytes_per_cycle: threads writing the output tile to shared memory.
       l2_bytes_per_cycle: L2 to shared memory by TMA, all SMs at once.
       store_bytes_per_cycle: shared memory to L2 by TMA.
-      tmem_bytes_per_cycle: tensor memory to registers; infinite where the accumulator is in registers.
-      l2_bytes: how much of L2 holds operands that are used again.
-      hbm_bytes_per_us: of the device.
-      copy_latency_cycles: from the issue of a TMA copy under load until its waiters go on, beyond the transfer.
+      tmem_bytes_per_cycle: tensor memory to registers; infinite if the accumulator is in registers.
+      l2_bytes: the part of L2 that holds operands for reuse.
+      hbm_bytes_per_us: memory bandwidth of the device.
+      copy_latency_cycles: from the issue of a TMA copy under load until its waiters continue, without the transfer.
       cta_start_cycles: from the end of one CTA to the first copy of the next: launch, barriers, descriptors.
       drain_cycles: draining the tensor cores and starting the epilogue of a tile.
       nvlink_bytes_per_us: received by one device.
-      launch_us: of one kernel.
+      launch_us: the launch of a kernel.
+      origins: for each figure its origin, and a remark.
     """
 
     name: str
@@ -88,10 +96,10 @@ class Chip:
         return 2 * self.sms * self.macs_16bit * self.peak_mhz / 1e6
 
     def clock_mhz(self, busy: float) -> float:
-        """The clock where the tensor cores multiply for the fraction `busy` of the time.
+        """The clock if the tensor cores multiply for the fraction `busy` of the time.
 
-        With an exponent of 1/3, the clock's cube times the activity is constant at the power limit: dynamic power is
-        activity × clock × voltage², and voltage follows the clock. With 0 all lessons run at `load_mhz`.
+        With an exponent of 1/3, clock³ × activity is constant at the power limit: dynamic power is activity × clock ×
+        voltage², and the voltage is proportional to the clock. With an exponent of 0 the clock is always `load_mhz`.
         """
         return min(self.peak_mhz, self.load_mhz * busy**-self.clock_exponent)
 

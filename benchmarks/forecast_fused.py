@@ -1,4 +1,4 @@
-"""How long a fused collective should take beside its product: formulas of `overlap/choice/model.py`, for any chip."""
+"""Forecasts the time of a fused operation on any chip, with the formulas of `overlap/choice/model.py`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Operation = Literal["all_gather_lhs_matmul", "matmul_reduce_scatter"]
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A fused operation as the tables name it.
+    """A fused operation and its sizes.
 
     Attributes:
-      operation: which.
-      devices: of one host, all connected.
-      m: rows, of one shard where they are gathered, of the whole result where it is scattered.
+      operation: its name.
+      devices: how many devices, all in one host and connected by NVLink.
+      m: for a gather, rows of one shard; for a scatter, rows of the whole result.
       n: columns of one device's product.
       k: contraction size of one device's product.
+      itemsize: bytes of an element.
     """
 
     operation: Operation
@@ -36,13 +37,13 @@ class Fused:
 
     @property
     def product(self) -> Matmul:
-        """What one device multiplies."""
+        """The product of one device."""
         rows = self.m * self.devices if self.operation == "all_gather_lhs_matmul" else self.m
         return Matmul(rows, self.n, self.k, self.itemsize)
 
     @property
     def received_bytes(self) -> float:
-        """By one device over NVLink."""
+        """The bytes that one device receives over NVLink."""
         if self.operation == "all_gather_lhs_matmul":
             return float(self.devices - 1) * self.m * self.k * self.itemsize
         return (self.devices - 1) / self.devices * self.m * self.n * self.itemsize
@@ -50,12 +51,12 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class FusedForecast:
-    """What comes out: times in microseconds.
+    """A forecast. Times are in microseconds.
 
     Attributes:
-      roof_us: the product alone, by the same mainloop on one device.
-      nvlink_us: the bytes received over NVLink's rate.
-      us: the fused operation.
+      roof_us: of the product alone, with the same mainloop on one device.
+      nvlink_us: of the transfer alone: the received bytes / NVLink's bandwidth.
+      us: of the fused operation.
     """
 
     roof_us: float
@@ -64,26 +65,26 @@ class FusedForecast:
 
     @property
     def roof_fraction(self) -> float:
-        """Of the roof's speed."""
+        """The fraction of the roof's speed."""
         return self.roof_us / self.us
 
 
 def forecast_fused(chip: Chip, problem: Fused, lessons: Sequence[Lesson]) -> FusedForecast:
-    """The forecast; `lessons`: the mainloop's configurations, of which the fastest counts."""
+    """The forecast, with the fastest of `lessons`, which are configurations of the mainloop."""
     product = best(chip, lessons, problem.product)
     roof_us, nvlink_us = product.us, problem.received_bytes / chip.nvlink_bytes_per_us
     lesson = product.lesson
     at_once = chip.sms // lesson.cluster
     tiles = ceil_div(problem.product.m, lesson.tile_m * lesson.cluster) * ceil_div(problem.n, lesson.tile_n)
     waves = ceil_div(tiles, at_once)
-    # What travels draws power and bandwidth from the product beside it.
+    # The transfer takes power and bandwidth from the product that runs at the same time.
     hidden_us = HIDDEN_COST * min(roof_us, nvlink_us)
     if problem.operation == "all_gather_lhs_matmul":
         gather_us = model.GATHER_US + nvlink_us
-        # Behind the last rows come the tiles of a shard, or at least one tile.
+        # When the last rows have come, the tiles of one shard are left to compute, or at least one tile.
         last = max(1 / problem.devices, 1 / waves)
         return FusedForecast(roof_us, nvlink_us, max(roof_us + hidden_us, gather_us + roof_us * last))
-    # Own tiles come last; the parts of the last tiles for peers travel meanwhile.
+    # A device computes its own tiles last. Meanwhile, the parts of the last tiles for peers travel.
     of_peers = tiles * (problem.devices - 1) // problem.devices
     tile_bytes = lesson.tile_m * lesson.cluster * lesson.tile_n * problem.itemsize
     last_us = min(of_peers, at_once) * tile_bytes / chip.nvlink_bytes_per_us

@@ -1,4 +1,4 @@
-"""The lessons of the two matmul ladders as `benchmarks.forecast` sees them: tiles, stages, and what overlaps what."""
+"""The lessons of the two matmul ladders, for `benchmarks.forecast`: their tiles and stages, and what they overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 F32_BYTES = 4
-TILE_K_BYTES = 128  # A k step is as long as a swizzled row of an operand tile.
+TILE_K_BYTES = 128  # The bytes of one k step along k: a swizzled row of an operand tile.
 Epilogue = Literal["whole", "chunks", "dedicated"]
 
 
@@ -21,7 +21,7 @@ class Matmul:
 
     @property
     def multiply_adds(self) -> float:
-        """Of the whole product."""
+        """The multiply-adds of the whole product."""
         return float(self.m) * self.n * self.k
 
 
@@ -30,21 +30,23 @@ LADDER = Matmul(4096, 8192, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-    """One step of a ladder.
+    """One lesson of a ladder.
 
     Attributes:
       name: as in the tables.
       tile_m: rows of the accumulator of one CTA.
-      tile_n: its columns.
-      stages: pairs of operand tiles in shared memory; 1: a copy begins when the product before it has ended.
-      epilogue: the accumulator leaves as a "whole", in "chunks", or by a "dedicated" warpgroup beside the next tile.
+      tile_n: columns of the accumulator of one CTA.
+      stages: pairs of operand tiles in shared memory. With 1, a copy begins when the product before it has ended.
+      epilogue: how the accumulator is stored: as a "whole", in "chunks", or by a "dedicated" warpgroup while the next
+        tile is computed.
       chunk_n: columns of a chunk.
-      persistent: CTAs take one tile after the other, and load the next one during the epilogue.
-      cluster: CTAs, one above the other, that share the right operand.
-      collective: they do so within one MMA: each holds and reads its part alone. Else the copy is multicast to both.
+      persistent: whether CTAs compute several tiles, and load the next tile during the epilogue.
+      cluster: how many CTAs, one above the other, share the right operand.
+      collective: how they share it. True: within one MMA, where each CTA holds and reads a part. False: each copy is
+        multicast to all of them.
       minor: the dimension along which tiles are visited first. In a grid without bands it is assumed to be n.
-      width: tiles per band along it; None: all.
-      published: the guide's tensor-core utilization in percent.
+      width: tiles per band along that dimension; None: all.
+      published: the guide's tensor-core utilization, in percent.
     """
 
     name: str
@@ -72,7 +74,7 @@ _CHUNKS = dataclasses.replace(_SPECIALIZED, name="tiled_epilogue", stages=4, epi
 _PERSISTENT = dataclasses.replace(_CHUNKS, name="persistent", persistent=True)
 _CLUSTER = dataclasses.replace(_PERSISTENT, name="cluster_multicast", cluster=2)
 _BANDS = dataclasses.replace(_CLUSTER, name="grid_tiling", minor="m", width=8)
-# As in overlap/kernels/ladder/, with the default sizes.
+# The lessons of overlap/kernels/ladder/, with their default sizes.
 HOPPER = (
     Lesson("basic", stages=1),
     Lesson("pipelined"),
@@ -84,8 +86,8 @@ HOPPER = (
     dataclasses.replace(_BANDS, name="templated_epilogue"),
 )
 
-# The guide's benchmark takes the best of these sizes (JAX's tests/pallas/mgpu_examples_test.py). Those that do not fit
-# into shared memory are left out there too.
+# The guide's benchmark takes the best of these sizes (JAX's tests/pallas/mgpu_examples_test.py). There too, sizes that
+# do not fit into shared memory are left out.
 _SEARCHED = tuple((tile_n, stages) for tile_n in (128, 256, 512) for stages in (4, 6))
 _BANDS_SEARCHED: tuple[tuple[Literal["m", "n"], int], ...] = tuple(
     (minor, width) for minor in ("m", "n") for width in (1, 4, 12, 16)

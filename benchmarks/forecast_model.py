@@ -1,11 +1,12 @@
-"""How long a lesson of a matmul ladder should take: the phases of an output tile, and which of them overlap.
+"""Forecasts the time of a lesson of a matmul ladder, from the phases of an output tile and which of them overlap.
 
-    k step   the slowest of: tensor cores, their reads of shared memory, copies from L2, latency over the stages
-    tile     k steps + what is not hidden of: the start of a CTA, the first copy, the epilogue
+    k step   the slowest of: tensor cores, their reads of shared memory, copies from L2, latency / stages
+    tile     the k steps, and the parts of CTA start, first copy and epilogue that are not hidden
     device   rounds of tiles on an SM (the last one may be partly empty), or the traffic to memory if that takes longer
-    clock    by how busy the tensor cores are, since the chip runs at its power limit (`Chip.clock_mhz`)
+    clock    depends on how busy the tensor cores are, since the chip runs at its power limit (`Chip.clock_mhz`)
 
-For forecasts beside a table of their errors. What ranks configurations is `overlap/choice/model.py`.
+These forecasts are printed beside a table of their errors. The library ranks configurations by another model,
+`overlap/choice/model.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from benchmarks.forecast_lessons import F32_BYTES, LADDER, TILE_K_BYTES, Lesson,
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import ceil_div
 
-# What is hidden is not quite free: it draws power.
+# The fraction of a hidden time that is paid all the same, since hidden work draws power.
 HIDDEN_COST = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """What comes out.
+    """A forecast.
 
     Attributes:
-      lesson: of which configuration.
-      us: of one call.
+      lesson: the configuration.
+      us: microseconds of one call.
       mhz: the clock.
       utilization: fraction of the data sheet's TFLOP/s.
-      bound: what bounds a k step.
-      hbm_bytes: to and from memory.
+      bound: the resource that limits a k step, or "memory".
+      hbm_bytes: bytes from and to memory.
     """
 
     lesson: Lesson
@@ -45,7 +46,7 @@ class Forecast:
 
 
 def step_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> dict[str, float]:
-    """Cycles of one k step of one CTA on each resource, if it had that to itself."""
+    """Cycles of one k step of one CTA on each resource, without other CTAs."""
     tile_k = TILE_K_BYTES // itemsize
     shared_columns = lesson.tile_n / lesson.cluster
     columns = shared_columns if lesson.collective else lesson.tile_n
@@ -58,7 +59,7 @@ def step_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> dict[str, float]:
 
 
 def epilogue_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> float:
-    """From the last product of a tile until its shared memory may be used for another, with nothing beside it."""
+    """Cycles from the last product of a tile until its shared memory can be reused, without other work."""
     elements = lesson.tile_m * lesson.tile_n
     write = elements * itemsize / chip.smem_write_bytes_per_cycle + elements * F32_BYTES / chip.tmem_bytes_per_cycle
     store = elements * itemsize / chip.store_bytes_per_cycle
@@ -73,7 +74,7 @@ def _ctas_per_sm(chip: Chip, lesson: Lesson, itemsize: int) -> int:
 
 
 def _core_cycles(chip: Chip, lesson: Lesson, problem: Matmul) -> tuple[float, str]:
-    """Cycles of the busiest SM, and what bounds a k step."""
+    """Cycles of the busiest SM, and the resource that limits a k step."""
     steps = step_cycles(chip, lesson, problem.itemsize)
     k_steps = ceil_div(problem.k * problem.itemsize, TILE_K_BYTES)
     tiles = ceil_div(problem.m, lesson.tile_m * lesson.cluster) * ceil_div(problem.n, lesson.tile_n)
@@ -88,13 +89,13 @@ def _core_cycles(chip: Chip, lesson: Lesson, problem: Matmul) -> tuple[float, st
         # The last two chunks are stored while the next tile's products run.
         hidden = 2 * lesson.tile_m * lesson.chunk_n * problem.itemsize / chip.store_bytes_per_cycle
         return start + waves * (mainloop + epilogue - hidden) + hidden, slowest
-    slots = _ctas_per_sm(chip, lesson, problem.itemsize)
-    full_rounds, left = divmod(tiles, chip.sms // lesson.cluster * slots)
+    ctas_per_sm = _ctas_per_sm(chip, lesson, problem.itemsize)
+    full_rounds, left = divmod(tiles, chip.sms // lesson.cluster * ctas_per_sm)
     last = ceil_div(left, chip.sms // lesson.cluster)
     cycles = 0.0
-    for rounds, resident in ((full_rounds, slots), (1 if left else 0, last)):
+    for rounds, resident in ((full_rounds, ctas_per_sm), (1 if left else 0, last)):
         if lesson.stages == 1:
-            # Copy, then product; another CTA on the same SM may use what this one leaves idle.
+            # Copy, then product. Other CTAs on the same SM may use the resources that this one leaves idle.
             alone = k_steps * (chip.copy_latency_cycles + steps["L2"] + steps["tensor cores"]) + start + epilogue
         else:
             alone = k_steps * _pipelined_step(chip, lesson, steps) + start + epilogue
@@ -103,16 +104,16 @@ def _core_cycles(chip: Chip, lesson: Lesson, problem: Matmul) -> tuple[float, st
 
 
 def _pipelined_step(chip: Chip, lesson: Lesson, steps: dict[str, float]) -> float:
-    # A stage is released one step late, so the copies run that many stages ahead.
+    # A stage is released one k step late, so the copies run `stages` - 1 stages ahead.
     return max(*steps.values(), (chip.copy_latency_cycles + steps["L2"]) / max(1, lesson.stages - 1))
 
 
 def hbm_bytes(chip: Chip, lesson: Lesson, problem: Matmul) -> float:
-    """Bytes from and to memory: the result, and operand panels that L2 does not hold when tiles need them."""
+    """Bytes from and to memory: the result, and the operand panels that are not in L2 when tiles need them."""
     m_tiles, n_tiles = ceil_div(problem.m, lesson.tile_m * lesson.cluster), ceil_div(problem.n, lesson.tile_n)
     order = TileOrder(m_tiles, n_tiles, lesson.minor, lesson.width or (m_tiles if lesson.minor == "m" else n_tiles))
-    slots = 1 if lesson.persistent else _ctas_per_sm(chip, lesson, problem.itemsize)
-    at_once = chip.sms // lesson.cluster * slots
+    ctas_per_sm = 1 if lesson.persistent else _ctas_per_sm(chip, lesson, problem.itemsize)
+    at_once = chip.sms // lesson.cluster * ctas_per_sm
     panel_bytes = {
         "m": lesson.tile_m * lesson.cluster * problem.k * problem.itemsize,
         "n": lesson.tile_n * problem.k * problem.itemsize,

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.forecast`: the chips' figures, two checks against H200s, and the forecasts for the B200."""
+"""The tables of `benchmarks.forecast`: the chips' figures, two checks against H200s, and forecasts for the B200."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ MEASURED_FUSED: tuple[tuple[str, Operation, int], ...] = (
     ("all_gather_lhs_matmul-h200-4-one_process", "all_gather_lhs_matmul", 4),
     ("matmul_reduce_scatter-h200-2-one_process", "matmul_reduce_scatter", 2),
 )
-LEAST_ROWS = 1024  # Of the products that are compared: fewer rows get other kernels (tiles cut along k, one shot).
-# m, n, k: of a shard where rows are gathered; m of the whole result where it is scattered.
+# Products with fewer rows are not compared: they run other kernels (tiles cut along k, one shot).
+LEAST_ROWS = 1024
+# m, n, k: for a gather, of one shard; for a scatter, m of the whole result.
 FORECAST_SHAPES: Mapping[Operation, Sequence[tuple[int, int, int]]] = {
     "all_gather_lhs_matmul": ((1024, 4096, 4096), (1024, 3584, 8192), (1024, 6144, 12288), (2048, 2048, 8192)),
     "matmul_reduce_scatter": ((8192, 4096, 4096), (8192, 8192, 3584), (8192, 12288, 6144)),
@@ -56,7 +57,7 @@ _NOT_MEASURED = "forecast, not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One table: what is printed, and the same as records of `FIELDS`."""
+    """One table: the printed rows, and the same as records with the keys `FIELDS`."""
 
     title: str
     headings: Sequence[str]
@@ -105,12 +106,12 @@ def figures() -> Section:
 
 
 def measured_ladder() -> dict[str, float]:
-    """Microseconds of each lesson on an H200, from the current results."""
+    """Microseconds of each Hopper lesson on an H200, from the current results."""
     return {row["method"]: float(row["loop_us"]) for row in current.read(RESULTS / f"{LADDER_FILE}.csv")}
 
 
 def hopper_ladder() -> Section:
-    """Forecast and measurement of the Hopper ladder."""
+    """The Hopper ladder: forecast against measurement."""
     measured, rows, records, errors = measured_ladder(), [], [], []
     for lesson in HOPPER:
         result, us = forecast(H200, lesson), measured[lesson.name]
@@ -153,7 +154,7 @@ def hopper_ladder() -> Section:
 
 
 def fused_on_hopper() -> Section:
-    """Forecast and measurement of fused operations on H200s: nothing of it is fitted here."""
+    """Fused operations on H200s: forecast against measurement. Nothing is fitted to these measurements."""
     rows, records, errors = [], [], []
     for name, operation, devices in MEASURED_FUSED:
         for row in current.read(RESULTS / f"{name}.csv"):
@@ -254,7 +255,7 @@ def blackwell_ladder(chip: Chip = B200) -> Section:
 
 
 def variations() -> dict[str, Chip]:
-    """The B200 with one assumption changed at a time."""
+    """B200s that each differ in one assumption."""
     return {
         "as assumed": B200,
         "one clock for all lessons": dataclasses.replace(B200, clock_exponent=0.0),
@@ -291,7 +292,7 @@ def sensitivity() -> Section:
 
 
 def fused_on_blackwell() -> Section:
-    """The forecast of fused operations on 2, 4 and 8 B200s."""
+    """Forecasts of fused operations on 2, 4 and 8 B200s."""
     rows, records = [], []
     for operation, shapes in FORECAST_SHAPES.items():
         for m, n, k in shapes:

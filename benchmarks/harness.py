@@ -1,23 +1,28 @@
-"""Measures competing methods of one problem side by side: checked first, interleaved, as a device loop and per call.
+"""Checks and times the competing methods of one problem, in turns: in a loop on the devices, and per call from Python.
 
-What is measured, for each method:
+For each method it measures:
 
-- *loop*: `iterations` calls in one program (`lax.fori_loop`). One program is timed, then 1 + `launches` in a row; the
-  difference is divided by the calls of `launches` programs. What it costs to begin and to wait, some 100 to 400 µs, is
-  in both times and so in no result. Each iteration writes one element of the previous output into an operand, in place:
-  a true dependency that XLA can neither hoist nor fold into the matmul. That is one tiny kernel per call, and the
-  loop's counter is another; they stay in the times of all methods alike, so that ratios of short calls are nearer to 1
-  than those of the calls alone. (Several calls in an iteration would share the counter, but then XLA leaves out what it
-  can of all results but the last: the sum of a split product, say.) The same loop around no work is measured too
-  (`loop_overhead_us`): what an iteration costs the host, hidden behind a call that takes longer. The compiled program
-  is searched for copies of whole operands.
-- *wall*: `calls` ordinary calls dispatched one after another and waited for once, per call.
-- *first call*: the first `jax.jit(call)(lhs, rhs)` until its result is there: traced, lowered, compiled and run. That
-  of XLA's own product is short here: the harness has used the same product before, and XLA's search is behind it.
+- *loop*: the time of a call in a program of `iterations` calls (`lax.fori_loop`). One program is timed, then
+  1 + `launches` programs in a row. The difference is divided by the calls of `launches` programs. The cost of starting
+  and waiting, 100 to 400 µs, is in both times, so it is not in the result.
 
-Every method is compared with an f32 oracle before it is timed and once more on what its timed loop left behind. All
-methods take turns within each round, each round in another order, and times are maxima over processes (within a
-process a program ends when its slowest device does). Inputs are normal, drawn on the devices from a fresh seed.
+  Each iteration writes one element of the previous result into an operand, in place. So each call depends on the one
+  before, and XLA can neither hoist it nor fold the write into the matmul. The write is one tiny kernel per call, and
+  the loop counter is another. Both are in the times of all methods, so ratios of short calls are nearer to 1 than the
+  ratios of the calls alone. (With several calls in an iteration there would be one counter for all of them. But then
+  XLA leaves out work whose result only the last call needs, such as the sum of a split product.)
+
+  The same loop around no work is measured too (`loop_overhead_us`): the cost of an iteration for the host, which longer
+  calls hide. The compiled program is searched for copies of whole operands.
+- *wall*: the time per call of `calls` ordinary calls, dispatched one after another, with one wait at the end.
+- *first call*: the time of the first `jax.jit(call)(lhs, rhs)`, with tracing, lowering, compiling and running. For
+  XLA's own product it is short, since the harness has used the same product before, and XLA has already searched for
+  its algorithm.
+
+Each method is compared with a product in f32: before it is timed, and again on the result that its timed loop leaves
+behind. In each round the methods take turns in another random order. Times are the maximum over the processes, and
+within a process a program ends with its slowest device. Inputs are normally distributed and drawn on the devices from a
+new seed.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from benchmarks.loop_copies import copies_in_loops
 from overlap.choice.problem import Problem
 from overlap.tuning.operations import unfused
 from overlap.tuning.programs import (
+    Call,
     call_program,
     complete_program,
     draw_operands,
@@ -47,32 +53,50 @@ from overlap.tuning.programs import (
 from overlap.tuning.timing import Loop, calls_s, iterations_for
 
 NOT_SERVED = "NOT SERVED"
-# About how long one program with a loop runs, and a row of calls.
+# About how long one program with a loop runs, and a row of ordinary calls.
 _LAUNCH_US = 15_000.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One competitor. `call(lhs, rhs)` runs inside `jax.shard_map`; with `gathered` its operands are complete."""
+    """One competitor.
+
+    Attributes:
+      name: in the tables.
+      call: (lhs, rhs) -> out, inside `jax.shard_map`.
+      gathered: whether the operands come already gathered.
+      dtype: the dtype to which the operands are cast before the timing; None: they are not cast.
+      check: raises NotImplementedError if the method cannot compute the problem. The result then says so, and that is
+        no error.
+      candidates: (label, call) of alternatives, of which the fastest is kept. For methods that are tuned.
+    """
 
     name: str
-    call: Callable[[jax.Array, jax.Array], jax.Array]
+    call: Call
     gathered: bool = False
-    # What the operands are cast to beforehand, outside of what is timed; None: they stay as they are.
     dtype: Any = None
-    # Raises NotImplementedError if the method does not serve the problem: then that is its result, and no error.
-    check: Callable[[], Any] = lambda: None
-    # Alternatives of which the fastest is kept, for methods that are tuned: (label, call).
-    candidates: tuple[tuple[str, Callable[[jax.Array, jax.Array], jax.Array]], ...] = ()
+    check: Callable[[], object] = lambda: None
+    candidates: tuple[tuple[str, Call], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure. `iterations` and `calls` that are None follow from the problem: about 15 ms of work."""
+    """How much to measure.
+
+    Attributes:
+      rounds: how often each method is timed.
+      iterations: calls in one program; None: about 15 ms of work.
+      launches: the difference in programs between the two times whose difference is taken.
+      calls: ordinary calls in a row; None: about 15 ms of work.
+      warmup_s: how long the roof runs before the first round, in seconds.
+      seed: of the inputs.
+      kernel_time: whether to measure the longest kernel of a call.
+      kernel_names: whether to list the kernels of a call.
+    """
 
     rounds: int = 7
     iterations: int | None = None
-    launches: int = 2  # more in the longer of the two times whose difference is taken
+    launches: int = 2
     calls: int | None = None
     warmup_s: float = 1.0
     seed: int = 0
@@ -84,15 +108,28 @@ class Settings:
         return self.iterations or iterations_for(problem, _LAUNCH_US, 2, 400)
 
     def calls_in_a_row(self, problem: Problem) -> int:
-        """Calls per wall time."""
+        """Ordinary calls in a row."""
         return self.calls or iterations_for(problem, _LAUNCH_US, 3, 100)
 
 
 @dataclasses.dataclass
 class Result:
-    """What came out for one method.
+    """The result of one method.
 
-    `status` is "ok", or begins with "FAILED" (wrong result), "ERROR" (exception) or "NOT SERVED" (as the method says).
+    Attributes:
+      method: its name.
+      status: "ok"; or a text that begins with "FAILED" (wrong result), "ERROR" (exception) or "NOT SERVED" (the method
+        cannot compute the problem).
+      note: a remark, such as which candidate was kept.
+      error: the largest relative error of its results.
+      error_bound: the largest error of a right result.
+      first_call_s: seconds of the first call.
+      compile_s: seconds to compile and check the method.
+      loop_us: microseconds of a call in the loop, for each round.
+      wall_us: microseconds of an ordinary call, for each round.
+      kernel_us: microseconds of the longest kernel of a call.
+      kernel_names: the kernels of a call.
+      loop_copies: the copies of whole operands in the compiled loop.
     """
 
     method: str
@@ -110,12 +147,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the method may be timed."""
+        """Whether the result is right so far, so that the method may be timed."""
         return self.status == "ok"
 
     @property
     def served(self) -> bool:
-        """False if the method itself says that it cannot do this."""
+        """Whether the method can compute the problem."""
         return not self.status.startswith(NOT_SERVED)
 
 
@@ -132,14 +169,14 @@ class _Prepared:
 
 
 class Session:
-    """The methods of one problem on one mesh, from the check to the last round."""
+    """Measures the methods of one problem on one mesh, from the check to the last round."""
 
     def __init__(self, problem: Problem, mesh: Mesh, settings: Settings) -> None:
         self.problem, self.mesh, self.settings = problem, mesh, settings
         self.iterations = settings.loop_iterations(problem)
         self.calls = settings.calls_in_a_row(problem)
         reference = call_program(problem, functools.partial(unfused, problem), mesh)
-        # Twice, with different inputs: a result left in memory by an earlier run cannot pass for this one's.
+        # Two checks with different inputs: so a result that an earlier run has left in memory does not pass.
         self._checks = [draw_operands(problem, mesh, settings.seed + 1 + i) for i in range(2)]
         error = error_program(problem, mesh)
         self.error_bound = error_bound(problem, max(float(error(*check, reference(*check))) for check in self._checks))
@@ -149,7 +186,7 @@ class Session:
         self.loop_overhead_us: float | None = None
 
     def _operands(self, method: Method, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The inputs as the method takes them."""
+        """The inputs, gathered and cast as the method needs them."""
         if self._complete(method):
             operands = complete_program(self.problem, self.mesh)(*operands)
         return operands if method.dtype is None else _cast(operands, method.dtype)
@@ -158,16 +195,16 @@ class Session:
         return float(error_program(self.problem, self.mesh, self._complete(method))(*operands, out))
 
     def _complete(self, method: Method) -> bool:
-        # On one device all operands are complete.
+        # On one device nothing is left to gather.
         return method.gathered and self.problem.communicates
 
     def add(self, method: Method, progress: Callable[[str], None] = lambda _: None) -> Result:
-        """Compiles and checks a method; what goes wrong is kept in its result and the session goes on."""
+        """Compiles and checks a method. Errors go into its result, and the session goes on."""
         result = Result(method.name, error_bound=self.error_bound)
         self.results.append(result)
         try:
             prepared = self._prepare(method, result, progress) if self._serves(method, result) else None
-        except Exception as error:  # Whatever a competitor raises belongs into the table, not into a traceback.
+        except Exception as error:  # Any exception of a method goes into the table.
             result.status = "ERROR " + one_line(error)
             prepared = None
         if not agreed(result.ok) and result.ok:
@@ -208,7 +245,7 @@ class Session:
         if best is None:
             raise RuntimeError("; ".join(failures))
         prepared = best[1]
-        # The caller holds `result`: fill it in place.
+        # The caller keeps `result`, so fill it in place.
         for field in dataclasses.fields(Result):
             setattr(result, field.name, getattr(prepared.result, field.name))
         if failures:
@@ -241,7 +278,7 @@ class Session:
         return Loop(self.problem, program, self.iterations, operands, out)
 
     def _judge(self, result: Result, when: str = "") -> None:
-        # Written so that a NaN fails.
+        # `not <=`, so that a NaN fails.
         if result.error is None or not result.error <= self.error_bound:
             result.status = f"FAILED{when}: error {result.error:.3g} > {self.error_bound:.3g}"
 
@@ -254,17 +291,17 @@ class Session:
         return calls_s(prepared.call, prepared.operands, self.calls)
 
     def measure_overhead(self) -> None:
-        """Times the loop around no work: the element that is written, and the counter."""
+        """Times the loop around no work: only the write of an element, and the counter."""
         empty = Method("empty", lambda lhs, rhs: lhs[..., :1, :1] * 0.5)
         loop = self._loop(empty, self.inputs, call_program(self.problem, empty.call, self.mesh)(*self.inputs))
         self.loop_overhead_us = 1e6 * float(np.median([loop.call_s(self.settings.launches) for _ in range(3)]))
 
     def warm_up(self) -> None:
-        """Runs the roof (or whatever there is) until clocks and temperatures have settled."""
+        """Runs the roof, or another method if there is no roof, until clocks and temperatures have settled."""
         self.during_load(self.settings.warmup_s, lambda: None)
 
     def during_load[T](self, seconds: float, read: Callable[[], T]) -> T:
-        """Keeps the devices busy with the roof for about `seconds`, and calls `read` meanwhile."""
+        """Keeps the devices busy with the roof for about `seconds`, and returns what `read` returns meanwhile."""
         prepared = next((p for p in self.prepared if p.method.gathered), None) or next(iter(self.prepared), None)
         if prepared is None:
             return read()
@@ -274,9 +311,11 @@ class Session:
         return answer
 
     def run_round(self, number: int) -> None:
-        """Times every method once, in another order in every round.
+        """Times every method once, in another random order in each round.
 
-        Shuffled, not rotated: under a power limit a method inherits the clocks that the one before it has left.
+        The order is random, not rotated: under a power limit, a method starts at the clock that the method before it
+          has
+        left.
         """
         for index in np.random.default_rng([self.settings.seed, number]).permutation(len(self.prepared)):
             prepared = self.prepared[index]
@@ -290,13 +329,13 @@ class Session:
                 result.status = "ERROR " + one_line(error)
 
     def finish(self) -> None:
-        """Checks what the timed loops left behind, and reads kernel times if asked for."""
+        """Checks the results that the timed loops have left behind, and measures kernels if the settings say so."""
         for prepared in self.prepared:
             result = prepared.result
             if not result.ok:
                 continue
             left_behind = self._error(prepared.method, prepared.loop.operands, prepared.loop.out)
-            # Not max(): it may drop a NaN.
+            # np.max, not max(), which may drop a NaN.
             result.error = float(np.max([result.error or 0.0, left_behind]))
             self._judge(result, " after the loop")
             if not (self.settings.kernel_time or self.settings.kernel_names):
@@ -314,24 +353,24 @@ def _cast(operands: tuple[jax.Array, jax.Array], dtype: Any) -> tuple[jax.Array,
 
 
 def agreed(ok: bool) -> bool:
-    """Whether all processes say yes: one that gave up on a method must not leave the others waiting for it."""
+    """Whether `ok` is true in all processes. So all of them drop a method if one does, and none waits for another."""
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
 
 
 def _kernels(call: Callable[..., jax.Array], *operands: jax.Array) -> list[Sequence[tuple[str, float]]]:
-    """The kernels (name, ms) of each of five calls, by CUPTI. Empty where there is none."""
+    """The kernels (name, milliseconds) of each of five calls, by CUPTI. Empty if there is no CUPTI."""
     try:
         from jax.experimental.mosaic.gpu import profiler
 
         measure: Any = profiler.Cupti(finalize=False).measure(call, aggregate=False)
         return [run for _ in range(5) if (run := measure(*operands)[1])]
-    except Exception:  # Optional by definition; the columns stay empty.
+    except Exception:  # The columns are optional and stay empty.
         return []
 
 
 def one_line(error: BaseException) -> str:
-    """An exception for a cell of a table."""
+    """An exception as one line, for a cell of a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"

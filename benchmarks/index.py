@@ -1,18 +1,17 @@
-"""`python -m benchmarks.index`: writes all that is made from results: their index, their tables, those of README.md.
+"""`python -m benchmarks.index`: writes the index of all results, their tables, and the tables of README.md.
 
-The index (benchmarks/results/README.md) has the newest figures first, then the experiments. It says of each run what
-code it is of. A run names its commit in a line `- commit: HASH`, or in the column `env_commit`, with words behind the
-hash where it is not simply that:
+The index (benchmarks/results/README.md) has the current results first, then the experiments. It names the commit whose
+code each run has measured. A run names its commit in a line `- commit: HASH`, or in the column `env_commit`. Words
+after the hash say if the code was not exactly that commit:
 
     HASH (unverified: not in a repository here)    measured on a copy; the line `- code:` verifies it
     NAME (not in this history: …)          a commit that was rewritten, or a tree that was never committed
-    HASH (with changes: …)                 that commit and more
-    HASH (before it was committed)         a tree that became that commit
+    HASH (with changes: …)                 that commit with changes
+    HASH (before it was committed)         a tree that was committed later as that commit
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import pathlib
@@ -20,7 +19,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks import current, provenance, readme
+from benchmarks import command, current, provenance, readme
 from overlap.choice.tables import replace
 from overlap.cli import ending
 
@@ -53,7 +52,12 @@ A run lies in `benchmarks/experiments/DATE-QUESTION/`, and the README.md there h
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run and what it says of itself: an experiment's file, or the rows of one run in a current result."""
+    """A run: the file of an experiment, or the rows of one run in a current result.
+
+    Attributes:
+      path: the file.
+      facts: what the file says about the run, such as its commit and date.
+    """
 
     path: pathlib.Path
     facts: Mapping[str, str]
@@ -65,7 +69,7 @@ def experiments() -> list[pathlib.Path]:
 
 
 def runs() -> list[Run]:
-    """All runs: those in the current results, then those of experiments, by path."""
+    """All runs: first in the current results, then in experiments, by path."""
     of_tables = [
         Run(RESULTS / f"{table.name}.csv", {name.removeprefix("env_"): text for name, text in run.items() if text})
         for table in current.tables(RESULTS)
@@ -81,7 +85,7 @@ def _facts(path: pathlib.Path) -> dict[str, str]:
 
 
 def state(facts: Mapping[str, str], root: pathlib.Path = provenance.REPOSITORY) -> str:
-    """What the history in `root` says of the commit that a run names; begins with WRONG if they contradict."""
+    """What the history in `root` says about the commit that a run names. Begins with WRONG if they contradict."""
     named = facts.get("commit", "")
     words = next((words for words in _WORDS if f"({words}" in named), "")
     if words == _LOST:
@@ -202,15 +206,15 @@ def _experiment(folder: pathlib.Path) -> Iterator[str]:
 
 
 def generated() -> dict[pathlib.Path, str]:
-    """What every generated file should hold."""
+    """The generated files and their right contents."""
     tables = current.tables(RESULTS)
     files = {RESULTS / f"{table.name}.md": current.markdown(table) for table in tables}
     return files | {INDEX: text(), readme.FILE: readme.text(readme.FILE.read_text(encoding="utf-8"), tables)}
 
 
 def main() -> int:
-    """Writes all of it; 1 if a run contradicts the history."""
-    argparse.ArgumentParser(prog="python -m benchmarks.index", description=(__doc__ or "").splitlines()[0]).parse_args()
+    """Writes all generated files. Returns 1 if a run contradicts the history, else 0."""
+    command.tool_parser("index", __doc__).parse_args()
     for path, content in generated().items():
         replace(path, content)
     wrong = [(run.path.name, said) for run in runs() if (said := state(run.facts)).startswith("WRONG")]

@@ -1,21 +1,20 @@
-"""The products of known models, for the table that is shipped with the library.
+"""Makes the tuning table that is shipped with the library, from the products of known models.
 
-    python -m benchmarks.known_models tasks --out tasks.jsonl          to be timed by `benchmarks.configurations`
-    python -m benchmarks.known_models table benchmarks/model/known.csv      the table, from what that has measured
+    python -m benchmarks.known_models tasks --out tasks.jsonl               writes tasks for `benchmarks.configurations`
+    python -m benchmarks.known_models table benchmarks/model/known.csv      writes the table, from its measurements
 
-A dense layer has four products; tensor parallelism over `tp` devices divides the heads and the width of the MLP. The
-table holds the fastest configuration of each problem, with XLA's time beside it. Entries of other operations stay.
+A dense layer has four products. Tensor parallelism over `tp` devices divides the heads and the width of the MLP. The
+table has the fastest configuration of each problem, and XLA's time. Entries of other operations stay in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import sys
 from collections.abc import Iterable, Iterator
 
-from benchmarks import fit_model
+from benchmarks import command, fit_model
 from benchmarks.configurations import Task
 from benchmarks.model_tasks import TARGET, shape_of
 from overlap.choice import space, tables
@@ -27,8 +26,9 @@ from overlap.kernels.config import Config
 
 TP, TOKENS = (8, 4, 2, 1), (4096, 1024)
 CONFIGS = 8
-# The samples of `benchmarks.configurations` are so short that a configuration inherits the clocks of others. In rows of
-# their own, products at the power limit take so much longer in turn, against the other schedule (harness, 2026-11-23).
+# By how much longer `in_turn` takes at the power limit, if it is measured alone (harness, 2026-11-23), and the time
+# from which on a product is at the power limit. The samples of `benchmarks.configurations` are so short that a
+# configuration runs at the clock that others have left.
 IN_TURN, POWER_LIMITED_US = 1.02, 100.0
 TABLE = tables.SHIPPED / "h200.json"
 
@@ -41,7 +41,7 @@ class Model:
       hidden: width of the residual stream.
       mlp: width of the gated MLP.
       heads: query heads.
-      kv_heads: heads of keys and values; 0: what makes them is no product of this form.
+      kv_heads: heads of keys and values; 0: the model computes them in another way.
       head_size: width of a head.
     """
 
@@ -52,7 +52,7 @@ class Model:
     head_size: int = 128
 
     def products(self, tp: int) -> Iterator[tuple[int, int]]:
-        """(n, k) of one device's products, of those that `tp` divides."""
+        """(n, k) of the products of one device. A product that `tp` does not divide is left out."""
         if self.kv_heads and self.kv_heads % tp == 0:
             yield (self.heads + 2 * self.kv_heads) * self.head_size // tp, self.hidden
         yield self.hidden, self.heads * self.head_size // tp
@@ -60,7 +60,7 @@ class Model:
         yield self.hidden, self.mlp // tp
 
 
-# From the configurations that their authors publish with the weights.
+# Source: the configurations that the authors publish with the weights.
 MODELS = {
     "Llama 3 70B": Model(8192, 28672, 64, 8),
     "Llama 3 8B": Model(4096, 14336, 32, 8),
@@ -71,7 +71,7 @@ MODELS = {
 
 
 def problems() -> list[Problem]:
-    """The products of all models, those of many devices and many tokens first."""
+    """The products of all models, each once: many devices and many tokens first."""
     found = (
         Problem("matmul", tokens, n, k, "bfloat16", "bfloat16")
         for tokens in TOKENS
@@ -83,19 +83,19 @@ def problems() -> list[Problem]:
 
 
 def task_of(problem: Problem) -> Task:
-    """The first configurations of the search, of shapes that differ."""
+    """The task of a problem: the search's first configurations whose `shape_of` differ."""
     shapes = {shape_of(config): config for config in reversed(space.candidates(problem, TARGET))}
     ranked = [config for config in space.candidates(problem, TARGET) if shapes[shape_of(config)] == config]
     return Task(problem, tuple(ranked[:CONFIGS]), with_xla=True)
 
 
 def _by_itself(config: Config, us: float) -> float:
-    """About how long a configuration takes in a row of its own, at the clocks that it leaves (see `IN_TURN`)."""
+    """About how long a configuration takes if it is measured alone (see `IN_TURN`), in microseconds."""
     return us * IN_TURN if config.in_turn and us > POWER_LIMITED_US else us
 
 
 def entries(times: fit_model.Times, jax_version: str, date: str) -> list[Entry]:
-    """The table's entries: of each problem the fastest configuration."""
+    """The entries of the table: the fastest configuration of each problem."""
     result = []
     for problem, of_problem in times.items():
         fused = [(config, us) for config, us in of_problem.items() if config is not None]
@@ -109,17 +109,15 @@ def entries(times: fit_model.Times, jax_version: str, date: str) -> list[Entry]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.known_models", description=(__doc__ or "").split("\n")[0]
-    )
+    """Runs the command. Returns the exit status."""
+    parser = command.tool_parser("known_models", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     tasks = commands.add_parser("tasks", help="write the task file")
-    tasks.add_argument("--out", type=new_file_with_folders, required=True, help="the task file")
-    tasks.add_argument("--limit", type=whole_number(1), help="only so many problems, the first ones")
+    tasks.add_argument("--out", type=new_file_with_folders, required=True, help="the task file to write")
+    tasks.add_argument("--limit", type=whole_number(1), help="write only the first LIMIT problems")
     table = commands.add_parser("table", help="write the table that is shipped")
     table.add_argument("times", type=old_file, help="a CSV of benchmarks.configurations")
-    table.add_argument("--jax", required=True, help="the version of jax that it was measured with")
+    table.add_argument("--jax", required=True, help="the version of jax of the measurements")
     table.add_argument("--date", default=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     given = parser.parse_args(None if arguments is None else list(arguments))
     if given.command == "tasks":

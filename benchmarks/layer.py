@@ -1,20 +1,21 @@
-r"""A transformer's layer as a user writes it with `overlap.layers`, against the same by XLA's partitioner.
+"""A transformer's layer as a user writes it with `overlap.layers`, against the same by XLA's partitioner.
 
     python -m benchmarks.layer --out benchmarks/experiments/DATE-QUESTION
     python -m benchmarks.layer --models llama-70b --tokens 8192 --breakdown
 
-One layer of Llama 3 70B and one of Qwen 3 32B: norm, query, key and value, causal attention
-(`jax.nn.dot_product_attention`), output projection, norm, gated MLP, with both residuals; one sequence, whose rows are
-sharded between the layers. Forward, and forward with all gradients. The methods:
+It measures one layer of Llama 3 70B and one of Qwen 3 32B: norm, query, key and value, causal attention
+(`jax.nn.dot_product_attention`), output projection, norm and gated MLP, with both residuals. The input is one sequence,
+whose rows are sharded between the layers. It runs forward, and forward with all gradients. The methods:
 
     chosen      `overlap.layers` with implementation=None
-    fused       with implementation="fused"
-    layers xla  with implementation="xla": the same shard_map, unfused
-    XLA         plain matrix products and sharding constraints: XLA's partitioner, its default flags
-    windowed    the same, with the flags of XLA's own overlap of collectives and products (`WINDOWED`)
+    fused       `overlap.layers` with implementation="fused"
+    layers xla  `overlap.layers` with implementation="xla": the same shard_map without fusion
+    XLA         plain matrix products and sharding constraints, for XLA's partitioner with its default flags
+    windowed    as XLA, with the flags by which XLA overlaps collectives and products (`WINDOWED`)
 
-Each is a loop inside one program, in which every turn depends on the one before; medians over rounds in random order,
-ratios within one round. `--breakdown` profiles a few turns and adds up the GPU's time by kind of kernel.
+Each method is a loop inside one program, in which every turn depends on the one before. Times are medians over rounds,
+each in another random order. Ratios are formed within a round. `--breakdown` profiles a few turns and adds up the GPU's
+time by kind of kernel.
 """
 
 from __future__ import annotations
@@ -30,25 +31,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import overlap
-from benchmarks import command, current, environment, provenance
+from benchmarks import command, experiment
 from benchmarks.profile_kinds import device_us_by_kind
 from overlap import layers
-from overlap.choice.tables import replace
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments, new_folder, whole_number
-from overlap.tuning.timing import elapsed_s, marginal_s
+from overlap.cli.arguments import WrongArguments
 
 AXIS = "tensor"
 BETWEEN, INSIDE = P(None, AXIS, None), P(None, None, AXIS)
 METHODS = ("chosen", "fused", "layers xla", "XLA", "windowed")
-# XLA's own way to overlap: a gather or scatter in pieces, each beside a part of the product.
+# Flags by which XLA itself overlaps: it cuts a gather or scatter, and runs each part beside a part of the product.
 WINDOWED = {
     "xla_gpu_threshold_for_windowed_einsum_mib": 0,
     "xla_gpu_multi_streamed_windowed_einsum": True,
@@ -68,7 +65,7 @@ class Sizes:
     head_dim: int = 128
 
     def flops(self, tokens: int) -> float:
-        """Of a forward pass on all devices."""
+        """The floating-point operations of a forward pass, on all devices together."""
         of_heads = (2 * self.heads + 2 * self.kv_heads) * self.head_dim
         products = 2.0 * tokens * self.hidden * (of_heads + 3 * self.mlp)
         return products + 2.0 * tokens * tokens * self.heads * self.head_dim
@@ -82,7 +79,7 @@ MODELS = {
 
 
 def attend(mesh: Mesh, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal attention; each device has whole heads."""
+    """Causal attention. Each device has some of the heads."""
     heads = P(None, None, AXIS, None)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     local = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if on_gpu else "xla")
@@ -109,7 +106,7 @@ class Layer(nnx.Module):
 
 
 def plain(mesh: Mesh, sizes: Sizes, weights: dict[str, Any], x: jax.Array) -> jax.Array:
-    """The same layer, of the same weights, for XLA's partitioner."""
+    """The same layer with the same weights, for XLA's partitioner."""
 
     def put(value: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
@@ -132,14 +129,9 @@ def plain(mesh: Mesh, sizes: Sizes, weights: dict[str, Any], x: jax.Array) -> ja
     return put(x + put(hidden @ of_mlp["down"]["kernel"], BETWEEN), BETWEEN)
 
 
-def _normal(values: jax.Array, dtype: Any) -> jax.Array:
-    wide = values.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide * wide) + 1e-12)).astype(dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured: a layer of some sizes on a mesh, by each method."""
+    """A layer on a mesh, which can be run by each method."""
 
     mesh: Mesh
     sizes: Sizes
@@ -166,25 +158,25 @@ class Case:
         return call
 
     def program(self, method: str, turns: int) -> Any:
-        """A jitted loop of so many turns: (x, weights) -> the same."""
+        """A jitted loop of `turns` turns: (x, weights) -> (x, weights)."""
         layer = self.apply(method)
 
         def turn(_: Any, state: Any) -> Any:
             x, weights = state
             if not self.backward:
-                return _normal(layer(weights, x), x.dtype), weights
+                return experiment.normalized(layer(weights, x), x.dtype), weights
             _, pull = jax.vjp(layer, weights, x)
             d_weights, d_x = pull(x)
-            # So that no gradient can be left out.
+            # The weights use all gradients, so XLA computes all of them.
             moved = jax.tree.map(lambda w, d: w + (1e-6 * d).astype(w.dtype), weights, d_weights)
-            return _normal(d_x, x.dtype), moved
+            return experiment.normalized(d_x, x.dtype), moved
 
         options = WINDOWED if method == "windowed" and self.mesh.devices.flat[0].platform == "gpu" else None
         run = lambda x, weights: lax.fori_loop(0, turns, turn, (x, weights))  # noqa: E731
         return jax.jit(run, compiler_options=options)
 
     def operands(self) -> tuple[jax.Array, Any]:
-        """Normal tokens, and weights that keep their size."""
+        """Normally distributed tokens, and the weights."""
         _, state = self.model("xla")
         weights = nnx.to_pure_dict(state)
         shape, sharding = (1, self.tokens, self.sizes.hidden), NamedSharding(self.mesh, BETWEEN)
@@ -193,16 +185,27 @@ class Case:
 
     @property
     def turns(self) -> int:
-        """Of a loop."""
+        """How many turns a loop has."""
         flops = self.sizes.flops(self.tokens) / self.mesh.size * (3 if self.backward else 1)
         return max(2, min(_MOST_TURNS, int(_US_PER_LOOP / (flops / _FLOPS_PER_US))))
 
 
 def measure(case: Case, methods: Sequence[str], rounds: int, turns: int | None, breakdown: bool) -> dict[str, Any]:
-    """By method, the time of a turn in each round, in microseconds, and the GPU's time by kind.
+    """Measures the methods.
+
+    Args:
+      case: the layer.
+      methods: some of `METHODS`.
+      rounds: how often each method is timed.
+      turns: of a loop; None: as many as take about 60 ms.
+      breakdown: whether to profile as well.
+
+    Returns:
+      "times": for each method the microseconds of a turn, in each round. "kinds": for each method the microseconds of a
+      turn by kind of kernel; empty without `breakdown`.
 
     Raises:
-      AssertionError: one method computes something else than XLA.
+      AssertionError: a method's result differs from XLA's.
     """
     turns, given = turns or case.turns, case.operands()
     with jax.set_mesh(case.mesh):
@@ -213,22 +216,13 @@ def measure(case: Case, methods: Sequence[str], rounds: int, turns: int | None, 
             distance = jnp.linalg.norm((result - expected).astype(jnp.float32)) / jnp.linalg.norm(expected)
             assert distance < 3e-2, f"{name} differs from XLA by {float(distance):.1e}"
             loops[name] = case.program(name, turns).lower(*given).compile()
-        outs: list[Any] = [None]
-
-        def launch(name: str) -> None:
-            outs[0] = loops[name](*given)
-
-        times: dict[str, list[float]] = {name: [] for name in loops}
-        for number in range(rounds):
-            for name in np.random.default_rng(number).permutation(list(loops)):
-                seconds = lambda count, name=name: elapsed_s(lambda: launch(name), lambda: outs, count)  # noqa: E731
-                times[name].append(1e6 * marginal_s(seconds, 1) / turns)
+        launches = {name: functools.partial(loop, *given) for name, loop in loops.items()}
+        times = experiment.times_us(launches, rounds, turns)
         kinds: dict[str, dict[str, float]] = {}
         for name in loops if breakdown else ():
             with tempfile.TemporaryDirectory() as folder:
                 with jax.profiler.trace(folder):
-                    launch(name)
-                    jax.block_until_ready(outs)
+                    jax.block_until_ready(launches[name]())
                 kinds[name] = device_us_by_kind(folder, turns)
     return {"times": times, "kinds": kinds}
 
@@ -237,21 +231,14 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _tokens(text: str) -> list[int]:
-    return [whole_number(1)(each) for each in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", type=_names, default="llama-70b,qwen-32b", help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--tokens", type=_tokens, default="2048,8192,16384", help="of the sequence")
-    parser.add_argument("--methods", type=_names, default=",".join(METHODS), help=f"of {', '.join(METHODS)}")
-    parser.add_argument("--devices", type=whole_number(1), help="default: all")
-    parser.add_argument("--rounds", type=whole_number(1), default=5)
-    parser.add_argument("--breakdown", action="store_true", help="the GPU's time by kind of kernel as well")
-    parser.add_argument("--commit", help="this tree's commit, where there is no .git")
-    parser.add_argument("--out", type=new_folder, help="a folder for layer-DEVICE-COUNT-LAYOUT.md")
+    parser = command.tool_parser("layer", __doc__)
+    parser.add_argument("--models", type=_names, default="llama-70b,qwen-32b", help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--tokens", type=experiment.numbers, default="2048,8192,16384", help="lengths of the sequence")
+    parser.add_argument("--methods", type=_names, default=",".join(METHODS), help=f"some of {', '.join(METHODS)}")
+    parser.add_argument("--breakdown", action="store_true", help="also profile the GPU's time by kind of kernel")
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and a tiny layer, to test the harness")
+    experiment.add_options(parser, "layer", rounds=5)
     return parser
 
 
@@ -267,7 +254,7 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
 
 
 def _rows(label: str, found: dict[str, Any]) -> list[str]:
-    """Lines of the tables: times, with ratios within each round; then the kinds."""
+    """The lines of the table for one layer: time, ratio to the best of XLA in the same round, and kinds of kernels."""
     times, lines = found["times"], []
     best_of_xla = [min(of) for of in zip(*(times[name] for name in ("XLA", "windowed") if name in times), strict=True)]
     for name, us in times.items():
@@ -281,29 +268,15 @@ def _rows(label: str, found: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.dry_run:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 2)
         arguments.models, arguments.tokens, arguments.rounds = ["tiny"], [32], 1
-        code = {"commit": "none: a dry run measures nothing"}
-    else:
-        command.need_gpus()
-        try:
-            code = provenance.facts(arguments.commit)
-        except provenance.Refused as refused:
-            print(f"layer: {refused}", file=sys.stderr)
-            return 2
-    overlap.initialize()
-    processes, devices = jax.process_count(), arguments.devices or jax.device_count()
-    if devices > jax.device_count():
-        raise WrongArguments(f"layer: `--devices` must be at most {jax.device_count()} here, got {devices}")
+    run = experiment.begin("layer", arguments)
+    devices = len(run.devices)
     _check(arguments, devices)
-    mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-    leads = jax.process_index() == 0
-    facts = environment.describe("one process" if processes == 1 else f"{processes} processes", devices, code)
-    lines = [f"# Layers of transformers, {devices} devices", "", *(f"- {k}: {v}" for k, v in facts.items()), ""]
-    lines += [f"- windowed: {', '.join(f'{k}={v}' for k, v in WINDOWED.items())}", ""]
+    mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=run.devices)
+    windowed = ", ".join(f"{name}={value}" for name, value in WINDOWED.items())
+    run.head(f"Layers of transformers, {devices} devices", windowed=windowed)
     columns = ("layer, tokens, pass", "method", "µs", "best of XLA / method", "GPU time of a turn by kind, µs")
-    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    run.lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for model in arguments.models:
         for tokens in arguments.tokens:
             for backward in (False, True):
@@ -311,17 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 turns = 2 if arguments.dry_run else None
                 label = f"{model}, {tokens}, {'forward and backward' if backward else 'forward'}"
                 found = measure(case, arguments.methods, arguments.rounds, turns, arguments.breakdown)
-                new = _rows(label, found)
-                lines += new
-                if leads:
-                    print("\n".join(new), flush=True)
-    if arguments.out and leads:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        file = current.name_of("layer", mesh.devices.flat[0].device_kind, devices, processes)
-        replace(arguments.out / f"{file}.md", "\n".join(lines) + "\n")
-        print(f"wrote {arguments.out / file}.md", flush=True)
-    if leads and not arguments.out:
-        print("nothing was written, for want of `--out`")
+                run.rows(*_rows(label, found))
+    run.finish()
     return 0
 
 

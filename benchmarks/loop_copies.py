@@ -1,4 +1,4 @@
-"""What a compiled loop copies: the search of its HLO for copies of whole operands, which would be in every time."""
+"""Searches the HLO of a compiled loop for copies of whole operands, which would be in every time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-# Below this a copy inside the loop costs nothing that can be seen.
+# Smaller copies inside the loop cost nothing that can be measured.
 _COPY_THRESHOLD_BYTES = 1 << 16
 
 

@@ -1,14 +1,14 @@
 """The single-GPU table: `overlap.matmul` against cuBLAS (`lax.dot_general`), its roof, and JAX's example kernel.
 
-The suite of the project's targets; other shapes, dtypes and layouts (operands as they lie in memory; with a "t", lhs is
-[k, m], or rhs [n, k]); or several configs of the kernel:
+The standard suite; other shapes, dtypes and layouts (how operands are stored; with a "t", lhs is [k, m], or rhs
+[n, k]); or several configurations of the kernel:
 
     python3 -m benchmarks.matmul --suite standard --dtype bf16 --out benchmarks/results --budget-s 500
     python3 -m benchmarks.matmul --shapes 4096x8192x4096 --layouts nn,nt,tn,tt
     python3 -m benchmarks.matmul --shapes 8192x8192x8192:f8_e4m3fn,4096x4096x4096:bf16:nt
     python3 -m benchmarks.matmul --shapes 1024x4096x4096 --variants fused fused:stages=3
 
-Arguments are described by --help.
+--help describes the options.
 """
 
 from __future__ import annotations
@@ -23,20 +23,10 @@ SHAPES = "1024x4096x4096:f16,4096x8192x4096:f16,4096x8192x4096:bf16,8192x8192x81
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser(
-        (__doc__ or "").splitlines()[0], SHAPES, "fused,fused_bf16,xla", layouts=("nn", "nt", "tn", "tt")
-    )
+    parser = command.parser(__doc__, SHAPES, "fused,fused_bf16,xla", layouts=("nn", "nt", "tn", "tt"))
     parser.set_defaults(rounds=5, warmup_s=0.5)
-    arguments = parser.parse_args(argv, None)
-    arguments.default_shapes = SHAPES
-
-    def methods_of(*args):
-        # Imported once the devices are set up.
-        from benchmarks.methods import matmul_methods
-
-        return matmul_methods(*args)
-
-    return command.run(arguments, "matmul", methods_of, 1, roof="xla")
+    arguments = parser.parse_args(argv)
+    return command.run(arguments, "matmul", command.late("matmul_methods"), 1, roof="xla")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The table of products whose sum over the devices all have: the fused operation against XLA and the roof.
+"""The table of `matmul_all_reduce`: the fused operation against XLA and the roof.
 
-The sizes are those of one device's product: all m rows, all n columns, its part of k. The roof is that product alone:
+The sizes are those of one device's product: all m rows, all n columns, its part of k. The roof is this product alone:
 
     python3 -m benchmarks.matmul_all_reduce --out benchmarks/results
     python3 -m benchmarks.matmul_all_reduce --devices 2 --methods fused,own_matmul,roof,xla
     launch/mpirun.sh -np 4 -- python3 -m benchmarks.matmul_all_reduce
 
-Arguments are described by --help.
+--help describes the options.
 """
 
 from __future__ import annotations
@@ -23,17 +23,9 @@ SHAPES = ",".join(f"{rows}x{product}:bf16" for product in PRODUCTS for rows in R
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser((__doc__ or "").splitlines()[0], SHAPES, "fused,xla,roof", devices=True)
-    arguments = parser.parse_args(argv, None)
-    arguments.default_shapes = SHAPES
-
-    def methods_of(*args):
-        # Imported once the devices are set up.
-        from benchmarks.methods import summed_methods
-
-        return summed_methods(*args)
-
-    return command.run(arguments, "matmul_all_reduce", methods_of, arguments.devices)
+    parser = command.parser(__doc__, SHAPES, "fused,xla,roof", devices=True)
+    arguments = parser.parse_args(argv)
+    return command.run(arguments, "matmul_all_reduce", command.late("summed_methods"), arguments.devices)
 
 
 if __name__ == "__main__":

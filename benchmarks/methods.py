@@ -1,4 +1,4 @@
-"""The competitors: the fused operation in any number of configurations, XLA, the roof, and JAX's own example kernel."""
+"""The methods of each table: the fused operation in several configurations, XLA, the roof, and JAX's example kernel."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LADDERS = {"hopper": ladder.RUNGS, "blackwell": blackwell_ladder.RUNGS}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The fused operation with some fields of its config set: `fused:stages=3,tile_n=128`."""
+    """The fused operation with some fields of its configuration set, such as `fused:stages=3,tile_n=128`."""
 
     name: str
     config: dict[str, Any]
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Reads `NAME:FIELD=VALUE,...`; integers, True, False and None are taken as such, all else as text."""
+        """Reads `NAME:FIELD=VALUE,...`. Integers, True, False and None are read as such, all other values as text."""
         name, _, fields = text.partition(":")
         if name != "fused":
             raise ValueError(f"a variant must begin with `fused`, got {text!r}: write fused:tile_n=128,stages=3")
@@ -49,7 +49,14 @@ def _value(text: str) -> Any:
 def all_gather_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `all_gather_lhs_matmul`; `num_examples` bounds the search over JAX's example's configs."""
+    """The methods for `all_gather_lhs_matmul`.
+
+    Args:
+      problem: what is measured.
+      names: the methods to make.
+      variants: the configurations of "fused"; none: the library's choice.
+      num_examples: how many configurations are tried for "jax_example".
+    """
     form = {"transpose_rhs": problem.transpose_rhs, "preferred_element_type": problem.out_dtype}
 
     def fused(variant: Variant) -> Method:
@@ -65,7 +72,7 @@ def all_gather_methods(
     makers: dict[str, Callable[[], Method]] = {
         "xla": lambda: Method("xla", functools.partial(unfused, problem)),
         "roof": lambda: Method("roof", functools.partial(product, problem), gathered=True),
-        # The same main loop where there is nothing to gather: what is between it and `fused` is communication.
+        # The same mainloop on gathered operands: the difference between it and `fused` is communication.
         "own_matmul": lambda: Method(
             "own_matmul", functools.partial(overlap.matmul, implementation="fused", **form), gathered=True
         ),
@@ -77,7 +84,7 @@ def all_gather_methods(
 def all_gather_rhs_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `all_gather_rhs_matmul`. There is no example to compare."""
+    """The methods for `all_gather_rhs_matmul`, as `all_gather_methods`. JAX has no example for it."""
     del num_examples
 
     def fused(variant: Variant) -> Method:
@@ -104,7 +111,7 @@ def all_gather_rhs_methods(
 def summed_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for products summed over the devices; the roof and `own_matmul` are products that nobody sums up."""
+    """The methods for products that are summed over the devices. "roof" and "own_matmul" are products without a sum."""
     del num_examples
     form = {
         "transpose_lhs": problem.transpose_lhs,
@@ -135,9 +142,9 @@ def summed_methods(
 def matmul_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `matmul` on one GPU; its XLA is its roof as well.
+    """The methods for `matmul` on one GPU, where "xla" is the roof as well.
 
-    `fused_bf16` is our kernel on the same values in bf16, for f8 to be compared with; it is left out for other dtypes.
+    "fused_bf16" is our kernel on the same values in bf16, to compare f8 with. For other dtypes it is left out.
     """
 
     def keywords(config: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +166,7 @@ def matmul_methods(
 
         call = functools.partial(matmul, variant.config)
         method = Method(name or variant.name, call, dtype=dtype)
-        # A config that somebody asked for and that does not fit is an error.
+        # Without a config, `check` may say NOT SERVED. A given config that does not fit is an error.
         return method if variant.config else dataclasses.replace(method, check=check)
 
     makers: dict[str, Callable[[], Method]] = {
@@ -178,14 +185,14 @@ def ladder_methods(
     *,
     architecture: str | None = None,
 ) -> list[Method]:
-    """The rungs of one architecture's ladder, and what `matmul_methods` has.
+    """The rungs of the ladder of one architecture, and the methods of `matmul_methods`.
 
-    `ladder` among the names stands for all rungs. `architecture` is a key of `LADDERS`; None means the device's.
+    The name "ladder" stands for all rungs. `architecture` is a key of `LADDERS`; None means the device's.
     """
     architecture = architecture or ("blackwell" if current_target().is_blackwell else "hopper")
     rungs = {rung.name: Method(rung.name, rung.matmul) for rung in LADDERS[architecture]}
     if jax.default_backend() == "cpu":
-        overlap.emulation.enable()  # Rungs run on a GPU, or where somebody asks for the emulator.
+        overlap.emulation.enable()  # Without a GPU, rungs run only in the emulator.
     methods = []
     for name in names:
         if name == "ladder":
@@ -216,13 +223,14 @@ def _config(fields: dict[str, Any]) -> overlap.Config | None:
     return overlap.Config.of(**fields) if fields else None
 
 
-# --- JAX's example kernels, as peers ----------------------------------------------------------------------------------
+# --- JAX's example kernels --------------------------------------------------------------------------------------------
 
 
 def _example_configs(limit: int) -> list[tuple[str, Any]]:
-    """The example's configurations, the likely ones first: CTA tiles of 128 x 256 and 256 x 128 in several orders.
+    """Configurations of JAX's example, those that are probably fast first.
 
-    Behind the first six comes what is left of the 48 that the example searches itself. Those that do not fit fail.
+    The first six have CTA tiles of 128 x 256 and 256 x 128 in several orders. After them come the rest of the 48 that
+    the example searches itself. Configurations that do not fit fail.
     """
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
 
@@ -280,7 +288,7 @@ def _example(problem: Problem, call: Callable[..., jax.Array], limit: int) -> Me
     try:
         configs = _example_configs(limit)
     except Exception as error:
-        # Not importable here: the table says so in its row.
+        # The example cannot be imported here: its row in the table has the error.
         failure = error
 
         def fail(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -1,21 +1,22 @@
-"""Draws problems at random, and for each the configurations to time: what `benchmarks.configurations` is given.
+"""Draws random problems, and for each the configurations to time: the task file of `benchmarks.configurations`.
 
-    python -m benchmarks.model_tasks --seed 1 --problems 220 --out tasks.jsonl             to fit the model to
-    python -m benchmarks.model_tasks --seed 2 --problems 60 --judge --out held_out.jsonl   to judge it by, with XLA
+    python -m benchmarks.model_tasks --seed 1 --problems 220 --out tasks.jsonl             tasks to fit the model
+    python -m benchmarks.model_tasks --seed 2 --problems 60 --judge --out held_out.jsonl   tasks to judge it, with XLA
 
-Sizes are drawn evenly in their logarithms. To fit, configurations are drawn from everywhere that the search goes, the
-likely ones more often; to judge, they are the first of the search, as deep as the tuner goes, and some from far behind.
+The logarithms of sizes are uniformly distributed. To fit, configurations are drawn from the whole search space, those
+with good predictions more often. To judge, they are the first ones of the search, as many as the tuner tries, and some
+from far behind.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks import command
 from benchmarks.configurations import Task
 from overlap.choice import space
 from overlap.choice.problem import Problem
@@ -27,9 +28,9 @@ from overlap.kernels.target import Target
 
 TARGET = Target("gpu", "NVIDIA H200", 132)
 ROWS, COLUMNS, DEPTH = (64, 16384), (256, 32768), (256, 16384)
-# One call of the largest takes 3 ms; of the others 15 µs.
+# A call of the largest problem takes 3 ms, and a call of a problem of FEW_FLOPS 15 µs.
 MOST_FLOPS, FEW_FLOPS = 2e12, 1e10
-# Elements in a line of the cache: rows that are multiples of it are aligned.
+# Elements of 2 bytes in a cache line. Rows are aligned if their length is a multiple of it.
 _LINE = 64
 _KINDS = (("bfloat16", 14), ("float16", 3), ("float8_e4m3fn", 3))
 _LAYOUTS = (("nn", 7), ("nt", 7), ("tn", 4), ("tt", 2))
@@ -46,18 +47,25 @@ def _one_of(chance: random.Random, weighted: tuple[tuple[Any, int], ...]) -> Any
 
 
 def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bfloat16_only: bool) -> Problem:
-    """A problem; `aligned` and `few_rows`: which part has aligned rows, and which has at most 64 of them."""
+    """A random problem.
+
+    Args:
+      chance: the random numbers.
+      aligned: the fraction of problems whose rows are aligned to cache lines.
+      few_rows: the fraction of problems with at most 64 rows.
+      bfloat16_only: whether all operands are bfloat16.
+    """
     while True:
         dtype = "bfloat16" if bfloat16_only else _one_of(chance, _KINDS)
         layout = "nt" if dtype.startswith("float8") else _one_of(chance, _LAYOUTS)
-        # (Rows in f8 begin every 16 bytes as well.)
+        # Elements of f8 have 1 byte. So a cache line has twice as many, and rows still begin at multiples of 16 bytes.
         unit = 2 * _LINE if dtype.startswith("float8") else _LINE
         unit = unit if chance.random() < aligned else unit // 8
         of_m = unit if layout[0] == "t" else 8
         rows = (8, 64) if chance.random() < few_rows else ROWS
         m, n, k = _drawn(chance, rows, of_m), _drawn(chance, COLUMNS, unit), _drawn(chance, DEPTH, unit)
         flops = 2.0 * m * n * k
-        # Of what hardly takes longer than a launch a few suffice.
+        # A few problems that hardly take longer than a launch suffice.
         if flops <= MOST_FLOPS and (flops > FEW_FLOPS or chance.random() < 0.35):
             return Problem("matmul", m, n, k, dtype, "bfloat16" if dtype.startswith("float8") else dtype, layout=layout)
 
@@ -80,24 +88,27 @@ def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
 
 
 def judged_configs(chance: random.Random, problem: Problem, count: int) -> tuple[Config, ...]:
-    """The first `count` of the search, and six shapes from anywhere else."""
+    """The first `count` configurations of the search, and six others that differ in `shape_of`."""
     ranked = space.candidates(problem, TARGET)
     shapes = {shape_of(config): config for config in reversed(ranked[count:])}
     return tuple(ranked[:count] + chance.sample(list(shapes.values()), min(6, len(shapes))))
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.model_tasks", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--seed", type=whole_number(0), required=True, help="of all that is drawn")
-    parser.add_argument("--problems", type=whole_number(1), required=True, help="how many")
-    parser.add_argument("--judge", action="store_true", help="to judge the model: with XLA's product, in bfloat16")
+    """Runs the command. Returns the exit status."""
+    parser = command.tool_parser("model_tasks", __doc__)
+    parser.add_argument("--seed", type=whole_number(0), required=True, help="seed of the random numbers")
+    parser.add_argument("--problems", type=whole_number(1), required=True, help="how many problems")
     parser.add_argument(
-        "--configs", type=whole_number(1), default=16, help="with --judge: how many of the search's first"
+        "--judge", action="store_true", help="tasks to judge the model: with XLA's product, in bfloat16"
     )
-    parser.add_argument("--out", type=new_file_with_folders, required=True, help="the task file")
+    parser.add_argument(
+        "--configs",
+        type=whole_number(1),
+        default=16,
+        help="with --judge: how many of the search's first configurations",
+    )
+    parser.add_argument("--out", type=new_file_with_folders, required=True, help="the task file to write")
     given = parser.parse_args(None if arguments is None else list(arguments))
     chance, lines = random.Random(given.seed), []
     for _ in range(given.problems):

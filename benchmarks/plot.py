@@ -1,4 +1,4 @@
-r"""Draws time and fraction of the roof against the number of devices, or the gain over XLA against the rows.
+r"""Draws time and fraction of the roof over the number of devices, or the gain over XLA over the number of rows.
 
 python3 -m benchmarks.plot benchmarks/results/all_gather_lhs_matmul-h200-[24]-one_process.csv --out devices.png
 python3 -m benchmarks.plot --against m --methods fused \
@@ -7,20 +7,23 @@ python3 -m benchmarks.plot --against m --methods fused \
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib.util
 import pathlib
 import sys
 from collections.abc import Sequence
 
+from benchmarks import command
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, new_file, old_file
 from overlap.cli.picture import write_whole
 
 
 def read(paths: Sequence[str | pathlib.Path]) -> list[dict[str, str]]:
-    """The rows of all files that hold a time, of several for one method and problem the last; no single rounds."""
+    """The rows with times from all files. Of several rows for one method and problem, the last one counts.
+
+    Files with the times of single rounds are ignored.
+    """
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for path in paths:
         with pathlib.Path(path).open() as file:
@@ -31,12 +34,15 @@ def read(paths: Sequence[str | pathlib.Path]) -> list[dict[str, str]]:
 
 
 def _problem(row: dict[str, str]) -> tuple[str, ...]:
-    # Files from before there were layouts hold "nn" alone.
+    # Old files have no layout; there it is "nn".
     return (row["op"], row["shape"], row["dtype"], row.get("layout", "nn"))
 
 
 def draw_rows(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
-    """A panel for each number of devices: XLA's time / the method's over the rows of all devices, a line per (n, k)."""
+    """Draws XLA's time / the method's time over the rows of all devices.
+
+    There is a panel for each number of devices, with a line for each method and (n, k).
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -65,7 +71,7 @@ def draw_rows(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
 
 
 def draw(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
-    """One column of panels for each shape and dtype: time above, roof / method below."""
+    """Draws the time and, below it, the fraction of the roof over the number of devices, a column for each problem."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -107,10 +113,10 @@ def draw(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command.tool_parser("plot", __doc__)
     parser.add_argument("files", nargs="+", type=old_file, help="CSV files of benchmarks.all_gather_matmul")
-    parser.add_argument("--against", choices=("devices", "m"), default="devices", help="what lies along the x axis")
-    parser.add_argument("--methods", help="what to draw, as the files call it, separated by commas (default: all)")
+    parser.add_argument("--against", choices=("devices", "m"), default="devices", help="what the x axis shows")
+    parser.add_argument("--methods", help="the methods to draw, separated by commas (default: all)")
     parser.add_argument("--out", type=new_file, required=True, help="the picture to write, .png or .svg")
     arguments = parser.parse_args(argv)
     if arguments.out.suffix not in (".png", ".svg"):
@@ -119,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise WrongArguments("plot needs matplotlib: pip install 'overlap[bench]'")
     rows = read(arguments.files)
     if arguments.methods:
-        # Ratios to XLA stand in the other methods' own rows.
+        # The rows of the other methods have their ratios to XLA, so XLA's own rows are not needed.
         rows = [row for row in rows if row["method"] in arguments.methods.split(",")]
     if not rows:
         raise WrongArguments(

@@ -1,4 +1,4 @@
-"""How problems are written on the command line and in tables, and named suites of them."""
+"""Problems as written on the command line and in tables, and named suites of problems."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _SHAPE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class TableProblem:
-    """A problem of the library as the command line and the tables write it.
+    """A problem of the library, as the command line and the tables write it.
 
-    With gathered weights, `m`, `n` and `k` are those of one device's whole product: its own rows, all of the weights.
+    With gathered weights, `m`, `n` and `k` are the sizes of one device's whole product: its own rows, all of the
+    weights.
     """
 
     op: str
@@ -37,12 +38,12 @@ class TableProblem:
 
     @property
     def shape(self) -> str:
-        """The sizes, as in the tables and on the command line."""
+        """The sizes as text, `MxNxK`."""
         return f"{self.m}x{self.n}x{self.k}"
 
     @functools.cached_property
     def library(self) -> library.Problem:
-        """What is measured: sizes per shard, the dtypes' full names. All numbers and programs are made of it."""
+        """The library's problem: sizes per shard, and full names of dtypes. It is what is measured."""
         dtype = DTYPES[self.dtype]
         result = library.Problem(
             "matmul" if self.op == "ladder" else self.op, self.m, self.n, self.k, dtype,
@@ -68,15 +69,20 @@ class TableProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Shapes and layouts that are always measured together."""
+    """Shapes and layouts that are measured together."""
 
     shapes: tuple[str, ...]
     layouts: tuple[str, ...]
 
 
-# The first is what the project's targets for `matmul` are stated over, the last tests the harness. By the second the
-# library chooses between its collective kernels and XLA (`benchmarks.crossover`): m_shard from 16 to 8192, n_shard from
-# 256 to 16384 and k from 512 to 16384, the corners and the shapes of layers; quickest first, for `--budget-s`.
+#     standard   the products over which the project's targets for `matmul` are stated
+#     sweep      By these shapes the library chooses between its collective kernels and XLA (`benchmarks.crossover`).
+#                m_shard is 16 to 8192, n_shard 256 to 16384, k 512 to 16384: the corners and the shapes of layers. The
+#                quickest come first, for `--budget-s`.
+#     scatter    The same for products that are summed and scattered. m is that of one device's whole product: few and
+#                many rows with the output projections of layers, and the corners.
+#     breakdown  What a fused call spends its time on: whole calls, gathers with hardly a product (n = 8), and a tiny call.
+#     tiny       tests the harness
 SUITES = {
     "standard": Suite(
         (
@@ -96,8 +102,6 @@ SUITES = {
         ),
         ("nn",),
     ),
-    # The same for products that are summed and scattered, whose m is that of one device's whole product: few and many
-    # rows by the output projections of layers, and the corners.
     "scatter": Suite(
         (
             "32x8192x4096", "64x8192x4096", "128x8192x4096", "256x8192x4096", "512x8192x4096", "1024x8192x4096",
@@ -107,7 +111,6 @@ SUITES = {
         ),
         ("nn",),
     ),
-    # What a fused call is made of: a whole one, the gather with hardly a product (n = 8), and what any call costs.
     "breakdown": Suite(
         (
             "1024x4096x4096", "1024x8x4096", "1024x3584x8192", "1024x8x8192", "1024x6144x12288", "1024x8x12288",
@@ -122,9 +125,17 @@ SUITES = {
 def parse(
     op: str, devices: int, shapes: Sequence[str], dtype: str, layouts: Sequence[str] | None
 ) -> list[TableProblem]:
-    """The problems that shapes name, `MxNxK[:DTYPE][:LAYOUT]`; those that name no layout come in all of `layouts`.
+    """The problems that texts `MxNxK[:DTYPE][:LAYOUT]` name.
 
-    Without `layouts` that is "nn", and "nt" for 8-bit operands, which tensor cores read in no other form.
+    A shape without a layout is measured in all `layouts`. If `layouts` is None, it is measured in "nn", or in "nt" for
+    8-bit operands, which tensor cores read in no other layout.
+
+    Args:
+      op: the operation.
+      devices: how many devices.
+      shapes: the texts.
+      dtype: for shapes that name none.
+      layouts: for shapes that name none.
     """
     result = []
     for text in shapes:

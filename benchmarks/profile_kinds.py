@@ -1,4 +1,4 @@
-"""What a GPU spent its time on, by kind of kernel, from a profile of jax."""
+"""Adds up a GPU's time by kind of kernel, from a profile of jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 import jax
 
-# The first that matches a kernel's name counts.
+# Kinds, and patterns for the names of their kernels. The first pattern that matches counts.
 KINDS = (
     ("fused", r"^overlap_"),
     ("gather", r"nccl.*allgather"),
@@ -26,13 +26,13 @@ def kind_of(kernel: str) -> str:
 
 
 def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
-    """Microseconds of one GPU's kernels for each of `turns`, by kind; the mean over GPUs. Empty without GPUs.
+    """Microseconds per turn of a GPU's kernels, by kind, as the mean over the GPUs. Empty without GPUs.
 
-    Kernels of several streams may run at the same time: so the sum may be more than the time of a turn.
+    Kernels in several streams may run at the same time, so the sum over all kinds may be more than the time of a turn.
 
     Args:
-      folder: where `jax.profiler.trace` has written.
-      turns: by how many is divided.
+      folder: where `jax.profiler.trace` has written its files.
+      turns: how many turns the profiled program has.
     """
     total: collections.Counter[str] = collections.Counter()
     gpus = 0
@@ -42,7 +42,8 @@ def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
                 continue
             gpus += 1
             for line in plane.lines:
-                # Lines of streams have kernels; the others repeat their time by operation, scope or module.
+                # The lines of streams have the kernels. The other lines repeat their times by operation, scope or
+                # module.
                 if line.name.startswith("Stream"):
                     for event in line.events:
                         total[kind_of(event.name)] += event.duration_ns * 1e-3

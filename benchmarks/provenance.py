@@ -1,9 +1,9 @@
-"""Which code a benchmark measures: a commit of this repository's history, or nothing is measured.
+"""Finds the commit whose code a benchmark measures. Code that is not committed is not measured.
 
-A number can be repeated only if the code that made it can be found again. So the harness refuses a tree that differs
-from the commit it names. Where there is no such history (a copy of the tree on another machine), the commit is named in
-full and is recorded as unverified. The hash of overlap/ is recorded beside it: git has the same one for that folder in
-that commit, so `python -m benchmarks.index` can verify it later, where there is a .git.
+A measurement can be repeated only if its code can be found again. So the harness refuses a tree that differs from the
+commit that it names. In a copy of the tree without the repository's history, the user names the commit, and it is
+recorded as unverified, with the hash of overlap/. Git gives this folder the same hash in that commit. So
+`python -m benchmarks.index` can verify it later, in a repository with the history.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 VARIABLE = "OVERLAP_COMMIT"
 UNVERIFIED = "unverified: not in a repository here"
 DIGITS = 12
-# What a number depends on. Results are written while others are measured.
+# The folders that must not differ from the commit. Results may differ, since each measurement writes some.
 _CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results", ":(exclude)benchmarks/experiments")
 
 
 class Refused(Exception):
-    """The code that would be measured is not that of a commit."""
+    """Raised if the code to be measured is not that of a commit."""
 
 
 def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str, str]:
@@ -49,7 +49,7 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
         return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
     commit = in_history(named or "HEAD", root)
     if commit is None and named and re.fullmatch(r"[0-9a-f]{40}", named) and git(root, "cat-file", "-t", named) is None:
-        # A copy of the tree in a repository of its own, which has never seen that commit.
+        # The tree is a copy inside another repository, which does not have that commit.
         return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
     if commit is None:
         raise Refused(f"`--commit` must be a commit of this repository's history, got {named!r}")
@@ -66,7 +66,7 @@ def has_history(root: pathlib.Path = REPOSITORY) -> bool:
 
 
 def in_history(name: str, root: pathlib.Path = REPOSITORY) -> str | None:
-    """The full hash of the commit that `name` means, if HEAD is it or comes after it."""
+    """The full hash of the commit `name`, if it is HEAD or an ancestor of HEAD; else None."""
     commit = git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     return commit if commit and git(root, "merge-base", "--is-ancestor", commit, "HEAD") is not None else None
 
@@ -80,7 +80,7 @@ def _changed(commit: str, root: pathlib.Path) -> list[str]:
 
 
 def git(root: pathlib.Path, *arguments: str) -> str | None:
-    """What a git command prints; None if it fails, or if there is no git."""
+    """The output of a git command; None if it fails, or if there is no git."""
     line = ["git", "-c", f"safe.directory={root}", *arguments]
     try:
         done = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=60, check=False)
@@ -90,7 +90,7 @@ def git(root: pathlib.Path, *arguments: str) -> str | None:
 
 
 def tree_hash(folder: pathlib.Path) -> str:
-    """The hash that git gives a folder with these files, `git rev-parse COMMIT:FOLDER`, without what Python caches."""
+    """The hash that git gives a folder with these files (`git rev-parse COMMIT:FOLDER`), without Python's caches."""
     entries = []
     for path in folder.iterdir():
         if path.name == "__pycache__":
@@ -101,7 +101,7 @@ def tree_hash(folder: pathlib.Path) -> str:
             data = path.read_bytes()
             mode = b"100755" if path.stat().st_mode & 0o100 else b"100644"
             entries.append((path.name, mode, path.name, _object_hash(b"blob", data)))
-    # Git sorts a folder as if its name ended in a slash.
+    # Git sorts folders as if their names ended in a slash.
     entries.sort(key=lambda entry: entry[0].encode())
     listed = (mode + b" " + name.encode() + b"\0" + bytes.fromhex(digest) for _, mode, name, digest in entries)
     return _object_hash(b"tree", b"".join(listed))

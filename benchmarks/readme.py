@@ -1,6 +1,6 @@
-"""The tables of README.md that are copies of results: between `<!-- table: NAME -->` and `<!-- end -->`.
+"""Makes the tables of README.md that show results: those between `<!-- table: NAME -->` and `<!-- end -->`.
 
-`python -m benchmarks.index` writes them anew.
+`python -m benchmarks.index` writes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from benchmarks import current, provenance
 
 FILE = provenance.REPOSITORY / "README.md"
-# One run of the suite `standard` for each dtype: a mean is not to be of several runs.
+# One run of the suite "standard" for each dtype. A mean must not mix several runs.
 SUITES = {
     dtype: provenance.REPOSITORY
     / "benchmarks"
@@ -23,7 +23,7 @@ SUITES = {
     for dtype in ("bf16", "f16")
 }
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# The problems that the README shows of a table, if it has them.
+# The problems of `all_gather_lhs_matmul` that README.md shows, as far as a table has them.
 _SHOWN = (
     ("1024x4096x4096", "f16"),
     ("1024x4096x8192", "bf16"),
@@ -59,10 +59,10 @@ _WEIGHTS = ("8192x4096x4096", "8192x14336x4096", "2048x4096x4096")
 
 
 def text(readme: str, tables: Sequence[current.Table]) -> str:
-    """The README with its tables made from these results.
+    """The text of README.md with its tables made from these results.
 
     Raises:
-      ValueError: it marks a table that nobody makes, or lacks one.
+      ValueError: the README marks an unknown table, or lacks one.
     """
     made = {name: make(tables) for name, make in _TABLES.items()}
     marked = [name for _, name, _ in _MARKED.findall(readme)]

@@ -1,4 +1,4 @@
-"""Turns results into a table, CSV files and markdown. Ratios are formed per round, and their median is reported."""
+"""Writes results as tables, CSV files and markdown. A ratio is the median of the ratios within each round."""
 
 from __future__ import annotations
 
@@ -21,58 +21,39 @@ from benchmarks.problems import TableProblem
 ROUND_COLUMNS = ("op", "devices", "shape", "dtype", "layout", "round", "method", "loop_us", "wall_us")
 _IN_EVERY_ROW = ("date", "commit", "command")
 SUMMARY_COLUMNS = (
-    "op",
-    "devices",
-    "shape",
-    "dtype",
-    "layout",
-    "method",
-    "status",
-    "loop_us",
-    "loop_us_p10",
-    "loop_us_p90",
-    "wall_us",
-    "wall_us_p10",
-    "wall_us_p90",
-    "kernel_us",
-    "tflops_per_device",
-    "percent_of_peak",
-    "received_gb_per_s_per_device",
-    "xla_over_this",
-    "roof_over_this",
-    "bf16_over_this",
-    "xla_over_this_wall",
-    "roof_over_this_wall",
-    "error",
-    "error_bound",
-    "rounds",
-    "loop_overhead_us",
-    "loop_copies",
-    "first_call_s",
-    "compile_s",
-    "kernel_names",
-    "note",
-    "clocks",
-)
+    "op", "devices", "shape", "dtype", "layout", "method", "status",
+    "loop_us", "loop_us_p10", "loop_us_p90", "wall_us", "wall_us_p10", "wall_us_p90", "kernel_us",
+    "tflops_per_device", "percent_of_peak", "received_gb_per_s_per_device",
+    "xla_over_this", "roof_over_this", "bf16_over_this", "xla_over_this_wall", "roof_over_this_wall",
+    "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "first_call_s", "compile_s", "kernel_names",
+    "note", "clocks",
+)  # fmt: skip
 
 
 @dataclasses.dataclass
 class Table:
-    """The results of one problem, with what is common to all its methods."""
+    """The results of one problem.
+
+    Attributes:
+      problem: the problem.
+      results: one for each method.
+      loop_overhead_us: microseconds of an iteration of the loop without work.
+      clocks: clock, power and temperature of the GPUs after the last round.
+      xla, roof, bf16: the names of the methods with which ratios are formed. On one GPU, XLA's dot is the roof.
+      peak_tflops: dense TFLOP/s of the data sheet, or None.
+    """
 
     problem: TableProblem
     results: Sequence[Result]
     loop_overhead_us: float | None = None
     clocks: str = ""
-    # The methods that ratios are formed with. On one GPU XLA's dot is the roof.
     xla: str = "xla"
     roof: str = "roof"
     bf16: str = "fused_bf16"
-    # Dense TFLOP/s of the data sheet, where it is known.
     peak_tflops: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per method, `SUMMARY_COLUMNS` as keys; what was not measured is None."""
+        """A row for each method, with the keys `SUMMARY_COLUMNS`; None for values that were not measured."""
         by_name = {result.method: result for result in self.results}
         others = {name: by_name.get(getattr(self, name)) for name in ("xla", "roof", "bf16")}
         return [self._row(result, others) for result in self.results]
@@ -85,7 +66,7 @@ class Table:
         row |= {"method": result.method, "status": result.status, "note": result.note, "clocks": self.clocks}
         row |= {"error": result.error, "error_bound": result.error_bound, "compile_s": result.compile_s}
         if not result.ok:
-            # A wrong result has no time.
+            # No times for a wrong result.
             return row
         row |= {"rounds": len(result.loop_us), "kernel_us": result.kernel_us, "loop_overhead_us": self.loop_overhead_us}
         row["loop_copies"] = "; ".join(result.loop_copies)
@@ -106,7 +87,7 @@ class Table:
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float | None:
-    """The median over rounds of `numerator / denominator`, each round's times with each other."""
+    """The median over the rounds of `numerator / denominator`; None if there are no rounds."""
     pairs = list(zip(numerator, denominator, strict=False))
     return float(np.median([above / below for above, below in pairs])) if pairs else None
 
@@ -118,16 +99,22 @@ _SUFFIXES = ("rounds.csv", "csv", "summary.csv", "md")
 
 
 class Writer:
-    """Writes while the benchmark runs, so that a kill loses little: `NAME.partial` until `finish` renames all.
+    """Writes the files of a run.
 
-    A run that ends before its time calls `keep`. So only a kill that no program can catch leaves a partial file.
+    The files are written while the benchmark runs, as `NAME.partial`, so that a run that is killed loses little.
+    `finish` gives them their names. A run that ends early calls `keep`. So partial files are left only by a kill that
+    no program can catch.
 
-    Files: STEM.rounds.csv (every time measured, appended after each round), STEM.csv (one row per method and problem,
-    rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv, which
-    `benchmarks.summary` makes of several problems.
+    The files are STEM.rounds.csv (every time, appended after each round), STEM.csv (a row for each method and problem,
+    rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv (see
+    `benchmarks.summary`; only for several problems).
 
-    With `into_table`, STEM names a current result (see `benchmarks.current`): the run replaces the rows of its problems
-    there, and the other rows stay. Such a table has no summary, since its rows may be of several runs.
+    Args:
+      folder: where to write; None: nothing is written.
+      stem: the stem of the files' names.
+      environment: the facts about the run.
+      into_table: whether `stem` names a current result (see `benchmarks.current`). Then the run replaces the rows of
+        its problems there, and all other rows stay. There is no summary, since the rows may come from several runs.
     """
 
     def __init__(
@@ -140,17 +127,17 @@ class Writer:
     ) -> None:
         self._into_table = into_table
         self._environment = environment
-        # In each row, so that a row that is copied elsewhere still says where it is from.
+        # In each row, so that a row that is copied elsewhere still names its run.
         self._named = {f"env_{name}": environment[name] for name in _IN_EVERY_ROW if name in environment}
         self._tables: list[Table] = []
         self._left_out: list[str] = []
         self._measured_any = False
-        # A run may be ended by another thread: see `benchmarks.watch`.
+        # Another thread may end the run: see `benchmarks.watch`.
         self._lock = threading.RLock()
         self._stem = None if folder is None else pathlib.Path(folder) / stem
         if self._stem is not None:
             self._stem.parent.mkdir(parents=True, exist_ok=True)
-            self._discard()  # What a run that was killed has left.
+            self._discard()  # Partial files of a run that was killed.
             self._write("rounds.csv", _csv((*ROUND_COLUMNS, *self._named), []))
 
     def _partial(self, suffix: str) -> pathlib.Path:
@@ -185,11 +172,11 @@ class Writer:
 
     @property
     def measured(self) -> int:
-        """How many problems are finished."""
+        """The number of finished problems."""
         return len(self._tables)
 
     def leave_out(self, problems: Sequence[TableProblem]) -> None:
-        """Notes which problems were not measured."""
+        """Records the problems that were not measured."""
         with self._lock:
             self._left_out = [str(problem) for problem in problems]
             self._write_tables()
@@ -205,13 +192,13 @@ class Writer:
             self._write("summary.csv", _csv((*summary.COLUMNS, *self._named), _cells(named)))
 
     def show_summary(self) -> None:
-        """Prints what all problems say together."""
+        """Prints the summary of all problems."""
         if rows := _summary(self._tables):
             _print("all problems", summary.HEADINGS, [summary.texts(row) for row in rows])
         print(*(f"  {line}" for line in summary.remarks(_rows(self._tables), self._left_out)), sep="\n", flush=True)
 
     def keep(self, left_out: Sequence[TableProblem]) -> list[pathlib.Path]:
-        """Finishes a run that ends before its time: what was measured stays, and nothing half-written."""
+        """Finishes a run that ends early: keeps the measurements, and removes half-written files."""
         with self._lock:
             try:
                 if self._tables:
@@ -226,7 +213,7 @@ class Writer:
                 self._partial(suffix).unlink(missing_ok=True)
 
     def finish(self) -> list[pathlib.Path]:
-        """Renames the complete files into place, or brings them into the table; returns the paths of what it wrote."""
+        """Renames the files, or adds them to the current table. Returns the paths of the written files."""
         if self._stem is None:
             return []
         if self._into_table:
@@ -301,7 +288,7 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What has no place in a column: why a method has no times, which config was chosen, what spoils a loop."""
+    """Remarks that have no column: why a method has no times, which config was chosen, which copies a loop makes."""
     remarks = []
     for row in rows:
         if row["status"] != "ok":
@@ -332,7 +319,7 @@ def show(table: Table) -> None:
 
 
 def _print(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], statuses: Sequence[str] = ()) -> None:
-    """With rich where it is installed."""
+    """Prints a table: with rich if it is installed, else as plain text."""
     try:
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -344,7 +331,7 @@ def _print(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], s
         shown.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
     for row, status in itertools.zip_longest(rows, statuses, fillvalue="ok"):
         shown.add_row(*row, style=None if status == "ok" else "red")
-    # Wide enough for every column also where the output is a file or a narrow terminal.
+    # Wide enough for every column, also if the output is a file or a narrow terminal.
     Console(width=max(Console().width, 160)).print(shown)
 
 
@@ -353,12 +340,12 @@ def _rows(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def _summary(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """Of one problem there is none."""
+    """The rows of the summary; none for a single problem."""
     return summary.summarize(_rows(tables), tables[0].roof) if len(tables) > 1 else []
 
 
 def markdown(tables: Sequence[Table], environment: Mapping[str, str], left_out: Sequence[str] = ()) -> str:
-    """The environment, the summary and all tables as one markdown document."""
+    """The environment, the summary and all tables, as one markdown document."""
     lines = [f"- {name}: {value}" for name, value in environment.items()]
     if rows := _summary(tables):
         lines += ["", "## All problems", "", *_md_table(summary.HEADINGS, [summary.texts(row) for row in rows])]

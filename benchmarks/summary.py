@@ -1,7 +1,7 @@
-"""What all problems of a run say together: for each method and layout the geometric mean and the minimum of its ratios.
+"""Summarizes all problems of a run: for each method and layout, the geometric mean and the minimum of its ratios.
 
-A mean is over the problems that were measured. Those that a method does not serve, those that failed and those for
-which there was no time left are in no mean; how many there are is said beside it.
+A mean is over the measured problems. Problems that a method cannot compute, that failed, or that were left out for want
+of time are not in the mean. The summary says how many these are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 ALL = "all"
-# Ratios of times, in rows of a table: the roof's over the method's, and that of our kernel on the same values in bf16.
+# Columns with ratios of times: the roof's time / the method's, and the time of our kernel in bf16 / the method's.
 _RATIOS = {"roof": "roof_over_this", "bf16": "bf16_over_this"}
 COLUMNS = (
     "method",
@@ -44,9 +44,9 @@ HEADINGS = (
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], roof: str) -> list[dict[str, Any]]:
-    """One row per method and dtype for each layout, and one for all of them, from the rows of all tables.
+    """A row for each method, dtype and layout, and one for all layouts together, from the rows of all tables.
 
-    The method called `roof` is left out, as its ratio is 1.
+    The method `roof` is left out, since its ratio is always 1.
     """
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for layout_of in (lambda row: row["layout"], lambda _: ALL):
@@ -74,7 +74,7 @@ def _group(method: str, dtype: str, layout: str, rows: Sequence[Mapping[str, Any
 
 
 def texts(row: Mapping[str, Any]) -> list[str]:
-    """A row as `HEADINGS` name its cells."""
+    """The cells of a row, in the order of `HEADINGS`."""
 
     def number(name: str) -> str:
         return "–" if row[name] is None else f"{row[name]:.3f}"
@@ -85,7 +85,7 @@ def texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(rows: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> list[str]:
-    """Which problems failed, and which were left out."""
+    """Lines that name the problems that failed, and those that were left out."""
     failed = [
         f"{row['method']} failed: {row['shape']} {row['dtype']} {row['layout']}: {row['status']}"
         for row in rows

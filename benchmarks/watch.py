@@ -1,4 +1,4 @@
-"""Ends a run that hangs or is told to end, so that what was measured until then is kept."""
+"""Ends a run that hangs or gets SIGTERM, and keeps its measurements."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-# Time to write what there is, before the process is ended without that.
+# How long the measurements may take to be written, before the process is ended without that.
 _PATIENCE_S = 15
-_STDERR = 2  # The number of the file: whoever replaces `sys.stderr` may have none.
+_STDERR = 2  # The file descriptor: `sys.stderr` may be an object without one.
 
 
 class Watch:
-    """While it is entered: each step may take so long, and what was measured is kept however the run ends.
+    """A context manager that limits the time of each step, and keeps the measurements however the run ends.
 
-    A step that takes longer ends the process with status 1 and a trace of all threads. SIGTERM (`timeout`, a batch
-    system) ends it with status 143. An exception or Ctrl-C passes through. Each time `keep` is called before.
+    - A step that takes longer than `timeout_s` seconds ends the process with status 1 and a stack trace of all threads.
+    - SIGTERM (from `timeout` or a batch system) ends the process with status 143.
+    - An exception or Ctrl-C passes through.
 
-    The thread that measures may be stuck in a kernel, and then runs no handler of Python's: so other threads wait for
-    the time and for the signal. Where even they cannot run, since the first holds Python's lock, a timer that needs no
-    Python ends the process.
+    In each case `keep` is called before. It returns the files that it has written.
+
+    The thread that measures may be stuck in a kernel, where it runs no signal handlers of Python. So other threads wait
+    for the time and for the signal. If the stuck thread holds Python's lock, these threads cannot run either. Then a
+    timer that needs no Python ends the process.
     """
 
     def __init__(self, timeout_s: int, keep: Callable[[], Sequence[pathlib.Path]]) -> None:
@@ -33,7 +36,7 @@ class Watch:
         self._signals: int | None = None
 
     def __enter__(self) -> Watch:
-        # Signals can be set by the main thread alone; jax may have a handler of its own.
+        # Only the main thread can set signal handlers. If there is a handler already, such as jax's, it stays.
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._listen()
         self.restart()
@@ -49,7 +52,7 @@ class Watch:
             self._keep_what_there_is()
 
     def restart(self) -> None:
-        """Begins a step."""
+        """Begins a step: its time limit counts from now."""
         self._stop()
         faulthandler.dump_traceback_later(self._timeout_s + _PATIENCE_S, exit=True, file=_STDERR)
         self._timer = threading.Timer(self._timeout_s, self._hangs)
@@ -63,14 +66,14 @@ class Watch:
 
     def _hangs(self) -> None:
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
-        self._end(1, f"no word for {self._timeout_s} s (--timeout-s): ended")
+        self._end(1, f"no progress for {self._timeout_s} s (--timeout-s): ended")
 
     def _listen(self) -> None:
         read, write = os.pipe()
         os.set_blocking(write, False)
         self._signals = write
         signal.signal(signal.SIGTERM, lambda *_: None)
-        # Python writes each signal's number there at once, whatever the main thread does.
+        # Python writes the number of each signal to this pipe at once, whatever the main thread is doing.
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
         def wait() -> None:
@@ -89,7 +92,7 @@ class Watch:
             os._exit(status)
 
     def _keep_what_there_is(self) -> None:
-        # A full disk is no reason to hide why the run ends.
+        # If the disk is full, the reason why the run ends is printed all the same.
         with contextlib.suppress(OSError):
             for path in self._keep():
                 print(f"kept {path}", file=sys.stderr, flush=True)

@@ -397,4 +397,4 @@ all_gather_matmul.main(sys.argv[1:])
     assert "hang_in_the_second" in done.stderr and "round 2 of 2" in done.stderr
     rounds = list(csv.DictReader((tmp_path / "hang.rounds.csv").open()))
     assert [row["method"] for row in rounds] == ["xla"]
-    assert not list(tmp_path.glob("*.partial")) and done.stderr.endswith("no word for 5 s (--timeout-s): ended\n")
+    assert not list(tmp_path.glob("*.partial")) and done.stderr.endswith("no progress for 5 s (--timeout-s): ended\n")

@@ -17,10 +17,11 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import overlap
 from overlap.choice.problem import Problem
-from overlap.cli import arguments, demo, doctor, ending, main, picture, spans
+from overlap.cli import arguments, demo, doctor, ending, main, picture, spans, tables
 from overlap.kernels.target import emulating
 from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.programs import Call
@@ -129,6 +130,35 @@ def test_demo_as_on_gpus(monkeypatch, capsys):
     assert len(re.findall(r"xla .* 1\.00 ", said)) == 2
     assert len(re.findall(r"roof .* 1\.000 ", said)) == 2
     assert pictures == ["4: x.png"]
+
+
+ROWS = [["fused", "one kernel", "140", "1.25"], ["xla", "all-gather, then dot", "–", "[1]"]]
+
+
+@pytest.mark.parametrize("columns", [16, 28, 44, 60])
+def test_a_table_that_is_too_wide_wraps_and_then_becomes_paragraphs(columns, capsys):
+    console = Console(width=columns)
+    headings = ("method", "what runs", "loop, µs", "XLA / this")
+    tables.show(console, "a title", headings, ROWS, text_columns=headings[:2])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= columns and "…" not in said
+    words = said.replace("│", " ").replace(":", "").split()
+    assert {"fused", "all-gather,", "then", "140", "1.25", "[1]", "XLA"} <= set(words), said
+    assert ("┃" in said) == (columns >= 44)
+    if columns == 60:
+        assert "all-gather, then dot" in said and "XLA / this" in said
+    if columns == 28:
+        assert "method xla\n  what runs: all-gather," in said and "–" not in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["demo --device 2", "doctor --js", "soak --minute 1", "trace --dtyp bf16", "tune --shapes 8x8x8 --layout nn"],
+)
+def test_options_are_not_abbreviated(line, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    assert end.value.code == 2 and "unrecognized arguments: --" in capsys.readouterr().err
 
 
 def test_demo_with_more_devices_than_there_are(monkeypatch, capsys):

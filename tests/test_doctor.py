@@ -210,7 +210,7 @@ def test_doctor_for_programs(monkeypatch, capsys):
         ("7", 0, NOTE, "there is no GPU here"),
         ("abc", 0, PROBLEM, "'abc' is neither the number of a GPU nor a UUID"),
         ("0,1x", 2, PROBLEM, "'1x' is neither the number"),
-        ("0,0", 0, PROBLEM, "'0' stands there twice"),
+        ("0,0", 0, PROBLEM, "'0' is listed twice"),
         ("0,,1", 2, PROBLEM, "'' is neither"),
         ("0,-1", 2, PROBLEM, "'-1' is neither"),
         ("-1", 2, NOTE, "hides all GPUs (2 are here)"),

@@ -69,8 +69,8 @@ def test_a_profile_without_gpus_has_no_kinds(tmp_path):
 )
 def test_what_makes_no_sense_is_refused(options, words, monkeypatch):
     monkeypatch.setattr(layer.command, "need_gpus", lambda *_: None)
-    monkeypatch.setattr(layer.provenance, "facts", lambda *_: {})
-    monkeypatch.setattr(layer.overlap, "initialize", lambda: None)
+    monkeypatch.setattr(layer.command, "code_facts", lambda *_, **__: {})
+    monkeypatch.setattr(layer.experiment.overlap, "initialize", lambda: None)
     with pytest.raises(layer.WrongArguments, match=words):
         layer.main(options.split())
 

@@ -298,7 +298,7 @@ NO_SECONDS = ["nan", "inf", "-inf", "-1", "0", "soon", "", "1e999"]
         *(("--max-configs", value, f"argument --max-configs: {_COUNT}'{value}'") for value in NO_COUNTS),
         *(("--budget-s", value, f"argument --budget-s: {_SECONDS}'{value}'") for value in NO_SECONDS),
         ("--op", "conv", "tune: --op must be one of matmul, all_gather_lhs_matmul"),
-        ("--devices", "9", "tune: --devices must be at most the 8 that there are, got 9"),
+        ("--devices", "9", "tune: --devices must be at most 8 on this machine, got 9"),
     ],
 )
 def test_the_command_says_what_is_wrong(name, value, said, capsys):

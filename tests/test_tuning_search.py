@@ -116,8 +116,8 @@ def test_an_interrupt_keeps_what_was_measured(bench, what, count):
     assert outcome.result is not None
     assert not outcome.result.complete
     measured = [trial for trial in outcome.trials if trial.config and trial.samples_us]
-    furthest = max(trial.stage for trial in measured)
-    best = min((trial for trial in measured if trial.stage == furthest), key=lambda trial: trial.us)
+    furthest = max(trial.survived for trial in measured)
+    best = min((trial for trial in measured if trial.survived == furthest), key=lambda trial: trial.us)
     assert outcome.result.config == best.config
 
 

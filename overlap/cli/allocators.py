@@ -17,9 +17,9 @@ class Verdict:
     """What is known about the fused kernels with one allocator.
 
     Attributes:
-      one_process: in one process with all GPUs.
-      process_per_gpu: with one process per GPU, where peers read symmetric memory that NCCL maps.
-      advice: what to do where it fails, or "".
+      one_process: whether they run in one process with all GPUs.
+      process_per_gpu: whether they run with one process per GPU. There, peers read symmetric memory that NCCL maps.
+      advice: what to do if they fail, or "".
     """
 
     one_process: Known
@@ -30,8 +30,8 @@ class Verdict:
         return f"fused kernels: one process: {self.one_process}; a process per GPU: {self.process_per_gpu}"
 
 
-# By the allocator's name and whether memory is taken at the start: all that jax takes, and what was seen on GPUs.
-# "default" is what jax uses where nothing is set. Change an entry when it was measured, and only then.
+# All allocators of jax, with the verdict seen on GPUs. The key: the allocator's name, and whether it takes most of the
+# memory at the start. "default" is what jax uses if nothing is set. Change an entry only after a measurement.
 VERDICTS: Mapping[tuple[str, bool], Verdict] = {
     ("default", True): Verdict("runs", "runs"),
     ("default", False): Verdict("runs", "runs"),
@@ -50,16 +50,16 @@ VERDICTS: Mapping[tuple[str, bool], Verdict] = {
 
 
 def chosen(environ: Mapping[str, str] = os.environ) -> tuple[str, bool]:
-    """The allocator that the environment asks for, and whether it takes most of the memory at the start."""
+    """The allocator that the environment variables choose, and whether it takes most of the memory at the start."""
     name = environ.get(ALLOCATOR_VARIABLE, "default").lower()
-    # As jax reads it: anything but nothing and these words is a yes, and so is nothing.
+    # As jax reads it: only these words mean no.
     preallocates = environ.get(PREALLOCATE_VARIABLE, "") not in ("false", "False", "0")
-    # "platform" asks the driver for each array by itself.
+    # "platform" asks the driver for memory for each array separately.
     return name, preallocates and name != "platform"
 
 
 def described(environ: Mapping[str, str] = os.environ) -> str:
-    """The same in words, with the variables that chose it."""
+    """The allocator that the environment variables choose, in words, with these variables."""
     name, preallocates = chosen(environ)
     given = [
         f"{variable}={environ[variable]}"

@@ -1,7 +1,8 @@
-"""Types of command-line options: what is no number of the right kind, or no place to write to, is refused by name.
+"""The parser of all commands, and types of command-line options that check a number, a file or a folder.
 
-For argparse: `parser.add_argument("--devices", type=whole_number(at_least=1))`. argparse puts the option's name before
-the message and ends with exit status 2. Imports the standard library alone.
+Use a type as `parser.add_argument("--devices", type=whole_number(at_least=1))`. If the value is wrong, argparse prints
+the option's name and the message of the type, and ends with exit status 2. This module imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -13,19 +14,27 @@ import pathlib
 import stat
 import tempfile
 from collections.abc import Callable
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options must be written in full: `--layer` does not stand for `--layers`."""
+
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **options)
 
 
 class WrongArguments(SystemExit):
-    """Ends the command with one line and exit status 2 (`overlap.cli.ending`): arguments that do not go together."""
+    """Raised if arguments do not fit together. `overlap.cli.ending` prints the message and exits with status 2."""
 
 
 def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
-    """Reads a whole number in a range."""
+    """A type that reads a whole number from `at_least` to `at_most`."""
     limits = f"a whole number, at least {at_least}" + ("" if at_most is None else f" and at most {at_most}")
 
     def read(text: str) -> int:
         try:
-            # No number needs more digits, and Python refuses to read 5000 of them.
+            # Python refuses to read numbers of more than 4300 digits, and no number here needs more than 40.
             number = int(text) if len(text) <= 40 else None
         except ValueError:
             number = None
@@ -37,7 +46,7 @@ def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], i
 
 
 def finite_number(of: str, *, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
-    """Reads a finite number `of` seconds, say."""
+    """A type that reads a finite number. `of` is what it counts, such as "seconds"."""
     limits = f"a finite number of {of}" + (f", at least {at_least:g}" if above is None and at_least is not None else "")
     limits += "" if above is None else f" above {above:g}"
 
@@ -55,7 +64,7 @@ def finite_number(of: str, *, above: float | None = None, at_least: float | None
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Reads one of some words."""
+    """A type that reads one of these names."""
 
     def read(text: str) -> str:
         if text not in names:
@@ -66,7 +75,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def new_file(text: str) -> pathlib.Path:
-    """Reads a path where a file can be written, or an old one be replaced; tries it, and leaves nothing there."""
+    """Reads the path of a file to write, in a folder that exists. Tries to write there, and leaves nothing behind."""
     path = _no_other_file(text)
     if not path.resolve().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}: make it first")
@@ -75,21 +84,21 @@ def new_file(text: str) -> pathlib.Path:
 
 
 def new_file_with_folders(text: str) -> pathlib.Path:
-    """The same where the command makes the file's folder too; makes nothing."""
+    """Reads the path of a file to write; the command makes its folder later. Leaves nothing behind."""
     path = _no_other_file(text)
     _try_to_write(path.resolve().parent, text)
     return path
 
 
 def new_folder(text: str) -> pathlib.Path:
-    """Reads the path of a folder in which files can be written, or which can be made; makes nothing."""
+    """Reads the path of a folder to write to; the command makes it later if there is none. Leaves nothing behind."""
     path = pathlib.Path(text)
     _try_to_write(path.resolve(), text)
     return path
 
 
 def old_file(text: str) -> pathlib.Path:
-    """Reads the path of a file that is there and can be read."""
+    """Reads the path of a file that exists and can be read."""
     path = pathlib.Path(text)
     try:
         if path.is_dir():
@@ -101,7 +110,7 @@ def old_file(text: str) -> pathlib.Path:
 
 
 def old_folder(text: str) -> pathlib.Path:
-    """Reads the path of a folder that is there."""
+    """Reads the path of a folder that exists."""
     path = pathlib.Path(text)
     try:
         if path.is_dir():
@@ -113,14 +122,14 @@ def old_folder(text: str) -> pathlib.Path:
 
 
 def plain_name(text: str) -> str:
-    """Reads the stem of files: a name without folders."""
+    """Reads a file's name without folders."""
     if text in ("", ".", "..") or pathlib.PurePath(text).name != text:
         raise argparse.ArgumentTypeError(f"must be the name of a file without folders, got {_shown(text)}")
     return text
 
 
 def _no_other_file(text: str) -> pathlib.Path:
-    """The path, if what is there is a file that may be replaced, or nothing is."""
+    """The path, if nothing exists there, or a file that may be replaced."""
     path = pathlib.Path(text)
     try:
         if path.is_dir():
@@ -132,20 +141,20 @@ def _no_other_file(text: str) -> pathlib.Path:
         raise argparse.ArgumentTypeError(f"cannot write {_shown(text)}: {_reason(error)}") from None
     if not stat.S_ISREG(mode):
         raise argparse.ArgumentTypeError(f"must name a file, got {_shown(text)}, which is a device or a pipe")
-    # Root may write anything; a file that is marked read-only is meant to stay all the same.
+    # Root may write any file. But a file that is marked read-only is meant to stay.
     if not mode & 0o222 or not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} is read-only: name another file, or chmod u+w it")
     return path
 
 
 def _try_to_write(folder: pathlib.Path, text: str) -> None:
-    """Raises if no file can be written in a folder, or, as long as it is not there, in the one above it."""
+    """Raises ArgumentTypeError if no file can be written in `folder`, or in the nearest folder above it that exists."""
     try:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         if not folder.is_dir():
             raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {folder} is no folder")
-        # Permissions, a read-only file system and /proc all say no in ways of their own: a file is made, and removed.
+        # Permissions, a read-only file system and /proc each refuse in another way. So make a file, and remove it.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".overlap-", suffix=".tmp"):
             pass
     except OSError as error:

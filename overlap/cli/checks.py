@@ -1,4 +1,7 @@
-"""What `python -m overlap doctor` checks of Python, jax, MPI and the settings; `gpu_checks` has what concerns GPUs."""
+"""The checks of `python -m overlap doctor` for Python, jax, MPI and settings. Those for GPUs are in `gpu_checks`.
+
+Each check takes the facts found so far and the machine, and returns one fact.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +55,14 @@ def version_of(package: str) -> str | None:
 
 
 def python(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """The version of Python."""
+    """Whether this version of Python is supported."""
     found = f"{sys.version.split()[0]} ({sys.executable})"
     reason = _requirements.why_not_python()
     return Fact("Python", PROBLEM, found, reason) if reason else Fact("Python", OK, found)
 
 
 def jax(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Whether jax can be imported, and whether its version and those of its packages are right."""
+    """Whether jax can be imported, its version is supported, and all its packages have the same version."""
     versions = {package: version for package in _JAX_PACKAGES if (version := version_of(package))}
     installed = ", ".join(f"{package} {version}" for package, version in versions.items())
     imported = machine.jax
@@ -94,7 +97,7 @@ def _how_to_install(versions: dict[str, str], error: str) -> str:
     if "No module named" in error and (reason := _requirements.why_not_jax(versions["jax"])):
         return reason
     packages = " ".join(f"'{package}=={version}'" for package, version in versions.items())
-    return f"install it anew: pip install --force-reinstall --no-deps {packages}"
+    return f"reinstall it: pip install --force-reinstall --no-deps {packages}"
 
 
 def platforms(facts: Sequence[Fact], machine: Machine) -> Fact:
@@ -118,10 +121,10 @@ def platforms(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def mpi(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Whether mpi4py has an MPI library, and mpirun is there."""
+    """Whether mpi4py finds an MPI library, and there is an mpirun."""
     if importlib.util.find_spec("mpi4py") is None:
         return Fact("MPI", NOTE, "mpi4py is not installed", "for one process per GPU: pip install 'overlap[mpi]'")
-    # As a child of mpirun this would join the job: hide the launcher from it.
+    # If mpirun has started this process, the child process would join its job: hide mpirun's variables from it.
     hidden = {name: "" for name in os.environ if name.startswith(("OMPI_", "PMI", "PRTE"))}
     works, answer = ask(f"import os\nfor n in {list(hidden)!r}: os.environ.pop(n, None)\n{_MPI_VERSION}", timeout_s=60)
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
@@ -142,7 +145,7 @@ def binding(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def flags(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Whether XLA's flags take away what fused kernels need."""
+    """Whether XLA_FLAGS has a flag that breaks fused kernels."""
     wrong = _xla_flags.breaking()
     if wrong:
         return Fact("XLA flags", PROBLEM, "; ".join(wrong))
@@ -150,7 +153,7 @@ def flags(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def wait_limit(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """How long a kernel waits for another device."""
+    """How long a kernel waits for another device before it gives up."""
     try:
         seconds = _settings.wait_timeout_s()
     except RuntimeError as error:
@@ -161,7 +164,7 @@ def wait_limit(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def emulator(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Whether a fused kernel runs emulated, and is right."""
+    """Whether a fused kernel runs in the emulator, with a right result."""
     try:
         stands_for = _settings.emulated_gpu()
     except RuntimeError as error:

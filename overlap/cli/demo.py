@@ -1,8 +1,8 @@
-"""`python -m overlap demo`: both halves of a layer, fused and by XLA, as a table and a picture.
+"""`python -m overlap demo`: runs both halves of a layer, fused and by XLA. Prints a table and draws a picture.
 
-In one process with all GPUs, or with a process for each of them (launch/mpirun.sh -- python -m overlap demo), where the
-first process prints. Without GPUs it is emulated. Several processes without GPUs run XLA's implementation alone, since
-the emulator runs all devices in one process.
+It runs in one process with all GPUs, or in one process per GPU (launch/mpirun.sh -- python -m overlap demo), where
+process 0 prints. Without GPUs the kernels are emulated. The emulator runs all devices in one process, so several
+processes without GPUs run only XLA's implementation.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
 import overlap
 from overlap import _compat, _settings
 from overlap.choice.problem import Problem
-from overlap.cli import picture
+from overlap.cli import picture, tables
 from overlap.cli.devices import MOST_EMULATED, why_not_gpus
 from overlap.cli.spans import Span, spans_of
 from overlap.tuning.operations import OPERATIONS, product
@@ -45,23 +44,33 @@ from overlap.tuning.programs import (
 from overlap.tuning.timing import Loop, calls_s
 
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
-# Rows of one device; on the CPU four tiles of them, enough for the order of events to show.
+# Sizes per device. Emulated, each device has four tiles for each shard: enough to show the order of events.
 _ON_GPUS = tuple(
     Problem(op, 1024, 4096, 4096, "float16", "float16") for op in ("all_gather_lhs_matmul", "matmul_reduce_scatter")
 )
 _EMULATED = tuple(dataclasses.replace(problem, m=256, n=256, k=256) for problem in _ON_GPUS)
 _EMULATED_CONFIG = overlap.Config(tile_n=128)
 _BY_XLA = {"": "all-gather, then dot", "m": "dot, then reduce-scatter"}
-# Of a right product in float16, several times over.
+# The relative error of a right float16 product is several times smaller than this.
 _FLOAT16_ERROR = 1e-2
-# Below so many columns the table would cut its cells.
-_NARROW = 60
+# Takes a text that says what is being done now.
+type _Report = Callable[[str], None]
 _ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
 
 
 @dataclasses.dataclass
 class _Row:
-    """A line of the table; times in microseconds."""
+    """A row of the table.
+
+    Attributes:
+      op: the operation.
+      method: "fused", "xla" or "roof".
+      what: what runs, in words.
+      error: relative error of the result against the f32 product.
+      ok: whether the error is small enough.
+      loop_us: microseconds of one call in a loop on the devices; None if that was not measured.
+      wall_us: microseconds of one call from Python.
+    """
 
     op: str
     method: str
@@ -73,11 +82,20 @@ class _Row:
 
 
 class _WrongDevices(ValueError):
-    pass
+    """`--devices` is not possible here."""
 
 
 def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False) -> int:
-    """Runs the demo and returns the exit status: 0 if the fused kernel ran and is right, 2 for wrong arguments."""
+    """Runs the demo.
+
+    Args:
+      out: where to write the picture.
+      devices: how many devices; None: all GPUs, or 4 emulated devices.
+      emulate: whether to emulate even if there are GPUs.
+
+    Returns:
+      The exit status: 0; 1 if a result is wrong, or there is no result or no picture; 2 for wrong arguments.
+    """
     console, errors = Console(), Console(stderr=True)
     reason = "asked for with --emulate" if emulate else why_not_gpus()
     processes, leads, no_picture = 1, True, ""
@@ -89,20 +107,20 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
         if processes > 1 and devices is not None:
             raise _WrongDevices(f"--devices is for one process: start as many as you want, not {processes}, with -np")
         console.quiet = errors.quiet = not leads
-        with _progress(quiet=not leads) as step:
+        with _progress(quiet=not leads) as report:
             if reason is None:
-                (rows, count), panels = _run_on_gpus(devices, step), {}
+                (rows, count), panels = _run_on_gpus(devices, report), {}
             elif processes > 1:
-                (rows, count), panels = _run_by_xla(step), {}
+                (rows, count), panels = _run_by_xla(report), {}
             else:
-                rows, count, panels = _run_emulated(devices or _EMULATED_DEVICES, step)
+                rows, count, panels = _run_emulated(devices or _EMULATED_DEVICES, report)
             if all(row.ok for row in rows) and leads and (reason is None or panels):
-                # What was measured is shown even if there is no picture of it.
+                # If the picture fails, the table is shown all the same.
                 try:
                     if reason is None:
-                        _picture_by_emulation(count, out, step)
+                        _picture_by_emulation(count, out, report)
                     else:
-                        step("the picture")
+                        report("the picture")
                         _draw(panels, out, count)
                 except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                     no_picture = f"no picture was written: {error}"
@@ -117,7 +135,7 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
         _print(console, of_one, count, emulated=reason is not None and processes == 1)
     console.print(_caption(reason, processes), style="italic dim", highlight=False)
     if processes > 1:
-        # None ends before the others: whoever is left would be told that it has been left.
+        # All processes end together: one that goes on alone would log a warning about the others.
         multihost_utils.sync_global_devices("the demo's end")
     if not all(row.ok for row in rows):
         _say(errors, "the fused kernel's result is wrong; no picture was written")
@@ -133,7 +151,7 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
 
 
 def _say(errors: Console, text: str) -> None:
-    """Why the command fails, in one line: the last one."""
+    """Prints why the command fails, as one line."""
     errors.print(f"demo: {' '.join(text.split())}", style="red", soft_wrap=True, markup=False, highlight=False)
 
 
@@ -145,7 +163,7 @@ def _mesh(devices: int) -> jax.sharding.Mesh:
 
 
 def _of(problem: Problem, devices: int) -> Problem:
-    """The problem on so many devices, each with as many rows."""
+    """The problem on `devices` devices, each with the same number of rows as in `problem`."""
     return dataclasses.replace(problem, devices=devices, m=problem.m * (devices if problem.scattered else 1))
 
 
@@ -157,7 +175,7 @@ def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
     }
 
 
-def _run_emulated(devices: int, step: Any) -> tuple[list[_Row], int, dict[str, list[Span]]]:
+def _run_emulated(devices: int, report: _Report) -> tuple[list[_Row], int, dict[str, list[Span]]]:
     if devices > MOST_EMULATED:
         raise _WrongDevices(f"--devices must be at most {MOST_EMULATED} where they are emulated, got {devices}")
     if _compat.backends_are_initialized():
@@ -166,16 +184,16 @@ def _run_emulated(devices: int, step: Any) -> tuple[list[_Row], int, dict[str, l
     jax.config.update("jax_num_cpu_devices", devices)
     mesh, rows, panels = _mesh(devices), [], {}
     for problem in (_of(problem, devices) for problem in _EMULATED):
-        more, panels[problem.op] = _emulated(problem, mesh, step)
+        more, panels[problem.op] = _emulated(problem, mesh, report)
         rows += more
     return rows, devices, panels
 
 
-def _run_by_xla(step: Any) -> tuple[list[_Row], int]:
+def _run_by_xla(report: _Report) -> tuple[list[_Row], int]:
     """XLA's implementation on the CPU devices of all processes."""
     mesh, rows = mesh_of(jax.devices()), []
     for problem in (_of(problem, mesh.size) for problem in _EMULATED):
-        step(f"{problem.op}: xla in {jax.process_count()} processes")
+        report(f"{problem.op}: xla in {jax.process_count()} processes")
         operands, call = draw_operands(problem, mesh, 0), _methods(problem, _EMULATED_CONFIG)["xla"]
         start = time.perf_counter()
         result = call_program(problem, call, mesh)(*operands).block_until_ready()
@@ -190,12 +208,12 @@ def _draw(panels: dict[str, list[Span]], out: pathlib.Path, devices: int) -> Non
     picture.draw(panels, out, devices=devices, title=os.environ.get("OVERLAP_DEMO_TITLE", title))
 
 
-def _emulated(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> tuple[list[_Row], list[Span]]:
-    """The lines of one operation, and its picture's spans."""
+def _emulated(problem: Problem, mesh: jax.sharding.Mesh, report: _Report) -> tuple[list[_Row], list[Span]]:
+    """The rows of one operation, and the spans of its picture."""
     operands, rows = draw_operands(problem, mesh, 0), []
-    events: Any = ()
+    events: Sequence[overlap.emulation.Event] = ()
     for name, call in _methods(problem, _EMULATED_CONFIG).items():
-        step(f"{problem.op}: {name} on {mesh.size} CPU devices")
+        report(f"{problem.op}: {name} on {mesh.size} CPU devices")
         start = time.perf_counter()
         once = call_program(problem, call, mesh)
         if name == "fused":
@@ -210,23 +228,25 @@ def _emulated(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> tuple[lis
     return rows, spans_of(events, problem.op, mesh.size)
 
 
-def _recorded(program: Any, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[overlap.emulation.Event]]:
-    """Runs `program` emulated and returns the result and what happened."""
-    # Copies that complete at random moments and threads that take turns look most like hardware.
+def _recorded(
+    program: Callable[..., jax.Array], operands: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, list[overlap.emulation.Event]]:
+    """Runs `program` in the emulator. Returns the result and the record of events."""
+    # These two settings are most like hardware: copies complete at random times, and threads take turns.
     settings = {"completion": "random", "scheduler": "round_robin", "record": True}
     with overlap.emulation.emulate(cores=_EMULATED_CTAS, **settings) as emulated:
         result = program(*operands).block_until_ready()
     return result, emulated.events
 
 
-def _run_on_gpus(devices: int | None, step: Any) -> tuple[list[_Row], int]:
+def _run_on_gpus(devices: int | None, report: _Report) -> tuple[list[_Row], int]:
     devices = devices or len(jax.devices())
     mesh = _mesh(devices)
-    rows = [row for problem in _ON_GPUS for row in _on_gpus(_of(problem, devices), mesh, step)]
+    rows = [row for problem in _ON_GPUS for row in _on_gpus(_of(problem, devices), mesh, report)]
     return rows, devices
 
 
-def _on_gpus(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> list[_Row]:
+def _on_gpus(problem: Problem, mesh: jax.sharding.Mesh, report: _Report) -> list[_Row]:
     shards = draw_operands(problem, mesh, 0)
     complete = complete_program(problem, mesh)(*shards)
     methods = {name: (call, shards) for name, call in _methods(problem, overlap.Config()).items()}
@@ -236,7 +256,7 @@ def _on_gpus(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> list[_Row]
         what |= {"xla": "cuBLAS, then NCCL", "roof": "cuBLAS alone, nothing summed"}
     rows, calls, loops = [], {}, {}
     for name, (call, operands) in methods.items():
-        step(f"{problem.op}: {name}: compiling and checking")
+        report(f"{problem.op}: {name}: compiling and checking")
         calls[name] = call_program(problem, call, mesh)
         result = calls[name](*operands)
         error = error_program(problem, mesh, name == "roof")(*operands, result)
@@ -247,7 +267,7 @@ def _on_gpus(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> list[_Row]
     loops["roof"].load(_WARM_UP_S)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for _ in range(_ROUNDS):
-        step("timing")
+        report("timing")
         for name, (_, operands) in methods.items():
             times[name].append((loops[name].call_s(_LAUNCHES), calls_s(calls[name], operands, _CALLS)))
     for row in rows:
@@ -255,12 +275,12 @@ def _on_gpus(problem: Problem, mesh: jax.sharding.Mesh, step: Any) -> list[_Row]
     return rows
 
 
-def _picture_by_emulation(devices: int, out: pathlib.Path, step: Any) -> None:
-    """Draws the same schedule from an emulated run at a small size: a GPU keeps no record of its copies.
+def _picture_by_emulation(devices: int, out: pathlib.Path, report: _Report) -> None:
+    """Draws the GPUs' schedule from an emulated run at a small size, since a GPU keeps no record of its copies.
 
-    In a process of its own, since the emulator's CPU devices are set up before any device is used.
+    The emulated run has a process of its own: the number of CPU devices must be set before any device is used.
     """
-    step("the picture: the same schedule, emulated")
+    report("the picture: the same schedule, emulated")
     title = "the GPUs' schedules, replayed by the emulator at small sizes"
     command = [sys.executable, "-m", "overlap", "demo", "--emulate", "--devices", str(devices), "--out", str(out)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OVERLAP_DEMO_TITLE": title}
@@ -271,48 +291,32 @@ def _picture_by_emulation(devices: int, out: pathlib.Path, step: Any) -> None:
 
 
 def _judge(rows: list[_Row], problem: Problem) -> None:
-    """Marks the rows whose error is above what XLA's own error allows."""
+    """Sets `ok` of each row: whether its error is within the bound that follows from the error of XLA's result."""
     allowed = error_bound(problem, next(row.error for row in rows if row.method == "xla"))
     for row in rows:
         row.ok = row.error <= allowed  # False for NaN
 
 
 def _print(console: Console, rows: list[_Row], devices: int, *, emulated: bool) -> None:
-    """Prints the lines of one operation: as a table, or each as a paragraph where a table has no room."""
+    """Prints the results of one operation."""
     by_name = {row.method: row for row in rows}
     timed = all(row.loop_us is not None for row in rows)
     kind = "emulated CPU devices" if emulated else "CPU devices" if not timed else jax.devices()[0].device_kind
     title = f"{rows[0].op}, {devices} × {kind}"
     times = ("time (meaningless)",) if not timed else ("loop, µs", "call, µs", "XLA / this", "roof / this")
     headings = ("method", "what runs", *times, "error against f32")
-    lines = []
+    lines: list[list[tables.Cell]] = []
     for row in rows:
-        cells = [row.method, row.what]
+        cells: list[tables.Cell] = [row.method, row.what]
         if row.loop_us is None or row.wall_us is None:
-            cells.append(f"{(row.wall_us or 0) / 1e6:.2f} s")
+            cells.append(Text(f"{(row.wall_us or 0) / 1e6:.2f} s", style="" if timed else "dim"))
         elif row.ok:
             ratios = [(by_name[other].loop_us or 0) / row.loop_us for other in ("xla", "roof")]
             cells += [f"{row.loop_us:.0f}", f"{row.wall_us:.0f}", f"{ratios[0]:.2f}", f"{ratios[1]:.3f}"]
         else:
             cells += ["–"] * 4
-        lines.append([*cells, f"{row.error:.2e}" if row.ok else f"[red]{row.error:.2e} FAILED"])
-    if console.width < _NARROW:
-        console.print(title, style="italic", highlight=False)
-        for cells in lines:
-            console.print(cells[0], style="bold", highlight=False)
-            for heading, cell in zip(headings[1:], cells[1:], strict=True):
-                console.print(f"  {heading}: {cell}", highlight=False)
-        return
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(
-            heading,
-            justify="right" if number > 1 else "left",
-            style="dim" if heading in times[:1] and not timed else None,
-        )
-    for cells in lines:
-        table.add_row(*cells)
-    console.print(table)
+        lines.append([*cells, f"{row.error:.2e}" if row.ok else Text(f"{row.error:.2e} FAILED", style="red")])
+    tables.show(console, title, headings, lines, text_columns=("method", "what runs"))
 
 
 def _caption(emulated_because: str | None, processes: int) -> str:
@@ -332,18 +336,18 @@ def _caption(emulated_because: str | None, processes: int) -> str:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Any]:
-    """Yields `step(text)`, which says what is being done now; on a terminal with a clock."""
+def _progress(*, quiet: bool) -> Iterator[_Report]:
+    """Yields a function that shows what is being done: beside a clock on a terminal, else as a line for each text."""
     console = Console(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
         said: list[str] = []
 
-        def step(text: str) -> None:
+        def report(text: str) -> None:
             progress.update(task, description=text)
             if not console.is_terminal and text not in said:
                 console.print(f"… {text}", soft_wrap=True, highlight=False)
             said.append(text)
 
-        yield step
+        yield report

@@ -1,4 +1,4 @@
-"""Whether a command runs on the GPUs of this machine, or emulated."""
+"""Decides whether a command runs on the GPUs of this machine, or emulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from overlap import _cuda
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.target import Target
 
-# With more, a demonstration takes minutes, and its picture has no room for them.
+# The most emulated devices. With more, the demo takes minutes, and the picture has no room for them.
 MOST_EMULATED = 8
 
 

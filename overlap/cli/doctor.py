@@ -1,8 +1,8 @@
-"""`python -m overlap doctor`: what the library needs, what is here, and what to do about the difference.
+"""`python -m overlap doctor`: checks what the library needs on this machine, and says how to mend what is wrong.
 
-It answers whatever is wrong. So it imports neither jax nor anything that does: what could hang, crash or fail
-(importing jax, starting a backend, loading the driver, NCCL or an MPI library) is asked in processes of their own with
-a time limit. The table is plain text, since this command is for installations in doubt.
+It has to work on a broken installation. So it imports neither jax nor a module that imports jax. Whatever could hang,
+crash or fail (importing jax, starting a backend, loading the driver, NCCL or an MPI library) runs in another process
+with a time limit. The table is plain text, so that rich is not needed.
 """
 
 from __future__ import annotations
@@ -37,23 +37,26 @@ CHECKS: Mapping[str, Check] = {
     "wait limit": checks.wait_limit,
     "emulator": checks.emulator,
 }
-# Below so many columns, what was found stands under its subject and not beside it.
+# On a terminal with fewer columns than `_NARROW`, the finding stands below its subject, not beside it.
 _NARROW, _INDENT = 72, 27
 
 
 def run(*, as_json: bool = False, machine: Machine | None = None) -> int:
-    """Prints the table. Returns 1 if a line says PROBLEM, else 0.
+    """Prints the table.
 
     Args:
-      as_json: print one JSON object instead: "version", "facts" (as `Fact` has them), "can_run" (some of "gpus" and
-        "emulated"), "problems" (the subjects of those facts).
-      machine: what answers the questions; None: this machine.
+      as_json: print one JSON object instead: "version", "facts" (each with the attributes of `Fact`), "can_run" ("gpus"
+        and "emulated", as far as they work), "problems" (the subjects of the facts that are problems).
+      machine: the machine to check; None: this one.
+
+    Returns:
+      The exit status: 1 if a line says PROBLEM, else 0.
     """
     facts: list[Fact] = []
     for subject, check in CHECKS.items():
         try:
             facts.append(check(facts, machine := machine or Machine()))
-        except Exception as error:  # A check-up that fails is a finding, not a traceback.
+        except Exception as error:  # A check that raises is a finding too, and the other checks go on.
             facts.append(Fact(subject, PROBLEM, f"the check itself failed: {error!r}", "this is a bug to report"))
         if not as_json:
             _print(facts[-1])
@@ -64,7 +67,7 @@ def run(*, as_json: bool = False, machine: Machine | None = None) -> int:
         can_run = [name for name, works in (("gpus", on_gpus), ("emulated", emulated)) if works]
         listed = [*map(dataclasses.asdict, facts)]
         found = {"version": overlap.__version__, "facts": listed, "can_run": can_run, "problems": problems}
-        # In ASCII, so that the text is the same in any encoding.
+        # json.dumps writes ASCII, so the text is the same in any encoding.
         print(json.dumps(found, indent=2))
         return int(bool(problems))
     places = [name for name, works in (("on the GPUs", on_gpus), ("emulated on the CPU", emulated)) if works]
@@ -98,5 +101,5 @@ def _print(fact: Fact) -> None:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    # Commands are not broken at their hyphens, so that they can be copied.
+    # Commands are not broken at hyphens, so that users can copy them.
     return textwrap.wrap(text, width, break_on_hyphens=False)

@@ -1,7 +1,7 @@
-"""How every command writes and ends: `python -m overlap …` and `python -m benchmarks…`.
+"""Runs a command, `python -m overlap …` or `python -m benchmarks…`, so that it ends without a traceback.
 
-Here alone is decided what happens to characters that the output cannot show, to a reader that has gone (`| head`), to
-Ctrl-C and to a disk that is full. No case has a traceback.
+It handles characters that the output's encoding lacks, a reader that has closed the pipe (`| head`), Ctrl-C and a full
+disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from overlap.cli.arguments import WrongArguments
 
-# What stands for a character where the output has none: of ASCII, and one that no JSON text takes amiss.
+# What replaces a character that the output's encoding lacks. All are ASCII, and none needs quoting in JSON.
 _PLAIN = {
     "×": "x",
     "→": "->",
@@ -35,9 +35,12 @@ _HANDLER = "overlap.plain"
 
 
 def run(main: Callable[[], int]) -> int:
-    """Calls `main` and returns its exit status; 130 after Ctrl-C, 1 where the output cannot be written.
+    """Calls `main`.
 
-    A SystemExit passes through: so do argparse's errors, and one-line refusals.
+    A SystemExit passes through, argparse's among them.
+
+    Returns:
+      The exit status of `main`; 2 after `WrongArguments`, 130 after Ctrl-C, 1 if the output cannot be written.
     """
     _prepare_streams()
     try:
@@ -52,7 +55,7 @@ def run(main: Callable[[], int]) -> int:
         _say("interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read the output has enough.
+        # The reader of the pipe has closed it.
         _drop_output()
         return 1
     except OSError as error:
@@ -67,7 +70,7 @@ def _prepare_streams() -> None:
     codecs.register_error(_HANDLER, _plain)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # It was closed (`>&-`).
+        if stream is None:  # The shell has closed it (`>&-`).
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  For the rest of the process.
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_HANDLER)
@@ -88,7 +91,7 @@ def _say(text: str) -> None:
 
 
 def _flush_or_drop() -> None:
-    """Python writes what is left when it ends, and complains where it cannot."""
+    """Flushes both streams. Else Python would do that at its end, and print an error if it cannot."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -97,7 +100,7 @@ def _flush_or_drop() -> None:
 
 
 def _drop_output() -> None:
-    """Whichever stream cannot be written goes to nowhere from here on."""
+    """Redirects each stream that cannot be written to the null device."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""What `python -m overlap doctor` notes, and how it asks what could hang or crash: in a process of its own."""
+"""The facts that `python -m overlap doctor` prints, and `ask`, which runs code that could hang or crash."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Fact:
     """One line of the table.
 
     Attributes:
-      subject: what was looked at.
+      subject: what was checked.
       status: "OK", "note" (fine, but worth knowing) or "PROBLEM".
-      found: what is here.
-      advice: what to do, or "".
+      found: the finding.
+      advice: what the user should do, or "".
     """
 
     subject: str
@@ -31,17 +31,20 @@ class Fact:
 
 
 def status_of(facts: Sequence[Fact], subject: str) -> str | None:
-    """What was noted of a subject so far, or None."""
+    """The status of the fact about `subject`; None if it has not been checked yet."""
     return next((fact.status for fact in facts if fact.subject == subject), None)
 
 
 def ask(code: str, timeout_s: int, **environment: str | None) -> tuple[bool, str]:
-    """Runs Python code in a process of its own: whether it succeeded, and its last line of output or its error.
+    """Runs Python code in another process.
 
     Args:
       code: the program.
       timeout_s: how long it may take, in seconds.
-      **environment: variables that are different there; None: unset.
+      **environment: environment variables to change for it; None: to unset.
+
+    Returns:
+      Whether it succeeded, and its last line of output or its error.
     """
     given = {**os.environ, **environment}
     given = {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What `python -m overlap doctor` checks of GPUs, NCCL and jax's memory allocator."""
+"""The checks of `python -m overlap doctor` for GPUs, NCCL and jax's memory allocator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Whether CUDA_VISIBLE_DEVICES makes sense: CUDA itself says nothing, and shows fewer GPUs or none."""
+    """Whether CUDA_VISIBLE_DEVICES makes sense. If it does not, CUDA shows fewer GPUs or none, without a message."""
     subject, given = "visible GPUs", os.environ.get(_VARIABLE)
     if given is None:
         return Fact(subject, OK, f"{_VARIABLE} is unset: all of them")
@@ -33,7 +33,7 @@ def visible_devices(facts: Sequence[Fact], machine: Machine) -> Fact:
             subject,
             PROBLEM,
             f"{found}: {wrong}; {shown}",
-            f"CUDA ignores what stands behind an entry that it does not know. List numbers{numbers} or UUIDs "
+            f"CUDA ignores all entries after one that it does not know. List numbers{numbers} or UUIDs "
             "(nvidia-smi -L), each once, with commas between them, or unset it",
         )
     if not there:
@@ -42,11 +42,16 @@ def visible_devices(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def _senseless(entries: Sequence[str], there: int) -> str:
-    """What is wrong with the first wrong entry, or "". A number can be too large only if the GPUs are known."""
+    """What is wrong with the first wrong entry of CUDA_VISIBLE_DEVICES; "" if all are right.
+
+    Args:
+      entries: the entries.
+      there: how many GPUs this machine has; 0: unknown, and no number is too large.
+    """
     seen: set[str] = set()
     for entry in entries:
         if entry in seen:
-            return f"{entry!r} stands there twice"
+            return f"{entry!r} is listed twice"
         seen.add(entry)
         if entry.startswith(("GPU-", "MIG-")):
             continue
@@ -77,7 +82,7 @@ def devices(facts: Sequence[Fact], machine: Machine) -> Fact:
         return Fact("GPUs", NOTE, found, "whether jax uses them was not tried: see Python and jax")
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return Fact("GPUs", NOTE, found, "jax does not use them: unset JAX_PLATFORMS=cpu for that")
-    # These import jax, which is known to work by now.
+    # These modules import jax. The checks above have shown that it works.
     from overlap.kernels.architectures import mainloop_of
     from overlap.kernels.target import Target
 
@@ -94,7 +99,7 @@ def devices(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def peer_access(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Whether all GPUs reach each other's memory."""
+    """Whether each GPU can read the memory of each other GPU."""
     if not machine.driver.gpus:
         return Fact("peer access", NOTE, "no GPUs")
     if pairs := machine.driver.pairs:
@@ -110,7 +115,7 @@ def peer_access(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def nccl(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Which NCCL XLA would use, whether it is new enough, and what only looks like one."""
+    """Which NCCL XLA would use, whether it is new enough, and which files have NCCL's name but are not NCCL."""
     library, fakes = machine.nccl.library, machine.nccl.fakes
     upgrade = "pip install --upgrade 'nvidia-nccl-cu13>=2.30'"
     if machine.nccl.error:

@@ -1,4 +1,4 @@
-"""What this machine has, asked once each: jax, the GPUs and NCCL, all in processes of their own with a time limit."""
+"""Finds out which jax, GPUs and NCCL this machine has: each once, in another process with a time limit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _NCCL = "from overlap.cli import machine; machine.print_nccl()"
 
 @dataclasses.dataclass(frozen=True)
 class Jax:
-    """What `import jax` gives.
+    """The jax that `import jax` finds.
 
     Attributes:
-      error: why it fails, or "".
-      version, numpy: of what was imported.
-      path: the folder that it was imported from.
+      error: why the import fails, or "".
+      version: the version of jax.
+      numpy: the version of numpy.
+      path: the folder of the imported package.
     """
 
     error: str = ""
@@ -41,13 +42,13 @@ class Jax:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """What the NVIDIA driver says.
+    """What the NVIDIA driver reports.
 
     Attributes:
-      gpus: those that this process would see.
-      in_all: how many there are without CUDA_VISIBLE_DEVICES.
-      pairs: (reader, owner) without peer access.
-      error: why it gave no answer (it crashed, or took too long), or "".
+      gpus: the GPUs that are visible to this process.
+      in_all: how many GPUs there are, whatever CUDA_VISIBLE_DEVICES is.
+      pairs: pairs (reader, owner) of visible GPUs without peer access.
+      error: why the driver gave no answer (it crashed, or took too long), or "".
     """
 
     gpus: tuple[_cuda.Gpu, ...] = ()
@@ -61,8 +62,8 @@ class Nccl:
     """The NCCL that XLA would use.
 
     Attributes:
-      library: that one, or None.
-      fakes: what is called libnccl.so.2 and is none, each with the reason.
+      library: the library, or None if there is none.
+      fakes: files that have NCCL's name but are not NCCL, each with the reason.
       error: why loading it gave no answer, or "".
     """
 
@@ -72,11 +73,11 @@ class Nccl:
 
 
 class Machine:
-    """The answers; each question is asked when its answer is first needed."""
+    """This machine. Each property is found out when it is first needed."""
 
     @functools.cached_property
     def jax(self) -> Jax:
-        """What `import jax` gives."""
+        """The jax that `import jax` finds."""
         works, answer = _asked(_JAX, timeout_s=120)
         if not works:
             return Jax(error=answer)
@@ -84,7 +85,7 @@ class Machine:
 
     @functools.cached_property
     def driver(self) -> Driver:
-        """What the NVIDIA driver says."""
+        """What the NVIDIA driver reports."""
         works, answer = _asked(_DRIVER, timeout_s=60)
         if not works:
             return Driver(error=answer)
@@ -108,6 +109,7 @@ class Machine:
 
 
 def _asked(code: str, timeout_s: int, **environment: None) -> tuple[bool, Any]:
+    """As `ask`, for code that prints JSON: whether it succeeded, and the parsed value or the error."""
     works, answer = ask(code, timeout_s=timeout_s, **environment)
     if not works:
         return False, answer
@@ -117,7 +119,7 @@ def _asked(code: str, timeout_s: int, **environment: None) -> tuple[bool, Any]:
         return False, f"the process ended without an answer: {answer or 'nothing was printed'}"
 
 
-# --- In a process of their own ----------------------------------------------------------------------------------------
+# --- These run in the other process -----------------------------------------------------------------------------------
 
 
 def print_driver() -> None:
@@ -128,14 +130,14 @@ def print_driver() -> None:
 
 def print_nccl() -> None:
     """Prints what `Machine.nccl` reads."""
-    # First, since to look at the files loads them.
+    # Before `_fakes`, which loads the files that it looks at.
     library = _cuda.nccl()
     print(json.dumps({"library": None if library is None else dataclasses.asdict(library), "fakes": _fakes()}))
 
 
 def _fakes() -> list[str]:
-    """The files by the name of NCCL, in LD_PRELOAD and LD_LIBRARY_PATH, that are none, each with the reason."""
-    # The loader's own rules: LD_PRELOAD has spaces or colons between files, LD_LIBRARY_PATH colons or semicolons.
+    """The files in LD_PRELOAD and LD_LIBRARY_PATH that have NCCL's name but are not NCCL, each with the reason."""
+    # The loader's rules: LD_PRELOAD separates files by spaces or colons, LD_LIBRARY_PATH by colons or semicolons.
     preloaded = [name for name in re.split(r"[\s:]+", os.environ.get("LD_PRELOAD", "")) if "libnccl" in name]
     named = [("LD_PRELOAD", path) for path in preloaded]
     for folder in re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", "")):

@@ -1,4 +1,4 @@
-"""Draws what each device multiplied, added, received and sent when, from the emulator's record of a run."""
+"""Draws what each device multiplied, added, received and sent, and when, from a run of the emulator."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from overlap.cli.spans import LANES, Span
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+type Color = tuple[float, float, float, float]
+
 
 def draw(panels: Mapping[str, Sequence[Span]], path: pathlib.Path, *, devices: int, title: str) -> None:
-    """Writes the picture as a PNG, operations side by side; `path` appears only when it is complete."""
-    # Not pyplot: no display is asked for, and no state is left behind.
+    """Writes the picture.
+
+    Args:
+      panels: the spans of each operation; operations are drawn side by side.
+      path: the PNG file to write. It appears only when it is complete.
+      devices: how many devices.
+      title: above the picture.
+    """
+    # Without pyplot, which needs a display and keeps global state.
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -30,8 +42,8 @@ def draw(panels: Mapping[str, Sequence[Span]], path: pathlib.Path, *, devices: i
             if not column:
                 axis.set_ylabel(f"device {device}", fontweight="bold")
     figure.supxlabel(
-        "logical time of the emulator (steps, not seconds). One bar per CTA; colour: whose rows; in “receives”, from "
-        "which device they come, in “sends”, to which they go",
+        "logical time of the emulator (steps, not seconds). One bar per CTA. Colour: the device whose rows they are; "
+        "in “receives” the device they come from, in “sends” the device they go to",
         fontsize=10,
     )
     legend = [Patch(facecolor=color, label=f"rows of device {shard}") for shard, color in enumerate(colors)]
@@ -40,10 +52,10 @@ def draw(panels: Mapping[str, Sequence[Span]], path: pathlib.Path, *, devices: i
     write_whole(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
 
 
-def _draw_device(axis: Any, spans: Sequence[Span], lanes: Sequence[str], colors: Sequence[Any]) -> None:
+def _draw_device(axis: Axes, spans: Sequence[Span], lanes: Sequence[str], colors: Sequence[Color]) -> None:
     ctas = 1 + max((span.cta for span in spans), default=0)
     for span in spans:
-        # One thin bar per CTA inside the lane, so that the CTAs' different progress shows.
+        # One thin bar for each CTA inside the lane shows how far each CTA is.
         bottom = -lanes.index(span.lane) - 0.9 + 0.8 * span.cta / ctas
         axis.broken_barh(
             [(span.start, max(span.end - span.start, 0.5))],
@@ -59,15 +71,15 @@ def _draw_device(axis: Any, spans: Sequence[Span], lanes: Sequence[str], colors:
 
 
 def write_whole(path: pathlib.Path, write: Callable[[str], object]) -> None:
-    """Calls `write(temporary)` and moves the result to `path`: no half-written file is ever seen under that name."""
-    path = path.resolve()  # Of a link, the file that it leads to is replaced.
+    """Calls `write` with the name of a temporary file and renames that to `path`, which so is never half-written."""
+    path = path.resolve()  # If it is a link, replace the file that it leads to.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:
         write(temporary)
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private.
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp has made it private.
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

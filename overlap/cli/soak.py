@@ -1,7 +1,8 @@
-"""`python -m overlap soak`: fused launches of all kinds in random sequences, with devices that are late, bit for bit.
+"""`python -m overlap soak`: runs fused launches of all kinds in random sequences, and compares every bit.
 
-Works in one process with all GPUs and in one process per GPU (launch/mpirun.sh -- python -m overlap soak); without GPUs
-emulated, to try it out. What runs, and in which order, follows from the seed alone.
+Some devices are late on purpose. It runs in one process with all GPUs, or in one process per GPU (launch/mpirun.sh --
+python -m overlap soak). Without GPUs it is emulated, to try it out. The seed alone determines what runs, and in which
+order.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import random
 import shlex
 import sys
 import time
-from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,17 +24,27 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import overlap
 from overlap.cli import soak_programs
 from overlap.cli.devices import why_not_gpus
-from overlap.cli.soak_programs import CASES
+from overlap.cli.soak_programs import CASES, Axis, Case
 from overlap.primitives import windows
 
 _EMULATED_DEVICES = 4
-# Programs between two looks at their results: they are on their way to the devices together.
+# How many programs are started before their results are checked.
 _BLOCK = 24
 _LATE_US = (0.0, 0.0, 0.0, 100.0, 1000.0, 10000.0, 50000.0)
+# A case along an axis of a mesh.
+type _Kind = tuple[Case, Mesh, Axis]
+# A kind of program; by how many microseconds each device is late; every how many launches it is late.
+type _Drawn = tuple[_Kind, list[float], int]
+# The number of a program, what it was, and how many of its results were wrong.
+type _Failure = tuple[int, _Drawn, int]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if a result was wrong, 2 if there are too few devices."""
+    """Runs the command.
+
+    Returns:
+      The exit status: 0; 1 if a result was wrong or the job could not start; 2 if there are too few devices.
+    """
     console = Console(stderr=True)
     try:
         overlap.initialize()
@@ -49,33 +60,37 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"soak: needs at least 2 devices, got {len(devices)}: make more GPUs visible", style="red")
         return 2
     meshes = list(soak_programs.meshes(devices))
-    choices = [(case, mesh, axis) for mesh in meshes for axis in soak_programs.axes_of(mesh) for case in CASES]
-    if (room := windows.most_programs() if jax.process_count() > 1 else None) is not None and room < len(choices):
-        # Each program takes address space that it does not give back.
-        choices = random.Random(arguments.seed).sample(choices, room)
+    kinds = [(case, mesh, axis) for mesh in meshes for axis in soak_programs.axes_of(mesh) for case in CASES]
+    if (room := windows.most_programs() if jax.process_count() > 1 else None) is not None and room < len(kinds):
+        # Each kind of program takes address space that is never freed.
+        kinds = random.Random(arguments.seed).sample(kinds, room)
     steps = arguments.steps or (1 if emulated else 200)
     where = f"{len(devices)} emulated CPU devices ({emulated})" if emulated else f"{len(devices)} GPUs"
     leads = jax.process_index() == 0
     if leads:
-        console.print(f"{where}, {len(choices)} kinds of programs of {steps} launches each, seed {arguments.seed}")
+        console.print(f"{where}, {len(kinds)} kinds of programs of {steps} launches each, seed {arguments.seed}")
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not leads) as progress:
-        done, failed = _run_all(arguments, choices, steps, progress)
+        done, failed = _run_all(arguments, kinds, steps, progress)
     if leads:
         _print(done, failed, arguments, steps)
     return int(bool(failed))
 
 
 def _run_all(
-    arguments: argparse.Namespace, choices: list[Any], steps: int, progress: Progress
-) -> tuple[collections.Counter[str], list[Any]]:
-    """Runs programs until the time is over or one is wrong; returns how many of each case, and what was wrong."""
+    arguments: argparse.Namespace, kinds: list[_Kind], steps: int, progress: Progress
+) -> tuple[collections.Counter[str], list[_Failure]]:
+    """Runs programs until the time is over or a result is wrong.
+
+    Returns:
+      How many programs of each case have run, and the failures.
+    """
     chance, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
-    operands: dict[Any, Any] = {}
+    operands: dict[Mesh, tuple[jax.Array, jax.Array]] = {}
     done: collections.Counter[str] = collections.Counter()
     task, number, pending = progress.add_task("0 launches", total=1.0), 0, []
     while True:
-        drawn = _draw(chance, choices)
+        drawn = _draw(chance, kinds)
         if number >= arguments.first:
             pending.append((number, drawn, _start(drawn, steps, arguments.seed, operands)))
         number += 1
@@ -88,32 +103,33 @@ def _run_all(
         elapsed = 1 - (end - time.monotonic()) / (60 * arguments.minutes)
         launches = f"{steps * done.total():,} launches"
         progress.update(task, completed=min(elapsed, 1.0), description=launches)
-        if failed or is_last or _any_has(elapsed >= 1, choices[0][1]):
+        if failed or is_last or _in_any_process(elapsed >= 1, kinds[0][1]):
             return done, failed
 
 
-def _draw(chance: random.Random, choices: list[Any]) -> tuple[Any, list[float], int]:
-    """A program, for how long each device is late, and in which steps."""
-    case, mesh, axis = chance.choice(choices)
+def _draw(chance: random.Random, kinds: list[_Kind]) -> _Drawn:
+    """A program, by how much each device is late, and every how many launches."""
+    case, mesh, axis = chance.choice(kinds)
     late = [chance.choice(_LATE_US) for _ in range(mesh.size)]
-    # Long times are rare, or they would be all that happens.
+    # Devices are rarely late by long times, or the programs would do little else than wait.
     period = chance.choice((7, 40)) if max(late) <= 1000 else 1 << 20
     return (case, mesh, axis), late, period
 
 
-def _start(drawn: Any, steps: int, seed: int, operands: dict[Any, Any]) -> jax.Array:
+def _start(drawn: _Drawn, steps: int, seed: int, operands: dict[Mesh, tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Starts a program. Returns the number of its wrong results. `operands` keeps the operands of each mesh."""
     (case, mesh, axis), late, period = drawn
     if mesh not in operands:
         operands[mesh] = soak_programs.operands(mesh, seed)
     every = tuple(mesh.axis_names)
     late_us = soak_programs.on_all(mesh, P(every), np.array(late, np.float32))
-    # A period that no step ends: late in the last one, once.
+    # If the period is longer than the program, the devices are late in the last launch.
     of_steps = soak_programs.on_all(mesh, P(), np.array(min(period, steps), np.int32))
     return soak_programs.program(case, mesh, axis, steps)(late_us, of_steps, *operands[mesh])
 
 
-def _any_has(own: bool, mesh: Any) -> bool:
-    """Whether that is so in any process: they all stop after the same program."""
+def _in_any_process(own: bool, mesh: Mesh) -> bool:
+    """Whether `own` is true in any process. So all processes stop after the same program."""
     if jax.process_count() == 1:
         return own
     every = tuple(mesh.axis_names)
@@ -122,7 +138,7 @@ def _any_has(own: bool, mesh: Any) -> bool:
     return bool(jax.device_get(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, P()))(flags)))
 
 
-def _print(done: Any, failed: list[Any], arguments: argparse.Namespace, steps: int) -> None:
+def _print(done: collections.Counter[str], failed: list[_Failure], arguments: argparse.Namespace, steps: int) -> None:
     console = Console()
     for name, count in sorted(done.items()):
         console.print(f"  {name:<24} {count:>6} programs  {count * steps:>10,} launches", highlight=False)
@@ -138,7 +154,7 @@ def _print(done: Any, failed: list[Any], arguments: argparse.Namespace, steps: i
             highlight=False,
             markup=False,
         )
-    # Together with the programs before it that were on their way.
+    # Repeat the programs before it too that were started together with it.
     first = max(0, failed[0][0] - _BLOCK)
     again = ["python", "-m", "overlap", "soak", "--seed", str(arguments.seed), "--first", str(first)]
     again += ["--programs", str(failed[-1][0] - first + 1), "--steps", str(steps), "--minutes", str(arguments.minutes)]

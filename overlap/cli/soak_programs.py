@@ -1,9 +1,9 @@
-"""What the soak runs: programs of many fused launches, each of whose results is compared with exact numbers.
+"""The programs of `python -m overlap soak`: many fused launches, whose results are compared with exact numbers.
 
-All operands are whole numbers, and so small that every sum of one device's product is exact in every dtype used. Sums
-over devices are exact in f32, in which they are computed, and rounded once. So a right result has no other bits than
-the expected one, however it was computed. What is expected is multiplied by XLA from operands that every
-device holds as a whole, so nothing depends on another communication.
+All operands are whole numbers, and so small that each element of one device's product is exact in every dtype used.
+Sums over devices are computed in f32, where they are exact, and rounded once. So a right result has the bits of the
+expected one, in whatever order it was computed. XLA computes the expected result from operands that every device holds
+completely. So the expected result depends on no communication.
 """
 
 from __future__ import annotations
@@ -19,57 +19,66 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 import overlap
 from overlap.kernels.target import current_target
 
-# (turns of a loop on one device take about so long)
+# About how long a turn of the loop in `_spin` takes.
 _US_PER_TURN = 18.0
 _F8 = jnp.float8_e4m3fn
+# A mesh axis, or several.
+type Axis = str | tuple[str, ...]
+# Pairs of a result and the expected result.
+type Results = list[tuple[jax.Array, jax.Array]]
+type Compute = Callable[[jax.Array, jax.Array, jax.Array, Axis], Results]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation with sizes per shard, to be run along an axis of a mesh.
+    """An operation and its sizes, to be run along an axis of a mesh of D devices.
 
     Attributes:
-      name: for people.
-      rows: of the operand that each device holds.
-      columns: of the result (per shard).
-      depth: of the contraction.
+      name: for messages.
+      rows: rows of the operand's shard.
+      columns: columns of the weights.
+      depth: columns of the operand's shard, and rows of the weights.
       dtype: of the operands.
-      compute: from (shard, whole, weights, axis) to pairs of what is computed and what is expected.
-      beside: whether a collective of XLA's may run at the same time.
+      compute: a function of (shard, whole, weights, axis) that returns pairs of a result and the expected result. It
+        runs inside `jax.shard_map`. shard is [rows, depth], a part of whole, [D * rows, depth]; weights is
+        [depth, columns].
+      beside: whether one of XLA's collectives may run at the same time.
     """
 
     name: str
     rows: int
     columns: int
     depth: int
-    dtype: Any
-    compute: Callable[[Any, Any, Any, Any], list[tuple[jax.Array, jax.Array]]]
+    dtype: DTypeLike
+    compute: Compute
     beside: bool = True
 
 
-def _exact(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
+def _exact(lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The product by XLA."""
     return lax.dot(lhs, rhs, preferred_element_type=jnp.float32).astype(dtype)
 
 
-def _gather_rows(**options: Any) -> Callable[..., Any]:
-    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+def _gather_rows(**options: Any) -> Compute:
+    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
         out = overlap.all_gather_lhs_matmul(shard, weights, axis, implementation="fused", **options)
         return [(out, _exact(whole, weights, out.dtype))]
 
     return compute
 
 
-def _several_sides(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+def _several_sides(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
     sides = [weights[:, :64], weights[:, 64:]]
     outs, gathered = overlap.all_gather_lhs_matmul(shard, sides, axis, implementation="fused", return_gathered=True)
     return [*((out, _exact(whole, side, out.dtype)) for out, side in zip(outs, sides)), (gathered, whole)]
 
 
-def _scaled_float8(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+def _scaled_float8(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
     rows = shard.shape[0]
     # Powers of two, different in each row.
     scale_of = lambda row: jnp.exp2((row % 5).astype(jnp.float32) - 2)[:, None]  # noqa: E731
@@ -81,9 +90,9 @@ def _scaled_float8(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]
     return [(out, (exact * scale_of(jnp.arange(whole.shape[0]))).astype(out.dtype))]
 
 
-def _gather_weights(dimension: int) -> Callable[..., Any]:
-    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
-        # The rows of `whole` are the weights' k, or their n.
+def _gather_weights(dimension: int) -> Compute:
+    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
+        # The rows of `whole` are k of the gathered weights, or their n.
         side, everything = (shard, whole) if dimension == 0 else (shard.T, whole.T)
         lhs = jnp.resize(weights, (96, everything.shape[0]))
         out = overlap.all_gather_rhs_matmul(lhs, side, axis, gather_dimension=dimension, implementation="fused")
@@ -92,11 +101,11 @@ def _gather_weights(dimension: int) -> Callable[..., Any]:
     return compute
 
 
-def _reduce_scatter(dimension: int, block: int, **options: Any) -> Callable[..., Any]:
-    """Each device keeps `block` rows of the result (`dimension` 0), or as many columns (1)."""
+def _reduce_scatter(dimension: int, block: int, **options: Any) -> Compute:
+    """Each device keeps `block` rows of the result (`dimension` 0), or `block` columns (`dimension` 1)."""
 
-    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
-        # The rows of `whole` are contracted: the right operand's k, or that of the left one, transposed.
+    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
+        # The rows of `whole` are contracted: they are k of the right operand, or of the transposed left operand.
         size, me, k = lax.axis_size(axis), lax.axis_index(axis), shard.shape[0]
         shape = (size * block, size * k) if dimension == 0 else (size * k, size * block)
         other = jnp.resize(weights, shape)
@@ -111,10 +120,10 @@ def _reduce_scatter(dimension: int, block: int, **options: Any) -> Callable[...,
     return compute
 
 
-def _all_reduce(rows: int, **options: Any) -> Callable[..., Any]:
-    """All devices have the result, `rows` rows for each of them."""
+def _all_reduce(rows: int, **options: Any) -> Compute:
+    """Each device has the whole result, [D * rows, columns]."""
 
-    def compute(shard: Any, whole: Any, weights: Any, axis: Any) -> list[Any]:
+    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
         # The rows of `whole` are contracted.
         size, me, k = lax.axis_size(axis), lax.axis_index(axis), shard.shape[0]
         other = jnp.resize(weights, (size * rows, size * k))
@@ -141,7 +150,7 @@ CASES = (
     Case("sums by few rows", 64, 128, 256, jnp.bfloat16, _reduce_scatter(0, 8)),
     Case("sums by the ring", 64, 128, 136, jnp.bfloat16, _reduce_scatter(0, 72, transport="ring")),
     Case("sums by columns", 72, 128, 136, jnp.float16, _reduce_scatter(1, 72, preferred_element_type=jnp.float32)),
-    # Columns that no number of devices divides, and such as 2, 3, 4, 6 and 8 do.
+    # 136 columns are 17 units of 16 bytes, which no D divides; 384 are 48, which 2, 3, 4, 6 and 8 divide.
     Case("sums for all by rows", 64, 128, 136, jnp.bfloat16, _all_reduce(72, chunk_bytes=4096)),
     Case("sums for all by columns", 64, 128, 384, jnp.float16, _all_reduce(8)),
     Case("sums for all in one shot", 72, 128, 136, jnp.bfloat16, _all_reduce(8, one_shot=True)),
@@ -149,7 +158,7 @@ CASES = (
 
 
 def meshes(devices: list[Any]) -> Iterator[Mesh]:
-    """Meshes of all devices: one axis; two axes if the number allows; each permuted as well."""
+    """Meshes of all devices: with one axis, and with two axes in each possible shape; each one permuted as well."""
     count = len(devices)
     shapes: list[dict[str, int]] = [{"x": count}]
     shapes += [{"x": side, "y": count // side} for side in range(2, count) if count % side == 0]
@@ -159,24 +168,25 @@ def meshes(devices: list[Any]) -> Iterator[Mesh]:
             yield Mesh(array, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def axes_of(mesh: Mesh) -> list[Any]:
-    """The axes along which something can be gathered: each one, and all together."""
+def axes_of(mesh: Mesh) -> list[Axis]:
+    """The axes along which an operation can run: each one, and all of them together."""
     names = list(mesh.axis_names)
     return names if len(names) == 1 else [*names, tuple(names)]
 
 
-def _spin(microseconds: Any) -> jax.Array:
-    """Work for about that long on this device, and a zero that depends on it."""
+def _spin(microseconds: jax.Array) -> jax.Array:
+    """Keeps this device busy for about `microseconds`. Returns a zero that depends on this work."""
     turns = (microseconds / _US_PER_TURN).astype(jnp.int32)
     return lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
 
 
 @functools.cache
-def program(case: Case, mesh: Mesh, axis: Any, steps: int) -> Any:
-    """A jitted function of (late_us [devices], period, operands of `operands`) that runs `steps` launches in a loop.
+def program(case: Case, mesh: Mesh, axis: Axis, steps: int) -> Callable[..., jax.Array]:
+    """A jitted function that runs `steps` launches of a case in a loop.
 
-    A device is late by its time in every `period`-th step. Beside the launches goes a sum along all other axes. Returns
-    how many results had a wrong bit on any device.
+    Its arguments are (late_us [devices], period, *operands), with the arrays of `operands`. In every `period`-th
+    launch, each device is late by its `late_us`. A sum along all other axes of the mesh may run at the same time. The
+    function returns how many results had a wrong bit, added up over the devices.
     """
     others = tuple(name for name in mesh.axis_names if name != axis and name not in axis)
 
@@ -206,7 +216,7 @@ def program(case: Case, mesh: Mesh, axis: Any, steps: int) -> Any:
 
 
 def operands(mesh: Mesh, seed: int) -> tuple[jax.Array, jax.Array]:
-    """The gathered operand and the weights of all cases, the same on all devices: −1, 0 and 1."""
+    """The whole operand and the weights for all cases, the same on all devices. Their elements are −1, 0 and 1."""
     chance, rows = np.random.default_rng(seed), mesh.size * max(case.rows for case in CASES)
     shapes = (rows, max(c.depth for c in CASES)), (max(c.depth for c in CASES), max(c.columns for c in CASES))
     whole, weights = (chance.integers(-1, 2, shape).astype(jnp.bfloat16) for shape in shapes)
@@ -214,5 +224,5 @@ def operands(mesh: Mesh, seed: int) -> tuple[jax.Array, jax.Array]:
 
 
 def on_all(mesh: Mesh, spec: P, values: np.ndarray) -> jax.Array:
-    """An array of values that every process has."""
+    """An array with sharding `spec`, from values that each process has completely."""
     return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])

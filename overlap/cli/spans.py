@@ -1,4 +1,4 @@
-"""From the emulator's events to spans of work: what a device multiplied, added, received or sent when."""
+"""Turns the emulator's events into spans of work: what a device multiplied, added, received or sent, and when."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ LANES = {
     "all_gather_lhs_matmul": ("multiplies", "receives", "sends"),
     "matmul_reduce_scatter": ("multiplies", "adds", "receives", "sends"),
 }
-# How the emulator names a tile of what a kernel stores: by the output, and its first index.
+# How the emulator names a tile that a kernel stores: number of the output, and first index.
 _STORED = re.compile(r"output (\d+)\[(\d+), ")
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A piece of work, in logical time.
+    """A part of a device's work, in the emulator's logical time.
 
     Attributes:
-      device: who does it.
-      cta: which of its CTAs; of what is sent and received that of whoever copies it.
+      device: the device that works.
+      cta: which CTA of the device; for "receives" and "sends", the CTA that copies, on either device.
       lane: one of `LANES`.
-      shard: whose rows it is; for "receives" from whom they come, for "sends" to whom they go.
+      shard: the device whose rows these are; for "receives" the sender, for "sends" the receiver.
       start, end: scheduler steps of the emulator.
     """
 
@@ -37,17 +37,19 @@ class Span:
 
 
 def spans_of(events: Iterable[Event], op: str, devices: int) -> list[Span]:
-    """The spans in one launch of an operation of `LANES`.
+    """The spans of one launch.
 
-    A wgmma does not know whose rows it multiplies; the store of the tile that follows it does. So a tile lasts from a
-    thread's first wgmma after its last store to its next store. Of a tile to which parts of peers are added that is
-    from the end of its last wgmma on. On Blackwell another thread stores, while the next tile is multiplied: there the
-    tiles of a CTA have as many stores each, in the order of the tiles.
+    The event of a wgmma does not say whose rows it multiplies, but the store of its tile does. So a tile begins with
+    the thread's first wgmma after a store, and ends with the thread's next store. If parts of peers are added to the
+    tile, the adding begins with the end of its last wgmma.
+
+    On Blackwell another thread stores the tile, while the next tile is multiplied. There, all tiles of a CTA have the
+    same number of stores, in the order of the tiles.
 
     Args:
-      events: of `overlap.emulation.emulate(record=True)`.
-      op: the operation.
-      devices: how many.
+      events: the record of `overlap.emulation.emulate(record=True)`.
+      op: the operation, one of `LANES`.
+      devices: how many devices.
     """
     spans = []
     tiles: dict[tuple[int, int, str], tuple[int, int]] = {}  # start of the first wgmma, end of the last one
@@ -67,14 +69,14 @@ def spans_of(events: Iterable[Event], op: str, devices: int) -> list[Span]:
 
 
 def _tile(start: int, end: int, stored: Event, op: str, devices: int) -> Iterator[Span]:
-    """A tile that was multiplied from `start` to `end`, and then stored."""
+    """The spans of a tile that was multiplied from `start` to `end`, and then stored by the event `stored`."""
     match = _STORED.match(stored.target)
     assert match is not None
     device, cta, (output, index) = stored.device, stored.cta, map(int, match.groups())
     if op == "all_gather_lhs_matmul":  # [shards, m_shard, n]
         yield Span(device, cta, "multiplies", index, start, stored.start)
         return
-    # The own block, or parts of the peers' in steps: [steps, boxes, …].
+    # Output 0 is the device's own block. The other output has the parts for peers: [steps, boxes, …].
     whose = device if output == 0 else (device + 1 + index) % devices
     yield Span(device, cta, "multiplies", whose, start, end if output == 0 else stored.start)
     if output == 0:
@@ -82,14 +84,14 @@ def _tile(start: int, end: int, stored: Event, op: str, devices: int) -> Iterato
 
 
 def _tensor_core_tiles(events: Iterable[Event]) -> Iterator[tuple[tuple[Event, Event], Event]]:
-    """Of each tile of Blackwell's tensor cores the first and the last product, and the first store."""
+    """For each tile that Blackwell's tensor cores multiplied: (first product, last product), and first store."""
     products: dict[tuple[int, int], list[list[Event]]] = {}
     stores: dict[tuple[int, int], list[Event]] = {}
     for event in events:
         cta = event.device, event.cta
         if event.kind == "mma":
             tiles = products.setdefault(cta, [])
-            # Two tiles in a row have different accumulators.
+            # Two consecutive tiles have different accumulators.
             if tiles and tiles[-1][-1].target == event.target:
                 tiles[-1].append(event)
             else:
@@ -103,7 +105,7 @@ def _tensor_core_tiles(events: Iterable[Event]) -> Iterator[tuple[tuple[Event, E
 
 
 def _travel(event: Event, peer: int) -> Iterator[Span]:
-    """Both ends of a copy to the peer, or from it."""
+    """The two spans of a copy between a device and its peer: one on the sender, one on the receiver."""
     is_push = event.target.endswith(f"of device {peer} (gmem)")
     sender, receiver = (event.device, peer) if is_push else (peer, event.device)
     yield Span(receiver, event.cta, "receives", sender, event.start, event.end)

@@ -1,20 +1,18 @@
-"""`python -m overlap trace`: what each role of each CTA on each GPU does when, in one call of a fused operation."""
+"""`python -m overlap trace`: records what each role of each CTA on each GPU does, and when, in one fused call."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import pathlib
-from typing import Any
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
 from overlap import _compat, _settings, emulation
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem, default_out_dtype
-from overlap.cli import trace_files
+from overlap.cli import tables, trace_files
 from overlap.cli.arguments import new_file
 from overlap.cli.devices import MOST_EMULATED, why_not_gpus
 from overlap.kernels.config import Config, default_config
@@ -26,16 +24,14 @@ from overlap.tuning.timeline import Timeline
 
 _ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
-# Emulated, small tiles: several for each CTA show more than one.
+# Emulated, tiles are small, so that each CTA has several.
 _EMULATED_TILE_N = 128
-# Below so many columns the table would cut its cells.
-_NARROW = 72
-# Marks of each role: more than the largest problems of the benchmarks make.
+# How many marks each role has room for: more than in the largest problems of the benchmarks.
 _CAPACITY = 2048
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command. Returns 0, 1 if there is no trace or the result is wrong, 2 for wrong arguments."""
+    """Runs the command. Returns the exit status: 0; 1 if the result is wrong; 2 for wrong arguments."""
     console, errors = Console(), Console(stderr=True)
     try:
         picture = _picture(arguments)
@@ -43,14 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
         problem, config = _problem(arguments, emulated_because), _config(arguments.config)
         mesh = _mesh(problem, arguments, emulated_because)
         problem = dataclasses.replace(problem, devices=mesh.size)
-        _require_divisible(problem)
         errors.print(f"… {problem} on {_kind(mesh)}", soft_wrap=True, markup=False, highlight=False)
         recorded = _record(problem, mesh, config, emulated_because)
     except (ValueError, NotImplementedError) as error:
         errors.print(f"trace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     if not recorded.same_bits:
-        errors.print("The recorded call's result differs from an ordinary one's; nothing was written.", style="red")
+        errors.print("The recorded call's result differs from an ordinary one's. Nothing was written.", style="red")
         return 1
     trace_files.write_trace(recorded.timelines, arguments.out)
     for timeline in recorded.timelines:
@@ -67,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _picture(arguments: argparse.Namespace) -> pathlib.Path:
-    """Where the picture goes: beside the trace, unless the arguments say where."""
+    """The file for the picture: `--picture`, or a file beside the trace."""
     if arguments.picture is not None:
         if arguments.picture.resolve() == arguments.out.resolve():
             raise ValueError(f"--picture must be another file than --out, got {arguments.picture} for both")
@@ -78,11 +73,11 @@ def _picture(arguments: argparse.Namespace) -> pathlib.Path:
     try:
         return new_file(str(arguments.out.with_name(f"{name}.png")))
     except argparse.ArgumentTypeError as error:
-        raise ValueError(f"the picture beside --out: {error}; or name one with --picture") from error
+        raise ValueError(f"the picture beside --out: {error}; or name another file with --picture") from error
 
 
 def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Problem:
-    """The problem, as if of one device."""
+    """The problem that the arguments describe, with `devices` not set yet."""
     if arguments.op not in OPERATIONS:
         raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
     require_layout(arguments.op, arguments.layout, "--layout")
@@ -95,17 +90,8 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
     return Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, layout=arguments.layout)
 
 
-def _require_divisible(problem: Problem) -> None:
-    """Raises ValueError unless the devices divide what they scatter."""
-    size = problem.m if problem.scattered == "m" else problem.n
-    if problem.scattered and not problem.replicates and size % problem.devices:
-        raise ValueError(
-            f"--shape: the {problem.devices} devices must divide {problem.scattered}, got {problem.scattered}={size}: "
-            f"round it to a multiple of {problem.devices}"
-        )
-
-
-def _config(fields: dict[str, Any] | None) -> Config | None:
+def _config(fields: dict[str, int | str | bool] | None) -> Config | None:
+    """A configuration with these fields; None if none are given."""
     if fields is None:
         return None
     known = Config().fields
@@ -113,7 +99,7 @@ def _config(fields: dict[str, Any] | None) -> Config | None:
         if name not in known:
             raise ValueError(f"--config: overlap.Config has no field {name!r}; it has {', '.join(known)}")
         if type(value) is not type(known[name]):
-            raise ValueError(f"--config: {name} must be of the kind of {known[name]!r}, got {value!r}")
+            raise ValueError(f"--config: {name} must be of the type of {known[name]!r}, got {value!r}")
     return Config.of(**fields)
 
 
@@ -136,7 +122,7 @@ def _record(
     operands = draw_operands(problem, mesh, 0)
     if emulated_because is None:
         return trace.record(problem, operands, mesh, config, _CAPACITY)
-    # Copies that complete at random moments and threads that take turns look most like hardware.
+    # These two settings are most like hardware: copies complete at random times, and threads take turns.
     with emulation.emulate(cores=_EMULATED_CTAS, completion="random", scheduler="round_robin") as emulated:
         config = config or default_config(problem.dtype).replace(tile_n=_EMULATED_TILE_N)
         recorded = trace.record(problem, operands, mesh, config, _CAPACITY, emulated=True)
@@ -151,7 +137,7 @@ def _kind(mesh: jax.sharding.Mesh) -> str:
     return f"{mesh.size} emulated {_settings.emulated_gpu().capitalize()} devices of {_EMULATED_CTAS} CTAs"
 
 
-# The columns of the table: heading, the roles that may do it (on Hopper, on Blackwell), and what they do.
+# Columns of the table: heading, the roles that do this work (on Hopper, on Blackwell), and the work.
 _COLUMNS = (
     ("multiply", ("compute", "multiplier"), Work.MULTIPLY),
     ("wait for operands", ("compute", "multiplier"), Work.AWAIT_OPERANDS),
@@ -162,24 +148,11 @@ _COLUMNS = (
 
 
 def _print(console: Console, timeline: Timeline, mesh: jax.sharding.Mesh) -> None:
-    """Of each device when it began and ended, and what its roles spend their time on."""
+    """Prints for each device when it began and ended, and what its roles spend their time on."""
     title = f"{timeline.kernel}, {_kind(mesh)}"
     headings = ["device", f"begins, {timeline.unit}", f"ends, {timeline.unit}", *(name for name, _, _ in _COLUMNS)]
     rows = [_row(timeline, device) for device in range(timeline.devices)]
-    if console.width < _NARROW:
-        # A paragraph for each device: a table would cut its cells.
-        console.print(title, style="italic", highlight=False)
-        for row in rows:
-            for heading, cell in zip(headings, row, strict=True):
-                indent, style = ("", "bold") if heading == "device" else ("  ", None)
-                console.print(f"{indent}{heading}: {cell}", style=style, highlight=False)
-        return
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    tables.show(console, title, headings, rows)
 
 
 def _row(timeline: Timeline, device: int) -> list[str]:
@@ -198,11 +171,11 @@ def _remarks(console: Console, timeline: Timeline, emulated_because: str | None)
         text = f"Emulated: {emulated_because}. The order of events is a GPU's, the times are not."
     else:
         text = (
-            "Shares of all CTAs' time from the first mark to the last. Marks cost a little: compare with a time that "
-            "was measured without them."
+            "Each share is of the time of all CTAs from the first mark to the last. Marks cost a little time: compare "
+            "with a time that was measured without them."
         )
         if timeline.devices > 1:
             text += f" The GPUs' clocks agree to ± {timeline.clock_error:.2f} µs."
     if timeline.missing:
-        text += f" {timeline.missing} marks had no room: the ends of some roles are missing."
+        text += f" {timeline.missing} marks had no room: the last spans of some roles are missing."
     console.print(text, style="italic dim", highlight=False)

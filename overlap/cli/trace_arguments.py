@@ -1,4 +1,4 @@
-"""The arguments of `python -m overlap trace`, apart from the command: to parse them needs neither rich nor jax."""
+"""The arguments of `python -m overlap trace`. To parse them, neither rich nor jax is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from overlap.cli.tune_arguments import DTYPES, LARGEST_SIZE, LAYOUTS, count, dty
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Adds the arguments of the command."""
     parser.add_argument(
         "--op",
         default="all_gather_lhs_matmul",
@@ -20,34 +20,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape",
         metavar="MxNxK",
         type=shape,
-        help="per shard for a collective (default: 1024x4096x4096; emulated 256x256x256)",
+        help="sizes, for a collective per shard (default: 1024x4096x4096; emulated: 256x256x256)",
     )
     names = ", ".join(DTYPES)
-    parser.add_argument("--dtype", default="bfloat16", type=dtype, help=f"of the operands: {names} (default: bf16)")
     parser.add_argument(
-        "--layout", default="nn", choices=LAYOUTS, help="how the operands are stored, t: transposed (default: nn)"
+        "--dtype", default="bfloat16", type=dtype, help=f"dtype of the operands: {names} (default: bf16)"
     )
-    parser.add_argument("--devices", type=count, help="for a collective (default: all visible GPUs, or 4 emulated)")
+    parser.add_argument(
+        "--layout", default="nn", choices=LAYOUTS, help="how the operands are stored; t means transposed (default: nn)"
+    )
+    parser.add_argument("--devices", type=count, help="number of devices (default: all visible GPUs, or 4 emulated)")
     parser.add_argument(
         "--config",
         metavar="NAME=VALUE,…",
         type=fields,
-        help="fields of overlap.Config, such as tile_n=128,stages=4 (default: as a call without config= would choose)",
+        help="fields of overlap.Config, such as tile_n=128,stages=4 (default: what the library chooses)",
     )
-    parser.add_argument("--emulate", action="store_true", help="run emulated on the CPU even if there are GPUs")
+    parser.add_argument("--emulate", action="store_true", help="emulate on the CPU even if there are GPUs")
     parser.add_argument(
         "--out",
         type=new_file,
         default="overlap-trace.json.gz",
-        help="the trace, for ui.perfetto.dev; compressed if the name ends with .gz (default: overlap-trace.json.gz)",
+        help="file for the trace, for ui.perfetto.dev; compressed if it ends with .gz (default: overlap-trace.json.gz)",
     )
     parser.add_argument(
-        "--picture", type=new_file, help="the picture, a PNG (default: beside the trace, overlap-trace.png)"
+        "--picture", type=new_file, help="file for the picture, a PNG (default: beside the trace, overlap-trace.png)"
     )
 
 
 def shape(text: str) -> tuple[int, int, int]:
-    """m, n and k of one problem."""
+    """Reads m, n and k of one problem."""
     try:
         (found,) = shapes(text)
     except (argparse.ArgumentTypeError, ValueError):
@@ -60,7 +62,7 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def fields(text: str) -> dict[str, int | str | bool]:
-    """Names and values of fields of `overlap.Config`."""
+    """Reads names and values of fields of `overlap.Config`."""
     found: dict[str, int | str | bool] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")

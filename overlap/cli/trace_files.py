@@ -1,4 +1,4 @@
-"""What `python -m overlap trace` writes: a trace that Perfetto opens, and a picture of it."""
+"""The files of `python -m overlap trace`: a trace for Perfetto, and a picture."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import gzip
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlap.cli.picture import write_whole
 from overlap.primitives.marks import Work
 from overlap.tuning.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LABELS = {
     Work.AWAIT_PEERS: "wait for peers",
@@ -36,15 +39,20 @@ _COLORS = {
     Work.FORWARD: "#17becf",
     Work.LEAVE: "#bdbdbd",
 }
-_MOST_ROLES = 8  # of one CTA
+_MOST_ROLES = 8  # Of one CTA.
+# With at most this many CTAs, the picture separates spans by lines.
 _ROOMY_CTAS = 16
 
 
 def write_trace(timelines: Sequence[Timeline], path: pathlib.Path) -> None:
-    """Writes the Trace Event format (JSON), compressed if the name ends with ".gz". It opens at ui.perfetto.dev.
+    """Writes a trace in the Trace Event format (JSON), which ui.perfetto.dev opens.
 
-    One process for each device and kernel, and one thread for each role of each CTA. Emulated steps stand there as if
-    they were microseconds.
+    The trace has a process for each device and kernel, and in it a thread for each role of each CTA. Steps of the
+    emulator appear as microseconds.
+
+    Args:
+      timelines: one for each kernel.
+      path: the file to write; compressed if its name ends with ".gz".
     """
     content = {
         "displayTimeUnit": "ns",
@@ -62,14 +70,14 @@ def write_trace(timelines: Sequence[Timeline], path: pathlib.Path) -> None:
     data = json.dumps(content, separators=(",", ":")).encode()
 
     def write(temporary: str) -> None:
-        # Without a time of day: the same trace is the same file.
+        # Without the time of day, so that the same trace gives the same bytes.
         pathlib.Path(temporary).write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
     write_whole(path, write)
 
 
 def _numbered(timelines: Sequence[Timeline]) -> Iterator[tuple[int, Timeline]]:
-    """Each timeline with the number of its first process."""
+    """Each timeline, with the number of its first process in the trace."""
     first = 1
     for timeline in timelines:
         yield first, timeline
@@ -105,8 +113,8 @@ def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def draw(timeline: Timeline, path: pathlib.Path, title: str) -> None:
-    """Writes a picture (PNG): a panel for each device, in it a band for each role, in it a line for each CTA."""
-    # Not pyplot: no display is asked for, and no state is left behind.
+    """Writes a picture (PNG): a panel for each device, with a band for each role, with a line for each CTA."""
+    # Without pyplot, which needs a display and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -128,7 +136,7 @@ def draw(timeline: Timeline, path: pathlib.Path, title: str) -> None:
     write_whole(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
 
 
-def _draw_device(axis: Any, spans: Sequence[Span], roles: Sequence[str]) -> None:
+def _draw_device(axis: Axes, spans: Sequence[Span], roles: Sequence[str]) -> None:
     from matplotlib.collections import PolyCollection
 
     ctas = 1 + max((span.cta for span in spans), default=0)
@@ -140,7 +148,7 @@ def _draw_device(axis: Any, spans: Sequence[Span], roles: Sequence[str]) -> None
                 top = -roles.index(span.role) - 0.05 - span.cta * height
                 low, high = top - height, top
                 boxes.append([(span.start, low), (span.start, high), (span.end, high), (span.end, low)])
-        # Between one chunk and the next there is a line, if there is room for it.
+        # A white line separates each span from the next, if there is room.
         line = 0.3 if ctas <= _ROOMY_CTAS else 0
         collection = PolyCollection(boxes, facecolors=color, edgecolors="white", linewidths=line)
         axis.add_collection(collection, autolim=False)

@@ -8,23 +8,22 @@ from collections.abc import Sequence
 
 import jax
 from rich.console import Console
-from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 
 from overlap import _compat, _cuda, emulation
 from overlap.choice import dispatch, space
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
+from overlap.cli import tables
 from overlap.kernels.config import default_config
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
 from overlap.tuning.operations import OPERATIONS, require_layout
 from overlap.tuning.progress import shown
 
-# What a CPU stands for: a Hopper or a Blackwell GPU.
+# The GPU that the emulator stands for: Hopper, Blackwell.
 _STANDS_FOR = Target("gpu", "NVIDIA H200", 132), Target("gpu", "NVIDIA B200", 148)
-# Each is a thread or more, and takes its time.
+# The most emulated devices. Each needs at least one thread.
 _MOST_EMULATED = 64
 
 
@@ -32,13 +31,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command.
 
     Returns:
-      0; 1 if a problem has no result, or a result could not be written; 2 for wrong arguments, 130 after Ctrl-C and
-      143 after SIGTERM.
+      The exit status: 0; 1 if a problem has no result, or a result could not be written; 2 for wrong arguments; 130
+      after Ctrl-C; 143 after SIGTERM.
     """
     errors = Console(stderr=True)
     outcomes: list[search.Outcome] = []
     try:
-        # First of all: whatever is wrong with it, nobody wants to wait for that.
+        # Before anything that takes time.
         if arguments.out is not None:
             autotune.require_writable(arguments.out, "--out")
         target = _start(arguments)
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, NotImplementedError) as error:
         return _refused(errors, error)
     finally:
-        # Whatever ended it, what was found is said.
+        # However the search ended, print what it has found.
         if outcomes:
             _print(outcomes, target, file, len(problems))
     if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
@@ -82,7 +81,7 @@ def _refused(errors: Console, error: Exception) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> Target:
-    """Settles on the GPUs or, where there are none, on emulated devices."""
+    """Chooses the GPUs, or emulated devices if there are no GPUs. Returns what kind of device they are."""
     if arguments.op not in OPERATIONS:
         raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
     if not _compat.backends_are_initialized():
@@ -95,14 +94,14 @@ def _start(arguments: argparse.Namespace) -> Target:
         jax.config.update("jax_num_cpu_devices", arguments.devices or 2)
     target = dispatch.target()
     if arguments.devices is not None and arguments.devices > len(jax.devices()):
-        raise ValueError(f"--devices must be at most the {len(jax.devices())} that there are, got {arguments.devices}")
+        raise ValueError(f"--devices must be at most {len(jax.devices())} on this machine, got {arguments.devices}")
     if target.platform == "cpu":
-        emulation.enable()  # Here, so that Ctrl-C ends a launch that is under way.
+        emulation.enable()  # Here in the main thread, so that Ctrl-C ends a launch that is running.
     return target
 
 
 def _problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Each problem once, in the order of the command line."""
+    """The problems that the arguments name, each once, in the order of the command line."""
     devices = 1 if arguments.op == "matmul" else arguments.devices or len(jax.devices())
     problems: dict[Problem, None] = {}
     for m, n, k, own_dtype in arguments.shapes:
@@ -115,9 +114,10 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
+    """Prints the configurations that would be tried for each problem. Returns the exit status."""
     for problem in problems:
         configs = space.candidates(problem, target)
-        # Not as the table's title, which would be wrapped to its width.
+        # Not as the table's title, which rich would wrap to the table's width.
         console = Console()
         console.print(
             f"{problem}: {len(configs)} configurations for {target.kind}",
@@ -126,7 +126,7 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
             markup=False,
             highlight=False,
         )
-        table = Table(show_lines=console.width < 80)  # Where configurations take several lines.
+        table = Table(show_lines=console.width < 80)  # In so few columns, configurations take several lines.
         table.add_column("configuration", overflow="fold")
         for heading in ("waves", "predicted, µs"):
             table.add_column(heading, justify="right")
@@ -141,14 +141,16 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
 
 
 def _why_none(problem: Problem, target: Target) -> str:
+    """Why the fused kernel has no configuration for this problem."""
     try:
         problem.check(default_config(problem.dtype), target)
     except (ValueError, NotImplementedError) as error:
         return str(error)
-    return "no configuration that is tried fits this problem"
+    return "no configuration of the search fits this problem"
 
 
 def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Path | None, problems: int) -> None:
+    """Prints the outcomes so far, of `problems` problems, and where they are written."""
     console = Console()
     title = f"{target.kind}, jax {jax.__version__}"
     emulated = target.platform == "cpu"
@@ -158,17 +160,7 @@ def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Pat
         else ("Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device.")
     )
     rows = [_row(outcome) for outcome in outcomes]
-    table = Table(title=title, caption=caption, title_justify="left")
-    for heading in _HEADINGS:
-        numbers = heading not in ("problem", "configuration", "note")
-        table.add_column(heading, justify="right" if numbers else "left")
-    for row in rows:
-        table.add_row(*row)
-    unlimited = console.options.update(max_width=10_000)
-    if Measurement.get(console, unlimited, table).maximum <= console.width:
-        console.print(table)
-    else:
-        _print_narrow(console, title, rows, caption)
+    tables.show(console, title, _HEADINGS, rows, text_columns=("problem", "configuration", "note"), caption=caption)
     for outcome in outcomes:
         for trial in outcome.trials:
             if trial.status != "ok":
@@ -181,14 +173,14 @@ def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Pat
         where = f"tune: {file} could not be written ({why}). What it lacks, as a table:"
     console.print(where, style="red" if text else None, soft_wrap=True, markup=False, highlight=False)
     if text:
-        print(text, end="", flush=True)  # As it is, to be saved as a file.
+        print(text, end="", flush=True)  # Unchanged, so that the user can save it as a file.
 
 
 _HEADINGS = ("problem", "configuration", "µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried", "note")
 
 
 def _row(outcome: search.Outcome) -> list[str]:
-    """The cells of a problem, "–" where there is nothing."""
+    """The cells of an outcome, "–" where there is no value."""
     entry = outcome.result
     wrong = sum(trial.status != "ok" for trial in outcome.trials)
     notes = [outcome.note, f"{wrong} failed" if wrong else "", "" if outcome.complete else "partial"]
@@ -206,18 +198,3 @@ def _row(outcome: search.Outcome) -> list[str]:
         str(entry.tried),
         note,
     ]
-
-
-def _print_narrow(console: Console, title: str, rows: Sequence[Sequence[str]], caption: str) -> None:
-    """A list for terminals that the table is too wide for: a paragraph for each problem, a line for each cell."""
-    console.print(title, style="italic", markup=False, highlight=False)
-    for problem, *cells in rows:
-        console.print(problem, style="bold", markup=False, highlight=False)
-        listed = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-        listed.add_column(no_wrap=True)
-        listed.add_column(overflow="fold")
-        for heading, cell in zip(_HEADINGS[1:], cells, strict=True):
-            if cell not in ("", "–"):
-                listed.add_row(heading, cell)
-        console.print(Padding(listed, (0, 0, 0, 2)))
-    console.print(caption, style="italic", markup=False, highlight=False)

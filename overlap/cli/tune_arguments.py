@@ -1,7 +1,7 @@
-"""The arguments of `python -m overlap tune`, apart from the command: to parse them needs neither rich nor jax.
+"""The arguments of `python -m overlap tune`. To parse them, neither rich nor jax is imported.
 
-Each argument has a function that turns its text into a value or raises `ArgumentTypeError`; argparse puts the
-argument's name in front and ends with status 2.
+The functions read an argument's text: they return its value or raise `ArgumentTypeError`. argparse then prints the
+argument's name and the message, and ends with status 2.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ DTYPES = {
     "f8_e5m2": "float8_e5m2",
 }
 LAYOUTS = ("nn", "nt", "tn", "tt")
-# Sizes are int32 in a kernel.
+# Kernels use int32 for sizes.
 LARGEST_SIZE = 2**31 - 1
 _SHAPE = re.compile(r"([0-9]{1,10})x([0-9]{1,10})x([0-9]{1,10})(?::(.*))?", re.DOTALL)
 
-Shape = tuple[int, int, int, str | None]
+Shape = tuple[int, int, int, str | None]  # m, n, k and a dtype
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Adds the arguments of the command."""
     parser.add_argument(
         "--op",
         default="matmul",
@@ -39,29 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="MxNxK,…",
         type=shapes,
-        help="problems, per shard for a collective; each may have a dtype of its own: 1024x4096x4096:f16",
+        help="problems, for a collective per shard; each may name its own dtype: 1024x4096x4096:f16",
     )
     names = ", ".join(DTYPES)
     parser.add_argument("--dtype", default="bfloat16", type=dtype, help=f"of the operands: {names} (default: bf16)")
-    parser.add_argument("--out-dtype", type=dtype, help="of the result (default: that of the operands; bf16 for f8)")
+    parser.add_argument("--out-dtype", type=dtype, help="of the result (default: that of the operands; for f8: bf16)")
     parser.add_argument(
         "--layouts",
         default=["nn"],
         type=layouts,
-        help="how the operands are stored, t: transposed: nn (default), nt, tn, tt; several: nn,nt",
+        help="how the operands are stored, where t means transposed: nn (default), nt, tn, tt, or several as nn,nt",
     )
-    parser.add_argument("--devices", type=count, help="for a collective (default: all GPUs, or 2 emulated)")
-    parser.add_argument("--max-configs", type=count, help="tried per problem, at most (default: 12; emulated 3)")
-    parser.add_argument("--budget-s", type=seconds, help="end after so many seconds with what there is")
+    parser.add_argument("--devices", type=count, help="number of devices (default: all visible GPUs, or 2 emulated)")
     parser.add_argument(
-        "--out", type=pathlib.Path, help="the table to write or extend (default: the user's; emulated: none)"
+        "--max-configs", type=count, help="most configurations to try per problem (default: 12; emulated: 3)"
     )
-    parser.add_argument("--force", action="store_true", help="measure again what the table already has")
-    parser.add_argument("--dry-run", action="store_true", help="list the configurations that would be tried, and end")
+    parser.add_argument("--budget-s", type=seconds, help="end after this time, in seconds, with the results so far")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="the table to write or extend (default: the user's table; emulated: none)"
+    )
+    parser.add_argument("--force", action="store_true", help="measure problems again that the table already has")
+    parser.add_argument("--dry-run", action="store_true", help="list the configurations that would be tried, and exit")
 
 
 def shapes(text: str) -> list[Shape]:
-    """m, n, k and the dtype, if there is one, of each problem."""
+    """Reads m, n, k and, if one is given, the dtype of each problem."""
     found: list[Shape] = []
     for part in text.split(","):
         match = _SHAPE.fullmatch(part.strip())
@@ -76,14 +78,14 @@ def shapes(text: str) -> list[Shape]:
 
 
 def dtype(text: str) -> str:
-    """The full name of a dtype."""
+    """Reads a dtype. Returns its full name."""
     if text not in DTYPES and text not in DTYPES.values():
         raise argparse.ArgumentTypeError(f"a dtype must be one of {', '.join(DTYPES)}, got {_said(text)}")
     return DTYPES.get(text, text)
 
 
 def layouts(text: str) -> list[str]:
-    """The layouts, each once."""
+    """Reads layouts. Returns each once."""
     named = [part.strip() for part in text.split(",")]
     if unknown := [part for part in named if part not in LAYOUTS]:
         raise argparse.ArgumentTypeError(f"must name some of {', '.join(LAYOUTS)}, got {_said(unknown[0])}")
@@ -91,14 +93,14 @@ def layouts(text: str) -> list[str]:
 
 
 def count(text: str) -> int:
-    """How many of something."""
+    """Reads a number of at least 1."""
     if not re.fullmatch(r"\+?[0-9]{1,10}", text.strip()) or not 1 <= int(text) <= LARGEST_SIZE:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {_said(text)}: leave it out")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A time."""
+    """Reads a time in seconds."""
     try:
         value = float(text)
     except ValueError:

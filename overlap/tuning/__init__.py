@@ -1,1 +1,1 @@
-"""What measures: `autotune`, the search behind it, and the tables it writes. It calls the operations themselves."""
+"""Measures operations: `autotune`, its search, the programs and times of all measurements, and traces of kernels."""

@@ -1,4 +1,4 @@
-"""`autotune`: measures configurations for every operation that a function calls, and keeps the best."""
+"""`autotune`: measures configurations for every operation that a function calls, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ logger = logging.getLogger("overlap")
 
 
 class Tuning:
-    """What `autotune` found. As a context manager: calls that are traced inside use it before any table.
+    """The results of `autotune`.
+
+    It is a context manager: calls that are traced inside it use its results, before those of any table.
 
     Attributes:
-      outcomes: one per problem, with all that was tried.
+      outcomes: one for each problem, with all configurations that were tried.
       configs: the fastest configuration of each problem.
-      path: the file that the results were written to; None if they were not, or could not be.
+      path: the file that has the results; None if they were not written, or could not be.
     """
 
     def __init__(self, outcomes: Sequence[Outcome], path: pathlib.Path | None) -> None:
@@ -47,7 +49,7 @@ class Tuning:
             if outcome.result and "xla" in outcome.result.others
         }
         self._session = Session(dict(self.configs), measured)
-        self._contexts: list[Any] = []
+        self._contexts: list[contextlib.AbstractContextManager[object]] = []
 
     def __enter__(self) -> Tuning:
         context = session(self._session)
@@ -71,9 +73,9 @@ class Tuning:
 
 
 def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
-    """The problems of all calls in `fn(*args, **kwargs)` that leave `config` open and would run the fused kernel.
+    """The problems of all calls in `fn(*args, **kwargs)` that give no `config` and would run the fused kernel.
 
-    `fn` is traced, not run; what is jitted inside it is traced anew.
+    `fn` is traced, not run. Jitted functions inside it are traced again.
     """
     recording = Session()
     with session(recording):
@@ -94,34 +96,38 @@ def autotune(
 ) -> Tuning:
     """Tunes every operation of this library that `fn(*args, **kwargs)` calls without a `config`.
 
-    `fn` is traced to find the calls (jitted, under `shard_map`, `grad` or `scan`: all are seen); then each problem is
-    measured by itself, on as many devices as it has, with operands drawn here, against XLA. A configuration counts
-    only if its result is right. The results go to the user's table ($OVERLAP_TUNING_DIR, else ~/.cache/overlap/tuning),
-    one JSON file per kind of GPU, from which all later calls are served, in this process and in others. A function that
-    `jax.jit` has traced before keeps what it was compiled with: use the returned object as a context manager, or call
+    `fn` is traced to find the calls. Calls inside `jit`, `shard_map`, `grad` and `scan` are found too. Then each
+    problem is measured separately against XLA, with random operands, on as many devices as the problem has. A
+    configuration counts only if its result is right.
+
+    The results go to the user's table, one JSON file for each kind of GPU in $OVERLAP_TUNING_DIR, else in
+    ~/.cache/overlap/tuning. All later calls use it, in this process and in others. But a function that `jax.jit` has
+    traced before keeps its compiled configuration: use the returned object as a context manager, or call
     `jax.clear_caches()`.
 
     Args:
       fn: a function of arrays.
       *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
-      max_configs: configurations tried per problem, at most (default: 12; on a CPU 3).
-      budget_s: after so many seconds the search ends with what it has found.
+      max_configs: configurations to try per problem, at most (default: 12; on a CPU 3).
+      budget_s: after this time, in seconds, the search ends with the results so far.
       path: a file to write to instead of the user's table.
-      save: whether to write the results. On a CPU, where kernels run emulated, only a file named by `path` is written.
-      force: measure again what the file already has.
+      save: whether to write the results. On a CPU kernels run emulated, and only a file named by `path` is written.
+      force: measure problems again that the file already has.
       progress: called with a text and the fraction that is done. None: a bar on a terminal (with rich), else lines of
         the logger "overlap" (level INFO).
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      A `Tuning`: print it for a line per problem; `with` it, calls use its results whatever the tables say. If the
-      results cannot be written in the end, they are logged as a table (WARNING, logger "overlap"); nothing is raised.
+      A `Tuning`. Printing it gives a line for each problem. Inside `with`, calls use its results before those of any
+      table. If the results cannot be written in the end, nothing is raised: they are logged as a table (WARNING, logger
+      "overlap").
 
     Raises:
-      ValueError: an argument makes no sense, `fn` makes no such call, or the file is no table or cannot be written.
-      RuntimeError: the user's table cannot be written. Like all the above, this is seen before anything is measured.
-      NotImplementedError: there are several processes. Tune in one, on the same kind of GPU.
-      KeyboardInterrupt: after what was found until then has been written. SIGTERM ends the process then.
+      ValueError: an argument makes no sense, `fn` makes no call to tune, or the file is not a table or cannot be
+        written.
+      RuntimeError: the user's table cannot be written. This error and the ones above come before any measurement.
+      NotImplementedError: there are several processes. Tune in one process, on the same kind of GPU.
+      KeyboardInterrupt: after Ctrl-C, when the results so far have been written. SIGTERM then ends the process.
 
     Example:
       >>> with overlap.autotune(layer, x, w) as tuning:
@@ -176,7 +182,7 @@ def autotune(
 
 
 def emulation_note(problems: Sequence[Problem], target: Target, settings: Settings) -> str:
-    """What to know before a search on a CPU begins; "" on a GPU."""
+    """A note for the user before a search on a CPU begins; "" on a GPU."""
     if target.platform != "cpu":
         return ""
     largest = max(problems, key=lambda problem: problem.flops_per_device * problem.devices)
@@ -188,10 +194,14 @@ def emulation_note(problems: Sequence[Problem], target: Target, settings: Settin
 
 
 def require_writable(path: str | pathlib.Path, name: str) -> None:
-    """Looks whether a table can be written to a file that the user named. Its folder must exist.
+    """Checks that a table can be written to a file that the user has named. Its folder must exist.
+
+    Args:
+      path: the file.
+      name: the argument or option that names it, for the error message.
 
     Raises:
-      ValueError: it cannot, or there is something else than a table; `name` is what the user calls the file.
+      ValueError: the file cannot be written, or it exists and is not a table.
     """
     way_out = "name a file in a folder that can be written"
     if obstacle := table_files.obstacle(pathlib.Path(path)):
@@ -201,7 +211,14 @@ def require_writable(path: str | pathlib.Path, name: str) -> None:
 
 
 def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path | None:
-    """Where results go: the file that was named, or the user's table; nowhere if they are emulated.
+    """The file for the results.
+
+    Args:
+      target: the kind of the devices.
+      path: the file that the user has named, or None.
+
+    Returns:
+      `path`; if that is None, the user's table, or None if the results are emulated.
 
     Raises:
       RuntimeError: the user's table cannot be written.
@@ -212,7 +229,7 @@ def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path
         return None
     file, obstacle = tables.user_file(target.kind), "there is no home directory"
     if file is not None:
-        with contextlib.suppress(OSError):  # The look that follows says what is in the way.
+        with contextlib.suppress(OSError):  # `obstacle` then says why it failed.
             file.parent.mkdir(parents=True, exist_ok=True)
         obstacle = table_files.obstacle(file)
     if obstacle:
@@ -234,24 +251,28 @@ def tune(
     progress: Progress = lambda text, fraction: None,
     found: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Searches for each problem in turn; each result is written as soon as it is there.
+    """Searches for each problem in turn, and writes each result at once.
 
-    A problem that the file has a complete result of is not measured again unless `force`. Ends early at an interrupt,
-    with the outcomes so far, of which the last one is marked. The time that is left is shared by the problems left.
-    A result that cannot be written is tried again with the next one; `unwritten` has what is left in the end.
+    If the file already has a complete result for a problem, the problem is not measured again unless `force`. The
+    remaining time is shared equally by the remaining problems. If a result cannot be written, it is written together
+    with the next one; `unwritten` returns the results that are not written in the end.
 
     Args:
-      problems: what to search for.
+      problems: the problems to tune.
       target: the kind of the devices.
       settings: how much is searched.
       file: the table; None: nothing is written.
-      budget_s: after so many seconds it ends.
-      force: measure again what the file already has.
+      budget_s: after this time, in seconds, it ends.
+      force: measure problems again that the file already has.
       progress: called with a text and the fraction that is done.
       found: called with each outcome before it is written, so that an exception loses none.
 
+    Returns:
+      The outcomes. After an interrupt the outcomes so far, and `interrupted` of the last one is the signal.
+
     Raises:
-      ValueError: the file is no table, an operation cannot be tuned, there are too few devices, or no time.
+      ValueError: the file is not a table, an operation cannot be tuned, there are too few devices, or `budget_s` is not
+        positive.
     """
     if not budget_s > 0:
         raise ValueError(f"`budget_s` must be a number of seconds, more than 0, got {budget_s}")
@@ -302,7 +323,7 @@ def tune(
 
 
 def _write(file: pathlib.Path | None, outcomes: Sequence[Outcome]) -> None:
-    """Writes what is not written yet; what has been measured outlasts a file that cannot be written."""
+    """Writes the results that are not written yet. If that fails, they keep the reason in `unwritten`."""
     waiting = [outcome for outcome in outcomes if outcome.unwritten]
     if file is None or not waiting:
         return
@@ -316,7 +337,7 @@ def _write(file: pathlib.Path | None, outcomes: Sequence[Outcome]) -> None:
 
 
 def unwritten(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """The results that could not be written, as the text of a table, and why; twice "" if there are none."""
+    """The results that could not be written, as the text of a table, and the reason; "" and "" if there are none."""
     waiting = [outcome for outcome in outcomes if outcome.unwritten]
     if not waiting:
         return "", ""

@@ -1,7 +1,7 @@
-"""One problem on the devices, for the search: what is compiled, whether its result is right, how long it takes.
+"""Compiles, checks and times the configurations of one problem, for the search.
 
-A configuration is one compiled program: a loop of calls. The same program is checked and timed, and what is checked is
-what the loop left behind.
+Each configuration is one compiled program: a loop of calls. The same program is checked and timed. The check compares
+the result that the loop leaves behind.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from overlap.tuning.timing import Loop, iterations_for
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How long is measured.
+    """How long to measure.
 
     Attributes:
-      launch_us: about how long one program runs; sets the length of its loop.
-      max_iterations: the longest loop.
-      launches: programs per sample, behind one that is not counted; 0 where times say nothing: one program, as it is.
-      warm_up_s: how long the devices work before the first sample.
+      launch_us: about how long one program runs, in microseconds; determines how often its loop calls the operation.
+      max_iterations: calls in one loop, at most.
+      launches: how many programs a sample times, after one that is not counted. 0 if times mean nothing: a sample is
+        then the plain time of one program.
+      warm_up_s: how long the devices work before the first sample, in seconds.
     """
 
     launch_us: float = 10_000.0
@@ -40,16 +41,23 @@ class Effort:
 
     @staticmethod
     def emulated() -> Effort:
-        """For CPU devices, where a time says nothing: two calls, so that the loop is a loop."""
+        """The effort for CPU devices, where times mean nothing: loops of two calls."""
         return Effort(0.0, 2, 0, 0.0)
 
     def iterations(self, problem: Problem) -> int:
-        """Calls per loop."""
+        """How often a loop calls the operation."""
         return iterations_for(problem, self.launch_us, 2, self.max_iterations)
 
 
 class Bench:
-    """The operands of one problem, an oracle, and one state that all its programs hand on to each other."""
+    """One problem: its operands, the check of its result, and the arrays that its programs pass on to each other.
+
+    Args:
+      problem: what is measured.
+      devices: the devices of this process, as many as the problem has.
+      effort: how long to measure.
+      seed: for the operands.
+    """
 
     def __init__(self, problem: Problem, devices: Sequence[Any], effort: Effort, seed: int = 0) -> None:
         if len(devices) != problem.devices:
@@ -63,7 +71,7 @@ class Bench:
         shardings = [NamedSharding(self.mesh, spec) for spec in specs(problem)]
         self._blank = jax.jit(functools.partial(jnp.zeros, out.shape, out.dtype), out_shardings=shardings[2])
         self._error = error_program(problem, self.mesh)
-        # The operands are drawn when they are needed: until then others may compile.
+        # The operands are drawn when they are needed first, so that compiling can begin at once.
         self._loop: Loop | None = None
         lhs, rhs, out = (
             jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -79,14 +87,14 @@ class Bench:
     # --- What the search calls ----------------------------------------------------------------------------------------
 
     def compile(self, config: Config | None) -> Any:
-        """The compiled loop of a configuration, or of XLA's implementation (None). May be called from any thread."""
+        """Compiles the loop of a configuration; None: of XLA's implementation. May be called from any thread."""
         loop = loop_program(self.problem, self._call(config), self.mesh, self.iterations)
         return loop.lower(*self._arguments).compile()
 
     def error_of(self, program: Any) -> float:
-        """The relative error of what a program's loop leaves behind, on operands that no other check has had.
+        """The relative error of the result that a program's loop leaves behind.
 
-        What another program left in memory can then not pass for this one's result.
+        Each check draws new operands. So a result that another program has left in memory does not pass.
         """
         loop = self._with_new_operands()
         loop.program = program
@@ -94,7 +102,7 @@ class Bench:
         return float(self._error(*loop.operands, loop.out))
 
     def sample_us(self, program: Any) -> float:
-        """The time of one call, from one sample."""
+        """One sample: the time of one call, in microseconds."""
         return 1e6 * self._ready(program).call_s(self.effort.launches)
 
     def warm_up(self, program: Any) -> None:
@@ -104,14 +112,14 @@ class Bench:
         jax.block_until_ready(loop.state)
 
     def _ready(self, program: Any) -> Loop:
-        # What a failed program was given is lost.
+        # A program that failed has consumed its operands.
         loop = self._loop if self._loop is not None and self._loop.state is not None else self._with_new_operands()
         loop.program = program
         return loop
 
     def _with_new_operands(self) -> Loop:
         out = self._loop.out if self._loop is not None and self._loop.state is not None else self._blank()
-        self._loop = None  # The operands before make room for the new ones.
+        self._loop = None  # Frees the memory of the old operands.
         self._seed += 1
         operands = draw_operands(self.problem, self.mesh, self._seed)
         self._loop = Loop(self.problem, None, self.iterations, operands, out)

@@ -1,16 +1,16 @@
-"""How far the clocks of a host's GPUs are apart, so that what happened on several of them can be put on one time.
+"""Measures how far the clocks of a host's GPUs are apart, to give events on several GPUs a common time.
 
-Each GPU has a clock of nanoseconds (%globaltimer), and nothing says that two of them agree to the microsecond. So the
-first GPU and another one send each other a flag, again and again:
+Each GPU has a clock that counts nanoseconds (%globaltimer). Nothing guarantees that two of them agree to the
+microsecond. So the first GPU and another one send each other flags, many times:
 
     first GPU     reads its clock: sent;  raises the peer's flag
     other GPU     waits for the flag;  reads its clock: answered;  raises the first one's flag
-    first GPU     waits for that;  reads its clock: returned
+    first GPU     waits for its flag;  reads its clock: returned
 
-The peer's clock was read between `sent` and `returned`, so it is ahead of the first one's by at least
-`answered - returned` and at most `answered - sent`. Of all exchanges together the tightest bounds hold.
+The other GPU read its clock between `sent` and `returned`. So its clock is ahead of the first GPU's by at least
+`answered - returned` and at most `answered - sent`. The tightest bounds of all exchanges hold.
 
-Source: Mills, "Internet time synchronization: the Network Time Protocol" (1991), for the idea of the exchange.
+Source of the idea: Mills, "Internet time synchronization: the Network Time Protocol" (1991).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from overlap.kernels.launch import sealed
 from overlap.primitives import PeerGroup, atomics, board, semaphore_signal_peer, shared_semaphores
 from overlap.primitives.integers import in_32_bits
+from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 from overlap.primitives.waits import wait_for_word
 from overlap.tuning.operations import AXIS
 
@@ -40,11 +41,11 @@ _NAME = "overlap_clocks"
 
 @dataclasses.dataclass(frozen=True)
 class Offset:
-    """How far a GPU's clock is ahead of the first one's.
+    """How far a GPU's clock is ahead of the first GPU's.
 
     Attributes:
       ns: nanoseconds.
-      error_ns: by how much that may be wrong, at most.
+      error_ns: the largest possible error of `ns`.
     """
 
     ns: float
@@ -52,7 +53,7 @@ class Offset:
 
 
 def offsets(mesh: jax.sharding.Mesh) -> list[Offset]:
-    """The offset of each device of a mesh whose only axis is `AXIS`, all of one process. Runs a short kernel."""
+    """The offset of each device of a mesh whose only axis is `AXIS`, all of this process. Runs a short kernel."""
     times = np.asarray(program(mesh)())
     times = times.reshape(mesh.size, mesh.size, EXCHANGES, 3, 2)
     ns = np.ascontiguousarray(times).view(np.uint64)[..., 0].astype(np.int64)
@@ -62,15 +63,15 @@ def offsets(mesh: jax.sharding.Mesh) -> list[Offset]:
 
 
 def offset(sent: Sequence[int] | Any, answered: Sequence[int] | Any, returned: Sequence[int] | Any) -> Offset:
-    """The offset that the exchanges with one device allow; times in nanoseconds, one for each exchange."""
+    """The offset of one device, from the times of its exchanges in nanoseconds, one for each exchange."""
     sent, answered, returned = (np.asarray(times, np.int64) for times in (sent, answered, returned))
     least, most = int((answered - returned).max()), int((answered - sent).min())
-    # Clocks that tick coarsely, or drift, can leave nothing between the bounds.
+    # If clocks tick coarsely or drift, the lower bound can be above the upper one.
     return Offset((least + most) / 2, abs(most - least) / 2)
 
 
 def program(mesh: jax.sharding.Mesh) -> Any:
-    """A program without arguments that runs the kernel on each device of a mesh along `AXIS`."""
+    """A program without arguments that runs the kernel on each device of a mesh whose only axis is `AXIS`."""
     group = PeerGroup(AXIS, ((AXIS, mesh.size),))
     mapped = jax.shard_map(lambda: _exchange(group), mesh=mesh, in_specs=(), out_specs=P(AXIS), check_vma=False)
     return jax.jit(mapped)
@@ -78,55 +79,56 @@ def program(mesh: jax.sharding.Mesh) -> Any:
 
 @in_32_bits
 def _exchange(group: PeerGroup) -> jax.Array:
-    """The kernel: int32 [D, exchanges, 3, 2]; of that only what this device has read of its clock is filled in."""
+    """The kernel. Returns int32 [D, exchanges, 3, 2]: 64-bit times as pairs; only this device's readings are set."""
     out_type = jax.ShapeDtypeStruct((group.size, EXCHANGES, 3, 2), jnp.int32)
 
-    def body(times_gmem: Any) -> None:
+    def body(times_gmem: GmemRef) -> None:
         (flags,) = shared_semaphores((group.size,))
         me = group.me()
         as_first, as_other = (functools.partial(part, group, flags, times_gmem) for part in (_ask, _answer))
 
         @plgpu.warp_map
-        def _one_warp(warp: Any) -> None:
+        def _one_warp(warp: Index) -> None:
             pl.when(jnp.logical_and(warp == 0, me == 0))(as_first)
             pl.when(jnp.logical_and(warp == 0, me > 0))(as_other)
 
     body.__name__ = _NAME
-    # With the framework's barrier: all devices have begun, and their flags are zero.
+    # Pallas's barrier runs before the kernel: all devices have begun, and their flags are zero.
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     kernel = plgpu.kernel(body, out_type=out_type, grid=(1,), grid_names=("cta",), compiler_params=params)
     return sealed(kernel, _NAME)()
 
 
-def _ask(group: PeerGroup, flags: Any, times_gmem: Any) -> None:
-    """The first device's part."""
+def _ask(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:
+    """What the first device does."""
 
     @pl.loop(1, group.size)
-    def _peer(peer: Any) -> None:
+    def _peer(peer: Index) -> None:
         @pl.loop(0, EXCHANGES)
-        def _turn(turn: Any) -> None:
-            _read_clock(times_gmem.at[peer, turn, _SENT])
+        def _one(index: Index) -> None:
+            _read_clock(times_gmem.at[peer, index, _SENT])
             semaphore_signal_peer(flags.at[0], group, peer)
-            _await(group, flags.at[peer], turn + 1, peer)
-            _read_clock(times_gmem.at[peer, turn, _RETURNED])
+            _await(group, flags.at[peer], index + 1, peer)
+            _read_clock(times_gmem.at[peer, index, _RETURNED])
 
 
-def _answer(group: PeerGroup, flags: Any, times_gmem: Any) -> None:
-    """The part of each other one. The first device raises its flag 0, it raises the first one's flag of its number."""
+def _answer(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:
+    """What each other device does. The first device raises this one's flag 0; this one raises the flag `me` there."""
     me = group.me()
 
     @pl.loop(0, EXCHANGES)
-    def _turn(turn: Any) -> None:
-        _await(group, flags.at[0], turn + 1, 0)
-        _read_clock(times_gmem.at[me, turn, _ANSWERED])
+    def _one(index: Index) -> None:
+        _await(group, flags.at[0], index + 1, 0)
+        _read_clock(times_gmem.at[me, index, _ANSWERED])
         semaphore_signal_peer(flags.at[me], group, 0)
 
 
-def _await(group: PeerGroup, flag: Any, count: Any, peer: Any) -> None:
+def _await(group: PeerGroup, flag: SemaphoreRef, count: Index, peer: Index) -> None:
     wait_for_word(flag, count, group, peer, operation=board.describe(_NAME, group), role=board.BEGUN, at_least=True)
 
 
-def _read_clock(time_gmem: Any) -> None:
+def _read_clock(time_gmem: GmemRef) -> None:
+    """Stores the GPU's clock at `time_gmem`, by one thread of the warp."""
     atomics.inline(_store_time, [time_gmem])
 
 

@@ -1,38 +1,44 @@
-"""Ctrl-C and SIGTERM as a question that the search asks, not as an exception that may strike anywhere."""
+"""Lets the search ask whether Ctrl-C or SIGTERM has come, instead of raising an exception anywhere in it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+
+type _Handler = Callable[[int, types.FrameType | None], object] | int | None
 
 _SAID = {
-    signal.SIGINT: b"\ninterrupted: ends after what is being measured now; Ctrl-C again ends it at once\n",
-    signal.SIGTERM: b"\nterminated: ends after what is being measured now; a second SIGTERM ends it at once\n",
+    signal.SIGINT: b"\ninterrupted: ends after the current measurement; Ctrl-C again ends it at once\n",
+    signal.SIGTERM: b"\nterminated: ends after the current measurement; a second SIGTERM ends it at once\n",
 }
 
 
 @contextmanager
 def noticed() -> Iterator[Callable[[], int]]:
-    """Yields a function that returns the number of the first signal that came since, SIGINT or SIGTERM; 0 if none did.
+    """Handles SIGINT and SIGTERM inside the block.
 
-    At a second one an exception is raised at once, so that files that are being written are cleaned up:
-    KeyboardInterrupt at SIGINT, SystemExit at SIGTERM.
+    A second signal raises an exception at once, KeyboardInterrupt for SIGINT and SystemExit for SIGTERM, so that files
+    that are being written are cleaned up.
 
-    While the runtime works, the first Python code to run is often a callback of its garbage collection, where an
-    exception is printed and forgotten: an interrupt would be lost. Outside the main thread nothing is changed, and of
-    the two signals only one whose handler is not the program's own: Python's or the emulator's for SIGINT, none for
-    SIGTERM.
+    Why not raise at the first signal: while jax's runtime works, the first Python code that runs is often a callback of
+    the garbage collector. There, an exception is printed and dropped, and the interrupt would be lost.
+
+    Nothing changes outside the main thread, and for a signal for which the program has its own handler. (SIGINT is
+    handled if its handler is Python's or the emulator's, SIGTERM if it has none.)
+
+    Yields:
+      A function that returns the first signal that has come, SIGINT or SIGTERM; 0 if none has.
     """
     came: list[int] = []
 
     def first() -> int:
         return came[0] if came else 0
 
-    before: dict[int, Any] = {}
+    before: dict[int, _Handler] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in _SAID}
         if not _raises_keyboard_interrupt(before[signal.SIGINT]):
@@ -40,11 +46,11 @@ def noticed() -> Iterator[Callable[[], int]]:
         if before[signal.SIGTERM] != signal.SIG_DFL:
             del before[signal.SIGTERM]
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: types.FrameType | None) -> None:
         if not came:
             came.append(number)
             with suppress(OSError):  # Standard error may be gone with the terminal.
-                os.write(2, _SAID[signal.Signals(number)])  # Not print: the signal may have come in the middle of one.
+                os.write(2, _SAID[signal.Signals(number)])  # Not print: the signal may have interrupted a print.
         elif callable(handler := before[number]):
             handler(number, frame)
         else:
@@ -59,5 +65,5 @@ def noticed() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def _raises_keyboard_interrupt(handler: Any) -> bool:
+def _raises_keyboard_interrupt(handler: object) -> bool:
     return handler is signal.default_int_handler or getattr(handler, "raises_keyboard_interrupt", False)

@@ -1,4 +1,4 @@
-"""The operations that can be measured: how each is called, how its operands lie on a mesh, and the same unfused."""
+"""The operations that can be measured: how to call each, how its operands are sharded, and the same without fusion."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Operation:
 
     Attributes:
       call: (problem, lhs, rhs, config, implementation) -> out, inside `jax.shard_map`.
-      sharded: the dimension along which lhs, rhs and the result are divided among the devices; "" if they are not.
-      gathers: which operand is gathered, 0 for lhs, 1 for rhs.
-      layouts: how its operands may lie in memory.
+      sharded: the dimension along which lhs, rhs and the result are sharded; "" for one that is not sharded.
+      gathers: which operand is gathered: 0 for lhs, 1 for rhs.
+      layouts: how the operands may lie in memory, see `Problem.layout`.
     """
 
     call: Callable[[Problem, jax.Array, jax.Array, Config | None, Implementation], jax.Array]
@@ -45,7 +45,7 @@ def _matmul(
 ) -> jax.Array:
     scales: dict[str, Any] = {}
     if problem.block_scaled:
-        # They change neither the product nor its time.
+        # Scales of one change neither the product nor its time.
         left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
         scales = {"lhs_scale": ones_for(lhs, left), "rhs_scale": ones_for(rhs, right)}
     return matmul(
@@ -132,7 +132,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def require_layout(op: str, layout: str, option: str) -> None:
-    """Raises ValueError, in the words of a command's `option`, if the operation takes no operands that lie so."""
+    """Raises ValueError if the operation takes no operands in this layout. `option` is what the message calls it."""
     if layout not in OPERATIONS[op].layouts:
         raise ValueError(f"{option} must be one of {', '.join(OPERATIONS[op].layouts)} for {op}, got {layout}")
 
@@ -141,7 +141,7 @@ def require_layout(op: str, layout: str, option: str) -> None:
 
 
 def _dimensions(problem: Problem) -> tuple[str, str, str]:
-    """A letter for each dimension of lhs, rhs and the result, in their order in memory; "b" is the batch."""
+    """The dimensions of lhs, rhs and the result, a letter for each, in their order in memory; "b" is the batch."""
     batch = "b" if problem.batch > 1 else ""
     lhs, rhs = "km" if problem.transpose_lhs else "mk", "nk" if problem.transpose_rhs else "kn"
     return batch + lhs, batch + rhs, batch + "mn"
@@ -160,21 +160,21 @@ def shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of both operands, per shard."""
     sizes = {"b": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k}
     lhs, rhs, _ = _dimensions(problem)
-    # Where rhs is gathered along k, each device's lhs has all of k.
+    # If rhs is gathered along k, lhs has all of k on each device.
     lhs_sizes = sizes | {"k": problem.whole[2]}
     return tuple(lhs_sizes[dimension] for dimension in lhs), tuple(sizes[dimension] for dimension in rhs)
 
 
 def gathered_first[T](problem: Problem, first: T, second: T) -> tuple[T, T]:
-    """(lhs, rhs) with the gathered operand in front; and of such a pair again (lhs, rhs)."""
+    """Turns (lhs, rhs) into (gathered operand, other operand). Applied to its result, it gives (lhs, rhs) again."""
     return (second, first) if OPERATIONS[problem.op].gathers else (first, second)
 
 
-# --- The same, unfused (inside shard_map) -----------------------------------------------------------------------------
+# --- The same without fusion (inside shard_map) -----------------------------------------------------------------------
 
 
 def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The operands with the gathered one complete."""
+    """(lhs, rhs), with the operand that the operation gathers gathered by XLA."""
     if not (problem.communicates and problem.gathered):
         return lhs, rhs
     shard, other = gathered_first(problem, lhs, rhs)
@@ -183,7 +183,7 @@ def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array,
 
 
 def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
-    """XLA's product of complete operands as they lie in memory: nothing is transposed by a copy."""
+    """XLA's product of gathered operands, in the layout in which they are stored. No copy transposes them."""
     lhs_dimensions, rhs_dimensions, _ = _dimensions(problem)
     contracting = (lhs_dimensions.index("k"),), (rhs_dimensions.index("k"),)
     batch = ((0,), (0,)) if problem.batch > 1 else ((), ())
@@ -191,7 +191,7 @@ def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -
 
 
 def reduce(problem: Problem, out: jax.Array) -> jax.Array:
-    """Of a product that is summed over the devices, this one's part."""
+    """This device's part of the sum over the devices, by XLA. Without a sum, `out` itself."""
     if not (problem.communicates and problem.scattered):
         return out
     if problem.replicates:
@@ -201,5 +201,5 @@ def reduce(problem: Problem, out: jax.Array) -> jax.Array:
 
 
 def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """What the library is compared with: XLA's collective and its product, one after the other."""
+    """The operation as the library is compared with: XLA's collective and XLA's product, one after the other."""
     return reduce(problem, product(problem, *gather(problem, lhs, rhs)))

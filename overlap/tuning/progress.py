@@ -1,4 +1,4 @@
-"""How a search says what it is doing: a bar on a terminal, else a line now and then."""
+"""Shows the progress of a search: a bar on a terminal, else a line from time to time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[str, float], None]  # what is being done, and the fraction that is done
+Progress = Callable[[str, float], None]  # (what is being done, the fraction that is done)
 
 _LINE_EVERY_S = 10.0
 _LEAST_DONE = 0.05
@@ -17,10 +17,10 @@ _LEAST_DONE = 0.05
 
 @contextmanager
 def shown(say: Callable[[str], None], every_s: float = _LINE_EVERY_S) -> Iterator[Progress]:
-    """Yields a callback that shows what it is told: with rich on standard error if that is a terminal, else by `say`.
+    """Yields a callback that shows the progress: with rich if standard error is a terminal, else by `say`.
 
     Args:
-      say: takes a line of text. Called when another problem's turn comes, and else at most every `every_s` seconds.
+      say: takes a line of text. It is called when the next problem begins, and else at most once in `every_s` seconds.
       every_s: see `say`.
     """
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
@@ -31,6 +31,8 @@ def shown(say: Callable[[str], None], every_s: float = _LINE_EVERY_S) -> Iterato
 
 
 class _Lines:
+    """Shows the progress as lines of text."""
+
     def __init__(self, say: Callable[[str], None], every_s: float) -> None:
         self._say, self._every_s = say, every_s
         self._problem, self._said_at, self._began = "", 0.0, time.monotonic()
@@ -43,7 +45,7 @@ class _Lines:
 
 
 def _left(elapsed_s: float, fraction: float) -> str:
-    """How long the rest takes if it goes on as it has begun; nothing while too little is done to tell."""
+    """The estimated time that is left, in words; "" while too little is done for an estimate."""
     if not _LEAST_DONE <= fraction < 1:
         return ""
     return f", about {math.ceil(elapsed_s * (1 - fraction) / fraction)} s left"
@@ -62,7 +64,7 @@ def _bar() -> Iterator[Progress]:
     )
     from rich.table import Column
 
-    # The text gives way on a narrow terminal, not the clock.
+    # On a narrow terminal the text is cut, not the clock.
     text_column = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
     columns = (text_column, BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:

@@ -1,11 +1,12 @@
-"""The search for the fastest configuration of one problem: compiled in parallel, checked, halved, compared.
+"""The search for the fastest configuration of one problem.
 
-    waves     as many configurations as there are workers are compiled at a time, the best guesses first; each is
-              checked against XLA's result, and timed once. While the first ones are compiled, XLA's is checked
-    halving   the slower half drops out, the others are timed again, until a few finalists are left
-    finals    these, XLA and the heuristic's choice take turns for several rounds; medians decide
+    waves     compiles as many configurations at a time as there are workers, those with the best predictions first.
+              Checks each result, and times each configuration once. While the first ones are compiled, XLA's
+              implementation is checked.
+    halving   times all that are left again and drops the slower half, until a few finalists are left.
+    finals    times the finalists, XLA and the model's choice in turns for several rounds. The medians decide.
 
-An interrupt or the end of the budget leads to the result of what was measured until then.
+After an interrupt or the end of the budget, the result is made from the measurements so far.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ class Settings:
     """How much is searched.
 
     Attributes:
-      max_configs: configurations that are compiled, at most.
-      finalists: how many come into the finals.
-      rounds: samples of each in the finals.
-      workers: configurations that are compiled at the same time.
-      effort: how long a sample takes.
-      seed: of the operands and of the order within a round.
+      max_configs: how many configurations to compile, at most.
+      finalists: how many configurations come into the finals.
+      rounds: samples of each finalist.
+      workers: how many configurations are compiled at the same time.
+      effort: how long to measure.
+      seed: for the operands and for the order within a round.
     """
 
-    # Of 55 problems at random, measured on an H200, the best of the model's first 12 is within 0.2% of the best of 18.
+    # For 55 random problems on an H200, the best of the model's first 12 is within 0.2% of the best of its first 18.
     max_configs: int = 12
     finalists: int = 4
     rounds: int = 5
@@ -63,7 +64,7 @@ class Settings:
 
     @staticmethod
     def for_platform(platform: str, max_configs: int | None = None) -> Settings:
-        """The usual settings; on a CPU, where kernels run emulated, the fewest that exercise everything."""
+        """The default settings; on a CPU, where kernels run emulated, the smallest ones that still use all stages."""
         if platform == "cpu":
             configs = 3 if max_configs is None else max_configs
             return Settings(configs, finalists=2, rounds=1, workers=1, effort=Effort.emulated())
@@ -72,31 +73,32 @@ class Settings:
 
 @dataclasses.dataclass(eq=False)
 class Trial:
-    """One competitor.
+    """One competitor in the search.
 
     Attributes:
-      config: None for XLA.
-      status: "ok", or begins with "wrong" (the result) or "error" (an exception).
-      error: relative error of the result.
-      samples_us: times of one call.
-      stage: how often it was kept when the slower half dropped out; the finalists' is the highest.
+      config: its configuration; None for XLA.
+      status: "ok"; or a text that begins with "wrong" (the result is wrong) or "error" (an exception).
+      error: relative error of the result; None before the check.
+      samples_us: the samples: times of one call, in microseconds.
+      survived: how often it was kept when the slower half was dropped. All finalists have the same, highest number.
+      program: the compiled loop; None when it is not needed any more.
     """
 
     config: Config | None
     status: str = "ok"
     error: float | None = None
     samples_us: list[float] = dataclasses.field(default_factory=list)
-    stage: int = 0
+    survived: int = 0
     program: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def us(self) -> float:
-        """The median time of one call; infinite if there is none, or the result is wrong."""
+        """The median time of one call, in microseconds; infinite if there is none, or if the result is wrong."""
         return statistics.median(self.samples_us) if self.samples_us and self.status == "ok" else float("inf")
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name of the competitor in tables."""
         return "xla" if self.config is None else space.differences(self.config)
 
 
@@ -105,13 +107,14 @@ class Outcome:
     """What a search found.
 
     Attributes:
-      problem: what was tuned.
-      trials: all configurations that were compiled, and XLA first.
-      complete: False if the budget ended the search, or an interrupt.
-      interrupted: the signal that did, SIGINT or SIGTERM; 0 if none did.
-      note: why nothing was tried, or "".
-      result: the table entry: of this search, or the one that made it unnecessary. None if nothing came through.
-      unwritten: why `result` is not in the file that it was to be written to; "" if it is, or there is no such file.
+      problem: the problem that was tuned.
+      trials: XLA, then all configurations that were measured or have failed.
+      complete: False if the budget or an interrupt ended the search.
+      interrupted: the signal that ended the search, SIGINT or SIGTERM; 0 if none did.
+      note: why there is no result, or why no search was needed; else "".
+      result: the table entry: of this search, or the old one that made a search unnecessary. None if no configuration
+        has run with a right result.
+      unwritten: why `result` could not be written to its file; "" if it was written, or there is no file.
     """
 
     problem: Problem
@@ -124,23 +127,23 @@ class Outcome:
 
     @property
     def ranked(self) -> list[Trial]:
-        """The configurations that may be used, best first: those that got further in the race, then by time."""
+        """The configurations with a right result, best first: by how often they survived, then by time."""
         usable = [trial for trial in self.trials if trial.config is not None and trial.us < float("inf")]
-        return sorted(usable, key=lambda trial: (-trial.stage, trial.us))
+        return sorted(usable, key=lambda trial: (-trial.survived, trial.us))
 
     @property
     def xla_us(self) -> float | None:
-        """XLA's time."""
+        """XLA's time in microseconds; None if there is none."""
         return next((trial.us for trial in self.trials if trial.config is None and trial.samples_us), None)
 
     def summarize(self, target: Target) -> Entry | None:
-        """The table entry of the trials; None if no configuration came through."""
+        """The table entry that follows from the trials; None if no configuration has a right result."""
         if not self.ranked:
             return None
         best, *rest = self.ranked
         assert best.config is not None
         others = {trial.name: round(trial.us, 3) for trial in rest[:4]}
-        if self.xla_us is not None and self.xla_us < float("inf"):  # (Infinite if its last check failed.)
+        if self.xla_us is not None and self.xla_us < float("inf"):  # Infinite if XLA's last check failed.
             others["xla"] = round(self.xla_us, 3)
         guess = space.heuristic(self.problem, target)
         others.update(("heuristic", round(trial.us, 3)) for trial in self.ranked if trial.config == guess)
@@ -158,7 +161,7 @@ class Outcome:
 
 
 class _BudgetSpent(Exception):
-    pass
+    """The time is over, and there is a result."""
 
 
 def search(
@@ -174,14 +177,17 @@ def search(
     """Finds the fastest configuration of `problem` on `devices`.
 
     Args:
-      problem: what to tune.
+      problem: the problem to tune.
       target: the kind of the devices.
-      devices: as many as the problem has.
+      devices: as many devices as the problem has.
       settings: how much is searched.
-      deadline: `time.monotonic()` after which no further work begins; the first wave is measured in any case.
-      interrupted: asked before each piece of work for the signal that has come, 0 if none; a KeyboardInterrupt means
-        SIGINT.
+      deadline: `time.monotonic()` after which no further work begins. The first wave is measured in any case.
+      interrupted: called before each measurement. Returns the signal that has come, 0 if none. A KeyboardInterrupt
+        means SIGINT.
       progress: called with what is being done and the fraction that is done.
+
+    Returns:
+      The outcome. An error that ends the search is in its `note`.
     """
     configs = space.candidates(problem, target)[: settings.max_configs]
     outcome = Outcome(problem)
@@ -200,11 +206,11 @@ def search(
         outcome.complete = False
         if isinstance(end, KeyboardInterrupt):
             outcome.interrupted = interrupted() or signal.SIGINT
-    except Exception as error:  # Out of memory, say; the next problem may fit.
+    except Exception as error:  # For example out of memory. The next problem may fit.
         outcome.complete, outcome.note = False, _one_line(error)
     finally:
         race.close()
-    # What was never measured is no trial.
+    # Drop the trials that were never measured.
     outcome.trials = [trial for trial in outcome.trials if trial.samples_us or trial.status != "ok"]
     outcome.result = outcome.summarize(target)
     if outcome.result is None and not outcome.note:
@@ -217,7 +223,14 @@ def search(
 
 
 class _Race:
-    """The state of one search. Every step leaves `outcome` such that its best trial may be used."""
+    """The state of one search. After each method, the best trial of `outcome` may be used.
+
+    Attributes:
+      alive: the trials that are still in the race.
+      ahead: the configurations that are being compiled before their wave.
+      total, done: the work of the search, and the part that is done. The unit is compiling one configuration.
+      error_bound: the largest error of a right result. NaN, so that nothing passes, before XLA's error is known.
+    """
 
     bench: Bench
 
@@ -232,7 +245,7 @@ class _Race:
     ) -> None:
         self.outcome, self.settings, self.deadline, self.progress = outcome, settings, deadline, progress
         self.interrupted = interrupted
-        # Compiling one is the unit of progress; a sample takes about a tenth of it.
+        # A sample takes about a tenth of the time of compiling a configuration.
         self.total = count * 1.2 + 0.1 * settings.rounds * (min(settings.finalists, count) + 2)
         self.done = 0.0
         self.alive: list[Trial] = []
@@ -240,29 +253,30 @@ class _Race:
         self.ahead: dict[Config, concurrent.futures.Future[Any]] = {}
         self.random = np.random.default_rng(settings.seed)
         self.xla = Trial(None)
-        self.error_bound = math.nan  # Nothing passes before XLA's error is known.
+        self.error_bound = math.nan
 
-    def _step(self, text: str, amount: float) -> None:
+    def _report(self, text: str, amount: float) -> None:
+        """Reports what is done next, after `amount` of work. Raises KeyboardInterrupt if a signal has come."""
         self.done += amount
         self.progress(text, min(self.done / self.total, 1.0))
         if self.interrupted():
             raise KeyboardInterrupt
 
     def compile_ahead(self, bench: Bench, configs: Sequence[Config]) -> None:
-        """Has the first configurations compiled while other things are done."""
+        """Starts compiling the first configurations in other threads."""
         self.bench = bench
-        if self.settings.workers > 1:  # Else in this thread, which has the caller's contexts (the emulator's).
+        if self.settings.workers > 1:  # With one worker, this thread compiles: the emulator's context is only here.
             self.pool = concurrent.futures.ThreadPoolExecutor(self.settings.workers)
             self.ahead = {config: self.pool.submit(bench.compile, config) for config in configs}
 
     def close(self) -> None:
-        """Ends all threads; what has not begun is not compiled."""
+        """Ends all threads. Configurations whose compilation has not begun are not compiled."""
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
 
     def start(self, bench: Bench) -> None:
-        """XLA's implementation: the bound of the error, and a warm machine."""
-        self._step("XLA", 0.0)
+        """Runs XLA's implementation: finds the bound for errors, and warms up the devices."""
+        self._report("XLA", 0.0)
         self.outcome.trials.append(self.xla)
         self.xla.program = bench.compile(None)
         self.xla.error = bench.error_of(self.xla.program)
@@ -271,33 +285,36 @@ class _Race:
         self.xla.samples_us.append(bench.sample_us(self.xla.program))
 
     def waves(self, configs: Sequence[Config]) -> None:
+        """Compiles, checks and times all configurations, as many at a time as there are workers."""
         size = self.settings.workers
         for first in range(0, len(configs), size):
             wave = [Trial(config) for config in configs[first : first + size]]
             self.outcome.trials += wave
-            self._step(f"compiling {len(wave)} of {len(configs)} configurations", 0.0)
+            self._report(f"compiling {len(wave)} of {len(configs)} configurations", 0.0)
             for trial in self._compiled(wave):
-                self._step(f"compiled {trial.name}", 1.0)
+                self._report(f"compiled {trial.name}", 1.0)
             for trial in wave:
-                self._step(f"checking {trial.name}", 0.0)
+                self._report(f"checking {trial.name}", 0.0)
                 self._check(trial)
-                self._step(f"timing {trial.name}", 0.0)
+                self._report(f"timing {trial.name}", 0.0)
                 self._sample(trial)
             self.alive += [trial for trial in wave if trial.status == "ok"]
-            # What is far behind needs no second look, and its program would keep memory.
+            # Drop configurations that are far slower: their programs take memory.
             best = min((trial.us for trial in self.alive), default=0.0)
             self._keep([trial for trial in self.alive if trial.us < 2 * best])
             self._check_deadline()
 
     def halve(self) -> None:
+        """Times all that are left and drops the slower half, until the finalists are left."""
         while len(self.alive) > self.settings.finalists:
             self._round(self.alive)
             self.alive.sort(key=lambda trial: trial.us)
             self._keep(self.alive[: max(len(self.alive) // 2, self.settings.finalists)])
             for trial in self.alive:
-                trial.stage += 1
+                trial.survived += 1
 
     def finals(self) -> None:
+        """Times the finalists, XLA and the model's first choice for several rounds, and checks their results again."""
         guess = self.outcome.trials[1]  # After XLA.
         if guess.program is None and guess.status == "ok":
             guess.program = self.bench.compile(guess.config)
@@ -305,14 +322,15 @@ class _Race:
         if guess not in final and guess.status == "ok":
             final.append(guess)
         for trial in final:
-            trial.stage = max(trial.stage for trial in final)
+            trial.survived = max(trial.survived for trial in final)
         for _ in range(self.settings.rounds):
             self._round(final)
         for trial in final:
-            self._step(f"checking {trial.name}", 0.0)
+            self._report(f"checking {trial.name}", 0.0)
             self._check(trial)
 
     def _compiled(self, wave: Sequence[Trial]) -> Iterator[Trial]:
+        """Yields each trial of a wave when it has been compiled, or has failed."""
         if self.pool is None:
             for trial in wave:
                 self._finish_compiling(trial, functools.partial(self.bench.compile, trial.config))
@@ -331,7 +349,7 @@ class _Race:
     def _finish_compiling(self, trial: Trial, program: Callable[[], Any]) -> None:
         try:
             trial.program = program()
-        except Exception as error:  # Whatever a configuration raises, the others go on.
+        except Exception as error:  # If one configuration fails, the others go on.
             trial.status = _one_line(error)
 
     def _check(self, trial: Trial) -> None:
@@ -356,14 +374,16 @@ class _Race:
             trial.status = _one_line(failure)
 
     def _round(self, trials: Sequence[Trial]) -> None:
-        # Shuffled: under a power limit each inherits the clocks that the one before it has left.
+        """Takes a sample of each trial."""
+        # In random order: under a power limit, each sample starts with the clock that the sample before it has left.
         for index in self.random.permutation(len(trials)):
             self._check_deadline()
-            self._step(f"timing {trials[index].name}", 0.0)
+            self._report(f"timing {trials[index].name}", 0.0)
             self._sample(trials[index])
-            self._step(f"timed {trials[index].name}", 0.1)
+            self._report(f"timed {trials[index].name}", 0.1)
 
     def _keep(self, trials: list[Trial]) -> None:
+        """Drops all other trials from the race."""
         for trial in self.alive:
             if trial not in trials:
                 trial.program = None

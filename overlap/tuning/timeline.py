@@ -1,8 +1,13 @@
-"""From what the roles of kernels have marked (`overlap.primitives.marks`) to spans of work on one time.
+"""Turns the marks that the roles of kernels make (`overlap.primitives.marks`) into spans of work with a common time.
 
-Three clocks are put together. A core counts cycles, exactly. All cores of a GPU have one clock of nanoseconds, which
-may tick coarsely: a straight line through all entries of a CTA says when a cycle was, more finely than it ticks. And
-`clocks.offsets` says how far the GPUs' clocks are apart. Emulated, all devices count the scheduler's steps.
+Three clocks are combined:
+
+- Each core counts cycles, exactly.
+- All cores of a GPU share a clock of nanoseconds, which may tick coarsely. A straight line through all marks of a CTA
+  turns cycles into nanoseconds more finely than this clock ticks.
+- `clocks.offsets` measures how far the clocks of the GPUs are apart.
+
+In the emulator, all devices count the steps of the scheduler.
 """
 
 from __future__ import annotations
@@ -19,21 +24,21 @@ from overlap.primitives.marks import Work
 from overlap.tuning.clocks import Offset
 
 _CLOCK, _TIME = 1, 2
-# Cycles per nanosecond of a GPU's cores, taken where a kernel is too short to measure them.
+# Cycles per nanosecond of a GPU's cores, used if a kernel is too short to measure it.
 _USUAL_RATE = 1.7
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One thing that one role of one CTA did.
+    """A part of the work of one role of one CTA.
 
     Attributes:
-      device: its position on the mesh.
-      cta: which CTA of the device.
+      device: the device's position on the mesh.
+      cta: the CTA's number on the device.
       role: such as "producer" or "compute 0".
-      work: what it did.
-      shard: the step of the shard that it was about; 0: the device's own.
-      number: of the tile, or of the chunk.
+      work: what the role did.
+      shard: the step of the shard that it worked on; 0 is the device's own.
+      number: of the tile or, for the communicator, of the chunk.
       start, end: microseconds since the first mark of any device; emulated, steps of the scheduler.
     """
 
@@ -53,12 +58,12 @@ class Timeline:
 
     Attributes:
       kernel: its name.
-      devices: how many.
+      devices: how many devices.
       unit: of all times, "µs" or "steps".
-      spans: in the order of devices, CTAs and roles, and of time within a role.
-      missing: entries for which there was no room.
-      clock_error: by how much two devices' times may be apart, in `unit`.
-      origin: what the first device's clock showed at time 0: nanoseconds; emulated, the scheduler's step.
+      spans: ordered by device, CTA and role, and by time within a role.
+      missing: how many marks had no room.
+      clock_error: the largest error between the times of two devices, in `unit`.
+      origin: the first device's clock at time 0, in nanoseconds; emulated, in steps of the scheduler.
     """
 
     kernel: str
@@ -71,11 +76,17 @@ class Timeline:
 
     @functools.cached_property
     def end(self) -> float:
-        """When the last role of all ended."""
+        """When the last span of all ended."""
         return max((span.end for span in self.spans), default=0.0)
 
     def share(self, device: int, role: str, work: Work) -> float:
-        """The part of the launch that a device's roles of this kind ("compute" for all of them) spend on something."""
+        """The fraction of the launch that roles of a device spend on some work.
+
+        Args:
+          device: the device.
+          role: the beginning of the roles' names: "compute" stands for all compute warpgroups.
+          work: the work.
+        """
         of_role = [span for span in self.spans if span.device == device and span.role.startswith(role)]
         lanes = {(span.cta, span.role) for span in of_role}
         whole = self.end * len(lanes)
@@ -86,19 +97,19 @@ def timeline(name: str, roles: dict[int, str], entries: Any, offsets: Sequence[O
     """The timeline of one launch.
 
     Args:
-      name: the kernel's.
-      roles: from rows to the names of roles.
+      name: of the kernel.
+      roles: the name of the role that writes each row of `entries`.
       entries: int32 [devices * CTAs, rows, entries, words], as the devices wrote them.
-      offsets: of the clock of each device.
+      offsets: the clock offset of each device.
 
     Raises:
-      RuntimeError: a role has made no entries: the kernel was not recorded.
+      RuntimeError: a role has made no marks: the kernel was not recorded.
     """
     words = np.ascontiguousarray(entries).view(np.uint32).reshape(len(offsets), -1, *entries.shape[1:])
     capacity = words.shape[3] - 2
     times_ns = np.ascontiguousarray(words[..., _TIME:]).view(np.int64)[..., 0]
     emulated = not times_ns[:, :, sorted(roles), 1].any()
-    # Nanoseconds since 1970 are too many for a float.
+    # Nanoseconds since 1970 do not fit into a float: subtract the first one as an integer.
     first_ns = times_ns[0, 0, min(roles), 1]
     spans: list[Span] = []
     missing = 0
@@ -126,7 +137,7 @@ def timeline(name: str, roles: dict[int, str], entries: Any, offsets: Sequence[O
 
 
 def _spans(device: int, cta: int, role: str, what: Any, times: Any) -> list[Span]:
-    """What a role did from each of its marks to the next."""
+    """The spans of a role: from each of its marks to the next."""
     spans = []
     for word, start, end in zip(what[:-1], times[:-1], times[1:], strict=True):
         work, shard, number = marks.unpack(int(word))
@@ -140,18 +151,18 @@ def _steps(made: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
 
 
 def _nanoseconds(made: dict[tuple[int, int], Any], first_ns: int, ahead_ns: float) -> dict[tuple[int, int], Any]:
-    """When each entry of a device was made after `first_ns`, by the first device's clock."""
+    """The time of each mark of a device, in nanoseconds after `first_ns`, by the first device's clock."""
     ctas = sorted({cta for cta, _ in made})
     cycles: dict[int, Any] = {}
     ns: dict[int, Any] = {}
     for cta in ctas:
         lanes = [lane for (of, _), lane in made.items() if of == cta]
         clock = np.concatenate([lane[:, _CLOCK] for lane in lanes])
-        # 32 bits of a counter that wraps every few seconds.
+        # The cycle counter has 32 bits and wraps every few seconds. Signed differences are right across the wrap.
         cycles[cta] = (clock - clock[0]).view(np.int32).astype(np.float64)
         times_ns = np.concatenate([np.ascontiguousarray(lane[:, _TIME:]).view(np.int64)[:, 0] for lane in lanes])
         ns[cta] = (times_ns - first_ns).astype(np.float64)
-    # One rate for all cores of the GPU, a line of its own for each.
+    # All lines have the same slope, since all cores of a GPU have the same clock rate. Each CTA has its own offset.
     x = np.concatenate([cycles[cta] - cycles[cta].mean() for cta in ctas])
     y = np.concatenate([ns[cta] - ns[cta].mean() for cta in ctas])
     slope = float(x @ y / (x @ x)) if x.any() and y.any() else 1 / _USUAL_RATE

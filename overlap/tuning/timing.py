@@ -1,7 +1,7 @@
-"""How long a call takes: in a loop on the devices, without what a program costs to begin, or from Python, as it is.
+"""Measures how long a call takes: in a loop on the devices, without the cost of starting a program, or from Python.
 
-The tuner, the demo and the benchmarks take all their times here. In several processes a time is the maximum over them,
-so that all of them decide alike what to do next.
+The tuner, the demo and the benchmarks take all their times here. With several processes, a time is the maximum over the
+processes. So all of them have the same numbers, and decide the same.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from jax.experimental import multihost_utils
 from overlap.choice.problem import Problem
 from overlap.tuning.operations import gathered_first
 
-# A difference of two times that is less than this part of a program in the longer one is noise: it is measured again.
+# If the difference of two times is less than this fraction of a program's average time in the longer run, it is noise,
+# and both are measured again.
 _LEAST_SHARE, _TRIES = 0.1, 5
-# For the length of a loop only: what an H200 reaches, in operations and bytes per microsecond, and the least of a call.
+# Only to choose the length of a loop: what an H200 reaches per microsecond, and the least time of a call.
 _FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 10.0
-# A program and not an eager operation, so that it serves arrays that span processes.
+# Jitted, so that it works for arrays that span processes.
 _copy = jax.jit(jnp.copy)
 
 
 def expected_us(problem: Problem) -> float:
-    """About how long a call takes on a fast GPU. Sets the length of loops, and nothing else."""
+    """About how long a call takes on a fast GPU, in microseconds. Only used to choose the length of loops."""
     return _CALL_US + max(problem.flops_per_device / _FLOPS_PER_US, problem.bytes_per_device / _BYTES_PER_US)
 
 
 def iterations_for(problem: Problem, launch_us: float, least: int, most: int) -> int:
-    """How many calls take about `launch_us`."""
+    """How many calls take about `launch_us` microseconds: from `least` to `most`."""
     return min(max(math.ceil(launch_us / expected_us(problem)), least), most)
 
 
 def elapsed_s(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
-    """Seconds from the first of `count` launches until the last one's outputs are there."""
+    """Seconds from the first of `count` launches until the outputs of the last one are computed."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("timing")
     start = time.perf_counter()
@@ -52,13 +53,14 @@ def elapsed_s(launch: Callable[[], None], outputs: Callable[[], Any], count: int
 
 
 def marginal_s(seconds: Callable[[int], float], count: int) -> float:
-    """Seconds that each of `count` launches of a program adds to one before them.
+    """Seconds that each of `count` launches of a program adds to one launch.
 
-    What it costs to begin and to wait for the last one, some 100 to 400 µs, is in both times and so in no result. One
-    launch goes ahead of each pair of times, so that what ran before (another program, an idle gap) is in neither.
+    It times one launch, and then 1 + `count` launches in a row. The cost of starting, and of waiting for the last
+    launch, is 100 to 400 µs. It is in both times, so it is not in their difference. An untimed launch goes ahead of
+    each pair of times, so that neither contains what ran before (another program, or an idle gap).
 
     Args:
-      seconds: how long so many launches in a row take, until the last is done.
+      seconds: a function of the number of launches in a row. It returns how long they take, until the last is done.
       count: at least 1.
     """
     average = math.nan
@@ -68,27 +70,27 @@ def marginal_s(seconds: Callable[[int], float], count: int) -> float:
         average = long / (1 + count)
         if (marginal := (long - short) / count) >= _LEAST_SHARE * average:
             return marginal
-    return average  # With that cost in it: rather too long than too short.
+    return average  # Contains the cost of starting: rather too long than too short.
 
 
 def calls_s(call: Callable[..., jax.Array], operands: tuple[jax.Array, jax.Array], count: int) -> float:
-    """Seconds of each of `count` ordinary calls, dispatched one after another and waited for once."""
+    """Seconds per call, of `count` ordinary calls that are dispatched one after another, with one wait at the end."""
     last: list[jax.Array] = []
 
     def launch() -> None:
         last[:] = [call(*operands)]
 
-    # One launch ahead, so that what ran before (another method, an idle gap) is not in the measurement.
+    # One untimed launch, so that the time does not contain what ran before (another method, or an idle gap).
     elapsed_s(launch, lambda: last, 1)
     return elapsed_s(launch, lambda: last, count) / count
 
 
 class Loop:
-    """A compiled `programs.loop_program`, and what each of its launches hands on to the next.
+    """A `programs.loop_program`, and the arrays that each of its launches passes on to the next.
 
     Attributes:
-      program: the loop; another one of the same problem may take its place and go on with the same arrays.
-      state: (the operand that changes, the result); None after a launch that failed, to which it was given away.
+      program: the loop. It may be replaced by another loop of the same problem, which goes on with the same arrays.
+      state: (the operand that changes, the result). None after a launch that failed, since it was donated.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Loop:
     ) -> None:
         self._problem, self.program, self._iterations = problem, program, iterations
         changed, self._fixed = gathered_first(problem, *operands)
-        # A launch gives away what it changes; the operands stay the caller's.
+        # A launch donates the operand that it changes. The copy keeps the caller's operands valid.
         self.state: tuple[jax.Array, jax.Array] | None = (_copy(changed), out)
 
     @property
@@ -112,16 +114,16 @@ class Loop:
         return self.state[1]
 
     def compile(self) -> None:
-        """Compiles `program`, now instead of at the first launch."""
+        """Compiles `program` now, not at its first launch."""
         self.program = self.program.lower(self.state, self._fixed).compile()
 
     def launch(self) -> None:
-        """Begins one program, without waiting for it."""
+        """Starts the program, and does not wait for it."""
         state, self.state = self.state, None
         self.state = self.program(state, self._fixed)
 
     def call_s(self, launches: int) -> float:
-        """Seconds of one call, from the difference of 1 + `launches` programs to one; with 0, of one as it is."""
+        """Seconds of one call, by `marginal_s` of `launches` programs; with 0, from the plain time of one program."""
 
         def seconds(count: int) -> float:
             return elapsed_s(self.launch, lambda: self.state, count)
@@ -129,9 +131,9 @@ class Loop:
         return (marginal_s(seconds, launches) if launches else seconds(1)) / self._iterations
 
     def load(self, seconds: float) -> None:
-        """Gives the devices work for about so long, without waiting: until clocks and temperatures have settled."""
+        """Gives the devices work for about `seconds`, and does not wait: so clocks and temperatures settle."""
         if seconds > 0:
             program_s = self.call_s(1) * self._iterations
-            # A count, not a clock, so that all processes do the same.
+            # A number of launches, not a clock, so that all processes do the same.
             for _ in range(int(seconds / max(program_s, 1e-6))):
                 self.launch()

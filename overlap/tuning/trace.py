@@ -1,4 +1,4 @@
-"""Records one call of an operation: what each role of each CTA on each device does when."""
+"""Records one call of an operation: what each role of each CTA on each device does, and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from overlap.tuning.operations import AXIS, OPERATIONS, specs
 from overlap.tuning.programs import Call, call_program
 from overlap.tuning.timeline import Timeline, timeline
 
-# Launches before the one that is kept: code and clocks are then warm, and the devices no longer apart.
+# Launches before the one that is kept. They warm up code and clocks, and bring the devices into step.
 _AHEAD = 3
 
 
@@ -28,8 +28,8 @@ class Trace:
     """One recorded call.
 
     Attributes:
-      timelines: of its kernels, in the order in which they run.
-      same_bits: whether its result has the same bits as that of a call that is not recorded.
+      timelines: one for each kernel, in the order in which they run.
+      same_bits: whether the result has the same bits as the result of a call that is not recorded.
     """
 
     timelines: list[Timeline]
@@ -45,15 +45,15 @@ def record(
     *,
     emulated: bool = False,
 ) -> Trace:
-    """Runs a fused call with marks, and once without.
+    """Runs a fused call with marks, and compares its result with the result of the call without marks.
 
     Args:
       problem: the operation and its sizes.
-      operands: lhs and rhs on the mesh, whose only axis is `AXIS`.
-      mesh: devices of this process.
-      config: sizes of the kernel; None: the model's or the table's.
+      operands: lhs and rhs on the mesh.
+      mesh: devices of this process along one axis, `AXIS`.
+      config: the configuration of the kernel; None: the table's or the model's.
       capacity: how many marks each role has room for.
-      emulated: whether CPU devices run it: their time is one, and the first launch is as good as any.
+      emulated: whether CPU devices run it. Then all devices have the same time, and the first launch is kept.
 
     Raises:
       NotImplementedError, ValueError: as the operation, with implementation="fused".
@@ -64,7 +64,7 @@ def record(
     for _ in range(0 if emulated else _AHEAD):
         run(*operands)
     result, entries = jax.block_until_ready(run(*operands))
-    # Behind the launch: clocks hardly drift in a millisecond.
+    # Measured right after the launch: clocks hardly drift in a millisecond.
     one_time = [clocks.Offset(0.0, 0.0)] * mesh.size
     offsets = one_time if emulated or mesh.size == 1 else clocks.offsets(mesh)
     timelines = [
@@ -75,10 +75,11 @@ def record(
 
 
 def program(problem: Problem, call: Call, mesh: Mesh, capacity: int) -> tuple[Any, list[tuple[str, dict[int, str]]]]:
-    """A program of one call with marks: (lhs, rhs) -> (result, entries of each kernel).
+    """A program of one call with marks.
 
     Returns:
-      The jitted program, and a list that has each kernel's name and roles once the program has been traced.
+      The jitted program, (lhs, rhs) -> (result, entries of each kernel), and a list. When the program has been traced,
+      the list has the name and the roles of each kernel.
     """
     made: list[tuple[str, dict[int, str]]] = []
 
