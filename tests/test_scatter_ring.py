@@ -84,7 +84,7 @@ def test_gradients_go_the_same_way(monkeypatch):
 
     def summed_by(*args, by_ring):
         used.append("sum" if by_ring else "pushed sum")
-        return of(*args, by_ring=by_ring)
+        return of(*args, uses_ring=by_ring)
 
     monkeypatch.setattr(RingTransport, "hook_in", gathered_by_ring)
     monkeypatch.setattr(ReduceScatterSchedule, "of", summed_by)

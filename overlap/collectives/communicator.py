@@ -40,7 +40,7 @@ from overlap.primitives import (
 )
 from overlap.primitives.marks import Work
 
-WHY = "all peers of a host are one hop away behind its switch"
+WHY_DIRECT = "all peers of a host are one hop away behind its switch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Chunks:
 
     Attributes:
       count: how many chunks.
-      plan: their sizes.
+      chunking: their sizes.
       at: from a chunk's index to its shard and place there.
       source: from there to the reference.
       destination: likewise.
@@ -59,7 +59,7 @@ class Chunks:
     """
 
     count: int
-    plan: Any
+    chunking: Any
     at: Callable[[Any], tuple[Any, Any, Any]]
     source: Callable[..., Any]
     destination: Callable[..., Any]
@@ -82,7 +82,7 @@ class Communicator:
       own: the own shard's; None if these are not copied.
       own_first: whether tiles wait for these, so that they come before the peers'.
       results: chunks that come behind the peers', and their slots in the same shared memory: (chunks, slots).
-      scale_pieces: pieces of scales that come before the chunks.
+      scale_transfers: pieces of scales that come before the chunks.
       pull_scales: copies one of these, by its index.
       only: the distance of the one peer whose memory is read or written; None: that of all peers.
     """
@@ -96,14 +96,14 @@ class Communicator:
     own: Chunks | None = None
     own_first: bool = False
     results: tuple[Chunks, Any] | None = None
-    scale_pieces: int = 0
+    scale_transfers: int = 0
     pull_scales: Callable[[Any], None] | None = None
     only: int | None = None
 
     def run(self) -> None:
         """To be called by that warp, once (`Hooks.communicate`)."""
         behind = 0 if self.results is None else self.results[0].count
-        transfers = self.scale_pieces + self.peers.count + behind
+        transfers = self.scale_transfers + self.peers.count + behind
         handshake = Handshake(self.flags[0], self.group, cta(self.config), self.name, transfers, self.only)
         number, carried, first = handshake.begin(), 0, handshake.looks
         if self.own_first:
@@ -112,16 +112,16 @@ class Communicator:
         marks.now(Work.COPY)
         if self.pull_scales is not None:
             pull_scales, looks = self.pull_scales, handshake.looks
-            first += self.scale_pieces
+            first += self.scale_transfers
             number, carried = each_drawn(
                 handshake.counter, number, first, handshake.items, lambda number: pull_scales(number - looks)
             )
         carried += self._copy(self.peers, number, first, handshake.counter)
         if self.results is not None:
             # From a counter of their own: each warp comes to these when it finds no chunk before them any more.
-            chunks, slots_smem = self.results
+            chunks, buffers_smem = self.results
             counter = self.flags[1].at[0]
-            carried += self._copy(chunks, draw(counter, chunks.count), 0, counter, slots_smem)
+            carried += self._copy(chunks, draw(counter, chunks.count), 0, counter, buffers_smem)
         handshake.leave(carried)
         if not self.own_first:
             self._copy_own()
@@ -131,19 +131,19 @@ class Communicator:
             counter = self.flags[1].at[0]
             self._copy(self.own, draw(counter, self.own.count), 0, counter)
 
-    def _copy(self, chunks: Chunks, number: Any, first: int, counter: Any, slots_smem: Any = None) -> Any:
+    def _copy(self, chunks: Chunks, number: Any, first: int, counter: Any, buffers_smem: Any = None) -> Any:
         of_chunks, loaded = self.smem
-        slots_smem = of_chunks if slots_smem is None else slots_smem
+        buffers_smem = of_chunks if buffers_smem is None else buffers_smem
         return pull_chunks(
             number,
             (first, first + chunks.count),
             counter,
-            chunks.plan,
+            chunks.chunking,
             at=chunks.at,
             source=chunks.source,
             destination=chunks.destination,
             landed=chunks.landed,
-            slots_smem=slots_smem,
+            slots_smem=buffers_smem,
             loaded=loaded,
             ready=chunks.ready,
             send=chunks.send,

@@ -31,13 +31,13 @@ class JoinedSchedule:
     Attributes:
       devices: devices on the ring.
       product: the tiles, as of one device that holds all rows.
-      plan: how one shard is cut into chunks.
+      chunking: how one shard is cut into chunks.
       scale_rows: how many rows a piece of scales has; 0 if rows have none.
     """
 
     devices: int
     product: AllGatherSchedule
-    plan: PullPlan
+    chunking: PullPlan
     scale_rows: int = 0
 
     @staticmethod
@@ -64,34 +64,34 @@ class JoinedSchedule:
     # --- Chunks: those of the peers first, since they have the longer way ---
 
     @property
-    def pulls(self) -> int:
+    def pulled_chunks(self) -> int:
         """Chunks that one device copies from its peers."""
-        return (self.devices - 1) * self.plan.chunks
+        return (self.devices - 1) * self.chunking.chunks
 
     @property
     def chunks(self) -> int:
         """Chunks that one device copies in all, its own shard's being the last."""
-        return self.devices * self.plan.chunks
+        return self.devices * self.chunking.chunks
 
     def chunk(self, index: Any) -> tuple[Any, Any, Any]:
         """Step whose shard chunk `index` is of, and its first row and column within that."""
-        before = quotient(index, self.plan.chunks)
-        return remainder(before + 1, self.devices), *self.plan.origin(index - before * self.plan.chunks)
+        before = quotient(index, self.chunking.chunks)
+        return remainder(before + 1, self.devices), *self.chunking.origin(index - before * self.chunking.chunks)
 
     def row(self, me: Any, step: Any, row: Any) -> Any:
         """Which of all rows is `row` of the shard of `step`."""
-        return remainder(me + step, self.devices) * self.plan.shard_rows + row
+        return remainder(me + step, self.devices) * self.chunking.shard_rows + row
 
     # --- Scales ---
 
     @property
-    def scale_pieces(self) -> int:
+    def scale_transfers(self) -> int:
         """Pieces of scales that one device copies, its own included."""
         return self.rows // self.scale_rows if self.scale_rows else 0
 
-    def scales(self, index: Any) -> tuple[Any, Any]:
+    def scale_transfer(self, index: Any) -> tuple[Any, Any]:
         """Step whose shard piece `index` of the scales is of, and its first row within that."""
-        per_shard = self.plan.shard_rows // self.scale_rows
+        per_shard = self.chunking.shard_rows // self.scale_rows
         before = quotient(index, per_shard)
         return before, (index - before * per_shard) * self.scale_rows
 
@@ -107,7 +107,7 @@ class JoinedSchedule:
     @property
     def rows(self) -> int:
         """Rows of all shards."""
-        return self.devices * self.plan.shard_rows
+        return self.devices * self.chunking.shard_rows
 
     @property
     def block_rows(self) -> int:
@@ -115,7 +115,7 @@ class JoinedSchedule:
         return self.product.block_rows
 
     @property
-    def flags(self) -> tuple[int]:
+    def flags_shape(self) -> tuple[int]:
         """Shape of the flags: one per row of tiles."""
         return (ceil_div(self.rows, self.block_rows),)
 
@@ -125,11 +125,11 @@ class JoinedSchedule:
 
     def flag_target(self, flag: Any) -> Any:
         """How often a flag is raised: once per chunk, and per piece of scales."""
-        (flags,) = self.flags
+        (flags,) = self.flags_shape
 
         def times(rows: int) -> int:
             pieces = rows // self.scale_rows if self.scale_rows else 0
-            return rows // self.plan.rows * self.plan.chunks_per_row_group + pieces
+            return rows // self.chunking.rows * self.chunking.chunks_per_row_group + pieces
 
         whole, rest = times(self.block_rows), times(self.rows - (flags - 1) * self.block_rows)
         return whole if rest == whole else choose(flag == flags - 1, rest, whole)

@@ -62,13 +62,15 @@ def _pass_on(shards: Shards, tile: Tile, k: Any, lhs_smem: Any) -> None:
 
     @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _send() -> None:
-        there = schedule.slot(previous, tile.step + 1)
+        there = schedule.scratch_index(previous, tile.step + 1)
         send_tile(lhs_smem, shards.within(group.remote(shards.scratch_gmem, previous), tile.batch, there, *place))
         if schedule.keeps_own:
 
             @pl.when(tile.step == 0)
             def _keep() -> None:
-                send_tile(lhs_smem, shards.within(shards.scratch_gmem, tile.batch, schedule.slot(me, 0), *place))
+                send_tile(
+                    lhs_smem, shards.within(shards.scratch_gmem, tile.batch, schedule.scratch_index(me, 0), *place)
+                )
 
         # The slot is given back when this returns.
         wait_stores_read()
@@ -83,8 +85,8 @@ def _announce(shards: Shards, tile: Tile, parts: Any, flags: Any) -> None:
         wait_stores_landed()
         flag, previous = flags.at[shards.flag(tile.step + 1, tile)], shards.group.peer(shards.group.size - 1)
         # A signal's increment must be a constant, so there are two signals to choose from.
-        pl.when(parts == 1)(lambda: signal_peer(flag, shards.group, previous, shards.parts))
-        if shards.parts > 1:
+        pl.when(parts == 1)(lambda: signal_peer(flag, shards.group, previous, shards.tile_pieces))
+        if shards.tile_pieces > 1:
             pl.when(parts > 1)(lambda: signal_peer(flag, shards.group, previous, 1))
 
 
@@ -93,12 +95,12 @@ class RingTransport:
 
     why = ""  # Nobody gets it unasked.
     forwards = True
-    told = False
+    reads_inputs_only = False
     needs_all_ctas = True
     brings_scales = False
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
-        return schedule.flags, HANDSHAKE_FLAGS
+        return schedule.flags_shape, HANDSHAKE_FLAGS
 
     def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
         del schedule, config, dtype  # It sends from the mainloop's slots.
@@ -110,7 +112,9 @@ class RingTransport:
         handshake = Handshake(handshake_flags, group, cta(shards.config), shards.operation, only=group.size - 1)
 
         def wait(tile: Tile) -> None:
-            handshake.wait_for(board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.parts, group.peer(1))
+            handshake.wait_for(
+                board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.tile_pieces, group.peer(1)
+            )
 
         return dataclasses.replace(
             hooks,

@@ -28,14 +28,14 @@ class Strips:
 
     Attributes:
       order: the tiles of the block, batch elements one below the other.
-      batch: how many batch elements.
+      batch_size: how many batch elements.
       block: rows and columns of the block (of one batch element).
       tile: rows and columns of a tile.
       rows: rows of a strip: a divisor of a tile's, if the block has several tile rows.
     """
 
     order: TileOrder
-    batch: int
+    batch_size: int
     block: tuple[int, int]
     tile: tuple[int, int]
     rows: int
@@ -56,22 +56,22 @@ class Strips:
         return self.block[1] % self.cols or self.cols
 
     @property
-    def of_tile(self) -> int:
+    def per_tile(self) -> int:
         """Strips of one tile."""
         return ceil_div(min(self.tile[0], self.block[0]), self.rows)
 
     @property
     def count(self) -> int:
         """Strips of the block."""
-        return self.order.tiles * self.of_tile
+        return self.order.tiles * self.per_tile
 
     def strip(self, index: Any) -> tuple[tuple[Any, Any], Any, Any]:
         """Of strip `index` the batch element and the tile's place, and its first row and column in the block."""
-        tile = quotient(index, self.of_tile)
+        tile = quotient(index, self.per_tile)
         row, column = self.order(tile)
-        of_element = self.order.m_tiles // self.batch
-        element = 0 if self.batch == 1 else quotient(row, of_element)
-        first = (row - element * of_element) * self.tile[0] + (index - tile * self.of_tile) * self.rows
+        of_element = self.order.m_tiles // self.batch_size
+        element = 0 if self.batch_size == 1 else quotient(row, of_element)
+        first = (row - element * of_element) * self.tile[0] + (index - tile * self.per_tile) * self.rows
         return (element, row * self.order.n_tiles + column), first, column * self.cols
 
     def rows_at(self, row: Any) -> Any:
@@ -90,19 +90,19 @@ class ReduceScatterSchedule:
       devices: devices on the ring.
       along: in which dimension of the product the result is scattered.
       order: the tiles of one block, batch elements one below the other.
-      batch: how many batch elements.
+      batch_size: how many batch elements.
       boxes: how many boxes a tile is stored as, and rows and columns of each.
-      plan: how the boxes of one block, one below the other, are cut into chunks.
-      by_ring: whether sums are passed on from device to device; else each part is pushed to the block's owner.
+      chunking: how the boxes of one block, one below the other, are cut into chunks.
+      uses_ring: whether sums are passed on from device to device; else each part is pushed to the block's owner.
     """
 
     devices: int
     along: Literal["m", "n"]
     order: TileOrder
-    batch: int
+    batch_size: int
     boxes: tuple[int, int, int]
-    plan: PullPlan
-    by_ring: bool = False
+    chunking: PullPlan
+    uses_ring: bool = False
 
     @staticmethod
     def of(
@@ -113,7 +113,7 @@ class ReduceScatterSchedule:
         itemsize: int,
         config: Config,
         *,
-        by_ring: bool = False,
+        uses_ring: bool = False,
     ) -> ReduceScatterSchedule:
         """The schedule of a problem.
 
@@ -124,19 +124,19 @@ class ReduceScatterSchedule:
           boxes: of a tile: how many, and rows and columns of each.
           itemsize: bytes of an element of what is sent.
           config: sizes.
-          by_ring: as the attribute.
+          uses_ring: as the attribute.
         """
         (batch, m, n), (count, rows, columns) = block, boxes
         order = TileOrder(
             batch * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n), config.order_minor, config.order_width
         )
         plan = PullPlan.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
-        return ReduceScatterSchedule(devices, along, order, batch, boxes, plan, by_ring)
+        return ReduceScatterSchedule(devices, along, order, batch, boxes, plan, uses_ring)
 
     def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:
         """How the own block is cut for the peers, in strips of so many rows at most; `block` as in `of`."""
         _, m, n = block
-        return Strips(self.order, self.batch, (m, n), (config.tile_m, config.tile_n), min(rows, m))
+        return Strips(self.order, self.batch_size, (m, n), (config.tile_m, config.tile_n), min(rows, m))
 
     # --- Tiles ---
 
@@ -148,9 +148,9 @@ class ReduceScatterSchedule:
     def tile(self, index: Any) -> tuple[Any, Any, Any, Any]:
         """Step, batch element, tile row within that, and tile column within the block of that step, of tile `index`."""
         step, row, n = self._row_of_all(index)
-        if self.batch == 1:
+        if self.batch_size == 1:
             return step, 0, row, n
-        rows = self.order.m_tiles // self.batch
+        rows = self.order.m_tiles // self.batch_size
         element = quotient(row, rows)
         return step, element, row - element * rows, n
 
@@ -163,13 +163,13 @@ class ReduceScatterSchedule:
         """Whose block device `me` computes its part of in `step`: in the last one its own."""
         return remainder(me + 1 + step, self.devices)
 
-    def source(self, me: Any, step: Any) -> Any:
+    def sender(self, me: Any, step: Any) -> Any:
         """Who sends device `me` what it has computed in `step`."""
-        return remainder(me + (1 if self.by_ring else self.devices - 1 - step), self.devices)
+        return remainder(me + (1 if self.uses_ring else self.devices - 1 - step), self.devices)
 
     def receiver(self, me: Any, step: Any) -> Any:
         """Whom device `me` sends what it has computed in `step`."""
-        return remainder(me + self.devices - 1, self.devices) if self.by_ring else self.block(me, step)
+        return remainder(me + self.devices - 1, self.devices) if self.uses_ring else self.block(me, step)
 
     @property
     def last_step(self) -> int:
@@ -177,32 +177,32 @@ class ReduceScatterSchedule:
         return self.devices - 1
 
     @property
-    def passes_on(self) -> bool:
+    def adds_before_sending(self) -> bool:
         """Whether what is sent depends on what has come: by ring, but for two devices, of which only the owner adds."""
-        return self.by_ring and self.devices > 2
+        return self.uses_ring and self.devices > 2
 
     @property
     def terms(self) -> int:
         """How many terms a tile has, if it has any."""
-        return 1 if self.by_ring else self.last_step
+        return 1 if self.uses_ring else self.last_step
 
     def has_terms(self, step: Any) -> Any:
         """Whether something is added to the tiles of `step`."""
-        return step > 0 if self.by_ring else step == self.last_step
+        return step > 0 if self.uses_ring else step == self.last_step
 
     def step_of_term(self, step: Any, term: Any) -> Any:
         """In which step the sender has computed term `term` of a tile of `step`."""
-        return step - 1 if self.by_ring else term
+        return step - 1 if self.uses_ring else term
 
-    def place(self, element: Any, m: Any, n: Any) -> Any:
+    def index_in_block(self, element: Any, m: Any, n: Any) -> Any:
         """The place of a tile among those of its block, the same on all devices."""
-        rows = self.order.m_tiles // self.batch
+        rows = self.order.m_tiles // self.batch_size
         return (element * rows + m) * self.order.n_tiles + n
 
     # --- What is sent ---
 
     @property
-    def sent(self) -> tuple[int, int, int, int]:
+    def sent_shape(self) -> tuple[int, int, int, int]:
         """Shape of what one device sends, and of what it receives: for each peer's block, all boxes of its tiles."""
         count, rows, columns = self.boxes
         return max(self.last_step, 1), self.order.tiles * count, rows, columns
@@ -210,19 +210,19 @@ class ReduceScatterSchedule:
     @property
     def tile_chunks(self) -> int:
         """Chunks of one tile."""
-        return self.plan.chunks // self.order.tiles
+        return self.chunking.chunks // self.order.tiles
 
     @property
-    def sends(self) -> int:
+    def sent_chunks(self) -> int:
         """Chunks that one device sends."""
         return self.last_step * self.order.tiles * self.tile_chunks
 
     def chunk(self, index: Any) -> tuple[Any, Any, Any]:
         """The step whose block chunk `index` is of, and its first row and column among the boxes of that block."""
         step, m, n = self._row_of_all(quotient(index, self.tile_chunks))
-        row, column = self.plan.origin(remainder(index, self.tile_chunks))
+        row, column = self.chunking.origin(remainder(index, self.tile_chunks))
         count, rows, _ = self.boxes
-        return step, self.place(0, m, n) * (count * rows) + row, column
+        return step, self.index_in_block(0, m, n) * (count * rows) + row, column
 
     def box_of_row(self, row: Any) -> tuple[Any, Any]:
         """The box that a row among the boxes of a block belongs to, and the row within it."""
@@ -230,12 +230,12 @@ class ReduceScatterSchedule:
         box = quotient(row, rows)
         return box, row - box * rows
 
-    def place_of_row(self, row: Any) -> Any:
+    def tile_of_row(self, row: Any) -> Any:
         """The place of the tile that a row among the boxes of a block belongs to."""
         count, rows, _ = self.boxes
         return quotient(row, count * rows)
 
     @property
-    def flags(self) -> tuple[int, int]:
+    def flags_shape(self) -> tuple[int, int]:
         """Shape of the flags: [steps with a peer's block, tiles of a block]; at least one of each."""
         return max(self.last_step, 1), self.order.tiles

@@ -33,23 +33,23 @@ class AllGatherSchedule:
       devices: devices on the ring.
       order: the tiles (of a cluster) of one shard's product, batch elements and right operands included.
       block_rows: rows of one tile, and of one flag.
-      plan: its sizes, and how one batch element of a shard is cut into chunks to be pulled.
-      batch: how many batch elements a shard has; its rows are counted through them.
+      chunking: its sizes, and how one batch element of a shard is cut into chunks to be pulled.
+      batch_size: how many batch elements a shard has; its rows are counted through them.
       sides: tile columns of each right operand; () for a single one.
       keeps_own: whether the peers' shards lie where they belong among all, beside a copy of the own one.
       scaled: whether scales of its rows are pulled with each row block, as one transfer more.
-      scale_steps: k steps whose blocks have scales of their own, where these are scales of blocks; 0: of whole rows.
+      scale_k_steps: k steps whose blocks have scales of their own, where these are scales of blocks; 0: of whole rows.
     """
 
     devices: int
     order: TileOrder
     block_rows: int
-    plan: PullPlan
-    batch: int = 1
+    chunking: PullPlan
+    batch_size: int = 1
     sides: tuple[int, ...] = ()
     keeps_own: bool = False
     scaled: bool = False
-    scale_steps: int = 0
+    scale_k_steps: int = 0
 
     @staticmethod
     def of(
@@ -61,14 +61,14 @@ class AllGatherSchedule:
         *,
         keeps_own: bool = False,
         scaled: bool = False,
-        scale_steps: int = 0,
+        scale_k_steps: int = 0,
     ) -> AllGatherSchedule:
         """The schedule of a problem: the shape of one shard of the left operand, [(batch,) m_shard, k], and n each."""
         (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
         batch, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
         order = TileOrder(batch * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
         plan = PullPlan.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
-        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled, scale_steps)
+        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled, scale_k_steps)
 
     @property
     def tiles(self) -> int:
@@ -83,7 +83,7 @@ class AllGatherSchedule:
 
     def batch_of(self, m: Any) -> tuple[Any, Any]:
         """Batch element of a tile row, and the tile row within it."""
-        return _split(m, self.order.m_tiles // self.batch, self.batch)
+        return _split(m, self.order.m_tiles // self.batch_size, self.batch_size)
 
     def side_of(self, n: Any) -> tuple[Any, Any]:
         """Right operand of a tile column, and the tile column within it."""
@@ -106,21 +106,21 @@ class AllGatherSchedule:
         return remainder(me + step, self.devices)
 
     @property
-    def slots(self) -> int:
+    def scratch_shards(self) -> int:
         """How many shards the peers' ones lie among."""
         return self.devices if self.keeps_own else self.devices - 1
 
-    def slot(self, me: Any, step: Any) -> Any:
+    def scratch_index(self, me: Any, step: Any) -> Any:
         """Where device `me` lays the shard of `step` ≥ 1, and its own one (0) if it keeps that."""
         return self.shard(me, step) if self.keeps_own else step - 1
 
     @property
     def chunks(self) -> int:
         """Chunks of one shard."""
-        return self.batch * self.plan.chunks
+        return self.batch_size * self.chunking.chunks
 
     @property
-    def pulls(self) -> int:
+    def pulled_chunks(self) -> int:
         """Chunks that one device pulls."""
         return (self.devices - 1) * self.chunks
 
@@ -131,23 +131,23 @@ class AllGatherSchedule:
 
     def origin(self, chunk: Any) -> tuple[Any, Any]:
         """First row and column of a chunk of a shard."""
-        element, within = _split(chunk, self.plan.chunks, self.batch)
-        row, column = self.plan.origin(within)
-        return element * self.plan.shard_rows + row, column
+        element, within = _split(chunk, self.chunking.chunks, self.batch_size)
+        row, column = self.chunking.origin(within)
+        return element * self.chunking.shard_rows + row, column
 
     def batch_of_row(self, row: Any) -> tuple[Any, Any]:
         """Batch element of a row of a shard, and the row within it."""
-        return _split(row, self.plan.shard_rows, self.batch)
+        return _split(row, self.chunking.shard_rows, self.batch_size)
 
     @property
     def row_blocks(self) -> int:
         """Blocks of rows in a batch element of a shard; the last may have fewer rows."""
-        return ceil_div(self.plan.shard_rows, self.block_rows)
+        return ceil_div(self.chunking.shard_rows, self.block_rows)
 
     @property
-    def flags(self) -> tuple[int, int]:
+    def flags_shape(self) -> tuple[int, int]:
         """Shape of the flags: [steps with a peer's shard, row blocks]; at least one of each, since none cannot be."""
-        return max(self.devices - 1, 1), self.batch * self.row_blocks
+        return max(self.devices - 1, 1), self.batch_size * self.row_blocks
 
     def flag(self, step: Any, row: Any) -> tuple[Any, Any]:
         """The flag of a row of the shard of `step` ≥ 1."""
@@ -162,26 +162,28 @@ class AllGatherSchedule:
         """
         return (side == 0) & (n == 0) & (m < self.row_blocks) & (step < self.devices - 1)
 
-    def filled_rows(self, config: Config) -> int:
+    def padded_rows(self, config: Config) -> int:
         """Rows of one batch element, filled up to whole tiles of a cluster: so many scales it has in a vector."""
-        return self.order.m_tiles // self.batch * config.cluster_tile[0]
+        return self.order.m_tiles // self.batch_size * config.cluster_tile[0]
 
     @property
-    def scale_pieces(self) -> int:
+    def scale_transfers(self) -> int:
         """Pieces of scales that one device pulls: one per row block."""
-        return (self.devices - 1) * self.batch * self.row_blocks if self.scaled else 0
+        return (self.devices - 1) * self.batch_size * self.row_blocks if self.scaled else 0
 
-    def scales(self, index: Any) -> tuple[Any, Any, Any]:
+    def scale_transfer(self, index: Any) -> tuple[Any, Any, Any]:
         """Step that piece `index` of the scales serves, and the batch element and row block that it is of."""
-        before = quotient(index, self.batch * self.row_blocks)
-        return before + 1, *_split(index - before * (self.batch * self.row_blocks), self.row_blocks, self.batch)
+        before = quotient(index, self.batch_size * self.row_blocks)
+        return before + 1, *_split(
+            index - before * (self.batch_size * self.row_blocks), self.row_blocks, self.batch_size
+        )
 
     def flag_target(self, block: Any) -> Any:
         """How often the flag of a batch element's row block is raised where shards are pulled: once per copy."""
-        per_row = self.plan.chunks_per_row_group
+        per_row = self.chunking.chunks_per_row_group
         last = self.row_blocks - 1
-        whole = self.block_rows // self.plan.rows * per_row + self.scaled
-        rest = ceil_div(self.plan.shard_rows - last * self.block_rows, self.plan.rows) * per_row + self.scaled
+        whole = self.block_rows // self.chunking.rows * per_row + self.scaled
+        rest = ceil_div(self.chunking.shard_rows - last * self.block_rows, self.chunking.rows) * per_row + self.scaled
         return whole if rest == whole else choose(block == last, rest, whole)
 
 
