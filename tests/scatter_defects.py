@@ -177,8 +177,8 @@ def send_a_chunk_twice(patch):
 
 
 def leave_the_last_chunk(patch):
-    sends = vars(ReduceScatterSchedule)["sends"].fget
-    patch.setattr(ReduceScatterSchedule, "sends", property(lambda self: sends(self) - 1))
+    sends = vars(ReduceScatterSchedule)["sent_chunks"].fget
+    patch.setattr(ReduceScatterSchedule, "sent_chunks", property(lambda self: sends(self) - 1))
 
 
 def send_before_peers_have_begun(patch):

@@ -108,11 +108,11 @@ def send_strips_before_parts(patch):
     """They wait for own tiles, which wait for what peers send behind their strips."""
     copy = Communicator._copy
 
-    def strips_first(self, chunks, number, first, counter, slots_smem=None):
-        if slots_smem is not None:
+    def strips_first(self, chunks, number, first, counter, buffers_smem=None):
+        if buffers_smem is not None:
             return 0
-        (strips, slots), of_strips = self.results, self.flags[1].at[0]
-        carried = copy(self, strips, communicator.draw(of_strips, strips.count), 0, of_strips, slots)
+        (strips, buffers), of_strips = self.results, self.flags[1].at[0]
+        carried = copy(self, strips, communicator.draw(of_strips, strips.count), 0, of_strips, buffers)
         return carried + copy(self, chunks, number, first, counter)
 
     patch.setattr(Communicator, "_copy", strips_first)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import crossover, dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives.rhs_schedule import STEPS_PER_FLAG
+from overlap.collectives.rhs_schedule import K_STEPS_PER_FLAG
 from overlap.emulation import emulate
 from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.target import Target
@@ -38,7 +38,7 @@ CONFIGS = {
 SIZES = {  # m, and the shard of the weights
     "even": (128, (128, 128)),
     "ragged": (200, (136, 264)),
-    "several flags": (128, (72 + 64 * STEPS_PER_FLAG, 128)),
+    "several flags": (128, (72 + 64 * K_STEPS_PER_FLAG, 128)),
     "tiny": (1, (8, 8)),
     "uneven": (128, (40, 8 * 37)),  # Chunks of unequal sizes, by rows or by columns.
 }

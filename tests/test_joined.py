@@ -46,12 +46,12 @@ def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_
     config = overlap.Config.of(tile_m=tile_m, chunk_bytes=chunk_bytes)
     schedule = JoinedSchedule.of(devices, (m_shard, k), (256,), 2, config, scaled=scaled)
     for me in range(devices):
-        copied, raised = np.zeros((devices * m_shard, k), int), np.zeros(schedule.flags, int)
+        copied, raised = np.zeros((devices * m_shard, k), int), np.zeros(schedule.flags_shape, int)
         for index in range(schedule.chunks):
             step, row, column = schedule.chunk(index)
             # The peers' come first: they are what takes long.
-            assert (step > 0) == (index < schedule.pulls)
-            rows, columns = size_of(schedule.plan, row, column)
+            assert (step > 0) == (index < schedule.pulled_chunks)
+            rows, columns = size_of(schedule.chunking, row, column)
             assert row + rows <= m_shard and column + columns <= k
             first = schedule.row(me, step, row)
             assert first == (me + step) % devices * m_shard + row
@@ -61,8 +61,8 @@ def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_
             raised[schedule.flag(first)] += 1
         assert (copied == 1).all()
         scales = np.zeros(devices * m_shard, int)
-        for index in range(schedule.scale_pieces):
-            step, row = schedule.scales(index)
+        for index in range(schedule.scale_transfers):
+            step, row = schedule.scale_transfer(index)
             assert step < devices and row + schedule.scale_rows <= m_shard
             first = schedule.row(me, step, row)
             scales[first : first + schedule.scale_rows] += 1

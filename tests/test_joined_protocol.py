@@ -76,7 +76,7 @@ def count_too_many(patch):
 
 def wait_for_one_shard_only(patch):
     """What would be right with a tile for each shard."""
-    patch.setattr(JoinedSchedule, "flag_target", lambda self, flag: self.plan.chunks)
+    patch.setattr(JoinedSchedule, "flag_target", lambda self, flag: self.chunking.chunks)
 
 
 def wait_for_the_first_rows_only(patch):
@@ -89,7 +89,7 @@ def raise_flags_twice(patch):
 
 def raise_the_flag_of_the_row_within_the_shard(patch):
     flag = JoinedSchedule.flag
-    patch.setattr(JoinedSchedule, "flag", lambda self, row: flag(self, remainder(row, self.plan.shard_rows)))
+    patch.setattr(JoinedSchedule, "flag", lambda self, row: flag(self, remainder(row, self.chunking.shard_rows)))
 
 
 def copy_a_chunk_twice(patch):
@@ -136,7 +136,7 @@ def draw_own_chunks_from_the_peers_counter(patch):
 
 def lay_the_shards_in_the_order_of_steps(patch):
     """No race: the right rows in the wrong place, which the result must show."""
-    patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: step * self.plan.shard_rows + row)
+    patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: step * self.chunking.shard_rows + row)
 
 
 def _in_the_mainloop(patch, name, function):
@@ -204,8 +204,8 @@ def do_not_count_scales(patch):
 
 
 def leave_the_last_scales(patch):
-    pieces = vars(JoinedSchedule)["scale_pieces"].fget
-    patch.setattr(JoinedSchedule, "scale_pieces", property(lambda self: pieces(self) - 1))
+    pieces = vars(JoinedSchedule)["scale_transfers"].fget
+    patch.setattr(JoinedSchedule, "scale_transfers", property(lambda self: pieces(self) - 1))
 
 
 def lay_all_scales_where_the_own_ones_belong(patch):

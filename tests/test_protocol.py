@@ -195,8 +195,8 @@ def do_not_count_scales(patch):
 
 
 def leave_the_last_scales(patch):
-    pulls = vars(AllGatherSchedule)["scale_pieces"].fget
-    patch.setattr(AllGatherSchedule, "scale_pieces", property(lambda self: pulls(self) - 1))
+    pulls = vars(AllGatherSchedule)["scale_transfers"].fget
+    patch.setattr(AllGatherSchedule, "scale_transfers", property(lambda self: pulls(self) - 1))
 
 
 def do_not_add_scales_to_the_transfers(patch):

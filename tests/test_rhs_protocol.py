@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from overlap import primitives
 from overlap.collectives import communicator, gathered_rhs
-from overlap.collectives.rhs_schedule import STEPS_PER_FLAG, GatherRhsSchedule
+from overlap.collectives.rhs_schedule import K_STEPS_PER_FLAG, GatherRhsSchedule
 from overlap.primitives import PeerGroup, copies, handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
@@ -126,7 +126,7 @@ DEFECTS = [
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
 def test_each_defect_is_reported(defect, along, monkeypatch):
     defect(monkeypatch)
-    kernel = of_weights(along, SMALL, m=128, shard=(64 * STEPS_PER_FLAG + 64, 128))
+    kernel = of_weights(along, SMALL, m=128, shard=(64 * K_STEPS_PER_FLAG + 64, 128))
     report = kernel.report(seeds=10, cores=3, completion="late", scheduler="pct")
     assert report, f"{defect.__name__} was not reported in 10 runs"
     assert "device" in str(report) and "CTA" in str(report) and ".py:" in str(report)

@@ -50,7 +50,7 @@ def test_each_tile_once_and_over_all_of_k(devices, along):
         assert real[0][0] == 0
         for step in range(devices):
             assert sorted(schedule.shard(me, step) for me in range(devices)) == list(range(devices))
-        rows = [schedule.rows_of(0, k) for k in range(schedule.k_steps)]
+        rows = [schedule.rows_of_k_step(0, k) for k in range(schedule.k_steps)]
         assert rows == [
             (step, row)
             for step in range(devices if along == "k" else 1)
@@ -63,9 +63,9 @@ def test_each_tile_once_and_over_all_of_k(devices, along):
 @pytest.mark.parametrize("devices", range(1, 9))
 def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(devices, num_ctas, along):
     for schedule, config in schedules(devices, along):
-        plan, raised, lies_in, elements = schedule.plan, collections.Counter(), {}, 0
+        plan, raised, lies_in, elements = schedule.chunking, collections.Counter(), {}, 0
         for cta in range(num_ctas):
-            for index in range(cta, schedule.pulls, num_ctas):
+            for index in range(cta, schedule.pulled_chunks, num_ctas):
                 step, row, column = schedule.chunk(index)
                 assert 1 <= step < devices
                 rows, columns = size_of(plan, row, column)
@@ -74,13 +74,13 @@ def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(device
                 flag = schedule.flag(step, row, column)
                 assert flag == schedule.flag(step, row + rows - 1, column + columns - 1)
                 elements += rows * columns
-                assert all(0 <= i < size for i, size in zip(flag, schedule.flags, strict=True))
+                assert all(0 <= i < size for i, size in zip(flag, schedule.flags_shape, strict=True))
                 lies_in[step, row, column] = flag
                 raised[flag] += 1
         # All of it, and nothing twice: chunks begin at multiples of their sizes.
         assert all(row % plan.rows == 0 and column % plan.cols == 0 for _, row, column in lies_in)
-        assert len(lies_in) == schedule.pulls == schedule.pulled * plan.chunks
-        assert elements == schedule.pulled * plan.shard_rows * plan.shard_cols
+        assert len(lies_in) == schedule.pulled_chunks == schedule.pulled_shards * plan.chunks
+        assert elements == schedule.pulled_shards * plan.shard_rows * plan.shard_cols
         waits = set()
         for step, _, n in set(tiles_of(schedule, config)):
             first, last = schedule.columns_of(n)
@@ -91,7 +91,7 @@ def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(device
             assert awaited == {schedule.flag(0, 0, c)[2] for c in range(first, last + 1)}
             waited_for = None
             for k in range(schedule.k_steps):
-                source, row = schedule.rows_of(step, k)
+                source, row = schedule.rows_of_k_step(step, k)
                 if schedule.begins_block(k):
                     waited_for = source, row // schedule.block_rows
                 # Each row that a step loads lies in the block that was last waited for.
@@ -107,7 +107,7 @@ def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(device
 @pytest.mark.parametrize("along", ALONG)
 def test_chunks_come_in_the_order_in_which_tiles_need_them(along):
     for schedule, _ in schedules(5, along):
-        chunks = [schedule.chunk(i) for i in range(schedule.pulls)]
+        chunks = [schedule.chunk(i) for i in range(schedule.pulled_chunks)]
         blocks = [(step, *schedule.flag(step, row, column)[1:]) for step, row, column in chunks]
         keys = [(step, c, r) if along == "n" else (c, step, r) for step, r, c in blocks]
         assert keys == sorted(keys)
@@ -118,7 +118,7 @@ def test_traced_indices_agree_with_python_ones():
         for schedule, _ in schedules(3, along):
             for index in range(0, schedule.tiles, 3):
                 assert tuple(map(int, schedule.tile(jnp.int32(index)))) == schedule.tile(index)
-            for index in range(0, schedule.pulls, 1 + schedule.pulls // 7):
+            for index in range(0, schedule.pulled_chunks, 1 + schedule.pulled_chunks // 7):
                 chunk = schedule.chunk(index)
                 assert tuple(map(int, schedule.chunk(jnp.int32(index)))) == chunk
                 _, row, column = map(jnp.int32, chunk)

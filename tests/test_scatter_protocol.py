@@ -133,8 +133,8 @@ def test_each_defect_is_reported(defect, monkeypatch):
 
 
 def test_one_place_for_all_batch_elements_is_reported(monkeypatch):
-    place = ReduceScatterSchedule.place
-    monkeypatch.setattr(ReduceScatterSchedule, "place", lambda self, element, m, n: place(self, 0, m, n))
+    place = ReduceScatterSchedule.index_in_block
+    monkeypatch.setattr(ReduceScatterSchedule, "index_in_block", lambda self, element, m, n: place(self, 0, m, n))
     assert of_sums("m", devices=2, batch=2).report(seeds=6, cores=2, scheduler="pct", step_limit=STEPS)
 
 

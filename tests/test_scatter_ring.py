@@ -84,7 +84,7 @@ def test_gradients_go_the_same_way(monkeypatch):
 
     def summed_by(*args, by_ring):
         used.append("sum" if by_ring else "pushed sum")
-        return of(*args, by_ring=by_ring)
+        return of(*args, uses_ring=by_ring)
 
     monkeypatch.setattr(RingTransport, "hook_in", gathered_by_ring)
     monkeypatch.setattr(ReduceScatterSchedule, "of", summed_by)
@@ -222,7 +222,7 @@ def test_chunks_that_are_held_are_a_deadlock(monkeypatch):
 
 def test_what_has_come_is_added_to_what_is_passed_on(monkeypatch):
     """Without it, sums are wrong and nothing else is."""
-    monkeypatch.setattr(ReduceScatterSchedule, "passes_on", False)
+    monkeypatch.setattr(ReduceScatterSchedule, "adds_before_sending", False)
     with pytest.raises(AssertionError, match="Arrays are not equal"):
         of_ring().run(cores=2)
 

@@ -49,11 +49,11 @@ def test_each_tile_once_and_the_own_ones_last(devices):
         for step in range(devices):
             of_step = tiles[step * per_block : (step + 1) * per_block]
             assert [tile[1:] for tile in of_step] == [tile[1:] for tile in tiles[:per_block]]
-        places = [schedule.place(*tile[1:]) for tile in tiles[:per_block]]
+        places = [schedule.index_in_block(*tile[1:]) for tile in tiles[:per_block]]
         assert sorted(places) == list(range(per_block)) == list(range(schedule.order.tiles))
         # Flags and memory hold all that a peer's block has.
-        steps, of_block = schedule.flags
-        assert schedule.sent == (steps, per_block * schedule.boxes[0], *schedule.boxes[1:])
+        steps, of_block = schedule.flags_shape
+        assert schedule.sent_shape == (steps, per_block * schedule.boxes[0], *schedule.boxes[1:])
         assert steps == max(devices - 1, 1) and of_block == per_block
 
 
@@ -64,26 +64,26 @@ def test_devices_send_to_different_ones_and_terms_find_their_source(devices):
             assert sorted(schedule.block(me, step) for me in range(devices)) == list(range(devices))
         for me in range(devices):
             assert schedule.block(me, schedule.last_step) == me
-            sources = [schedule.source(me, term) for term in range(schedule.last_step)]
+            sources = [schedule.sender(me, term) for term in range(schedule.last_step)]
             assert sorted([*sources, me]) == list(range(devices))
             for term, source in enumerate(sources):
                 # In step `term` that device computes its part of this device's block, and in no other step.
                 assert [step for step in range(devices) if schedule.block(source, step) == me] == [term]
             for step in range(schedule.last_step):
-                assert schedule.source(schedule.block(me, step), step) == me
+                assert schedule.sender(schedule.block(me, step), step) == me
 
 
 @pytest.mark.parametrize("devices", range(1, 17))
 def test_by_ring_a_sum_goes_from_device_to_device_until_it_is_home(devices):
     for schedule, _, _ in schedules(devices):
-        schedule = dataclasses.replace(schedule, by_ring=True)
+        schedule = dataclasses.replace(schedule, uses_ring=True)
         for owner in range(devices):
             # Who computes the first part of its block passes it on, and so do all others.
             device = next(device for device in range(devices) if schedule.block(device, 0) == owner)
             met = [device]
             for step in range(schedule.last_step):
                 there = schedule.receiver(device, step)
-                assert (device - there) % devices == 1 and schedule.source(there, step) == device
+                assert (device - there) % devices == 1 and schedule.sender(there, step) == device
                 assert schedule.block(there, step + 1) == owner
                 # What is added there in the next step is what has been sent in this one, and nothing else.
                 assert schedule.has_terms(step + 1) and schedule.terms == 1
@@ -92,7 +92,7 @@ def test_by_ring_a_sum_goes_from_device_to_device_until_it_is_home(devices):
                 met.append(device)
             assert device == owner and sorted(met) == list(range(devices))
         assert not schedule.has_terms(0)
-        assert schedule.passes_on == (devices > 2)
+        assert schedule.adds_before_sending == (devices > 2)
 
 
 @pytest.mark.parametrize("devices", range(1, 17))
@@ -104,26 +104,28 @@ def test_by_push_each_part_goes_to_its_owner(devices):
         for me in range(devices):
             for step in range(last):
                 there = schedule.receiver(me, step)
-                assert there == schedule.block(me, step) and schedule.source(there, step) == me
-        assert not schedule.passes_on
+                assert there == schedule.block(me, step) and schedule.sender(there, step) == me
+        assert not schedule.adds_before_sending
 
 
 @pytest.mark.parametrize("devices", range(1, 17))
 def test_chunks_cover_all_boxes_of_all_peers_tiles_once_in_the_order_of_the_tiles(devices):
     for schedule, _, _ in schedules(devices):
-        plan, (count, box_rows, box_columns) = schedule.plan, schedule.boxes
+        plan, (count, box_rows, box_columns) = schedule.chunking, schedule.boxes
         tiles = [schedule.tile(index) for index in range(schedule.last_step * schedule.order.tiles)]
-        expected = [(step, schedule.place(*where)) for step, *where in tiles for _ in range(schedule.tile_chunks)]
+        expected = [
+            (step, schedule.index_in_block(*where)) for step, *where in tiles for _ in range(schedule.tile_chunks)
+        ]
         covered, order = set(), []
-        for index in range(schedule.sends):
+        for index in range(schedule.sent_chunks):
             step, row, column = schedule.chunk(index)
             rows, columns = size_of(plan, row, column)
             assert 0 <= step < schedule.last_step and 0 <= column <= box_columns - columns
             # A chunk is a piece of one box, which is one of the tile whose flag it waits for.
             box, first = schedule.box_of_row(row)
-            assert 0 <= box < schedule.sent[1] and first <= box_rows - rows and row == box * box_rows + first
-            place = schedule.place_of_row(row)
-            assert 0 <= place < schedule.flags[1] and place == box // count
+            assert 0 <= box < schedule.sent_shape[1] and first <= box_rows - rows and row == box * box_rows + first
+            place = schedule.tile_of_row(row)
+            assert 0 <= place < schedule.flags_shape[1] and place == box // count
             order.append((step, place))
             assert (step, row, column) not in covered
             covered.add((step, row, column))
@@ -132,7 +134,7 @@ def test_chunks_cover_all_boxes_of_all_peers_tiles_once_in_the_order_of_the_tile
         assert plan.shard_rows % plan.rows == 0 and box_rows % plan.rows == 0
         assert all(row % plan.rows == 0 and column % plan.cols == 0 for _, row, column in covered)
         assert schedule.tile_chunks * schedule.order.tiles == plan.chunks
-        assert len(covered) == schedule.sends == schedule.last_step * plan.chunks
+        assert len(covered) == schedule.sent_chunks == schedule.last_step * plan.chunks
 
 
 @pytest.mark.parametrize("devices", range(1, 17))
@@ -143,13 +145,13 @@ def test_strips_cover_the_own_block_once_in_the_order_of_the_tiles(devices):
             strips = schedule.strips((batch, rows, columns), most, config)
             assert strips.rows <= most and strips.cols == config.tile_n
             own = [schedule.tile(index)[1:] for index in range(schedule.tiles - schedule.order.tiles, schedule.tiles)]
-            expected = [tile for tile in own for _ in range(strips.of_tile)]
+            expected = [tile for tile in own for _ in range(strips.per_tile)]
             assert strips.count == len(expected)
             times = np.zeros((batch, rows, columns), int)
             for index, (element, m, n) in enumerate(expected):
                 (batch_element, place), row, column = strips.strip(index)
                 # A strip is a piece of the tile whose flag it waits for.
-                assert batch_element == element and place == schedule.place(element, m, n)
+                assert batch_element == element and place == schedule.index_in_block(element, m, n)
                 assert column == n * config.tile_n and row // config.tile_m == m
                 assert (row + strips.rows - 1) // config.tile_m == m
                 count = strips.rows_at(row)
@@ -179,14 +181,14 @@ def test_traced_indices_agree_with_python_ones():
     for schedule, _, _ in (schedules_of_3[0], schedules_of_3[3]):
         for index in range(0, schedule.tiles, 5):
             assert traced(schedule.tile, index) == schedule.tile(index)
-        for index in range(0, schedule.sends, 1 + schedule.sends // 4):
+        for index in range(0, schedule.sent_chunks, 1 + schedule.sent_chunks // 4):
             step, row, _ = chunk = schedule.chunk(index)
             assert traced(schedule.chunk, index) == chunk
             assert traced(schedule.box_of_row, row) == schedule.box_of_row(row)
-            assert traced(schedule.place_of_row, row) == schedule.place_of_row(row)
+            assert traced(schedule.tile_of_row, row) == schedule.tile_of_row(row)
             assert traced(schedule.block, 2, step) == schedule.block(2, step)
-            for each in (schedule, dataclasses.replace(schedule, by_ring=True)):
-                assert traced(each.source, 0, step) == each.source(0, step)
+            for each in (schedule, dataclasses.replace(schedule, uses_ring=True)):
+                assert traced(each.sender, 0, step) == each.sender(0, step)
                 assert traced(each.receiver, 0, step) == each.receiver(0, step)
                 assert traced(each.step_of_term, step, 0) == each.step_of_term(step, 0)
     for schedule, block, config in (schedules_of_3[0], schedules_of_3[2]):

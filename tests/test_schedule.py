@@ -80,10 +80,10 @@ def test_own_shard_first_and_no_peer_read_by_two_at_the_same_step(devices):
 @pytest.mark.parametrize(("num_ctas", "cluster"), [(1, 1), (3, 1), (132, 1), (132, 2)])
 def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, num_ctas, cluster):
     for schedule in schedules(devices, cluster):
-        plan = schedule.plan
+        plan = schedule.chunking
         written, raised, elements = collections.Counter(), collections.Counter(), 0
         for cta in range(num_ctas):
-            for index in range(cta, schedule.pulls, num_ctas):
+            for index in range(cta, schedule.pulled_chunks, num_ctas):
                 step, row, column = schedule.chunk(index)
                 assert 1 <= step < devices
                 assert row % plan.rows == 0 and column % plan.cols == 0
@@ -97,7 +97,7 @@ def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, nu
         assert set(written.values()) <= {1}
         assert elements == (devices - 1) * plan.shard_rows * plan.shard_cols
         # Every flag that a tile waits for exists and is raised exactly as often as the tile expects.
-        rows, columns = schedule.flags
+        rows, columns = schedule.flags_shape
         for step, m, _ in tiles_of(schedule, cluster):
             if step > 0 and m < schedule.row_blocks:
                 flag = schedule.flag(step, m * schedule.block_rows)
@@ -108,7 +108,7 @@ def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, nu
 
 def test_chunks_arrive_in_the_order_in_which_shards_are_used():
     for schedule in schedules(5):
-        steps = [schedule.chunk(i)[0] for i in range(schedule.pulls)]
+        steps = [schedule.chunk(i)[0] for i in range(schedule.pulled_chunks)]
         assert steps == sorted(steps)
 
 
@@ -129,7 +129,7 @@ def test_traced_indices_agree_with_python_ones():
     for schedule in schedules(3):
         for index in range(0, schedule.tiles, 5):
             assert tuple(map(int, schedule.tile(jnp.int32(index)))) == schedule.tile(index)
-        for index in range(0, schedule.pulls, 97):
+        for index in range(0, schedule.pulled_chunks, 97):
             assert tuple(map(int, schedule.chunk(jnp.int32(index)))) == schedule.chunk(index)
 
 

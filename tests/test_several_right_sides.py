@@ -267,10 +267,10 @@ def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster
         schedule = AllGatherSchedule.of(devices, (batch, m_shard, 64), widths, 2, config, keeps_own=True)
         rows, columns = config.cluster_tile
         found, raised = [], {}
-        for index in range(schedule.pulls):
+        for index in range(schedule.pulled_chunks):
             step, row, _ = schedule.chunk(index)
             flag = schedule.flag(step, row)
-            assert all(0 <= i < size for i, size in zip(flag, schedule.flags, strict=True))
+            assert all(0 <= i < size for i, size in zip(flag, schedule.flags_shape, strict=True))
             raised[flag] = raised.get(flag, 0) + 1
         for index in range(schedule.tiles):
             step, row, column = schedule.tile(index)
@@ -290,10 +290,10 @@ def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster
         # All chunks of a shard, the own one's too, cover each of its elements once.
         origins = [schedule.origin(chunk) for chunk in range(schedule.chunks)]
         assert len(set(origins)) == len(origins)
-        sizes = [size_of(schedule.plan, row % m_shard, column) for row, column in origins]
+        sizes = [size_of(schedule.chunking, row % m_shard, column) for row, column in origins]
         assert sum(rows * columns for rows, columns in sizes) == batch * m_shard * 64
         for me in range(devices):
-            assert sorted(schedule.slot(me, step) for step in range(devices)) == list(range(devices))
+            assert sorted(schedule.scratch_index(me, step) for step in range(devices)) == list(range(devices))
 
 
 def test_right_sides_are_as_local_and_as_balanced_as_one_of_their_total_width():
@@ -325,9 +325,9 @@ def one_flag_for_all_batch_elements(patch):
 
 
 def keep_the_own_shard_in_a_peers_place(patch):
-    slot = AllGatherSchedule.slot
+    slot = AllGatherSchedule.scratch_index
     patch.setattr(
-        AllGatherSchedule, "slot", lambda self, me, step: slot(self, me, 1 if isinstance(step, int) else step)
+        AllGatherSchedule, "scratch_index", lambda self, me, step: slot(self, me, 1 if isinstance(step, int) else step)
     )
 
 

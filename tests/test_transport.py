@@ -114,15 +114,15 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
                 m, n = (m * cluster + rank, n) if along == "m" else (m, n * cluster + rank)
                 if schedule.passes_on(step, m, side, n):
                     flag = schedule.flag(step + 1, element * m_shard + m * config.tile_m)
-                    assert all(0 <= i < size for i, size in zip(flag, schedule.flags, strict=True))
-                    raised[flag] += work.pieces_per_tile if piece.pieces_per_tile == 1 else 1
+                    assert all(0 <= i < size for i, size in zip(flag, schedule.flags_shape, strict=True))
+                    raised[flag] += work.pieces_per_tile if piece.parts == 1 else 1
                     for k in range(piece.k_first, piece.k_first + piece.k_steps):
                         passed[step, element, m, k] += 1
             # A tile waits for tiles of the step before it, on another device: so no circle of waits can close.
             assert steps == sorted(steps)
         every = itertools.product(range(devices - 1), range(batch), range(schedule.row_blocks), range(work.k_steps))
         assert passed == dict.fromkeys(every, 1)
-        assert raised == dict.fromkeys(itertools.product(*map(range, schedule.flags)), work.pieces_per_tile)
+        assert raised == dict.fromkeys(itertools.product(*map(range, schedule.flags_shape)), work.pieces_per_tile)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 6])
@@ -131,11 +131,11 @@ def test_what_a_device_passes_on_is_what_the_one_before_it_needs_next(devices, k
     schedule = AllGatherSchedule.of(devices, (200, 64), (64,), 2, overlap.Config(), keeps_own=keeps_own)
     for me in range(devices):
         previous = (me + devices - 1) % devices
-        places = [schedule.slot(previous, step + 1) for step in range(devices - 1)]
+        places = [schedule.scratch_index(previous, step + 1) for step in range(devices - 1)]
         for step in range(devices - 1):
             assert schedule.shard(me, step) == schedule.shard(previous, step + 1)
-        kept = [schedule.slot(previous, 0)] if keeps_own else []
-        assert sorted(places + kept) == list(range(schedule.slots))
+        kept = [schedule.scratch_index(previous, 0)] if keeps_own else []
+        assert sorted(places + kept) == list(range(schedule.scratch_shards))
 
 
 # --- Assembled --------------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class AllGather(Operation):
         return dataclasses.replace(operands, rhs_list=rhs_list)
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        return self._along_the_ring(operands, layouts, self._gather)
+        return self._move_shards(operands, layouts, self._gather)
 
     def scattered(
         self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
@@ -168,7 +168,7 @@ class AllGather(Operation):
         else:
             rhs_list = tuple(map(as_sent, cotangents.rhs_list, wanted.rhs_list))
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
-        return self._along_the_ring(cotangents, layouts, self._scatter)
+        return self._move_shards(cotangents, layouts, self._scatter)
 
     def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
         # Contracted are the rows of all shards: a product whose right operand is gathered along k.
@@ -196,7 +196,7 @@ class AllGather(Operation):
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
         return backward(scatter, g, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
-    def _along_the_ring(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
+    def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
         """`move(array, dimension)` of whatever is cut along the ring; dimensions count from the last one."""
         if self.along == "m":
             rows, own = -1 if layouts.transpose_lhs else -2, operands.row_scale

@@ -1,17 +1,17 @@
-"""The transport *pull*: every device reads each peer's shard itself.
+"""The communicator warp: it copies chunks between this device and its peers, between two handshakes.
 
-The communicator serves what is pushed to peers as well (`scattered.py`).
+Gathers by *pull* use it to read the peers' shards, sums over devices (`scattered.py`) to send parts to peers.
 
-    communicator   at the start: looks for the peers; the own shard's chunks, where all shards are joined
-                   for each piece of the rows' scales that it draws, if rows have such
+    communicator   at the start: looks for the peers; copies the own shard's chunks, if all shards are joined
+                   for each transfer of scales that it draws, if rows have scales: pulls the scales
                    for each chunk that it draws, in the order in which tiles need them:
-                       peer's shard → shared memory → scratch; when it has landed, raise the flag of its block
-                   takes leave of the peers; the own shard's chunks, if the gathered operand is asked for
+                       peer's shard → shared memory → scratch; when the chunk has landed, raises the flag of its block
+                   takes leave of the peers; copies the own shard's chunks, if the gathered operand is asked for
     producer       waits for the flag of what it loads, at GPU scope
 
-A flag never crosses NVLink: the only remote signals are the handshakes', which wait until the peers' inputs are ready
-and keep a device's own alive until all peers have read them. Remote data lands once in local scratch, because reads of
-a peer are not cached in the local L2.
+In a gather by pull no flag crosses NVLink. The only remote signals are those of the two handshakes. The first waits
+until the peers' inputs are ready; the second keeps this device's inputs alive until all peers have read them. A peer's
+data is copied once to local scratch, because reads from a peer are not cached in the local L2.
 
 Shape legend: chunk: `Chunking`.
 """
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from overlap.kernels.config import Config
 from overlap.kernels.grid import cta
@@ -39,32 +40,34 @@ from overlap.primitives import (
     semaphore_wait,
 )
 from overlap.primitives.marks import Work
+from overlap.primitives.types import BarrierRef, Index, SemaphoreRef, SmemRef
 
-WHY = "all peers of a host are one hop away behind its switch"
+# Why "pull" and "push" are chosen where the caller names no transport.
+WHY_DIRECT = "all peers of a host are one hop away behind its switch"
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """What is copied in chunks. See `copy_chunks`, whose arguments these are.
+    """The chunks to be copied. The attributes are arguments of `copy_chunks`: see there.
 
     Attributes:
-      count: how many chunks.
-      plan: their sizes.
-      at: from a chunk's index to its shard and place there.
-      source: from there to the reference.
-      destination: likewise.
-      landed: raises the flag.
-      ready: waits until a chunk may be loaded; None: all may be.
-      send: starts the copies of a chunk that has been loaded, in place of one to `destination`.
+      count: number of chunks.
+      chunking: their sizes: a `PullPlan`, or `Strips`.
+      at: from a chunk's index to its shard, and its first row and column there.
+      source: from the shard, rows and columns of a chunk to the reference that it is copied from.
+      destination: from the shard, rows and columns of a chunk to the reference that it is copied to.
+      landed: called when a chunk has landed: raises the flag.
+      ready: waits until a chunk may be loaded; None: all chunks may be loaded at once.
+      send: starts the copies of a chunk that has been loaded, in place of one copy to `destination`.
     """
 
     count: int
-    plan: Any
-    at: Callable[[Any], tuple[Any, Any, Any]]
+    chunking: Any
+    at: Callable[[Index], tuple[Any, Index, Index]]
     source: Callable[..., Any]
     destination: Callable[..., Any]
-    landed: Callable[[Any, Any, Any], None] = lambda *_: None
-    ready: Callable[[Any, Any, Any], None] | None = None
+    landed: Callable[[Any, Index, Index], None] = lambda *_: None
+    ready: Callable[[Any, Index, Index], None] | None = None
     send: Callable[..., None] | None = None
 
 
@@ -73,37 +76,37 @@ class Communicator:
     """The work of one CTA's communicator warp.
 
     Attributes:
-      name: the operation's, for whoever waits too long.
-      ring: the devices.
+      name: the operation's name, for the message of a wait that takes too long.
+      group: the devices.
       config: sizes.
-      flags: those of the handshake, and a counter for the own shard's chunks if there are such.
-      smem: as `smem_types` says.
-      peers: the peers' chunks.
-      own: the own shard's; None if these are not copied.
-      own_first: whether tiles wait for these, so that they come before the peers'.
-      results: chunks that come behind the peers', and their slots in the same shared memory: (chunks, slots).
-      scale_pieces: pieces of scales that come before the chunks.
-      pull_scales: copies one of these, by its index.
-      only: the distance of the one peer whose memory is read or written; None: that of all peers.
+      flags: the flags of the handshakes; then, if `own` or `results` is given, the counter of its chunks.
+      smem: chunk buffers and their barriers, of the types `smem_types`.
+      peers: the chunks that are read from or sent to peers.
+      own: the chunks of the own shard; None: the own shard is not copied.
+      own_first: whether tiles wait for the chunks of the own shard, so that they are copied before the peers'.
+      results: chunks that come after `peers`, and their chunk buffers in the same shared memory; None: there are none.
+      scale_transfers: number of transfers of scales; they come before `peers`.
+      pull_scales: carries out a transfer of scales, given its index.
+      only: the distance of the one peer whose memory is read or written; None: all peers' memory is.
     """
 
     name: str
     group: PeerGroup
     config: Config
-    flags: tuple[Any, ...]
-    smem: tuple[Any, Any]
+    flags: tuple[SemaphoreRef, ...]
+    smem: tuple[SmemRef, BarrierRef]
     peers: Chunks
     own: Chunks | None = None
     own_first: bool = False
-    results: tuple[Chunks, Any] | None = None
-    scale_pieces: int = 0
-    pull_scales: Callable[[Any], None] | None = None
+    results: tuple[Chunks, SmemRef] | None = None
+    scale_transfers: int = 0
+    pull_scales: Callable[[Index], None] | None = None
     only: int | None = None
 
     def run(self) -> None:
-        """To be called by that warp, once (`Hooks.communicate`)."""
+        """Does all of the work. The communicator warp calls it once (`Hooks.communicate`)."""
         behind = 0 if self.results is None else self.results[0].count
-        transfers = self.scale_pieces + self.peers.count + behind
+        transfers = self.scale_transfers + self.peers.count + behind
         handshake = Handshake(self.flags[0], self.group, cta(self.config), self.name, transfers, self.only)
         number, carried, first = handshake.begin(), 0, handshake.looks
         if self.own_first:
@@ -112,16 +115,16 @@ class Communicator:
         marks.now(Work.COPY)
         if self.pull_scales is not None:
             pull_scales, looks = self.pull_scales, handshake.looks
-            first += self.scale_pieces
+            first += self.scale_transfers
             number, carried = each_drawn(
                 handshake.counter, number, first, handshake.items, lambda number: pull_scales(number - looks)
             )
         carried += self._copy(self.peers, number, first, handshake.counter)
         if self.results is not None:
-            # From a counter of their own: each warp comes to these when it finds no chunk before them any more.
-            chunks, slots_smem = self.results
+            # Results have a counter of their own: each warp comes to them when it finds no more chunks of `peers`.
+            chunks, buffers_smem = self.results
             counter = self.flags[1].at[0]
-            carried += self._copy(chunks, draw(counter, chunks.count), 0, counter, slots_smem)
+            carried += self._copy(chunks, draw(counter, chunks.count), 0, counter, buffers_smem)
         handshake.leave(carried)
         if not self.own_first:
             self._copy_own()
@@ -131,19 +134,21 @@ class Communicator:
             counter = self.flags[1].at[0]
             self._copy(self.own, draw(counter, self.own.count), 0, counter)
 
-    def _copy(self, chunks: Chunks, number: Any, first: int, counter: Any, slots_smem: Any = None) -> Any:
+    def _copy(
+        self, chunks: Chunks, number: Index, first: int, counter: SemaphoreRef, buffers_smem: SmemRef | None = None
+    ) -> Any:
+        """Copies the chunks that this warp draws: `number` is its first draw, and `first` the first chunk's number."""
         of_chunks, loaded = self.smem
-        slots_smem = of_chunks if slots_smem is None else slots_smem
         return copy_chunks(
             number,
             (first, first + chunks.count),
             counter,
-            chunks.plan,
+            chunks.chunking,
             at=chunks.at,
             source=chunks.source,
             destination=chunks.destination,
             landed=chunks.landed,
-            slots_smem=slots_smem,
+            slots_smem=of_chunks if buffers_smem is None else buffers_smem,
             loaded=loaded,
             ready=chunks.ready,
             send=chunks.send,
@@ -151,21 +156,35 @@ class Communicator:
 
 
 def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int, ...], ...]:
-    """Flags of blocks, of the handshake, and a counter if the own shard's chunks are copied as well."""
+    """Shapes of the flags of blocks (`flags`), of the handshakes', and of a counter for a second kind of chunks.
+
+    `copies_own`: whether there is a second kind: `Communicator.own`, or `Communicator.results`.
+    """
     return flags, HANDSHAKE_FLAGS, *([(1,)] if copies_own else [])
 
 
-def smem_types(config: Config, plan: Chunking, dtype: Any, scales: Any = None, results: Any = None) -> tuple[Any, Any]:
-    """Chunk buffers with their barriers. `scales`, of this type, come first through the same memory, `results` last."""
-    slots = plgpu.SMEM((config.pull.chunk_buffers, plan.rows, plan.cols), dtype)
+def smem_types(
+    config: Config, chunking: Chunking, dtype: DTypeLike, scales: Any = None, results: Any = None
+) -> tuple[Any, Any]:
+    """Types of the chunk buffers and of their barriers.
+
+    Args:
+      config: the number of chunk buffers.
+      chunking: sizes of the chunks.
+      dtype: dtype of the chunks.
+      scales: type of the memory for scales, which pass through the same memory before the chunks; None: no scales.
+      results: sizes of the chunks that pass through the same memory after the others; None: there are none.
+    """
+    count: int = config.pull.chunk_buffers
+    buffers = plgpu.SMEM((count, chunking.rows, chunking.cols), dtype)
     if scales is not None:
-        slots = plgpu.RefUnion(slots, scales)
+        buffers = plgpu.RefUnion(buffers, scales)
     if results is not None:
-        slots = plgpu.RefUnion(slots, plgpu.SMEM((config.pull.chunk_buffers, results.rows, results.cols), dtype))
-    return slots, plgpu.Barrier(num_arrivals=1, num_barriers=config.pull.chunk_buffers)
+        buffers = plgpu.RefUnion(buffers, plgpu.SMEM((count, results.rows, results.cols), dtype))
+    return buffers, plgpu.Barrier(num_arrivals=1, num_barriers=count)
 
 
-def wait_for_block(flag: Any, times: Any) -> None:
-    """Waits until a block has landed, whose flag is raised so many times; TMA may then load from it."""
+def wait_for_block(flag: SemaphoreRef, times: Index) -> None:
+    """Waits until the flag of a block has been raised `times` times: the block has landed, and TMA may load from it."""
     semaphore_wait(flag, times)
     fence_async_proxy()

@@ -48,9 +48,9 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         config,
         keeps_own=keeps_own,
         scaled=has_scales and transport.brings_scales,
-        scale_steps=blocks[0].shape[1] if blocks else 0,
+        scale_k_steps=blocks[0].shape[1] if blocks else 0,
     )
-    if schedule.batch == 1:
+    if schedule.batch_size == 1:
         batch = []
     work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
     row_scale = _filled_rows(operands.row_scale, schedule, plan, group)
@@ -58,7 +58,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     scales = blocks[0] if blocks else row_scale
     out_types = (
         [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in widths],
-        jax.ShapeDtypeStruct((*batch, schedule.slots, m_shard, k), lhs.dtype),
+        jax.ShapeDtypeStruct((*batch, schedule.scratch_shards, m_shard, k), lhs.dtype),
         [_of_peers(scales, schedule)] if schedule.scaled else [],
     )
     # Among the inputs: the scales of rows come behind the right operands, as those of their blocks do.
@@ -71,7 +71,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         work,
         transport.flag_shapes(schedule),
         transport.smem_types(schedule, config, lhs.dtype),
-        read if transport.told else (),
+        read if transport.reads_inputs_only else (),
     )
     body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.operation.name)
     outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
@@ -93,7 +93,7 @@ def _packed(operands: Operands, plan: LaunchPlan) -> Any:
 def _of_peers(scales: jax.Array, schedule: AllGatherSchedule) -> jax.ShapeDtypeStruct:
     """Where the peers' scales are to lie."""
     peers, (first, *rest) = schedule.devices - 1, scales.shape
-    shape = (peers * first, *rest) if schedule.scale_steps else (peers, *scales.shape)
+    shape = (peers * first, *rest) if schedule.scale_k_steps else (peers, *scales.shape)
     return jax.ShapeDtypeStruct(shape, scales.dtype)
 
 
@@ -106,7 +106,7 @@ def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: LaunchPlan, 
         return None
     assert plan.config is not None
     scales = row_scale if schedule.scaled else lax.all_gather(row_scale, group.axis_name)
-    filler = schedule.filled_rows(plan.config) - scales.shape[-1]
+    filler = schedule.padded_rows(plan.config) - scales.shape[-1]
     filled = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, filler),))
     return filled.reshape(1, -1) if schedule.scaled else filled.reshape(-1)
 
@@ -167,7 +167,7 @@ class _Body:
     def _load_rows(self, tile: Tile, load: Any) -> None:
         shards = self.shards
         pl.when(tile.step == 0)(lambda: load(shards.within(shards.lhs_gmem, tile.batch)))
-        slot = shards.schedule.slot(self.me, tile.step)
+        slot = shards.schedule.scratch_index(self.me, tile.step)
         pl.when(tile.step > 0)(lambda: load(shards.within(shards.scratch_gmem, tile.batch, slot)))
 
     def _block_scales_at(self, tile: Tile) -> BlockScales:
@@ -193,7 +193,7 @@ class _Body:
         (_, _, vectors, _), schedule, config = self.refs.inputs, self.shards.schedule, self.kernel.config
         mainloop, scales = self.kernel.mainloop, self.shards.scales
         shard = 0 if scales else schedule.shard(self.me, tile.step)
-        first_row = (shard * schedule.batch + tile.batch) * schedule.filled_rows(config)
+        first_row = (shard * schedule.batch_size + tile.batch) * schedule.padded_rows(config)
         first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -50,8 +50,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, p
         config,
         plan.types(operands, m),
         work,
-        communicator.flag_shapes(schedule.flags, copies_own=False),
-        communicator.smem_types(config, schedule.plan, rhs.dtype),
+        communicator.flag_shapes(schedule.flags_shape, copies_own=False),
+        communicator.smem_types(config, schedule.chunking, rhs.dtype),
         peers_read=(1,),
     )
     # A dimension of its own for the shards, so that the last step, or the last columns, of one are clipped there.
@@ -60,7 +60,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, p
     inputs = lhs, rhs
     out_types = (
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
-        jax.ShapeDtypeStruct((schedule.pulled, rows, columns), rhs.dtype),
+        jax.ShapeDtypeStruct((schedule.pulled_shards, rows, columns), rhs.dtype),
     )
     body_of = lambda refs: _Body(kernel, schedule, group, plan.operation.name, refs, group.me())  # noqa: E731
     out, _ = kernel.launch(inputs, out_types, body_of)
@@ -106,7 +106,7 @@ class _Body:
         self._wait_for_block(self.refs.flags[0], tile, k)
         if schedule.along == "n":
             return lhs_gmem, k * self.kernel.config.tile_k
-        step, row = schedule.rows_of(tile.step, k)
+        step, row = schedule.rows_of_k_step(tile.step, k)
         shard = schedule.shard(self.me, step)
         if not self.kernel.types.layouts.transpose_lhs:
             return lhs_gmem.at[:, shard], row
@@ -116,7 +116,7 @@ class _Body:
 
     def _rhs_at(self, tile: Tile) -> Any:
         def of_step(k: Any) -> tuple[Any, Any]:
-            step, row = self.schedule.rows_of(tile.step, k)
+            step, row = self.schedule.rows_of_k_step(tile.step, k)
             return self._rhs_of(step), row
 
         return ByKStep(of_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
@@ -132,14 +132,14 @@ class _Body:
     def _wait_for_block(self, flags: Any, tile: Tile, k: Any) -> None:
         """Before the first k step of a block of a peer's shard, or of this CTA's part of the tile."""
         schedule = self.schedule
-        step, row = schedule.rows_of(tile.step, k)
+        step, row = schedule.rows_of_k_step(tile.step, k)
         column, last_column = schedule.columns_of(tile.n)
 
         def wait(column: Any) -> None:
             communicator.wait_for_block(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
 
         # The second tile of a cluster may lie wholly beyond the last column; it then waits for nothing.
-        needed = jnp.logical_and(step > 0, column < schedule.plan.shard_cols)
+        needed = jnp.logical_and(step > 0, column < schedule.chunking.shard_cols)
 
         @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k), k == tile.k_first)))
         def _wait() -> None:
@@ -153,8 +153,8 @@ class _Body:
         (_, rhs_gmem), (_, scratch_gmem), (flags, *rest) = refs.inputs, refs.outputs, refs.flags
         schedule, group = self.schedule, self.group
         peers = Chunks(
-            schedule.pulls,
-            schedule.plan,
+            schedule.pulled_chunks,
+            schedule.chunking,
             schedule.chunk,
             source=lambda step, *place: group.remote_ref(rhs_gmem, group.peer(step)).at[place],
             destination=lambda step, *place: scratch_gmem.at[(step - 1, *place)],

@@ -67,8 +67,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
         config,
         plan.types(of_rows, schedule.rows),
         work,
-        communicator.flag_shapes(schedule.flags, copies_own=True),
-        communicator.smem_types(config, schedule.plan, lhs.dtype),
+        communicator.flag_shapes(schedule.flags_shape, copies_own=True),
+        communicator.smem_types(config, schedule.chunking, lhs.dtype),
         peers_read=(0, 1 + len(widths)) if scaled else (0,),
     )
     inputs = lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale)
@@ -114,7 +114,7 @@ class _Body:
     def _wait_for_rows(self, tile: Tile) -> None:
         # The second tile of a cluster may lie wholly below the last row: it waits for those whose scales it takes.
         (flags, *_), schedule = self.refs.flags, self.schedule
-        flag = smaller(tile.m, schedule.flags[0] - 1)
+        flag = smaller(tile.m, schedule.flags_shape[0] - 1)
         communicator.wait_for_block(flags.at[flag], schedule.flag_target(flag))
 
     def _communicate(self) -> None:
@@ -132,11 +132,11 @@ class _Body:
         def of_peer(step: Any, *place: Any) -> Any:
             return group.remote_ref(lhs_gmem, group.peer(step)).at[place]
 
-        peers = Chunks(schedule.pulls, schedule.plan, schedule.chunk, of_peer, destination, landed)
+        peers = Chunks(schedule.pulled_chunks, schedule.chunking, schedule.chunk, of_peer, destination, landed)
         own = Chunks(
-            schedule.chunks - schedule.pulls,
-            schedule.plan,
-            lambda index: schedule.chunk(index + schedule.pulls),
+            schedule.chunks - schedule.pulled_chunks,
+            schedule.chunking,
+            lambda index: schedule.chunk(index + schedule.pulled_chunks),
             lambda step, *place: lhs_gmem.at[place],
             destination,
             landed,
@@ -154,7 +154,7 @@ class _Body:
             peers,
             own,
             own_first=True,
-            scale_pieces=schedule.scale_pieces,
+            scale_transfers=schedule.scale_transfers,
             pull_scales=pull_scales,
         ).run()
 
@@ -183,7 +183,7 @@ def _pull_scales(
     index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, group: PeerGroup, schedule: JoinedSchedule
 ) -> None:
     """A piece of the scales, by loads and stores: too little for the copy engine, and too unevenly placed."""
-    step, row = schedule.scales(index)
+    step, row = schedule.scale_transfer(index)
     of_peer, first = group.remote_ref(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
     if schedule.read_rows > schedule.rows:

@@ -1,7 +1,8 @@
-"""Who computes what, and who copies what, if the gathered rows are one product: pure integer functions.
+"""The schedule of a gathered left operand whose shards are joined: all gathered rows are computed as one product.
 
-`me` and `step` are those of `overlap.collectives.schedule`: step 0 is a device's own shard, step s that of the peer s
-places ahead. A *row* is one of all gathered ones unless it is said to be within a shard.
+All functions are pure integer functions. `me` and `step` are those of `overlap.collectives.schedule`: step 0 is a
+device's own shard, step s that of the device s positions ahead. A *row* is a row of the gathered matrix, unless it is
+said to be a row of a shard.
 """
 
 from __future__ import annotations
@@ -9,35 +10,37 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import BLOCK_ROWS, LEAST_BLOCK_ROWS
 from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, choose, largest_divisor, quotient, remainder
+from overlap.primitives.types import Index
 
-# Scales that a warp reads at once, each by a load of its own: on their way together, they take as long as one.
+# The most scales of one transfer. A warp reads each of them by a load of its own. All these loads are under way at the
+# same time, so they take as long as one.
 _SCALES_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedSchedule:
-    """All-gather of the left operand by copying every shard into one matrix, then a plain product of that.
+    """All-gather of the left operand by copying every shard into one matrix, then a plain product of that matrix.
 
-    A tile may take rows of any number of shards, so a flag stands for the rows of a tile, whosever they are. It is
-    raised once per chunk, and no chunk has rows of two tiles. The same is true of pieces of scales.
+    A tile may have rows of several shards. So one flag stands for all rows of a tile, whichever shards they belong to.
+    The flag is raised once for each chunk and once for each transfer of scales. No chunk and no transfer has rows of
+    two tiles.
 
     Attributes:
-      devices: devices on the ring.
-      product: the tiles, as of one device that holds all rows.
-      plan: how one shard is cut into chunks.
-      scale_rows: how many rows a piece of scales has; 0 if rows have none.
+      devices: number of devices in the peer group.
+      product: the tiles, as those of one device that holds all rows.
+      chunking: how one shard is cut into chunks.
+      scale_rows: number of rows whose scales one transfer brings; 0 if rows have no scales.
     """
 
     devices: int
     product: AllGatherSchedule
-    plan: Chunking
+    chunking: Chunking
     scale_rows: int = 0
 
     @staticmethod
@@ -50,9 +53,18 @@ class JoinedSchedule:
         *,
         scaled: bool = False,
     ) -> JoinedSchedule:
-        """The schedule of a problem: the shape of one shard of the left operand, [m_shard, k], and n each."""
+        """The schedule of a problem.
+
+        Args:
+          devices: number of devices in the peer group.
+          lhs_shard: shape of one shard of the left operand, [m_shard, k].
+          widths: n of each right operand.
+          itemsize: bytes of an element of the left operand.
+          config: tile sizes and chunk sizes.
+          scaled: whether rows have scales.
+        """
         m_shard, k = lhs_shard
-        # Tiles begin anywhere in a shard: pieces of a common divisor lie in one tile each.
+        # A tile may begin anywhere in a shard. Ranges of a common divisor of both sizes lie in one tile each.
         within_a_tile = math.gcd(config.tile_m, m_shard)
         return JoinedSchedule(
             devices,
@@ -61,44 +73,44 @@ class JoinedSchedule:
             largest_divisor(within_a_tile, _SCALES_AT_ONCE) if scaled else 0,
         )
 
-    # --- Chunks: those of the peers first, since they have the longer way ---
+    # --- Chunks: the peers' first, since they take longer ---
 
     @property
-    def pulls(self) -> int:
-        """Chunks that one device copies from its peers."""
-        return (self.devices - 1) * self.plan.chunks
+    def pulled_chunks(self) -> int:
+        """Number of chunks that one device copies from its peers."""
+        return (self.devices - 1) * self.chunking.chunks
 
     @property
     def chunks(self) -> int:
-        """Chunks that one device copies in all, its own shard's being the last."""
-        return self.devices * self.plan.chunks
+        """Number of chunks that one device copies in all; those of its own shard are the last ones."""
+        return self.devices * self.chunking.chunks
 
-    def chunk(self, index: Any) -> tuple[Any, Any, Any]:
-        """Step whose shard chunk `index` is of, and its first row and column within that."""
-        before = quotient(index, self.plan.chunks)
-        return remainder(before + 1, self.devices), *self.plan.origin(index - before * self.plan.chunks)
+    def chunk(self, index: Index) -> tuple[Index, Index, Index]:
+        """The step whose shard chunk `index` belongs to, and the chunk's first row and column in that shard."""
+        before = quotient(index, self.chunking.chunks)
+        return remainder(before + 1, self.devices), *self.chunking.origin(index - before * self.chunking.chunks)
 
-    def row(self, me: Any, step: Any, row: Any) -> Any:
-        """Which of all rows is `row` of the shard of `step`."""
-        return remainder(me + step, self.devices) * self.plan.shard_rows + row
+    def row(self, me: Index, step: Index, row: Index) -> Index:
+        """The row of the gathered matrix that is row `row` of the shard of `step`."""
+        return remainder(me + step, self.devices) * self.chunking.shard_rows + row
 
     # --- Scales ---
 
     @property
-    def scale_pieces(self) -> int:
-        """Pieces of scales that one device copies, its own included."""
+    def scale_transfers(self) -> int:
+        """Number of transfers of scales of one device, those of its own shard included."""
         return self.rows // self.scale_rows if self.scale_rows else 0
 
-    def scales(self, index: Any) -> tuple[Any, Any]:
-        """Step whose shard piece `index` of the scales is of, and its first row within that."""
-        per_shard = self.plan.shard_rows // self.scale_rows
+    def scale_transfer(self, index: Index) -> tuple[Index, Index]:
+        """The step whose shard transfer `index` of scales serves, and its first row in that shard."""
+        per_shard = self.chunking.shard_rows // self.scale_rows
         before = quotient(index, per_shard)
         return before, (index - before * per_shard) * self.scale_rows
 
     @property
     def read_rows(self) -> int:
-        """How many scales are read: those of whole blocks of rows as an epilogue is called with them."""
-        # A tile of any number of rows (`Config.swap_operands`) ends with a block that does not begin at a multiple.
+        """Number of scales that epilogues read. They read whole blocks of rows, also at the end of the matrix."""
+        # The last block of a tile of any number of rows (`Config.swap_operands`) may begin at any row.
         unit = BLOCK_ROWS if self.block_rows % LEAST_BLOCK_ROWS == 0 else self.block_rows
         return ceil_div(self.rows, unit) * unit
 
@@ -106,30 +118,30 @@ class JoinedSchedule:
 
     @property
     def rows(self) -> int:
-        """Rows of all shards."""
-        return self.devices * self.plan.shard_rows
+        """Rows of the gathered matrix."""
+        return self.devices * self.chunking.shard_rows
 
     @property
     def block_rows(self) -> int:
-        """Rows of a tile, and of a flag; the last one may stand for fewer."""
+        """Rows of a tile. One flag stands for one such block of rows; the last block may have fewer."""
         return self.product.block_rows
 
     @property
-    def flags(self) -> tuple[int]:
-        """Shape of the flags: one per row of tiles."""
+    def flags_shape(self) -> tuple[int]:
+        """Shape of the flags: one for each row of tiles."""
         return (ceil_div(self.rows, self.block_rows),)
 
-    def flag(self, row: Any) -> Any:
-        """The flag of a row."""
+    def flag(self, row: Index) -> Index:
+        """Index of the flag of a row."""
         return quotient(row, self.block_rows)
 
-    def flag_target(self, flag: Any) -> Any:
-        """How often a flag is raised: once per chunk, and per piece of scales."""
-        (flags,) = self.flags
+    def flag_target(self, flag: Index) -> Index:
+        """How often a flag is raised: once for each chunk, and once for each transfer of scales."""
+        (flags,) = self.flags_shape
 
         def times(rows: int) -> int:
-            pieces = rows // self.scale_rows if self.scale_rows else 0
-            return rows // self.plan.rows * self.plan.chunks_per_row_group + pieces
+            scale_transfers = rows // self.scale_rows if self.scale_rows else 0
+            return rows // self.chunking.rows * self.chunking.chunks_per_row_group + scale_transfers
 
         whole, rest = times(self.block_rows), times(self.rows - (flags - 1) * self.block_rows)
         return whole if rest == whole else choose(flag == flags - 1, rest, whole)

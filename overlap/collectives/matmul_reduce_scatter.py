@@ -30,7 +30,7 @@ from overlap.kernels.config import Config
 NAME = "matmul_reduce_scatter"
 # How the parts may travel, and why where nobody asks for it.
 ScatterTransport = Literal["push", "ring"]
-TRANSPORTS: dict[str, str] = {"push": communicator.WHY, "ring": ""}
+TRANSPORTS: dict[str, str] = {"push": communicator.WHY_DIRECT, "ring": ""}
 
 
 @dataclasses.dataclass(frozen=True)

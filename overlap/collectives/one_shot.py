@@ -64,10 +64,11 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
         transport="one_shot",
     )
     result, parts, landing = (
-        jax.ShapeDtypeStruct(shape, plan.out_dtype) for shape in ((schedule.batch, m, n), boxes, (group.size, *boxes))
+        jax.ShapeDtypeStruct(shape, plan.out_dtype)
+        for shape in ((schedule.batch_size, m, n), boxes, (group.size, *boxes))
     )
     rows = operands.row_scale
-    rows = None if rows is None else scattered.filled(rows.reshape(-1, m), config.tile_m)
+    rows = None if rows is None else scattered.padded(rows.reshape(-1, m), config.tile_m)
     addends = [x.reshape(-1, m, n).astype(plan.out_dtype) for x in operands.addends or ()]
     inputs: Any = lhs.reshape(-1, *lhs.shape[-2:]), operands.rhs_list[0], plan.vectors(operands, rows), addends, []
     out_types = result, parts, landing
@@ -154,7 +155,7 @@ class _Body:
         return (*operand, *result)[0]
 
     def _place(self, tile: Tile) -> Any:
-        return self.schedule.place(tile.batch, tile.m, tile.n)
+        return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
 
     def _first_box(self, tile: Tile) -> Any:
         return self._place(tile) * self.schedule.boxes[0]

@@ -1,4 +1,7 @@
-"""The transport *pull* of the gathered left operand, with tiles for each shard: see `pull.py`."""
+"""The transport *pull* of the gathered left operand, where each shard has tiles of its own.
+
+Every device reads each peer's shard itself: its communicators copy the chunks to scratch memory (`communicator.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
@@ -18,112 +22,117 @@ from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import semaphore_signal, tma_store, wait_stores_landed
 from overlap.primitives.integers import largest_divisor
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SemaphoreRef, SmemRef
 
 
-def _pull_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, index: Any) -> None:
-    """One of the communicator's first transfers: the scales of a tile's rows of a peer."""
+def _pull_scales(shards: Shards, flags: SemaphoreRef, scales_smem: SmemRef, loaded: BarrierRef, index: Index) -> None:
+    """Carries out transfer `index` of scales of rows: those of one row block of a peer."""
     assert shards.scales is not None
     (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
-    step, element, block = schedule.scales(index)
+    step, batch, block = schedule.scale_transfer(index)
     row = block * schedule.block_rows
-    place = pl.ds(0, 1), pl.ds(element * schedule.filled_rows(shards.config) + row, schedule.block_rows)
+    place = pl.ds(0, 1), pl.ds(batch * schedule.padded_rows(shards.config) + row, schedule.block_rows)
     of_peer = shards.group.remote_ref(own_gmem, shards.group.peer(step)).at[place]
     plgpu.copy_gmem_to_smem(of_peer, scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
     plgpu.barrier_wait(loaded.at[0])
     tma_store(scales_smem, scratch_gmem.at[(step - 1, *place)])
     wait_stores_landed()
-    semaphore_signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + row)])
+    semaphore_signal(flags.at[schedule.flag(step, batch * schedule.chunking.shard_rows + row)])
 
 
-def _pull_block_scales(shards: Shards, flags: Any, scales_smem: Any, loaded: Any, index: Any) -> None:
-    """The same for scales of blocks, those of some k steps at a time."""
+def _pull_block_scales(
+    shards: Shards, flags: SemaphoreRef, scales_smem: SmemRef, loaded: BarrierRef, index: Index
+) -> None:
+    """Carries out transfer `index` of scales of blocks: those of one row block of a peer, a few k steps at a time."""
     assert shards.scales is not None
     (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
-    step, element, block = schedule.scales(index)
-    tile, count = element * schedule.row_blocks + block, scales_smem.shape[0]
+    step, batch, block = schedule.scale_transfer(index)
+    tile, count = batch * schedule.row_blocks + block, scales_smem.shape[0]
     of_peer = shards.group.remote_ref(own_gmem, shards.group.peer(step))
 
-    @pl.loop(0, schedule.scale_steps // count)
-    def _chunk(number: Any) -> None:
-        steps = pl.ds(number * count, count)
+    @pl.loop(0, schedule.scale_k_steps // count)
+    def _chunk(number: Index) -> None:
+        k_steps = pl.ds(number * count, count)
         plgpu.copy_gmem_to_smem(
-            of_peer.at[tile, steps], scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+            of_peer.at[tile, k_steps], scales_smem, loaded.at[0], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
         )
         plgpu.barrier_wait(loaded.at[0])
-        tma_store(scales_smem, scratch_gmem.at[(step - 1) * own_gmem.shape[0] + tile, steps])
+        tma_store(scales_smem, scratch_gmem.at[(step - 1) * own_gmem.shape[0] + tile, k_steps])
         wait_stores_landed()
 
-    semaphore_signal(flags.at[schedule.flag(step, element * schedule.plan.shard_rows + block * schedule.block_rows)])
+    semaphore_signal(flags.at[schedule.flag(step, batch * schedule.chunking.shard_rows + block * schedule.block_rows)])
 
 
 def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
-    """Shared memory through which scales are pulled; None if there are none."""
+    """The type of the shared memory through which scales are pulled; None if none are pulled."""
     if not schedule.scaled:
         return None
-    if not schedule.scale_steps:
+    if not schedule.scale_k_steps:
         return plgpu.SMEM((1, schedule.block_rows), jnp.float32)
-    steps = largest_divisor(schedule.scale_steps, max(config.pull.chunk_bytes // SCALE_TILE_BYTES, 1))
-    return plgpu.SMEM((steps, SCALE_TILE_WORDS), jnp.int32)
+    k_steps = largest_divisor(schedule.scale_k_steps, max(config.pull.chunk_bytes // SCALE_TILE_BYTES, 1))
+    return plgpu.SMEM((k_steps, SCALE_TILE_WORDS), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Where chunks come from and go to. A shard is a step and a batch element here."""
+    """Where chunks come from and go to. What `Chunks` calls a shard is a pair of a step and a batch element here."""
 
     shards: Shards
-    flags: Any
-    me: Any
+    flags: SemaphoreRef
+    me: Index
 
     def peers(self) -> Chunks:
         schedule = self.shards.schedule
         at = lambda index: self._within(*schedule.chunk(index))  # noqa: E731
-        return Chunks(schedule.pulls, schedule.plan, at, self._at_peer, self._destination, self._landed)
+        return Chunks(schedule.pulled_chunks, schedule.chunking, at, self._at_peer, self._destination, self._landed)
 
     def own(self) -> Chunks:
-        """Nobody in this kernel reads the copy of the own shard: it comes last, and without flags."""
+        """The own shard's chunks. No tile of this kernel reads their copies: they come last, and raise no flags."""
         shards, schedule = self.shards, self.shards.schedule
         at = lambda index: self._within(0, *schedule.origin(index))  # noqa: E731
         here = lambda shard, *place: shards.within(shards.lhs_gmem, shard[1], *place)  # noqa: E731
-        return Chunks(schedule.chunks, schedule.plan, at, here, self._destination)
+        return Chunks(schedule.chunks, schedule.chunking, at, here, self._destination)
 
-    def _within(self, step: Any, row: Any, column: Any) -> tuple[Any, Any, Any]:
+    def _within(self, step: Index, row: Index, column: Index) -> tuple[tuple[Index, Index], Index, Index]:
         batch, row = self.shards.schedule.batch_of_row(row)
         return (step, batch), row, column
 
-    def _at_peer(self, shard: Any, *place: Any) -> Any:
+    def _at_peer(self, shard: tuple[Index, Index], *place: Any) -> GmemRef:
         (step, batch), shards = shard, self.shards
         return shards.within(shards.group.remote_ref(shards.lhs_gmem, shards.group.peer(step)), batch, *place)
 
-    def _destination(self, shard: Any, *place: Any) -> Any:
+    def _destination(self, shard: tuple[Index, Index], *place: Any) -> GmemRef:
         (step, batch), shards = shard, self.shards
-        return shards.within(shards.scratch_gmem, batch, shards.schedule.slot(self.me, step), *place)
+        return shards.within(shards.scratch_gmem, batch, shards.schedule.scratch_index(self.me, step), *place)
 
-    def _landed(self, shard: Any, row: Any, column: Any) -> None:
+    def _landed(self, shard: tuple[Index, Index], row: Index, column: Index) -> None:
         (step, batch), schedule = shard, self.shards.schedule
-        semaphore_signal(self.flags.at[schedule.flag(step, batch * schedule.plan.shard_rows + row)])
+        semaphore_signal(self.flags.at[schedule.flag(step, batch * schedule.chunking.shard_rows + row)])
 
 
 class PullTransport:
-    """See the modules' docstrings; the methods are those of `transport.Transport`."""
+    """The transport "pull"; attributes and methods are those of `transport.Transport`."""
 
-    why = communicator.WHY
+    why = communicator.WHY_DIRECT
     forwards = False
-    told = True
+    reads_inputs_only = True
     needs_all_ctas = False
     brings_scales = True
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
-        return communicator.flag_shapes(schedule.flags, copies_own=schedule.keeps_own)
+        return communicator.flag_shapes(schedule.flags_shape, copies_own=schedule.keeps_own)
 
-    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
-        return communicator.smem_types(config, schedule.plan, dtype, _scales_type(schedule, config))
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
+        return communicator.smem_types(config, schedule.chunking, dtype, _scales_type(schedule, config))
 
-    def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
-        (row_flags, *rest), (slots_smem, loaded) = flags, smem
+    def hook_in(
+        self, hooks: Hooks, shards: Shards, flags: tuple[SemaphoreRef, ...], smem: tuple[SmemRef, ...]
+    ) -> Hooks:
+        (row_flags, *rest), (buffers_smem, loaded) = flags, smem
         schedule, pull_scales = shards.schedule, None
         if shards.scales is not None:
-            slots_smem, scales_smem = slots_smem
-            of_kind = _pull_block_scales if schedule.scale_steps else _pull_scales
+            buffers_smem, scales_smem = buffers_smem
+            of_kind = _pull_block_scales if schedule.scale_k_steps else _pull_scales
             pull_scales = lambda index: of_kind(shards, row_flags, scales_smem, loaded, index)  # noqa: E731
 
         def communicate() -> None:
@@ -133,10 +142,10 @@ class PullTransport:
                 shards.group,
                 shards.config,
                 tuple(rest),
-                (slots_smem, loaded),
+                (buffers_smem, loaded),
                 places.peers(),
                 places.own() if schedule.keeps_own else None,
-                scale_pieces=schedule.scale_pieces,
+                scale_transfers=schedule.scale_transfers,
                 pull_scales=pull_scales,
             ).run()
 

@@ -1,34 +1,40 @@
 """The transport *ring*: every device passes on what it has just multiplied to the device before it.
 
-The shard that device d multiplies in step s is the one that device d − 1 needs in step s + 1. So it has no way of its
-own: it leaves from the operand tile that is already in shared memory, by a warp that computes nothing.
+The shard that device d multiplies in step s is the one that device d − 1 needs in step s + 1. So no copy of its own
+loads it from memory: it leaves from the operand tile that is already in shared memory, by a warp that computes nothing.
 
     forwarder   for each piece in the first tile column, in all steps but the last:
-                    for each k step: the tile of lhs → scratch of device d − 1; give back the slot when it is read
-                    when all of that has landed: raise the flag of its row block at d − 1
+                    for each k step: the tile of lhs → scratch of device d − 1; frees the stage when the tile is read
+                    when all of that has landed: raises the flag of its row block at d − 1
                 in step 0 also, if the gathered operand is asked for: the tile → its place in the own scratch
-    producer    waits for all parts of its row block, at system scope
+    producer    waits for all pieces of its row block, at system scope
 
-The flag counts parts because a tile may be cut along k, its parts carried by several CTAs (`StreamK`). All cut tiles of
-a kernel have the same number of parts; a whole one counts as so many, and whoever waits need not know which it was. The
-flag is raised once per piece and not after each k step: who waits needs the whole row block, so earlier signals would
-help nobody, and each costs a release at system scope, with a wait for everything under way across the link before it.
-Of a cluster, the CTA whose tile is in the first column sends: both, if their tiles lie below each other; one, if they
-lie side by side and hold the same rows.
+The flag counts pieces because a tile may be cut along k, its pieces computed by several CTAs (`StreamK`). All cut tiles
+of a kernel have the same number of pieces. A tile that is not cut adds that number to the flag at once, so a waiting
+producer need not know whether the tile was cut.
 
-Before a device writes into its neighbour's memory, that one must have begun: so each looks for the device before it,
-and no other. Nobody reads a peer's inputs, so these may be overwritten as soon as the own kernel has ended. What others
-write here is what this device waits for: every flag belongs to a row block that some tile of this device needs, its
-producer waits for the flag's final count, and no signal comes before the bytes that it stands for. So when the last CTA
-leaves, all writes to this device's scratch have landed and all signals to its flags have arrived.
+The flag is raised once per piece and not after each k step. The producer waits for the whole row block, so earlier
+signals would help nobody, and each of them costs a release at system scope, which waits for everything under way across
+the link before it.
 
-No deadlock where all CTAs of a device run: a tile of step s + 1 waits only for tiles of step s on the next device, each
-CTA takes its tiles in the order of the steps, and a part of a tile waits for nothing of the others' parts before it has
-been passed on. But rows leave by the CTA that multiplies them. If another kernel holds a core of device A until device
-B gets on, and B waits for rows from a CTA that waits for that core, nobody gets on: XLA's collectives are such kernels,
-and its default schedule runs them beside this one. That is why nobody is given this transport unasked.
+In a cluster, the CTA whose tile is in the first column sends. These are both CTAs if their tiles lie below each other,
+and one if the tiles lie side by side and hold the same rows.
 
-Source: the ring collective matmul of JAX's Pallas documentation for Mosaic GPU, here without its steps.
+Before a device writes into its neighbour's memory, that neighbour must have begun: so each device looks for the device
+before it, and for no other. No device reads a peer's inputs, so a device's inputs may be overwritten as soon as its own
+kernel has ended. Everything that others write here is waited for by this device: every flag belongs to a row block that
+some tile of this device needs, its producer waits for the flag's final count, and no signal comes before the bytes that
+it stands for. So when the last CTA leaves, all writes to this device's scratch have landed and all signals to its flags
+have arrived.
+
+There is no deadlock where all CTAs of a device run: a tile of step s + 1 waits only for tiles of step s on the next
+device, each CTA takes its tiles in the order of the steps, and a piece of a tile is passed on before it waits for any
+other piece. But rows leave by the CTA that multiplies them. Suppose that another kernel holds an SM of device A until
+device B makes progress, and B waits for rows from a CTA that waits for that SM. Then neither device makes progress.
+XLA's collectives are such kernels, and XLA's default schedule runs them beside this one. That is why this transport is
+used only if the caller asks for it.
+
+Source: the ring collective matmul of JAX's Pallas documentation for Mosaic GPU, here without a barrier per step.
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ import dataclasses
 from typing import Any
 
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards
@@ -52,71 +59,78 @@ from overlap.primitives import (
     wait_stores_landed,
     wait_stores_read,
 )
+from overlap.primitives.types import Index, SemaphoreRef, SmemRef
 
 
-def _pass_on(shards: Shards, tile: Tile, k: Any, lhs_smem: Any) -> None:
-    """The forwarder's part of one k step; the edges clip what lies beyond the last row or k."""
+def _pass_on(shards: Shards, tile: Tile, k_step: Index, lhs_smem: SmemRef) -> None:
+    """Sends the operand tile of one k step. The edges of scratch clip what lies beyond the last row or k."""
     group, schedule, config = shards.group, shards.schedule, shards.config
     me, previous = group.me(), group.peer(group.size - 1)
-    place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k * config.tile_k, config.tile_k)
+    place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k_step * config.tile_k, config.tile_k)
 
     @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _send() -> None:
-        there = schedule.slot(previous, tile.step + 1)
+        there = schedule.scratch_index(previous, tile.step + 1)
         tma_store(lhs_smem, shards.within(group.remote_ref(shards.scratch_gmem, previous), tile.batch, there, *place))
         if schedule.keeps_own:
 
             @pl.when(tile.step == 0)
             def _keep() -> None:
-                tma_store(lhs_smem, shards.within(shards.scratch_gmem, tile.batch, schedule.slot(me, 0), *place))
+                tma_store(
+                    lhs_smem, shards.within(shards.scratch_gmem, tile.batch, schedule.scratch_index(me, 0), *place)
+                )
 
-        # The slot is given back when this returns.
+        # The stage is freed when this function returns.
         wait_stores_read()
 
 
-def _announce(shards: Shards, tile: Tile, parts: Any, flags: Any) -> None:
-    """The forwarder's part of one piece: all of it is there. It is one of `parts`."""
+def _announce(shards: Shards, tile: Tile, pieces: Index, flags: SemaphoreRef) -> None:
+    """Tells the device before this one that all k steps of a piece have landed; the tile is cut into `pieces`."""
 
     @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _signal() -> None:
-        # Landed, not only read: the flag speaks of the destination.
+        # The stores must have landed, not only been read: the flag tells the receiver that the data is there.
         wait_stores_landed()
         flag, previous = flags.at[shards.flag(tile.step + 1, tile)], shards.group.peer(shards.group.size - 1)
-        # A signal's increment must be a constant, so there are two signals to choose from.
-        pl.when(parts == 1)(lambda: semaphore_signal_peer(flag, shards.group, previous, shards.parts))
-        if shards.parts > 1:
-            pl.when(parts > 1)(lambda: semaphore_signal_peer(flag, shards.group, previous, 1))
+        # A signal's increment must be a constant, so there is one signal for each case.
+        pl.when(pieces == 1)(lambda: semaphore_signal_peer(flag, shards.group, previous, shards.tile_pieces))
+        if shards.tile_pieces > 1:
+            pl.when(pieces > 1)(lambda: semaphore_signal_peer(flag, shards.group, previous, 1))
 
 
 class RingTransport:
-    """See the module's docstring; the methods are those of `transport.Transport`."""
+    """The transport "ring"; attributes and methods are those of `transport.Transport`."""
 
-    why = ""  # Nobody gets it unasked.
+    why = ""  # It is never chosen unless the caller asks for it.
     forwards = True
-    told = False
+    reads_inputs_only = False
     needs_all_ctas = True
     brings_scales = False
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
-        return schedule.flags, HANDSHAKE_FLAGS
+        return schedule.flags_shape, HANDSHAKE_FLAGS
 
-    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
-        del schedule, config, dtype  # It sends from the mainloop's slots.
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
+        del schedule, config, dtype  # It sends from the mainloop's stages.
         return ()
 
-    def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
+    def hook_in(
+        self, hooks: Hooks, shards: Shards, flags: tuple[SemaphoreRef, ...], smem: tuple[SmemRef, ...]
+    ) -> Hooks:
         (row_flags, handshake_flags), () = flags, smem
         group = shards.group
         handshake = Handshake(handshake_flags, group, cta(shards.config), shards.operation, only=group.size - 1)
 
         def wait(tile: Tile) -> None:
-            handshake.wait_for(board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.parts, group.peer(1))
+            handshake.wait_for(
+                board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.tile_pieces, group.peer(1)
+            )
 
         return dataclasses.replace(
             hooks,
             before_load=shards.wait_for_rows(wait),
-            in_smem=lambda tile, k, lhs_smem, rhs_smem: _pass_on(shards, tile, k, lhs_smem),
-            piece_done=lambda tile, parts: _announce(shards, tile, parts, row_flags),
+            in_smem=lambda tile, k_step, lhs_smem, _: _pass_on(shards, tile, k_step, lhs_smem),
+            piece_done=lambda tile, pieces: _announce(shards, tile, pieces, row_flags),
             before_forwarding=handshake.await_peers,
             communicate=handshake.begin_and_leave,
         )

@@ -1,41 +1,48 @@
-"""Who computes what when if the result is summed over the devices and scattered: pure integer functions.
+"""The schedule of a sum over devices that is scattered: which device computes, sends and adds what in which order.
 
-The result of each device is a *block*: some rows, or some columns, of the sum. Every device computes its part of every
-block, in step s that of the device s + 1 places ahead, and its own block last. By *push* it sends each part to the
-block's owner, which adds them all to its own: the part of the device s + 1 places behind is its *term* s. So at any
-time all devices send to different ones. By *ring* it sends what it has computed to the device before it, which
-computes its part of the same block in the next step, and adds to that what has come: so from step 1 on each block has
-one term, and what is sent is the sum of all parts so far.
+All functions are pure integer functions. Kernels call them with traced scalars, tests with Python ints.
+
+The result of each device is a *block*: some rows, or some columns, of the sum. Every device computes a part of every
+block: in step s its part of the block of the device s + 1 positions ahead, and in the last step that of its own block.
+
+With the transport "push", a device sends each part to the owner of the block, which adds all parts to its own. The part
+from the device s + 1 positions behind is *term* s. So at any time all devices send to different ones.
+
+With the transport "ring", a device sends the tile that it has computed to the device before it. That device computes
+its part of the same block in the next step, and adds the received tile to it. So from step 1 on each tile has one term,
+and what a device sends is the sum of all parts so far.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from overlap.kernels.config import Config
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, larger, quotient, remainder, smaller
+from overlap.primitives.types import Index, Predicate
 
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """How the tiles of a device's own block are cut for the peers, where these want it too: some rows of a tile each.
+    """How the tiles of a device's own block are cut to be sent to all peers: a strip is some rows of one tile.
 
-    Strips come in the order of the tiles, and none has rows of two. Of the last tile row some may have fewer rows, or
-    none; those of the last tile column may have fewer columns. They are loaded in full, filled up with zeros.
+    Strips come in the order of the tiles, and no strip has rows of two tiles. In the last tile row, strips may have
+    fewer rows, or none. In the last tile column, they may have fewer columns. All strips are loaded in the same size,
+    padded with zeros.
 
     Attributes:
       order: the tiles of the block, batch elements one below the other.
-      batch: how many batch elements.
-      block: rows and columns of the block (of one batch element).
+      batch_size: number of batch elements.
+      block: rows and columns of the block of one batch element.
       tile: rows and columns of a tile.
-      rows: rows of a strip: a divisor of a tile's, if the block has several tile rows.
+      rows: rows of a strip. They divide the rows of a tile if the block has several tile rows.
     """
 
     order: TileOrder
-    batch: int
+    batch_size: int
     block: tuple[int, int]
     tile: tuple[int, int]
     rows: int
@@ -47,7 +54,7 @@ class Strips:
 
     @property
     def short(self) -> None:
-        """All are loaded in one size."""
+        """None, since all strips are loaded in the same size: see `PullPlan.short`."""
         return None
 
     @property
@@ -56,26 +63,31 @@ class Strips:
         return self.block[1] % self.cols or self.cols
 
     @property
-    def of_tile(self) -> int:
-        """Strips of one tile."""
+    def per_tile(self) -> int:
+        """Number of strips of one tile."""
         return ceil_div(min(self.tile[0], self.block[0]), self.rows)
 
     @property
     def count(self) -> int:
-        """Strips of the block."""
-        return self.order.tiles * self.of_tile
+        """Number of strips of the block."""
+        return self.order.tiles * self.per_tile
 
-    def strip(self, index: Any) -> tuple[tuple[Any, Any], Any, Any]:
-        """Of strip `index` the batch element and the tile's place, and its first row and column in the block."""
-        tile = quotient(index, self.of_tile)
-        row, column = self.order(tile)
-        of_element = self.order.m_tiles // self.batch
-        element = 0 if self.batch == 1 else quotient(row, of_element)
-        first = (row - element * of_element) * self.tile[0] + (index - tile * self.of_tile) * self.rows
-        return (element, row * self.order.n_tiles + column), first, column * self.cols
+    def strip(self, index: Index) -> tuple[tuple[Index, Index], Index, Index]:
+        """Where strip `index` lies.
 
-    def rows_at(self, row: Any) -> Any:
-        """Rows of the strip that begins at `row`: there may be none."""
+        Returns:
+          The pair of its batch element and its tile's `ReduceScatterSchedule.index_in_block`; its first row and its
+          first column in the block of that batch element.
+        """
+        tile = quotient(index, self.per_tile)
+        m, n = self.order(tile)
+        m_tiles = self.order.m_tiles // self.batch_size
+        batch = 0 if self.batch_size == 1 else quotient(m, m_tiles)
+        first_row = (m - batch * m_tiles) * self.tile[0] + (index - tile * self.per_tile) * self.rows
+        return (batch, m * self.order.n_tiles + n), first_row, n * self.cols
+
+    def rows_at(self, row: Index) -> Index:
+        """Number of rows of the strip that begins at `row`; 0 below the last row of the block."""
         return smaller(larger(self.block[0] - row, 0), self.rows)
 
 
@@ -83,26 +95,29 @@ class Strips:
 class ReduceScatterSchedule:
     """Matmul, then reduce-scatter, as one flat list of output tiles: the peers' blocks first, the own one last.
 
-    Whichever CTAs run draw the tiles in this order. So those of a peer wait for nothing, and an own one only for what
-    peers compute before theirs. What has been computed for peers is sent in chunks, which are drawn in the same order.
+    CTAs draw the tiles from a counter, in this order. So it does not matter which CTAs run, and when. The tile of a
+    peer's block waits for nothing (by "ring": for the same tile of the step before). An own tile waits only for tiles
+    that peers compute before their own. The computed tiles of peers' blocks are sent in chunks, drawn in the same
+    order.
 
     Attributes:
-      devices: devices on the ring.
-      along: in which dimension of the product the result is scattered.
+      devices: number of devices in the peer group.
+      along: the dimension of the product along which the sum is scattered.
       order: the tiles of one block, batch elements one below the other.
-      batch: how many batch elements.
-      boxes: how many boxes a tile is stored as, and rows and columns of each.
-      plan: how the boxes of one block, one below the other, are cut into chunks.
-      by_ring: whether sums are passed on from device to device; else each part is pushed to the block's owner.
+      batch_size: number of batch elements.
+      boxes: the number of boxes as which a tile is stored; rows and columns of a box.
+      chunking: how the boxes of one block, one below the other, are cut into chunks.
+      uses_ring: whether sums are passed on from device to device ("ring"). Otherwise each part is sent to the owner of
+        the block ("push").
     """
 
     devices: int
     along: Literal["m", "n"]
     order: TileOrder
-    batch: int
+    batch_size: int
     boxes: tuple[int, int, int]
-    plan: Chunking
-    by_ring: bool = False
+    chunking: Chunking
+    uses_ring: bool = False
 
     @staticmethod
     def of(
@@ -113,129 +128,140 @@ class ReduceScatterSchedule:
         itemsize: int,
         config: Config,
         *,
-        by_ring: bool = False,
+        uses_ring: bool = False,
     ) -> ReduceScatterSchedule:
         """The schedule of a problem.
 
         Args:
-          devices: devices on the ring.
-          along: in which dimension the result is scattered.
+          devices: number of devices in the peer group.
+          along: the dimension along which the result is scattered.
           block: batch elements, rows and columns of one device's result.
-          boxes: of a tile: how many, and rows and columns of each.
-          itemsize: bytes of an element of what is sent.
-          config: sizes.
-          by_ring: as the attribute.
+          boxes: the number of boxes of a tile; rows and columns of a box.
+          itemsize: bytes of an element of the parts that are sent.
+          config: tile sizes and chunk sizes.
+          uses_ring: see the attribute.
         """
-        (batch, m, n), (count, rows, columns) = block, boxes
-        order = TileOrder(
-            batch * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n), config.order_minor, config.order_width
-        )
-        plan = Chunking.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
-        return ReduceScatterSchedule(devices, along, order, batch, boxes, plan, by_ring)
+        (batch_size, m, n), (count, rows, columns) = block, boxes
+        m_tiles, n_tiles = batch_size * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
+        order = TileOrder(m_tiles, n_tiles, config.order_minor, config.order_width)
+        chunking = Chunking.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
+        return ReduceScatterSchedule(devices, along, order, batch_size, boxes, chunking, uses_ring)
 
     def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:
-        """How the own block is cut for the peers, in strips of so many rows at most; `block` as in `of`."""
+        """How the own block is cut into strips of at most `rows` rows for the peers; `block` as in `of`."""
         _, m, n = block
-        return Strips(self.order, self.batch, (m, n), (config.tile_m, config.tile_n), min(rows, m))
+        return Strips(self.order, self.batch_size, (m, n), (config.tile_m, config.tile_n), min(rows, m))
 
     # --- Tiles ---
 
     @property
     def tiles(self) -> int:
-        """Tiles that one device computes."""
+        """Number of tiles that one device computes."""
         return self.devices * self.order.tiles
 
-    def tile(self, index: Any) -> tuple[Any, Any, Any, Any]:
-        """Step, batch element, tile row within that, and tile column within the block of that step, of tile `index`."""
-        step, row, n = self._row_of_all(index)
-        if self.batch == 1:
-            return step, 0, row, n
-        rows = self.order.m_tiles // self.batch
-        element = quotient(row, rows)
-        return step, element, row - element * rows, n
+    def tile(self, index: Index) -> tuple[Index, Index, Index, Index]:
+        """Where tile `index` of the list lies.
 
-    def _row_of_all(self, index: Any) -> tuple[Any, Any, Any]:
-        """Step, tile row within the block's batch elements one below the other, and tile column."""
+        Returns:
+          Its step; its batch element; its tile row within that batch element, and its tile column, in the block of that
+          step.
+        """
+        step, row, n = self._row_of_all(index)
+        if self.batch_size == 1:
+            return step, 0, row, n
+        m_tiles = self.order.m_tiles // self.batch_size
+        batch = quotient(row, m_tiles)
+        return step, batch, row - batch * m_tiles, n
+
+    def _row_of_all(self, index: Index) -> tuple[Index, Index, Index]:
+        """Step of a tile, its tile row counted through all batch elements of the block, and its tile column."""
         step = quotient(index, self.order.tiles)
         return step, *self.order(index - step * self.order.tiles)
 
-    def block(self, me: Any, step: Any) -> Any:
-        """Whose block device `me` computes its part of in `step`: in the last one its own."""
+    def index_in_block(self, batch: Index, m: Index, n: Index) -> Index:
+        """Index of a tile among those of its block, row-major: the same on all devices, whatever the order is."""
+        m_tiles = self.order.m_tiles // self.batch_size
+        return (batch * m_tiles + m) * self.order.n_tiles + n
+
+    # --- Blocks: who computes them, sends them and receives them ---
+
+    def block(self, me: Index, step: Index) -> Index:
+        """The owner of the block whose tiles device `me` computes in `step`: itself in the last step."""
         return remainder(me + 1 + step, self.devices)
 
-    def source(self, me: Any, step: Any) -> Any:
-        """Who sends device `me` what it has computed in `step`."""
-        return remainder(me + (1 if self.by_ring else self.devices - 1 - step), self.devices)
+    def sender(self, me: Index, step: Index) -> Index:
+        """The position of the device that sends device `me` what it has computed in `step`."""
+        return remainder(me + (1 if self.uses_ring else self.devices - 1 - step), self.devices)
 
-    def receiver(self, me: Any, step: Any) -> Any:
-        """Whom device `me` sends what it has computed in `step`."""
-        return remainder(me + self.devices - 1, self.devices) if self.by_ring else self.block(me, step)
+    def receiver(self, me: Index, step: Index) -> Index:
+        """The position of the device to which device `me` sends what it has computed in `step`."""
+        return remainder(me + self.devices - 1, self.devices) if self.uses_ring else self.block(me, step)
 
     @property
     def last_step(self) -> int:
-        """The step of the own block; so many blocks are sent, and so many come."""
+        """The step of the own block; also the number of blocks that a device sends, and that it receives."""
         return self.devices - 1
 
+    # --- Terms: received parts, or sums of parts, that are added to a tile ---
+
     @property
-    def passes_on(self) -> bool:
-        """Whether what is sent depends on what has come: by ring, but for two devices, of which only the owner adds."""
-        return self.by_ring and self.devices > 2
+    def adds_before_sending(self) -> bool:
+        """Whether received tiles are added to tiles that are sent: by "ring", but for two devices."""
+        return self.uses_ring and self.devices > 2
 
     @property
     def terms(self) -> int:
-        """How many terms a tile has, if it has any."""
-        return 1 if self.by_ring else self.last_step
+        """Number of terms of a tile that has any."""
+        return 1 if self.uses_ring else self.last_step
 
-    def has_terms(self, step: Any) -> Any:
-        """Whether something is added to the tiles of `step`."""
-        return step > 0 if self.by_ring else step == self.last_step
+    def has_terms(self, step: Index) -> Predicate:
+        """Whether the tiles of `step` have terms."""
+        return step > 0 if self.uses_ring else step == self.last_step
 
-    def step_of_term(self, step: Any, term: Any) -> Any:
-        """In which step the sender has computed term `term` of a tile of `step`."""
-        return step - 1 if self.by_ring else term
+    def step_of_term(self, step: Index, term: Index) -> Index:
+        """The step in which the sender has computed term `term` of a tile of `step`."""
+        return step - 1 if self.uses_ring else term
 
-    def place(self, element: Any, m: Any, n: Any) -> Any:
-        """The place of a tile among those of its block, the same on all devices."""
-        rows = self.order.m_tiles // self.batch
-        return (element * rows + m) * self.order.n_tiles + n
-
-    # --- What is sent ---
+    # --- Chunks, and the memory that they are sent from and received in ---
 
     @property
-    def sent(self) -> tuple[int, int, int, int]:
-        """Shape of what one device sends, and of what it receives: for each peer's block, all boxes of its tiles."""
+    def sent_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the memory that a device sends from, and of the memory that it receives in.
+
+        [steps with a peer's block (at least 1), boxes of the tiles of a block, rows, columns].
+        """
         count, rows, columns = self.boxes
         return max(self.last_step, 1), self.order.tiles * count, rows, columns
 
     @property
     def tile_chunks(self) -> int:
-        """Chunks of one tile."""
-        return self.plan.chunks // self.order.tiles
+        """Number of chunks of one tile."""
+        return self.chunking.chunks // self.order.tiles
 
     @property
-    def sends(self) -> int:
-        """Chunks that one device sends."""
+    def sent_chunks(self) -> int:
+        """Number of chunks that one device sends."""
         return self.last_step * self.order.tiles * self.tile_chunks
 
-    def chunk(self, index: Any) -> tuple[Any, Any, Any]:
-        """The step whose block chunk `index` is of, and its first row and column among the boxes of that block."""
+    def chunk(self, index: Index) -> tuple[Index, Index, Index]:
+        """The step whose block chunk `index` belongs to, and its first row and column among the boxes of that block."""
         step, m, n = self._row_of_all(quotient(index, self.tile_chunks))
-        row, column = self.plan.origin(remainder(index, self.tile_chunks))
+        row, column = self.chunking.origin(remainder(index, self.tile_chunks))
         count, rows, _ = self.boxes
-        return step, self.place(0, m, n) * (count * rows) + row, column
+        return step, self.index_in_block(0, m, n) * (count * rows) + row, column
 
-    def box_of_row(self, row: Any) -> tuple[Any, Any]:
-        """The box that a row among the boxes of a block belongs to, and the row within it."""
+    def box_of_row(self, row: Index) -> tuple[Index, Index]:
+        """The box to which a row among the boxes of a block belongs, and the row within that box."""
         _, rows, _ = self.boxes
         box = quotient(row, rows)
         return box, row - box * rows
 
-    def place_of_row(self, row: Any) -> Any:
-        """The place of the tile that a row among the boxes of a block belongs to."""
+    def tile_of_row(self, row: Index) -> Index:
+        """The `index_in_block` of the tile to which a row among the boxes of a block belongs."""
         count, rows, _ = self.boxes
         return quotient(row, count * rows)
 
     @property
-    def flags(self) -> tuple[int, int]:
-        """Shape of the flags: [steps with a peer's block, tiles of a block]; at least one of each."""
+    def flags_shape(self) -> tuple[int, int]:
+        """Shape of the flags: [steps with a peer's block, tiles of a block]. At least 1 each."""
         return max(self.last_step, 1), self.order.tiles

@@ -86,9 +86,9 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     strips, batch = None, block[0]
     if plan.operation.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
-    steps, places = schedule.flags
+    steps, places = schedule.flags_shape
     # By ring a communicator must not hold a chunk while it waits for a tile, which may wait for that chunk.
-    with_buffers = config.replace(chunk_buffers=1) if schedule.passes_on else config
+    with_buffers = config.replace(chunk_buffers=1) if schedule.adds_before_sending else config
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}",
         plan.target,
@@ -96,12 +96,16 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
         # Tiles stored here, chunks sent of each, and terms that have come.
-        ((steps + 1, places), schedule.flags, *communicator.flag_shapes(schedule.flags, copies_own=strips is not None)),
-        communicator.smem_types(with_buffers, schedule.plan, plan.out_dtype, results=strips),
+        (
+            (steps + 1, places),
+            schedule.flags_shape,
+            *communicator.flag_shapes(schedule.flags_shape, copies_own=strips is not None),
+        ),
+        communicator.smem_types(with_buffers, schedule.chunking, plan.out_dtype, results=strips),
         draws=True,
         transport="push" if strips is None else "broadcast",
     )
-    parts = jax.ShapeDtypeStruct(schedule.sent, plan.out_dtype)
+    parts = jax.ShapeDtypeStruct(schedule.sent_shape, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else _in_blocks((batch, m, n), schedule), plan.out_dtype)
     inputs: Any = (*_blocks(operands, plan, schedule), _addends(operands, plan, schedule), [])
     out_types = result, parts, parts
@@ -134,7 +138,7 @@ def _in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any) -> int:
     """Memory of one device for the parts that it sends, and for those that it receives."""
     schedule, _, _ = _schedule(operands, plan, devices, along)
-    return 2 * math.prod(schedule.sent) * jnp.dtype(plan.out_dtype).itemsize
+    return 2 * math.prod(schedule.sent_shape) * jnp.dtype(plan.out_dtype).itemsize
 
 
 def _schedule(
@@ -147,8 +151,8 @@ def _schedule(
     types = plan.types(operands, block[1], exchanges=True)
     boxes = mainloop_of(plan.target).box_shape(config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
-    by_ring = plan.operation.transport == "ring"
-    return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config, by_ring=by_ring), types, block
+    uses_ring = plan.operation.transport == "ring"
+    return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config, uses_ring=uses_ring), types, block
 
 
 def lands_in_an_operand() -> bool:
@@ -174,11 +178,11 @@ def _blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedul
     biases = None if cut else operands.biases
     vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None, biases=biases))
     if cut and operands.biases is not None:
-        vectors = dataclasses.replace(vectors, bias=filled(operands.biases[0].reshape(by_n, n // by_n), config.tile_n))
+        vectors = dataclasses.replace(vectors, bias=padded(operands.biases[0].reshape(by_n, n // by_n), config.tile_n))
     if rows is not None:
-        rows = filled(rows.reshape(-1, by_m, m // by_m), config.tile_m)
+        rows = padded(rows.reshape(-1, by_m, m // by_m), config.tile_m)
     if columns is not None:
-        columns = filled(columns[0].reshape(by_n, n // by_n), config.tile_n)
+        columns = padded(columns[0].reshape(by_n, n // by_n), config.tile_n)
     return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
 
 
@@ -188,7 +192,7 @@ def _addends(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedu
     return [x.reshape(_in_blocks(x.shape, schedule)) for x in given] if plan.operation.replicates else given
 
 
-def filled(scales: jax.Array, unit: int) -> jax.Array:
+def padded(scales: jax.Array, unit: int) -> jax.Array:
     """Vectors filled up to a multiple of `unit` entries."""
     return jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, -scales.shape[-1] % unit),))
 
@@ -242,7 +246,7 @@ class _Body:
                 own_stored=None
                 if self.strips is None
                 else lambda tile: semaphore_signal(self._flag(0, tile.step, tile)),
-                part_has_terms=(lambda tile: schedule.has_terms(tile.step)) if schedule.passes_on else None,
+                part_has_terms=(lambda tile: schedule.has_terms(tile.step)) if schedule.adds_before_sending else None,
             ),
         )
 
@@ -274,7 +278,7 @@ class _Body:
         return rhs_gmem.at[block] if self.plan.layouts.transpose_rhs else rhs_gmem.at[:, block]
 
     def _place(self, tile: Tile) -> Any:
-        return self.schedule.place(tile.batch, tile.m, tile.n)
+        return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
 
     def _boxes(self, ref: Any, step: Any, tile: Tile) -> Boxes:
         # (Of an own tile there is no part to be stored, but the code for one is.)
@@ -303,7 +307,7 @@ class _Body:
     @property
     def _handshake(self) -> Handshake:
         return Handshake(
-            self.refs.flags[3], self.group, cta(self.kernel.config), self.plan.operation.name, self.schedule.sends
+            self.refs.flags[3], self.group, cta(self.kernel.config), self.plan.operation.name, self.schedule.sent_chunks
         )
 
     def _await_terms(self, tile: Tile) -> None:
@@ -312,10 +316,10 @@ class _Body:
         @pl.loop(0, schedule.terms)
         def _term(term: Any) -> None:
             step = schedule.step_of_term(tile.step, term)
-            handshake.wait_for(board.TERMS, self._flag(2, step, tile), 1, schedule.source(self.me, step))
+            handshake.wait_for(board.TERMS, self._flag(2, step, tile), 1, schedule.sender(self.me, step))
 
     def _communicate(self) -> None:
-        schedule, group, (stored, sent, come, *handshake) = self.schedule, self.group, self.refs.flags
+        schedule, group, (stored, sent, arrived, *handshake) = self.schedule, self.group, self.refs.flags
         (_, parts_gmem, *_), (terms_gmem, _) = self.refs.outputs, self._landing
 
         def receiver(step: Any) -> Any:
@@ -323,11 +327,11 @@ class _Body:
 
         def landed(step: Any, row: Any, column: Any) -> None:
             del column
-            place = schedule.place_of_row(row)
+            place = schedule.tile_of_row(row)
             before = add(sent.at[step, place], 1)
-            come_there = come.at[step, place]
+            arrived_there = arrived.at[step, place]
             pl.when(before + 1 == schedule.tile_chunks)(
-                lambda: semaphore_signal_peer(come_there, group, receiver(step))
+                lambda: semaphore_signal_peer(arrived_there, group, receiver(step))
             )
 
         def within(ref: Any, step: Any, rows: Any, columns: Any) -> Any:
@@ -335,28 +339,28 @@ class _Body:
             return ref.at[step, box, pl.ds(first, rows.size), columns]
 
         chunks = Chunks(
-            schedule.sends,
-            schedule.plan,
+            schedule.sent_chunks,
+            schedule.chunking,
             schedule.chunk,
             source=lambda step, *where: within(parts_gmem, step, *where),
             destination=lambda step, *where: within(group.remote_ref(terms_gmem, receiver(step)), step, *where),
-            ready=lambda step, row, _: communicator.wait_for_block(stored.at[step, schedule.place_of_row(row)], 1),
+            ready=lambda step, row, _: communicator.wait_for_block(stored.at[step, schedule.tile_of_row(row)], 1),
             landed=landed,
         )
-        slots_smem, loaded = self.refs.smem
+        buffers_smem, loaded = self.refs.smem
         results = None
         if self.strips is not None:
-            slots_smem, strip_slots_smem = slots_smem
-            results = self._results(self.strips), strip_slots_smem
+            buffers_smem, strip_buffers_smem = buffers_smem
+            results = self._results(self.strips), strip_buffers_smem
         Communicator(
             self.plan.operation.name,
             group,
             self.kernel.config,
             tuple(handshake),
-            (slots_smem, loaded),
+            (buffers_smem, loaded),
             chunks,
             results=results,
-            only=schedule.last_step if schedule.by_ring else None,
+            only=schedule.last_step if schedule.uses_ring else None,
         ).run()
 
     def _results(self, strips: Strips) -> Chunks:

@@ -1,8 +1,10 @@
-"""Who computes what when, and which flag says so: pure integer functions, the same in kernels and in tests.
+"""The schedule of a gathered left operand: which device computes which tile when, and which flag each tile waits for.
 
-Notation: `me` is a device's position on the ring, `step` counts the shards in the order in which a device uses them. In
-step 0 it multiplies its own shard, in step s that of the peer s places ahead, so that at any time all devices read from
-different peers.
+All functions are pure integer functions. Kernels call them with traced scalars, tests with Python ints.
+
+Notation: `me` is a device's position in its peer group. `step` counts the shards in the order in which a device uses
+them: in step 0 its own, in step s that of the device s positions ahead. So at any time all devices read from different
+peers.
 """
 
 from __future__ import annotations
@@ -10,46 +12,48 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from overlap.kernels.config import Config
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder
+from overlap.primitives.types import Index, Predicate
 
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherSchedule:
     """All-gather of the left operand, then matmul, as one flat list of output tiles.
 
-    There is no device-wide step: a CTA takes every `num_ctas`-th tile of the list, whichever shard it belongs to, and
-    waits for nothing but its own rows. Where shards are pulled, the communicators of whichever CTAs run draw the chunks
-    in the order in which tiles need them; on a ring, rows are passed on from the tiles themselves.
+    No device-wide barrier separates the shards: a CTA takes every `num_ctas`-th tile of the list, whichever shard the
+    tile belongs to, and waits only for the rows of that tile. With the transport "pull", the communicators draw the
+    chunks to copy from a counter, in the order in which tiles need them; so any set of running CTAs copies all chunks.
+    With the transport "ring", the CTAs that multiply rows also pass them on.
 
-    Batch elements lie below each other and right operands side by side in the grid of a shard's tiles, each filled up
-    to whole tiles: so the order of tiles keeps its locality across them, and one list still balances them all.
+    In the grid of a shard's tiles, batch elements lie below each other and right operands side by side. Each is padded
+    to whole tiles. So one list balances all of them, and the order of tiles keeps its locality across them.
 
     Attributes:
-      devices: devices on the ring.
+      devices: number of devices in the peer group.
       order: the tiles (of a cluster) of one shard's product, batch elements and right operands included.
-      block_rows: rows of one tile, and of one flag.
-      plan: its sizes, and how one batch element of a shard is cut into chunks to be pulled.
-      batch: how many batch elements a shard has; its rows are counted through them.
+      block_rows: rows of a CTA's tile. One flag stands for one such block of rows.
+      chunking: the sizes of one batch element of a shard, and how it is cut into chunks to be pulled.
+      batch_size: number of batch elements. The rows of a shard are numbered through all its batch elements.
       sides: tile columns of each right operand; () for a single one.
-      keeps_own: whether the peers' shards lie where they belong among all, beside a copy of the own one.
-      scaled: whether scales of its rows are pulled with each row block, as one transfer more.
-      scale_steps: k steps whose blocks have scales of their own, where these are scales of blocks; 0: of whole rows.
+      keeps_own: whether the scratch holds the whole gathered operand, a copy of the own shard included, in the order of
+        the devices. Otherwise it holds the peers' shards only, in the order of the steps.
+      scaled: whether the scales of the rows are pulled as well, one transfer for each row block.
+      scale_k_steps: for scales of blocks, the number of k steps with scales of their own; 0 for one scale per row.
     """
 
     devices: int
     order: TileOrder
     block_rows: int
-    plan: Chunking
-    batch: int = 1
+    chunking: Chunking
+    batch_size: int = 1
     sides: tuple[int, ...] = ()
     keeps_own: bool = False
     scaled: bool = False
-    scale_steps: int = 0
+    scale_k_steps: int = 0
 
     @staticmethod
     def of(
@@ -61,32 +65,51 @@ class AllGatherSchedule:
         *,
         keeps_own: bool = False,
         scaled: bool = False,
-        scale_steps: int = 0,
+        scale_k_steps: int = 0,
     ) -> AllGatherSchedule:
-        """The schedule of a problem: the shape of one shard of the left operand, [(batch,) m_shard, k], and n each."""
+        """The schedule of a problem.
+
+        Args:
+          devices: number of devices in the peer group.
+          lhs_shard: shape of one shard of the left operand, [(batch,) m_shard, k].
+          widths: n of each right operand.
+          itemsize: bytes of an element of the left operand.
+          config: tile sizes and chunk sizes.
+          keeps_own: see the attribute.
+          scaled: see the attribute.
+          scale_k_steps: see the attribute.
+        """
         (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
-        batch, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
-        order = TileOrder(batch * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
-        plan = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
-        return AllGatherSchedule(devices, order, config.tile_m, plan, batch, sides, keeps_own, scaled, scale_steps)
+        batch_size, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
+        order = TileOrder(batch_size * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
+        chunking = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
+        return AllGatherSchedule(
+            devices, order, config.tile_m, chunking, batch_size, sides, keeps_own, scaled, scale_k_steps
+        )
+
+    # --- Tiles ---
 
     @property
     def tiles(self) -> int:
-        """Output tiles of one device."""
+        """Number of output tiles of one device."""
         return self.devices * self.order.tiles
 
-    def tile(self, index: Any) -> tuple[Any, Any, Any]:
-        """Step, tile row within that step's shard (all its batch elements), and tile column of tile `index`."""
+    def tile(self, index: Index) -> tuple[Index, Index, Index]:
+        """Where tile `index` of the list lies.
+
+        Returns:
+          Its step; its tile row within that step's shard, counted through all batch elements; its tile column.
+        """
         step = quotient(index, self.order.tiles)
         m, n = self.order(index - step * self.order.tiles)
         return step, m, n
 
-    def batch_of(self, m: Any) -> tuple[Any, Any]:
-        """Batch element of a tile row, and the tile row within it."""
-        return _split(m, self.order.m_tiles // self.batch, self.batch)
+    def batch_of(self, m: Index) -> tuple[Index, Index]:
+        """The batch element of a tile row, and the tile row within it."""
+        return _split(m, self.order.m_tiles // self.batch_size, self.batch_size)
 
-    def side_of(self, n: Any) -> tuple[Any, Any]:
-        """Right operand of a tile column, and the tile column within it."""
+    def side_of(self, n: Index) -> tuple[Index, Index]:
+        """The index of the right operand of a tile column, and the tile column within it."""
         side, first, begin = 0, 0, 0
         for tiles in self.sides[:-1]:
             begin += tiles
@@ -94,100 +117,114 @@ class AllGatherSchedule:
             side, first = side + choose(is_behind, 1, 0), choose(is_behind, begin, first)
         return side, n - first
 
-    def first_column(self, side: Any) -> Any:
-        """The first tile column of a right operand."""
+    def first_column(self, side: Index) -> Index:
+        """The first tile column of right operand `side`."""
         first = 0
         for index, tiles in enumerate(self.sides[:-1]):
             first = first + choose(side > index, tiles, 0)
         return first
 
-    def shard(self, me: Any, step: Any) -> Any:
-        """Whose shard device `me` multiplies in `step`."""
+    # --- Shards, and where they lie in scratch memory ---
+
+    def shard(self, me: Index, step: Index) -> Index:
+        """The position of the device whose shard device `me` multiplies in `step`."""
         return remainder(me + step, self.devices)
 
     @property
-    def slots(self) -> int:
-        """How many shards the peers' ones lie among."""
+    def scratch_shards(self) -> int:
+        """Number of shards in the scratch memory."""
         return self.devices if self.keeps_own else self.devices - 1
 
-    def slot(self, me: Any, step: Any) -> Any:
-        """Where device `me` lays the shard of `step` ≥ 1, and its own one (0) if it keeps that."""
+    def scratch_index(self, me: Index, step: Index) -> Index:
+        """Index in the scratch memory of device `me` of the shard of `step`: ≥ 1, or ≥ 0 if `keeps_own`."""
         return self.shard(me, step) if self.keeps_own else step - 1
+
+    # --- Chunks, with the transport "pull" ---
 
     @property
     def chunks(self) -> int:
-        """Chunks of one shard."""
-        return self.batch * self.plan.chunks
+        """Number of chunks of one shard."""
+        return self.batch_size * self.chunking.chunks
 
     @property
-    def pulls(self) -> int:
-        """Chunks that one device pulls."""
+    def pulled_chunks(self) -> int:
+        """Number of chunks that one device pulls."""
         return (self.devices - 1) * self.chunks
 
-    def chunk(self, index: Any) -> tuple[Any, Any, Any]:
-        """Step that pull `index` serves, and its first row and column within the shard."""
+    def chunk(self, index: Index) -> tuple[Index, Index, Index]:
+        """The step whose shard pulled chunk `index` belongs to, and the chunk's first row and column in that shard."""
         before = quotient(index, self.chunks)
         return before + 1, *self.origin(index - before * self.chunks)
 
-    def origin(self, chunk: Any) -> tuple[Any, Any]:
+    def origin(self, chunk: Index) -> tuple[Index, Index]:
         """First row and column of a chunk of a shard."""
-        element, within = _split(chunk, self.plan.chunks, self.batch)
-        row, column = self.plan.origin(within)
-        return element * self.plan.shard_rows + row, column
+        batch, within = _split(chunk, self.chunking.chunks, self.batch_size)
+        row, column = self.chunking.origin(within)
+        return batch * self.chunking.shard_rows + row, column
 
-    def batch_of_row(self, row: Any) -> tuple[Any, Any]:
-        """Batch element of a row of a shard, and the row within it."""
-        return _split(row, self.plan.shard_rows, self.batch)
+    def batch_of_row(self, row: Index) -> tuple[Index, Index]:
+        """The batch element of a row of a shard, and the row within it."""
+        return _split(row, self.chunking.shard_rows, self.batch_size)
+
+    # --- Flags ---
 
     @property
     def row_blocks(self) -> int:
-        """Blocks of rows in a batch element of a shard; the last may have fewer rows."""
-        return ceil_div(self.plan.shard_rows, self.block_rows)
+        """Number of row blocks in a batch element of a shard; the last one may have fewer rows."""
+        return ceil_div(self.chunking.shard_rows, self.block_rows)
 
     @property
-    def flags(self) -> tuple[int, int]:
-        """Shape of the flags: [steps with a peer's shard, row blocks]; at least one of each, since none cannot be."""
-        return max(self.devices - 1, 1), self.batch * self.row_blocks
+    def flags_shape(self) -> tuple[int, int]:
+        """Shape of the flags: [steps with a peer's shard, row blocks]. At least 1 each: no array of size 0 exists."""
+        return max(self.devices - 1, 1), self.batch_size * self.row_blocks
 
-    def flag(self, step: Any, row: Any) -> tuple[Any, Any]:
-        """The flag of a row of the shard of `step` ≥ 1."""
-        element, within = self.batch_of_row(row)
-        return step - 1, element * self.row_blocks + quotient(within, self.block_rows)
+    def flag(self, step: Index, row: Index) -> tuple[Index, Index]:
+        """Index of the flag of a row of the shard of `step` ≥ 1."""
+        batch, within = self.batch_of_row(row)
+        return step - 1, batch * self.row_blocks + quotient(within, self.block_rows)
 
-    def passes_on(self, step: Any, m: Any, side: Any, n: Any) -> Any:
-        """On a ring: whether a CTA with this tile passes its rows on, for step + 1 of the device before this one.
+    def flag_target(self, block: Index) -> Index:
+        """How often the flag of row block `block` of a batch element is raised where shards are pulled.
 
-        Each row block's are passed on once, from the first tile column; those of the last step nobody needs. The second
-        tile of a cluster may lie wholly below the last row.
+        Once for each chunk, and once for the block's scales if they are pulled.
+        """
+        per_row = self.chunking.chunks_per_row_group
+        last = self.row_blocks - 1
+        whole = self.block_rows // self.chunking.rows * per_row + self.scaled
+        rest = ceil_div(self.chunking.shard_rows - last * self.block_rows, self.chunking.rows) * per_row + self.scaled
+        return whole if rest == whole else choose(block == last, rest, whole)
+
+    # --- The transport "ring" ---
+
+    def passes_on(self, step: Index, m: Index, side: Index, n: Index) -> Predicate:
+        """Whether the CTA that computes this tile passes its rows on, for step + 1 of the device before this one.
+
+        Only tiles of the first tile column pass rows on, so that each row block is sent once. Nobody needs the rows of
+        the last step. The second tile of a cluster may lie wholly below the last row.
         """
         return (side == 0) & (n == 0) & (m < self.row_blocks) & (step < self.devices - 1)
 
-    def filled_rows(self, config: Config) -> int:
-        """Rows of one batch element, filled up to whole tiles of a cluster: so many scales it has in a vector."""
-        return self.order.m_tiles // self.batch * config.cluster_tile[0]
+    # --- Scales of rows, and of blocks ---
+
+    def padded_rows(self, config: Config) -> int:
+        """Rows of one batch element, padded to whole tiles of a cluster: its entries in a vector of scales."""
+        return self.order.m_tiles // self.batch_size * config.cluster_tile[0]
 
     @property
-    def scale_pieces(self) -> int:
-        """Pieces of scales that one device pulls: one per row block."""
-        return (self.devices - 1) * self.batch * self.row_blocks if self.scaled else 0
+    def scale_transfers(self) -> int:
+        """Number of transfers of scales that one device pulls: one for each row block."""
+        return (self.devices - 1) * self.batch_size * self.row_blocks if self.scaled else 0
 
-    def scales(self, index: Any) -> tuple[Any, Any, Any]:
-        """Step that piece `index` of the scales serves, and the batch element and row block that it is of."""
-        before = quotient(index, self.batch * self.row_blocks)
-        return before + 1, *_split(index - before * (self.batch * self.row_blocks), self.row_blocks, self.batch)
-
-    def flag_target(self, block: Any) -> Any:
-        """How often the flag of a batch element's row block is raised where shards are pulled: once per copy."""
-        per_row = self.plan.chunks_per_row_group
-        last = self.row_blocks - 1
-        whole = self.block_rows // self.plan.rows * per_row + self.scaled
-        rest = ceil_div(self.plan.shard_rows - last * self.block_rows, self.plan.rows) * per_row + self.scaled
-        return whole if rest == whole else choose(block == last, rest, whole)
+    def scale_transfer(self, index: Index) -> tuple[Index, Index, Index]:
+        """The step, batch element and row block whose scales transfer `index` brings."""
+        blocks = self.batch_size * self.row_blocks
+        before = quotient(index, blocks)
+        return before + 1, *_split(index - before * blocks, self.row_blocks, self.batch_size)
 
 
-def _split(index: Any, size: int, count: int) -> tuple[Any, Any]:
-    """Which of `count` pieces of `size` an index lies in, and where in it."""
+def _split(index: Index, size: int, count: int) -> tuple[Index, Index]:
+    """Which of `count` ranges of `size` an index lies in, and its place in that range."""
     if count == 1:
         return 0, index
-    piece = quotient(index, size)
-    return piece, index - piece * size
+    which = quotient(index, size)
+    return which, index - which * size

@@ -1,11 +1,11 @@
-"""How a peer's rows reach the device that multiplies them: what the transports of the gathered left operand share.
+"""How a peer's rows reach the device that multiplies them: what both transports of the gathered left operand share.
 
-    pull   every device reads each peer's shard itself (`pull.py`)
-    ring   every device passes on what it has just multiplied to the device before it (`ring.py`)
+    pull   every device reads each peer's shard itself (`pull_transport.py`)
+    ring   every device passes on what it has just multiplied to the device before it (`ring_transport.py`)
 
-Either way the shard of step s ≥ 1 ends up in the device's own scratch, in the place that `AllGatherSchedule.slot`
-names, and a flag per (step, row block) says that its rows are there. Who multiplies what when is the same as well, and
-so are the bits of the result.
+With both, the shard of step s ≥ 1 ends up in the device's own scratch memory, at `AllGatherSchedule.scratch_index`. A
+flag for each (step, row block) says that the rows are there. Both have the same order of tiles, and so the same bits of
+the result.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import PeerGroup
+from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Where the shards lie, and who multiplies them when.
+    """Where the shards of the left operand lie, and which device multiplies them when.
 
     Attributes:
-      operation: the operation's name, for whoever waits too long.
-      ring: the devices.
-      schedule: who multiplies which rows when, and which flags say that they are there.
+      operation: the operation's name, for the message of a wait that takes too long.
+      group: the devices.
+      schedule: which device multiplies which rows when, and which flags say that the rows are there.
       config: sizes.
-      parts: into how many parts a tile may be cut along k, if it is cut.
+      tile_pieces: into how many pieces along k a tile is cut, if it is cut.
       lhs_gmem: [(batch,) m_shard, k], this device's shard.
-      scratch_gmem: [(batch,) slots, m_shard, k], where the peers' shards are to lie.
-      scales: of `AllGatherSchedule.scaled` rows, [1, n] of this device's in f32, each batch element filled up to whole
-        tiles, and [D - 1, 1, n], where those of the peers are to lie. Or scales of blocks (`scale_steps`), [tiles, k
-        steps, words] of this device's, and [(D - 1) · tiles, k steps, words].
+      scratch_gmem: [(batch,) scratch shards, m_shard, k], where the peers' shards are to lie.
+      scales: this device's scales, and the memory for those of its peers, if they travel (`AllGatherSchedule.scaled`).
+        Scales of rows: f32 [1, n], where each batch element is padded to whole tiles, and [D - 1, 1, n]. Scales of
+        blocks (if `AllGatherSchedule.scale_k_steps`): [tiles, k steps, words] and [(D - 1) · tiles, k steps, words].
     """
 
     operation: str
     group: PeerGroup
     schedule: AllGatherSchedule
     config: Config
-    parts: int
-    lhs_gmem: Any
-    scratch_gmem: Any
-    scales: tuple[Any, Any] | None = None
+    tile_pieces: int
+    lhs_gmem: GmemRef
+    scratch_gmem: GmemRef
+    scales: tuple[GmemRef, GmemRef] | None = None
 
-    def within(self, ref: Any, batch: Any, *index: Any) -> Any:
-        """A piece of one batch element, where there are several."""
-        index = (batch, *index) if self.schedule.batch > 1 else index
+    def within(self, ref: GmemRef, batch: Index, *index: Any) -> GmemRef:
+        """`ref.at[batch, *index]` if the shards have several batch elements, else `ref.at[index]`."""
+        index = (batch, *index) if self.schedule.batch_size > 1 else index
         return ref.at[index] if index else ref
 
-    def flag(self, step: Any, tile: Tile) -> tuple[Any, Any]:
-        """The flag of a tile's rows, if they are those of the shard of `step` ≥ 1."""
-        return self.schedule.flag(step, tile.batch * self.schedule.plan.shard_rows + tile.m * self.config.tile_m)
+    def flag(self, step: Index, tile: Tile) -> tuple[Index, Index]:
+        """Index of the flag of a tile's rows in the shard of `step` ≥ 1."""
+        return self.schedule.flag(step, tile.batch * self.schedule.chunking.shard_rows + tile.m * self.config.tile_m)
 
     def wait_for_rows(self, wait: Callable[[Tile], None]) -> Callable[[Tile], None]:
         """A `Hooks.before_load` that calls `wait` for each tile with rows of a peer."""
@@ -69,16 +71,16 @@ class Shards:
 
 
 class Transport(Protocol):
-    """What the kernel's body needs of a transport.
+    """What the kernel's body needs of a transport of the gathered left operand.
 
     Attributes:
-      why: why it is chosen where nobody asks for it.
-      forwards: whether it has a part for the forwarder warp (`OperandTypes.forwards`).
-      told: whether it touches nothing of its peers but operands and flags, so that their addresses can be told
-        (`overlap/primitives/addresses.py`).
-      needs_all_ctas: whether it ends only where all CTAs of a device run at the same time: another kernel that holds
-        some of the cores while it waits for another device, as XLA's collectives do, can then make both wait for ever.
-      brings_scales: whether the scales of rows travel with them; else XLA gathers them beforehand.
+      why: why the transport is chosen where the caller names none.
+      forwards: whether the forwarder warp has a part in it (`OperandTypes.forwards`).
+      reads_inputs_only: whether a device accesses nothing of its peers but their operands and flags. Only addresses of
+        these can be told to peers in other processes (`overlap/primitives/addresses.py`).
+      needs_all_ctas: whether a launch ends only if all CTAs of a device run at the same time. Another kernel that holds
+        some of the SMs while it waits for another device, as XLA's collectives do, can then make both wait for ever.
+      brings_scales: whether the scales of rows travel with the rows. Otherwise XLA gathers them before the kernel.
     """
 
     @property
@@ -88,7 +90,7 @@ class Transport(Protocol):
     def forwards(self) -> bool: ...
 
     @property
-    def told(self) -> bool: ...
+    def reads_inputs_only(self) -> bool: ...
 
     @property
     def needs_all_ctas(self) -> bool: ...
@@ -97,13 +99,22 @@ class Transport(Protocol):
     def brings_scales(self) -> bool: ...
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
-        """The flags that it needs, zero at launch."""
+        """Shapes of the flags that the transport needs; they are zero at launch."""
         ...
 
-    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: Any) -> tuple[Any, ...]:
-        """The shared memory that it needs beside the mainloop's, whose check counts it."""
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
+        """Types of the shared memory that the transport needs beside the mainloop's; the mainloop's check counts it."""
         ...
 
-    def hook_in(self, hooks: Hooks, shards: Shards, flags: tuple[Any, ...], smem: tuple[Any, ...]) -> Hooks:
-        """The mainloop's hooks with its own among them; flags and shared memory as asked for."""
+    def hook_in(
+        self, hooks: Hooks, shards: Shards, flags: tuple[SemaphoreRef, ...], smem: tuple[SmemRef, ...]
+    ) -> Hooks:
+        """The mainloop's hooks with the transport's own added.
+
+        Args:
+          hooks: the hooks of the kernel's body.
+          shards: where the shards lie.
+          flags: flags of the shapes `flag_shapes`.
+          smem: shared memory of the types `smem_types`.
+        """
         ...
