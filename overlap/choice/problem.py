@@ -236,8 +236,8 @@ class Problem:
 
         These cases were found by assembling all kernels (`tests.assembly_sweep`). In compute threads:
 
-        - 256 rows, or the largest tiles if both operands are transposed, with 32-bit results, cut tiles (stream-k) and a
-          cluster, if the epilogue has everything
+        - 256 rows, or the largest tiles if both operands are transposed, with 32-bit results, cut tiles (stream-k) and
+          a cluster, if the epilogue has everything
         - where parts of peers are added: 128 rows per warpgroup, or the largest tiles with the schedule "pingpong"
         - where own tiles are sent as well: the largest tiles of 8-bit operands or with 32-bit results
 

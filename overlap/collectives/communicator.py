@@ -52,7 +52,7 @@ class Chunks:
 
     Attributes:
       count: number of chunks.
-      chunking: their sizes: a `PullPlan`, or `Strips`.
+      chunking: their sizes: a `Chunking`, or `Strips`.
       at: from a chunk's index to its shard, and its first row and column there.
       source: from the shard, rows and columns of a chunk to the reference that it is copied from.
       destination: from the shard, rows and columns of a chunk to the reference that it is copied to.

@@ -54,7 +54,7 @@ class Strips:
 
     @property
     def short(self) -> None:
-        """None, since all strips are loaded in the same size: see `PullPlan.short`."""
+        """None, since all strips are loaded in the same size: see `Chunking.short`."""
         return None
 
     @property

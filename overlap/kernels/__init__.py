@@ -1,1 +1,1 @@
-"""The engine: the mainloop of each architecture, its hooks, and its configuration."""
+"""The engine of all products: the mainloop of each architecture, its hooks, and its configuration."""

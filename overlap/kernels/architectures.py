@@ -1,4 +1,4 @@
-"""Which mainloop runs on which device: the one place that knows all of them."""
+"""The mainloop for each kind of device. No other module knows all architectures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from overlap.kernels.target import Target
 
 
 def mainloop_of(target: Target) -> Mainloop:
-    """The mainloop of a device; on a CPU, that of Hopper runs emulated.
+    """The mainloop that runs on a device; on a CPU it runs emulated.
 
     Raises:
-      NotImplementedError: the library has none for it.
+      NotImplementedError: the library has no mainloop for this device.
     """
     if target.platform not in ("gpu", "cpu"):
         raise NotImplementedError(

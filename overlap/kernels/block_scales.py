@@ -1,8 +1,10 @@
-"""Scales of blocks (OCP microscaling): one power of two for each 32 elements of an operand along k.
+"""Block scales (OCP microscaling): one power of two for each 32 elements of an operand along k.
 
-The tensor cores read the scales of 128 rows and 4 blocks as one piece of 512 bytes: 32 groups of 16 bytes; group i has
-the 4 scales of row i, then those of rows i + 32, i + 64 and i + 96. `packed` brings scales into that order before the
-kernel, so that one copy loads a piece. Source: the PTX ISA on tcgen05, scale factors in the layout "1X".
+The tensor cores read block scales as *scale tiles* of 512 bytes: the scales of 128 rows and 4 blocks. A scale tile
+consists of 32 groups of 16 bytes. Group i has the 4 scales of row i, then those of rows i + 32, i + 64 and i + 96.
+`packed` brings scales into this order before the kernel runs, so that one copy loads a scale tile.
+
+Source: the PTX ISA on tcgen05, scale factors in the layout "1X".
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from jax import lax
 from overlap.kernels.layouts import OperandLayouts
 from overlap.primitives.integers import ceil_div
 
-# Elements along k that share a scale.
+# How many elements along k share a scale.
 BLOCK = 32
 SCALE_DTYPE = jnp.dtype(jnp.float8_e8m0fnu)
-# A piece: rows, blocks of each, and its size in words of four scales.
+# A scale tile: its rows, its blocks in each row, and its size in words of four scales and in bytes.
 SCALE_TILE_ROWS, SCALE_TILE_BLOCKS = 128, 4
 SCALE_TILE_WORDS = SCALE_TILE_ROWS
 SCALE_TILE_BYTES = SCALE_TILE_ROWS * SCALE_TILE_BLOCKS
@@ -29,19 +31,26 @@ _GROUPS = 32
 def of_tiles(
     lhs_scale: jax.Array, rhs_scales: Sequence[jax.Array], layouts: OperandLayouts, tile: tuple[int, int]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The scales of operands in these layouts, packed for tiles of so many rows and columns."""
+    """The block scales of both operands, packed.
+
+    Args:
+      lhs_scale: [(batch,) m, k blocks], or with the last two dimensions exchanged if `lhs` is transposed.
+      rhs_scales: for each right operand [(batch,) k blocks, n], or [(batch,) n, k blocks] if it is transposed.
+      layouts: how the operands lie in memory.
+      tile: rows and columns of an output tile.
+    """
     left = lhs_scale.swapaxes(-1, -2) if layouts.transpose_lhs else lhs_scale
     right = [scale if layouts.transpose_rhs else scale.swapaxes(-1, -2) for scale in rhs_scales]
     return packed(left, tile[0]), tuple(packed(scale, tile[1]) for scale in right)
 
 
 def packed(scales: jax.Array, tile: int) -> jax.Array:
-    """Scales in the order in which the tensor cores read them, as int32: [(batch,) tiles, k steps, words].
+    """Scales in the order in which the tensor cores read them: int32 [(batch,) tiles, k steps, words].
 
     Args:
       scales: [(batch,) rows, blocks].
-      tile: rows of a tile, at most 128. Each tile has a piece of its own for each k step. What is missing in a piece
-        scales nothing.
+      tile: rows of a tile, at most 128. Each tile has its own scale tile for each k step. Rows and blocks that a
+        scale tile has beyond the operand's are filled with zeros. No product uses them.
     """
     *batch, rows, blocks = scales.shape
     tiles, k_steps = ceil_div(rows, tile), ceil_div(blocks, SCALE_TILE_BLOCKS)
@@ -56,7 +65,7 @@ def packed(scales: jax.Array, tile: int) -> jax.Array:
 
 
 def ones_for(operand: jax.Array, k_axis: int) -> jax.Array:
-    """Scales of the blocks of an operand that change nothing; `k_axis`: its dimension of size k, from the last one."""
+    """Block scales of 1 for an operand; `k_axis` is the index of its dimension of size k."""
     shape = list(operand.shape)
     shape[k_axis] //= BLOCK
     return jnp.ones(shape, SCALE_DTYPE)

@@ -1,9 +1,9 @@
-"""The one epilogue of all products: what is done to the f32 sums before they are stored.
+"""The epilogue of all products: what is done to the f32 sums before they are stored.
 
     out = activation(row_scale · sums · column_scale + bias + addend)
 
-Scales of columns and the bias belong to the columns of the right operands; scales of rows to those of the left one.
-Threads read vectors without looking where they end, so each is filled up to whole tiles (`filled`).
+A row scale belongs to a row of the left operand; a column scale and a bias belong to a column of a right operand.
+Threads read these vectors without bounds checks. So each vector is padded to whole tiles (`filled`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from jax.experimental import pallas as pl
 
 from overlap.kernels.hooks import Epilogue
 from overlap.kernels.mainloop import Mainloop
+from overlap.primitives.types import GmemRef, Index
 
 _VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
 
 
 class Program(Protocol):
-    """An elementwise function of f32 values and of scalars, in primitives that a kernel has."""
+    """An elementwise function of f32 values and of scalars, made of primitives that a kernel can run."""
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Names of the scalars' dtypes."""
+        """The names of the scalars' dtypes."""
         ...
 
     def __call__(self, values: Any, scalars: Sequence[Any]) -> Any: ...
@@ -36,13 +37,14 @@ class Program(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Vectors:
-    """What an epilogue reads; arrays outside of a kernel, references inside. None where there is nothing.
+    """The vectors that an epilogue reads: arrays outside of a kernel, references inside. None: there is no such vector.
 
     Attributes:
-      row_scale: in f32, in any order: `row_scales` of `epilogue` loads a tile's.
-      column_scale: [columns] in f32, those of several right operands one behind the other.
-      bias: likewise.
-      scalars: what the activation captures, as `packed` has it.
+      row_scale: row scales in f32. Their order and shape are known to the function `row_scales` that is passed to
+        `epilogue`; without such a function it is [rows].
+      column_scale: column scales in f32, [columns]; the vectors of several right operands lie one behind the other.
+      bias: biases in f32, laid out as `column_scale`.
+      scalars: the scalars that the activation captures, as `packed` returns them.
     """
 
     row_scale: Any = None
@@ -52,7 +54,7 @@ class Vectors:
 
 
 def filled(vectors: Sequence[jax.Array] | None, unit: int) -> Any:
-    """Vectors one behind the other, each filled up to a multiple of `unit` entries; None if there are none."""
+    """Concatenates vectors, each padded with zeros to a multiple of `unit` entries; None if `vectors` is None."""
     if vectors is None:
         return None
     padded = [jnp.pad(x, (0, -x.shape[0] % unit)) for x in vectors]
@@ -64,28 +66,28 @@ def epilogue(
     program: Program | None,
     mainloop: Mainloop,
     *,
-    first_column: Any = 0,
-    row_scales: Callable[[Any, tuple[int, ...]], jax.Array] | None = None,
+    first_column: Index = 0,
+    row_scales: Callable[[pl.Slice, tuple[int, ...]], jax.Array] | None = None,
     transposed: bool = False,
 ) -> Epilogue:
     """The epilogue of one tile (`Hooks.epilogue_at`).
 
     Args:
-      vectors: references.
-      program: of the activation; None for none.
-      mainloop: whose values these are.
-      first_column: where the columns of the tile's right operand begin in vectors of columns.
-      row_scales: from a slice of rows of the output, and the shape of the values, to their scales; by default those of
-        `vectors.row_scale` at these rows.
-      transposed: whether values (and `row_scales`) are [columns, rows] (`Config.swap_operands`).
+      vectors: references to the vectors in global memory.
+      program: the activation; None: there is no activation.
+      mainloop: the mainloop that computes the values. It loads vectors in the layout of its values.
+      first_column: where the columns of the tile's right operand begin in `column_scale` and `bias`.
+      row_scales: a function from a slice of rows of the output, and the shape of the values, to the scales of these
+        rows; by default they are read from `vectors.row_scale` at these rows.
+      transposed: whether values (and what `row_scales` returns) are [columns, rows] (`Config.swap_operands`).
     """
     row_dimension, column_dimension = (1, 0) if transposed else (0, 1)
 
-    def of_columns(vector_gmem: Any, columns: Any, shape: tuple[int, ...]) -> jax.Array:
+    def of_columns(vector_gmem: GmemRef, columns: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
         start = columns.start if _is_zero(first_column) else first_column + columns.start
         return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
 
-    def apply(values: jax.Array, rows: Any, columns: Any, addend: jax.Array | None) -> jax.Array:
+    def apply(values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
         shape = values.shape
         if row_scales is not None:
             values = values * row_scales(rows, shape)
@@ -104,20 +106,20 @@ def epilogue(
     return apply
 
 
-def _is_zero(value: Any) -> bool:
+def _is_zero(value: Index) -> bool:
     return isinstance(value, int) and value == 0
 
 
 def packed(scalars: Sequence[Any], program: Program | None) -> dict[str, jax.Array]:
-    """An activation's scalars as vectors, which a kernel can have: one of f32, one of int32."""
+    """An activation's scalars as vectors, which a kernel can take as operands: one vector of f32, one of int32."""
     vectors: dict[str, list[Any]] = {}
     for scalar, dtype in zip(scalars, () if program is None else program.scalars, strict=True):
         vectors.setdefault(_vector_of(dtype), []).append(scalar)
     return {name: jnp.stack([x.astype(_VECTORS[name]) for x in values]) for name, values in vectors.items()}
 
 
-def _unpacked(vectors_gmem: dict[str, Any], dtypes: tuple[str, ...]) -> list[Any]:
-    """The scalars, loaded from their vectors."""
+def _unpacked(vectors_gmem: dict[str, GmemRef], dtypes: tuple[str, ...]) -> list[Any]:
+    """Loads the scalars from the vectors that `packed` made. `dtypes`: the scalars' dtypes, in their order."""
     before = dict.fromkeys(_VECTORS, 0)
     scalars = []
     for dtype in dtypes:

@@ -1,20 +1,22 @@
-"""Where a fused operation enters the mainloop: what it says about each tile, and what it wants to see of it."""
+"""The hooks through which a fused operation tells the mainloop about each tile, and sees what the mainloop does."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-# The most rows of the blocks of values that an epilogue is called with.
+from overlap.primitives.types import GmemRef, Index, Predicate, SmemRef
+
+# An epilogue is called with blocks of at most so many rows of values.
 BLOCK_ROWS = 128
-# And the fewest, but for the last ones of a tile that has another number of rows.
+# And of at least so many rows, except for the last block of a tile whose rows are no multiple of this.
 LEAST_BLOCK_ROWS = 64
-Epilogue = Callable[[jax.Array, Any, Any, jax.Array | None], jax.Array]
+# epilogue(values, rows, columns, addend): see `Hooks.epilogue_at`.
+type Epilogue = Callable[[jax.Array, pl.Slice, pl.Slice, jax.Array | None], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,34 +24,35 @@ class Tile:
     """One output tile on its way through the mainloop; all indices are int32 scalars.
 
     Attributes:
-      step: which operands the tile comes from, as the tile order numbers them (shard, batch element, or just 0).
+      step: which operands the tile is computed from, as the tile order numbers them: the step of a shard, or the index
+        of a batch element, or just 0.
       m: tile row within the left operand, and within the output.
       n: tile column within the right operand, and within the output.
-      k_first: the first k step of the tile, if the contraction is split into tiles of their own. In hooks, the first
-        one that this CTA carries of it.
-      side: which of several right operands it is a tile of.
-      batch: which batch element, where `step` says something else.
+      k_first: the tile's first k step, if `Config.split_k` cuts the contraction into tiles of their own. In hooks: the
+        first k step of this tile that this CTA computes.
+      side: the index of the tile's right operand, if there are several.
+      batch: the index of the batch element, if `step` means something else.
     """
 
-    step: Any
-    m: Any
-    n: Any
-    k_first: Any = 0
-    side: Any = 0
-    batch: Any = 0
+    step: Index
+    m: Index
+    n: Index
+    k_first: Index = 0
+    side: Index = 0
+    batch: Index = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """References of which a tile uses one. A kernel can choose among references only by a branch for each.
+    """Several references, of which a tile uses one. A kernel can choose among references only by a branch for each.
 
     Attributes:
-      refs: the references, alike but for their sizes.
-      which: the index of the one that is meant, an int32 scalar.
+      refs: the references. They may differ in their sizes only.
+      which: the index of the reference that the tile uses, an int32 scalar.
     """
 
-    refs: Sequence[Any]
-    which: Any
+    refs: Sequence[GmemRef]
+    which: Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +60,21 @@ class ByKStep:
     """An operand whose k steps lie in several places.
 
     Attributes:
-      where: called by the producer in its k loop, once the slot is free: from the index of a k step within the tile to
-        the reference (or `OneOf`) that holds it, and the step's first k there. It may wait for the data.
+      where: called by the producer in its k loop, once the stage is free, with the index of a k step within the tile.
+        Returns the reference (or `OneOf`) that holds the k step, and the k at which it begins there. It may wait for
+        the data.
     """
 
-    where: Callable[[Any], tuple[Any, Any]]
+    where: Callable[[Index], tuple[GmemRef | OneOf, Index]]
 
 
-def at_k_step(operand: Any, step: Any, tile_k: int) -> tuple[Any, Any]:
-    """Where k step `step` of an operand lies: its reference (or `OneOf`), and the step's first k there."""
-    return operand.where(step) if isinstance(operand, ByKStep) else (operand, step * tile_k)
+def at_k_step(operand: GmemRef | OneOf | ByKStep, k_step: Index, tile_k: int) -> tuple[GmemRef | OneOf, Index]:
+    """The reference (or `OneOf`) that holds a k step of an operand, and the k at which the k step begins there."""
+    return operand.where(k_step) if isinstance(operand, ByKStep) else (operand, k_step * tile_k)
 
 
-def with_reference(choice: Any, use: Callable[[Any], None]) -> None:
-    """Calls `use` with a reference, or with the one that a `OneOf` means."""
+def with_reference(choice: GmemRef | OneOf, use: Callable[[GmemRef], None]) -> None:
+    """Calls `use` with a reference or, for a `OneOf`, with the reference that it selects."""
     if not isinstance(choice, OneOf):
         use(choice)
     elif len(choice.refs) == 1:
@@ -82,66 +86,72 @@ def with_reference(choice: Any, use: Callable[[Any], None]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Boxes:
-    """A tile that lies in memory as the mainloop stores and loads it, box after box.
+    """A tile that lies in global memory box after box, in the order in which the mainloop stores and loads boxes.
 
     Attributes:
-      ref: [boxes, rows, columns]. Boxes may have fewer rows than the mainloop's; what is missing counts as zero.
+      ref: [boxes, rows, columns]. The boxes may have fewer rows than the mainloop's; rows that are missing are loaded
+        as zeros, and not stored.
       first: the index of the tile's first box.
     """
 
-    ref: Any
-    first: Any
+    ref: GmemRef
+    first: Index
 
 
 @dataclasses.dataclass(frozen=True)
 class DirectSends:
-    """How the compute warpgroups send the part that they have computed of a tile to all peers, from shared memory.
+    """How the compute warpgroups send their part of a tile to all peers, directly from shared memory.
 
-    There a box is one piece of memory, so it travels as it lies there: references are [boxes, elements].
+    A box is contiguous in shared memory and travels as it lies there. So the references are [boxes, elements].
 
     Attributes:
-      peers: how many there are.
-      before: called by a compute warpgroup before it sends the first part: wait here until the peers may be sent to.
-      to_peer: from a tile and a number from 1 to `peers` to where the part goes on a peer.
+      peers: the number of peers.
+      before: called by a compute warpgroup before it sends its first part: wait here until the peers may be written to.
+      to_peer: a function from a tile and a number from 1 to `peers`, which selects a peer, to where the part goes on
+        that peer.
     """
 
     peers: int
     before: Callable[[], None]
-    to_peer: Callable[[Tile, Any], Boxes]
+    to_peer: Callable[[Tile, Index], Boxes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """For products that several devices compute a part of each: parts of peers' tiles go out, parts of own ones come.
+    """For products that are summed over devices, each of which computes a *part* of a tile.
+
+    Each tile of the result is an own tile of one device, which finishes its sum. A device sends its parts of the peers'
+    tiles out. The parts that it receives are the *terms* of its tiles.
 
     Attributes:
-      terms: how many parts come of each tile to which any are added.
-      is_own: whether a tile is one of this device's results. To that the parts of the others are added, before it is
-        finished (`Hooks.epilogue_at`) and stored (`Hooks.out_at`). Any other one is a part of a peer's.
-      part_at: from a peer's tile to where it is stored.
-      term_at: from a tile and the index of a part that is added to it, to where that lies.
-      await_terms: called by the producer before it loads the parts that are added to a tile: wait for them here.
-      part_stored: called by the forwarder warp when a peer's tile has landed where `part_at` says.
-      part_epilogue_at: from a peer's tile to what is done to it before it is stored; None: nothing.
-      sends: for results that all devices compute: every tile is an own one as well as a part of the same tile of all
-        peers, and its sum has nothing but terms (its own part is one of them). None: own tiles and parts differ.
+      terms: how many terms a tile has, if it has any.
+      is_own: whether a tile is one of this device's results. The terms are added to an own tile before it is finished
+        (`Hooks.epilogue_at`) and stored (`Hooks.out_at`). Every other tile is a part of a peer's tile.
+      part_at: a function from a peer's tile to where this device's part of it is stored.
+      term_at: a function from a tile and the index of a term to where the term lies.
+      await_terms: called by the producer before it loads the terms of a tile: wait for them here.
+      part_stored: called by the forwarder warp when a part of a peer's tile has landed where `part_at` says.
+      part_epilogue_at: a function from a peer's tile to what is done to its part before it is stored; None: nothing.
+      direct_sends: for results that all devices compute: every tile is an own tile and also a part of the same tile of
+        all peers. Its sum consists of terms only; this device's own part is one of them. None: own tiles and parts of
+        peers' tiles are different tiles.
       own_stored: called by the forwarder warp when an own tile has landed where `Hooks.out_at` says; None: not called.
-      part_has_terms: whether parts of the others are added to a peer's tile, too, before it is stored; None: never.
+      part_has_terms: whether terms are also added to a part of a peer's tile, before it is stored; None: never.
     """
 
     terms: int
-    is_own: Callable[[Tile], Any]
+    is_own: Callable[[Tile], Predicate]
     part_at: Callable[[Tile], Boxes]
-    term_at: Callable[[Tile, Any], Boxes]
+    term_at: Callable[[Tile, Index], Boxes]
     await_terms: Callable[[Tile], None]
     part_stored: Callable[[Tile], None]
     part_epilogue_at: Callable[[Tile], Epilogue] | None = None
     own_stored: Callable[[Tile], None] | None = None
     direct_sends: DirectSends | None = None
-    part_has_terms: Callable[[Tile], Any] | None = None
+    part_has_terms: Callable[[Tile], Predicate] | None = None
 
-    def has_terms(self, tile: Tile) -> Any:
-        """Whether parts of the others are added to a tile."""
+    def has_terms(self, tile: Tile) -> Predicate:
+        """Whether a tile has terms: parts of other devices that are added to it."""
         if self.part_has_terms is None:
             return self.is_own(tile)
         return jnp.logical_or(self.is_own(tile), self.part_has_terms(tile))
@@ -149,60 +159,61 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class BlockScales:
-    """Where the scales of blocks of a tile lie, [tiles, k steps, words] as `block_scales.packed` returns them.
+    """Where the block scales of a tile lie: [tiles, k steps, words] as `block_scales.packed` returns them.
 
     Attributes:
-      lhs: of the tile's rows, a reference or a `OneOf`.
-      lhs_tile: which tile they are of there.
-      rhs: of its columns, likewise.
-      rhs_tile: which tile these are of there.
+      lhs: the scales of the left operand, a reference or a `OneOf`.
+      lhs_tile: the index of the tile's rows in `lhs`.
+      rhs: the scales of the right operand, a reference or a `OneOf`.
+      rhs_tile: the index of the tile's columns in `rhs`.
     """
 
-    lhs: Any
-    lhs_tile: Any
-    rhs: Any
-    rhs_tile: Any
+    lhs: GmemRef | OneOf
+    lhs_tile: Index
+    rhs: GmemRef | OneOf
+    rhs_tile: Index
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Where a fused operation enters the mainloop (the pipeline callbacks).
+    """Where a fused operation enters the mainloop: functions that the mainloop's roles call.
 
     Attributes:
+      load_lhs: called by the producer as `load_lhs(tile, load)`. It calls `load(ref)` with the reference that holds the
+        tile's rows (under `pl.when` if there are several such references), or with a `ByKStep`.
+      rhs_at: a function from a tile to the reference that holds its columns, or to a `OneOf` or a `ByKStep`.
+      out_at: a function from a tile to the [rows, n] reference that it is stored to, or to a `OneOf`.
       before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
-      before_lhs: called by the producer before it loads the left operand of a `Tile`; of a CTA's first tile, as much of
-        the right operand is then on its way as there are slots for: wait here for what only the left one depends on.
-      load_lhs: called by the producer as `load_lhs(tile, load)`; it calls `load(ref)` with the reference that holds the
-        tile's rows (under `pl.when` if there are several such), or with a `ByStep`.
-      rhs_at: from a tile to the reference that holds its columns, or to a `OneOf` or a `ByStep`.
-      out_at: from a tile to the [rows, n] reference that it is stored to, or to a `OneOf`.
-      communicate: the communicator warp's whole work; called once.
+      before_lhs: called by the producer before it loads the left operand of a `Tile`: wait here for what only the left
+        operand depends on. For a CTA's first tile, the producer has by then started to load as many k steps of the
+        right operand as there are stages.
+      communicate: the whole work of the communicator warp; called once.
       before_forwarding: called by the forwarder warp once, before it sees its first operand tile. Needs `in_smem`.
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step
-        `k` are in shared memory, as the boxes that TMA has brought: [rows, k] if the operand's rows run along k, else
-        [boxes, k, width]. It must not return before its copies have read them (`wait_stores_read`).
-      piece_done: called by the forwarder warp as `piece_done(tile, parts)` when `in_smem` has seen all k steps of a
-        tile that this CTA carries; `parts`: into how many parts it is cut, of which this is one. Needs `in_smem`.
-      addend_at: from a tile to a [rows, n] reference of the output's dtype that the epilogue is to have as well.
-      epilogue_at: from a tile to its epilogue. That is called as `epilogue(values, rows, columns, addend)` with f32
-        values of the product, at most `BLOCK_ROWS` rows of them, the (traced) slices of the output that they are for,
-        and the addend's values there (or None); it returns what is stored. The sum of the parts of an `Exchange` is an
-        addend. With `Config.swap_operands` all values are transposed: [columns, rows].
-      exchange: for products of which peers compute a part. Needs tiles that are drawn (`Loop.counter`).
-      block_scales_at: from a tile to where the scales of its blocks lie; None: it has none. Those of the rows are here
-        when the rows are (`before_load`).
+        `k` are in shared memory. They are the boxes that TMA has loaded: [rows, k] if the operand's rows run along k,
+        else [boxes, k, width]. `in_smem` must not return before its copies have read them (`wait_stores_read`).
+      piece_done: called by the forwarder warp as `piece_done(tile, pieces_per_tile)` when `in_smem` has seen all k
+        steps of this CTA's piece of a tile. Needs `in_smem`.
+      addend_at: a function from a tile to a [rows, n] reference of the output's dtype: an addend for the epilogue.
+      epilogue_at: a function from a tile to its epilogue. The epilogue is called as `epilogue(values, rows, columns,
+        addend)` with f32 values of the product, at most `BLOCK_ROWS` rows of them; the (traced) slices of the output
+        that the values are for; and the addend's values there, or None. It returns what is stored. The sum of the terms
+        of an `Exchange` is part of the addend. With `Config.swap_operands` all values are transposed: [columns, rows].
+      exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
+      block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
+        must be there when the rows are (`before_load`).
     """
 
-    load_lhs: Callable[[Tile, Callable[[Any], None]], None]
-    rhs_at: Callable[[Tile], Any]
-    out_at: Callable[[Tile], Any]
+    load_lhs: Callable[[Tile, Callable[[GmemRef | OneOf | ByKStep], None]], None]
+    rhs_at: Callable[[Tile], GmemRef | OneOf | ByKStep]
+    out_at: Callable[[Tile], GmemRef | OneOf]
     before_load: Callable[[Tile], None] | None = None
     before_lhs: Callable[[Tile], None] | None = None
     communicate: Callable[[], None] | None = None
     before_forwarding: Callable[[], None] | None = None
-    in_smem: Callable[[Tile, Any, Any, Any], None] | None = None
-    piece_done: Callable[[Tile, Any], None] | None = None
-    addend_at: Callable[[Tile], Any] | None = None
+    in_smem: Callable[[Tile, Index, SmemRef, SmemRef], None] | None = None
+    piece_done: Callable[[Tile, Index], None] | None = None
+    addend_at: Callable[[Tile], GmemRef] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None

@@ -1,14 +1,15 @@
-"""A kernel as one operation of jax: what it is made of shows only when it is lowered.
+"""A kernel as one operation of jax, opaque until it is lowered.
 
-`sealed(kernel)` binds a primitive of this library whose parameter is the traced kernel. So all that jax needs to know
-of a kernel inside a program is said here, once for all kernels:
+`sealed(kernel)` binds a primitive of this library whose parameter is the traced kernel. The primitive's rules say what
+jax needs to know about a kernel inside a program, for all kernels:
 
-    types      results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
-               traced on types without such axes: Mosaic GPU refuses references that have them
-    vmap       refused: it would add an axis to the grid, and a persistent kernel with counted flags would then hang
-    lowering   the kernel, where each device runs it on operands of its own. Elsewhere, in a program of several devices
-               outside `jax.shard_map`, XLA's partitioner would run the whole kernel on every device without a word. The
-               operation's form by XLA, `otherwise`, takes its place, or the call is refused
+    types      The results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
+               traced on types without such axes, because Mosaic GPU refuses references that have them.
+    vmap       Refused. It would add an axis to the grid, and a persistent kernel with counted flags would then hang.
+    lowering   Where each device runs the kernel on operands of its own, the kernel is lowered. Elsewhere, in a program
+               of several devices outside `jax.shard_map`, XLA's partitioner would silently run the whole kernel on
+               every device. There the same operation as XLA computes it, `otherwise`, is lowered instead, or the call
+               is refused.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _kernel_p.multiple_results = True
 
 
 def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """The same function of arrays, as one operation.
+    """The same function of arrays as `kernel`, as one operation of jax.
 
     Args:
-      kernel: from arrays to a tree of arrays.
-      name: the kernel's, for messages.
-      otherwise: what computes the same by XLA, in operations that XLA can partition, with results of the same shapes
-        and dtypes; None: the caller asked for the kernel.
+      kernel: a function from arrays to a tree of arrays.
+      name: the kernel's name, for messages.
+      otherwise: a function that computes the same by XLA, in operations that XLA can partition, with results of the
+        same shapes and dtypes. None: the caller asked for the kernel, so a call that cannot run it is refused.
     """
 
     def run(*operands: jax.Array) -> Any:
@@ -53,10 +54,17 @@ def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] 
 
 
 def leave_to_xla(op: str, reason: str, *, must_fuse: bool) -> None:
-    """For what shows only after the choice: says once that XLA runs in the kernel's place.
+    """Warns, once for each reason, that XLA runs in the kernel's place.
+
+    For reasons that are found only after the fused kernel has been chosen, e.g. when the program is lowered.
+
+    Args:
+      op: the name of the operation.
+      reason: why the kernel cannot run.
+      must_fuse: whether the caller asked for the kernel.
 
     Raises:
-      NotImplementedError: the caller insists on the kernel.
+      NotImplementedError: the caller asked for the kernel.
     """
     if must_fuse:
         raise NotImplementedError(reason)
@@ -87,7 +95,7 @@ def _types(*operands: Any, kernel: Any, otherwise: Any, name: str) -> list[Any]:
 
 @_kernel_p.def_impl
 def _run(*operands: Any, **params: Any) -> Any:
-    # Only as part of a compiled program can it run, also inside `jax.disable_jit()`.
+    # A kernel can run only as part of a compiled program, so compile also inside `jax.disable_jit()`.
     with jax.disable_jit(False):
         return jax.jit(lambda *operands: _kernel_p.bind(*operands, **params))(*operands)
 
@@ -102,7 +110,7 @@ batching.primitive_batchers[_kernel_p] = _batch
 
 
 def _why_not_on_each_device(context: Any) -> str | None:
-    """Why a kernel in a module that is lowered for these devices would not run on each one's own operands."""
+    """Why a kernel that is lowered in this context would not run on each device's own operands; None if it would."""
     if hasattr(context, "manual_axes"):
         rest = {axis: size for axis, size in context.mesh.shape.items() if axis not in context.manual_axes}
         if math.prod(rest.values()) > 1:
@@ -122,7 +130,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str)
         )
         leave_to_xla(name, reason, must_fuse=otherwise is None)
         lowered = otherwise
-    # With the types that it was traced on.
+    # Lower the kernel with the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
     with _compat.without_varying_axes():
         return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)

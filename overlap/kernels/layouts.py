@@ -24,7 +24,7 @@ class OperandLayouts:
 
     @property
     def name(self) -> str:
-        """A letter for each operand, "t" for a transposed one."""
+        """Two letters, for `lhs` and `rhs`: "t" for a transposed operand, else "n"."""
         return ("t" if self.transpose_lhs else "n") + ("t" if self.transpose_rhs else "n")
 
     def m_k(self, lhs_shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,11 +1,12 @@
-"""The one predicate that says whether a fused kernel can run something: calls, chooser and tuner share it."""
+"""Whether a fused kernel can run a problem with a configuration. Calls, the chooser and the tuner share this check."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
@@ -26,21 +27,22 @@ class Sizes:
       m: rows of the left operand (of one shard, in a collective).
       n: columns of the right operand.
       k: the contraction dimension.
-      dtype: of both operands.
-      out_dtype: of what the kernel writes.
+      dtype: the dtype of the operands.
+      out_dtype: the dtype of what the kernel writes.
       layouts: how the operands lie in memory.
-      transport: how a fused collective moves its operand ("pull" or "ring") or parts of sums ("push"; "broadcast": the
-        sums as well, to all devices; "one_shot": all parts to all devices); empty: nothing moves.
-      m_name: what the caller calls `m`.
-      n_name: likewise `n`.
-      block_scaled: whether the operands have scales of blocks.
+      transport: how a fused collective moves data. "pull" and "ring" move an operand. "push" moves parts of sums;
+        "broadcast" moves parts, and then the sums to all devices; "one_shot" moves all parts to all devices. Empty:
+        nothing moves.
+      m_name: what the caller calls `m`, for messages.
+      n_name: what the caller calls `n`, for messages.
+      block_scaled: whether the operands have block scales.
     """
 
     m: int
     n: int
     k: int
-    dtype: Any
-    out_dtype: Any
+    dtype: DTypeLike
+    out_dtype: DTypeLike
     layouts: OperandLayouts = PLAIN
     transport: Literal["", "pull", "ring", "push", "broadcast", "one_shot"] = ""
     m_name: str = "m"
@@ -49,11 +51,11 @@ class Sizes:
 
 
 def check(sizes: Sizes, config: Config, target: Target) -> None:
-    """Whether the mainloop of a device can run this.
+    """Checks that the mainloop of a device can run this.
 
     Raises:
       ValueError: the configuration contradicts itself or exceeds the device.
-      NotImplementedError: the problem is fine and this kernel cannot serve it.
+      NotImplementedError: the problem is valid, but this kernel cannot serve it.
     """
     mainloop = mainloop_of(target)
     mainloop.check_types(sizes)
@@ -88,8 +90,8 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
                 f"{row} elements of {itemsize} bytes: pad {name} to a multiple of "
                 f'{TMA_ROW_BYTES // itemsize}, or use implementation="xla"'
             )
-    if (steps := ceil_div(k, config.tile_k)) % config.split_k:
+    if (k_steps := ceil_div(k, config.tile_k)) % config.split_k:
         raise NotImplementedError(
-            f"`split_k` must divide the {steps} steps of k={k} (tile_k={config.tile_k}), got {config.split_k}: name a "
-            'divisor, or use implementation="xla"'
+            f"`split_k` must divide the {k_steps} k steps of k={k} (tile_k={config.tile_k}), got {config.split_k}: "
+            'name a divisor, or use implementation="xla"'
         )

@@ -1,8 +1,8 @@
-"""What a mainloop is, whatever the architecture: the interface between the operations and the tensor cores.
+"""The interface of a mainloop, the same for all architectures, between the operations and the tensor cores.
 
 A mainloop runs all roles of one persistent CTA: it loads operand tiles, multiplies them, applies an epilogue and stores
-the results. Operations say through `Loop` which tiles these are, and through its hooks what else is to happen.
-`overlap.kernels.product_kernel` is the only caller.
+the results. An operation passes a `Loop`. It says which tiles the CTA computes and, by its hooks, what else the roles
+do. `overlap.kernels.product_kernel` is the only caller.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.layouts import PLAIN, OperandLayouts
 from overlap.kernels.partial_sums import PartialSums
 from overlap.kernels.stream_k import StreamK
+from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -26,25 +29,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class OperandTypes:
-    """What a mainloop must know of the operands to lay out its shared memory.
+    """What a mainloop must know about the operands to lay out its shared memory.
 
     Attributes:
-      m: rows of the left operand that one tile may take rows from.
-      dtype: of the left operand.
-      rhs_dtype: of the right operand.
-      out_dtype: of the result.
+      m: rows of the left operand from which one tile may take its rows (e.g. of one shard).
+      dtype: the dtype of the left operand.
+      rhs_dtype: the dtype of the right operand.
+      out_dtype: the dtype of the result.
       layouts: how the operands lie in memory.
       forwards: whether the forwarder warp passes operand tiles on (`Hooks.in_smem`).
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
       exchanges: whether parts of tiles are exchanged with peers (`Hooks.exchange`).
-      sends: whether they are sent to them from shared memory (`Exchange.sends`).
-      block_scaled: whether the operands have scales of blocks (`Hooks.block_scales_at`).
+      direct_sends: whether the parts are sent to the peers from shared memory (`Exchange.direct_sends`).
+      block_scaled: whether the operands have block scales (`Hooks.block_scales_at`).
     """
 
     m: int
-    dtype: Any
-    rhs_dtype: Any
-    out_dtype: Any
+    dtype: DTypeLike
+    rhs_dtype: DTypeLike
+    out_dtype: DTypeLike
     layouts: OperandLayouts = PLAIN
     forwards: bool = False
     addend: bool = False
@@ -55,33 +58,34 @@ class OperandTypes:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """What one CTA is to do.
+    """The work of one CTA.
 
     Attributes:
-      work: which tiles are its share.
-      tile_at: the tile order: from a tile's index to the tile, the same in every role.
+      work: which pieces of which tiles each CTA computes.
+      tile_at: the tile order: a function from a tile's index to the tile. All roles call it with the same indices.
       config: sizes.
-      hooks: where operands come from and results go, and what else is to happen.
+      hooks: where operands come from and results go, and what else the roles do.
       layouts: how the operands lie in memory.
-      partial: where the CTAs that share a tile meet; needed if `work.cuts`.
-      counter: deals the tiles to whichever CTAs run, one after the other; None: `work` deals them beforehand.
+      partial: where the CTAs that share a tile exchange their sums; needed if `work.cuts`.
+      counter: the counter from which running CTAs draw tiles, one after the other; None: `work` assigns the tiles to
+        CTAs in advance.
     """
 
     work: StreamK
-    tile_at: Callable[[Any], Tile]
+    tile_at: Callable[[Index], Tile]
     config: Config
     hooks: Hooks
     layouts: OperandLayouts = PLAIN
     partial: PartialSums | None = None
-    counter: Any = None
+    counter: SemaphoreRef | None = None
 
 
 class Mainloop(Protocol):
     """The matmul of one architecture.
 
     Attributes:
-      num_threads: warpgroups of a CTA.
-      compute_warpgroups: how many of them hold a part of the accumulator.
+      num_threads: how many warpgroups a CTA has (Pallas calls a warpgroup a thread).
+      compute_warpgroups: how many warpgroups take sums to where they are stored.
     """
 
     @property
@@ -91,7 +95,7 @@ class Mainloop(Protocol):
     def compute_warpgroups(self) -> int: ...
 
     def check_types(self, sizes: Sizes) -> None:
-        """Raises NotImplementedError if it does not take these dtypes and layouts."""
+        """Raises NotImplementedError if the mainloop does not take these dtypes and layouts."""
         ...
 
     def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
@@ -99,20 +103,22 @@ class Mainloop(Protocol):
         ...
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Any:
-        """The types of the shared memory that it needs, for `pl.run_scoped`."""
+        """The types of the shared memory that the mainloop needs, for `pl.run_scoped`."""
         ...
 
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
-        """Of a tile that is stored as boxes (`Hooks.exchange`): how many, and the rows and columns of each."""
+        """How many boxes a tile is stored as (`Hooks.exchange`), and the rows and columns of each box."""
         ...
 
     def run(self, loop: Loop, buffers: Any) -> None:
         """Runs all roles of this CTA. `buffers`: allocated from `buffer_types`."""
         ...
 
-    def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
-        """`vector_gmem[where]`, broadcast over the rows (`dimension` 0) or columns (1) of an epilogue's values.
+    def broadcast_vector(
+        self, vector_gmem: GmemRef, where: pl.Slice, shape: tuple[int, ...], dimension: int
+    ) -> jax.Array:
+        """`vector_gmem[where]`, broadcast to `shape`, of which it is dimension `dimension` (0 or 1).
 
-        Nothing checks where the vector ends: it must be filled up to whole tiles.
+        There are no bounds checks: the vector must be padded to whole tiles.
         """
         ...

@@ -1,15 +1,15 @@
-"""Where the CTAs that share a tile meet in global memory, and finish it together.
+"""How the CTAs that share a tile exchange their sums in global memory, and finish the tile together.
 
-Each has the f32 sums of the whole tile over its own k steps, and hands them over. Each then finishes a share of the
-columns, as soon as all have done so:
+Each of these CTAs has computed a piece of the tile: f32 sums of the whole tile over the CTA's own k steps. It stores
+these sums in global memory. When all CTAs of the tile have done so, each finishes a share of the columns:
 
-    2 CTAs, a warpgroup's half of 4 boxes:    CTA 0 adds and stores boxes 0, 1;  CTA 1 adds and stores boxes 2, 3
+    2 CTAs, a warpgroup tile of 4 boxes:    CTA 0 adds and stores boxes 0, 1;  CTA 1 adds and stores boxes 2, 3
 
-So what crosses the L2 is spread evenly over them. Where two warpgroups of a CTA have a half of the tile each, they work
-with their like in the others.
-Its own sums, too, a CTA reads back: the accumulator is then dead, and its registers are free for several loads at once.
+So the traffic through the L2 is spread evenly over the CTAs. If each of two warpgroups of a CTA has a half of the tile,
+a warpgroup exchanges its sums only with the warpgroups that have the same half in the other CTAs. A CTA also reads its
+own sums back: its accumulator is then dead, and the registers are free for several loads at once.
 
-The sums are added from the first part to the last, whoever adds them, so that results are deterministic.
+Every CTA adds the pieces from the first to the last, so that results are deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,24 +29,25 @@ from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import semaphore_signal, semaphore_wait
 from overlap.primitives.integers import quotient
+from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
-# Loads of so many parts are on their way at once: one round trip to the L2 instead of one for each.
+# So many pieces at most are loaded at the same time: one round trip to the L2 instead of one for each piece.
 UNROLLED_PIECES = 4
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialSums:
-    """Where they meet.
+    """The global memory through which the CTAs of a tile exchange their sums.
 
     Attributes:
-      sums: [workers, cluster · tile_m, tile_n] in f32: what each adds to the columns that others finish.
-      flags: [workers, cluster, parts of a tile]: whether a warpgroup's part of that is there; at most as many parts as
-        compute warpgroups.
+      sums: [workers, cluster · tile_m, tile_n] in f32: the sums of each worker (a CTA or a cluster).
+      flags: [workers, cluster, warpgroup tiles]: whether the sums of a warpgroup tile have been stored. An output tile
+        has at most as many warpgroup tiles as there are compute warpgroups.
     """
 
-    sums: Any
-    flags: Any
+    sums: GmemRef
+    flags: SemaphoreRef
 
 
 def partial_sums_type(work: StreamK, config: Config) -> jax.ShapeDtypeStruct:
@@ -62,27 +62,27 @@ def partial_sums_flags(work: StreamK, config: Config, compute_warpgroups: int) -
 
 @dataclasses.dataclass(frozen=True)
 class SharedPiece:
-    """One warpgroup's part of a piece of a tile that several CTAs share.
+    """One warpgroup's sums of a piece of a tile that several CTAs share.
 
     Attributes:
-      index: which part of the k steps this CTA has carried.
-      count: how many parts there are; static.
-      rank: this CTA's place in its cluster.
-      of_tile: which part of the tile this warpgroup has.
-      corner: first row and column of the warpgroup's values within the cluster's sums.
-      width: columns of a piece, which one CTA finishes.
+      index: the index of this CTA's piece among the pieces of the tile.
+      count: how many pieces the tile is cut into; static.
+      rank: this CTA's index in its cluster.
+      wg_tile_index: the index of the warpgroup's part of the output tile.
+      corner: first row and column of the warpgroup's values within the sums of the cluster.
+      box_width: columns of a box. Each box is finished by one CTA.
     """
 
-    index: Any
+    index: Index
     count: int
-    rank: Any
-    wg_tile_index: Any
-    corner: tuple[Any, Any]
+    rank: Index
+    wg_tile_index: Index
+    corner: tuple[Index, Index]
     box_width: int
 
 
-def share(piece: Any, boxes: int, pieces: int) -> tuple[Any, Any]:
-    """Which of `pieces` the CTA with one of `parts` parts finishes: the first, and the first that is not its."""
+def share(piece: Index, boxes: int, pieces: int) -> tuple[Index, Index]:
+    """Which boxes the CTA with piece `piece` of `pieces` finishes: the first one, and the one behind the last."""
     return quotient(piece * boxes + pieces - 1, pieces), quotient((piece + 1) * boxes + pieces - 1, pieces)
 
 
@@ -90,20 +90,21 @@ def finish_together(
     partial: PartialSums,
     shape: tuple[int, int],
     piece: SharedPiece,
-    hand_over: Callable[[Any], None],
-    load: Callable[[Any], jax.Array],
-    finish: Callable[[Any, Callable[[int, int, slice], jax.Array]], None],
+    hand_over: Callable[[GmemRef], None],
+    load: Callable[[GmemRef], jax.Array],
+    finish: Callable[[Index, Callable[[int, int, slice], jax.Array]], None],
 ) -> None:
     """Exchanges a warpgroup's sums with its counterparts in the tile's other CTAs, and finishes its share of columns.
 
     Args:
-      partial: where to meet.
+      partial: the memory for the exchange.
       shape: rows and columns of this warpgroup's sums.
-      part: whose they are.
-      hand_over: from a reference of that shape in global memory: stores this warpgroup's sums there, in f32.
-      load: from a block of sums in global memory to its values, as the mainloop keeps them in registers.
-      finish: called as `finish(index, total)` for each piece of the share; `total(row, rows, columns)` gives the
-        complete sums of some of its rows and columns.
+      piece: which sums these are.
+      hand_over: called with a reference of that shape in global memory: stores this warpgroup's sums there, in f32.
+      load: a function from a reference to a block of sums in global memory to its values, in the layout in which the
+        mainloop keeps values in registers.
+      finish: called as `finish(index, total)` for each box of the share; `total(row, rows, columns)` returns the
+        complete sums of some rows and columns of the box.
     """
     (first_row, first_column), (rows, columns), me = piece.corner, shape, lax.axis_index(GRID_AXIS)
     hand_over(partial.sums.at[me, pl.ds(first_row, rows), pl.ds(first_column, columns)])
@@ -113,11 +114,11 @@ def finish_together(
     @pl.when(begin < end)
     def _wait() -> None:
         @pl.loop(me - piece.index, me - piece.index + piece.count)
-        def _piece_of(worker: Any) -> None:
+        def _piece(worker: jax.Array) -> None:
             semaphore_wait(partial.flags.at[worker, piece.rank, piece.wg_tile_index], 1)
 
     @pl.loop(begin, end)
-    def _box(index: Any) -> None:
+    def _box(index: jax.Array) -> None:
         def total(row: int, rows: int, columns: slice) -> jax.Array:
             first = first_column + index * piece.box_width + columns.start
             where = pl.ds(first_row + row, rows), pl.ds(first, columns.stop - columns.start)
@@ -126,8 +127,8 @@ def finish_together(
         finish(index, total)
 
 
-def _total(sums: Callable[[Any], jax.Array], pieces: int) -> jax.Array:
-    """The sum of a block over the parts, first to last."""
+def _total(sums: Callable[[Index], jax.Array], pieces: int) -> jax.Array:
+    """The sum of a block over the pieces, from the first to the last."""
     if pieces > UNROLLED_PIECES:
         return lax.fori_loop(1, pieces, lambda i, total: total + sums(i), sums(0))
     return functools.reduce(operator.add, map(sums, range(pieces)))

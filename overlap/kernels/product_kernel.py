@@ -1,7 +1,7 @@
 """How every product of this library is launched: one persistent kernel around a mainloop.
 
-What differs between operations is in a `ProductKernel` (sizes, and the flags and shared memory of its transport) and in
-the function that makes the hooks: which tiles there are, where their operands lie, and what the communicator does.
+Operations differ in two things. A `ProductKernel` has the sizes, and the flags and shared memory of the transport. A
+`Body` has the tile order and the hooks: where operands lie, and what the communicator warp does.
 """
 
 from __future__ import annotations
@@ -26,54 +26,56 @@ from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives import addresses, marks, shared_semaphores
 from overlap.primitives.integers import in_32_bits
+from overlap.primitives.types import Index, SemaphoreRef
 
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """What a kernel's body has: references to global memory, and what its transport has asked for.
+    """The references that a kernel's body works with.
 
     Attributes:
-      inputs: the operands, in the structure in which they were given.
+      inputs: the operands, in the structure in which they were passed to `ProductKernel.launch`.
       outputs: the results, in the structure of their types.
       flags: one array of flags for each shape in `ProductKernel.flags`.
-      smem: for each type in `ProductKernel.smem`.
+      smem: one reference (or pytree of them) for each type in `ProductKernel.smem`.
     """
 
     inputs: Any
     outputs: Any
-    flags: tuple[Any, ...]
+    flags: tuple[SemaphoreRef, ...]
     smem: tuple[Any, ...]
 
 
 class Body(Protocol):
-    """What an operation makes of the references: its tiles, and where their operands lie."""
+    """What an operation does with the references: its tile order, and its hooks."""
 
-    def tile_at(self, index: Any) -> Tile:
+    def tile_at(self, index: Index) -> Tile:
         """The tile order: from a tile's index to the tile, the same in every role."""
         ...
 
     def hooks(self) -> Hooks:
-        """Where operands come from and results go, and what else is to happen."""
+        """Where operands come from and results go, and what else the roles do."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductKernel:
-    """What is static about a kernel.
+    """The static properties of a kernel.
 
     Attributes:
-      name: the kernel's.
-      target: the device; one CTA runs on each of its cores, or as many as fill whole clusters.
+      name: the name of the kernel.
+      target: the device. One CTA runs on each of its cores (with clusters: on as many cores as fill whole clusters).
       config: sizes.
       types: what the mainloop loads and stores.
-      work: which tiles there are, and how they are dealt to the CTAs.
-      flags: shapes of flags that all CTAs of the device share, zero at launch.
-      smem: types of shared memory beside the mainloop's.
-      peers_read: which of the inputs (counted as leaves of the tree) the peers read or write, in a kernel that is told
-        their addresses (`overlap/primitives/addresses.py`); empty: it is not told.
-      draws: whether tiles are drawn from a counter by whichever CTAs run, so that peers may wait for them.
-      transport: how it communicates, as `limits.Sizes` has it.
-      aliased_results: which of `peers_read` is the memory of which result: pairs of an operand and a result.
+      work: which tiles there are, and which CTA computes which of them.
+      flags: shapes of the flags that all CTAs of the device share; they are zero at launch.
+      smem: types of the shared memory that the transport needs beside the mainloop's.
+      peers_read: which of the inputs (indices of leaves of the tree) the peers read or write, in a kernel that is told
+        the peers' addresses (`overlap/primitives/addresses.py`); empty: the kernel is not told any.
+      draws: whether running CTAs draw the tiles from a counter, so that peers may wait for tiles.
+      transport: how the kernel communicates, as in `limits.Sizes`.
+      aliased_results: pairs of the index of an operand in `peers_read` and the index of a result: the result is written
+        to the operand's memory.
     """
 
     name: str
@@ -95,12 +97,15 @@ class ProductKernel:
 
     @in_32_bits
     def launch(self, inputs: Any, out_types: Any, body_of: Callable[[Refs], Body]) -> Any:
-        """Runs the kernel on a tree of arrays and returns a tree of results; all has been checked, by whoever plans.
+        """Runs the kernel on a tree of arrays and returns a tree of results. The caller has checked the operands.
 
         Args:
           inputs: the operands, a pytree.
           out_types: the results' types, a pytree of `jax.ShapeDtypeStruct`s.
-          body_of: from the kernel's references to what it does.
+          body_of: a function from the kernel's references to its body.
+
+        Raises:
+          ValueError: the configuration does not fit the types or the device.
         """
         config, work, types = self.config, self.work, self.types
         transport = self.transport or ("pull" if self.smem else "")
@@ -147,7 +152,7 @@ class ProductKernel:
         return jax.tree.unflatten(out_structure, results[: len(results_types)])
 
     def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:
-        """`body` with the grid and the threads that mainloops run on."""
+        """`body` as a kernel, with the grid, clusters and warpgroups that mainloops run on."""
         body.__name__ = self.name
         semantics, cluster = plgpu.LoweringSemantics.Warpgroup, self.config.cluster
         return plgpu.kernel(
@@ -159,7 +164,7 @@ class ProductKernel:
             cluster_names=(RANK_AXIS,) if cluster > 1 else (),
             num_threads=self.mainloop.num_threads,
             thread_name=THREAD_AXIS,
-            # The kernel sees for itself that its peers have begun, if it has any.
+            # No barrier of XLA before the kernel: if it has peers, it checks by itself that they have begun.
             compiler_params=addresses.Params(
                 lowering_semantics=semantics, peers_read=self.peers_read, aliased_results=self.aliased_results
             )

@@ -1,65 +1,68 @@
-"""How the output tiles are dealt to the CTAs: whole tiles in full waves, the rest cut along k.
+"""Which CTA computes which output tiles: whole tiles in full waves, and the remaining tiles cut along k.
 
-132 CTAs that compute one tile each at a time finish 180 tiles no sooner than 264. So of the tiles that are left after
-the last full wave, each may be cut into equal parts along k, as many as there are CTAs for:
+132 CTAs that compute one tile each at a time need as long for 180 tiles as for 264. So each tile that is left after the
+last full wave may be cut into equal *pieces* along k, as many as there are CTAs for:
 
-    48 tiles left, 132 CTAs, 2 parts:    CTA      0        1        2        3     …     95      96 … 131
-                                         tile     0        0        1        1     …     47      idle
-                                         k     1st half 2nd half 1st half 2nd half    2nd half
+    48 tiles left, 132 CTAs, 2 pieces:    CTA      0        1        2        3     …     95      96 … 131
+                                          tile     0        0        1        1     …     47      idle
+                                          k     1st half 2nd half 1st half 2nd half    2nd half
 
-Those that share a tile each finish a share of its columns: they hand each other their f32 sums (`PartialSums`) and add
-them, always in the same order, so that results are deterministic. They are CTAs in a row, so as many resident ones as a
-tile has parts suffice.
+The CTAs that share a tile exchange their f32 sums (`PartialSums`). Each then finishes a share of the columns. It adds
+the sums always in the same order, so that results are deterministic. The CTAs of a tile have consecutive indices. So it
+is enough that as many CTAs run at the same time as a tile has pieces.
 
-Stretches of unequal parts that fill all CTAs exactly (stream-K) were measured too: what the last 5% of the cores save,
-the longer chains of sums and the loss of lockstep between tiles that share operands cost again (H200).
+Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). It uses the last 5% of the
+cores, but loses the gain again by longer chains of sums, and since tiles that share operands no longer run in lockstep.
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
-(PPoPP 2023), which this is the fixed-split hybrid of.
+(PPoPP 2023). This module has the fixed-split hybrid of that paper.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.primitives.integers import choose, quotient, remainder, smaller
+from overlap.primitives.types import Index
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A stretch of one tile's k steps, carried by one CTA; all are ints or int32 scalars.
+    """Consecutive k steps of one tile (often all of them) that one CTA computes.
 
     Attributes:
       tile: index of the tile in the tile order.
-      k_first: its first k step.
-      k_steps: how many.
-      before: k steps that this CTA has carried before, over all its pieces.
-      parts: into how many parts the tile is cut; 1: it is not.
-      part: which of them this is. The CTA before this one carries the part before it, and so on.
-      ordinal: how many pieces this CTA has carried before.
+      k_first: the first k step of the piece.
+      k_steps: how many k steps the piece has.
+      before: how many k steps this CTA has computed before this piece, in all its earlier pieces.
+      pieces_per_tile: how many pieces the tile is cut into; 1: it is not cut.
+      index_in_tile: the index of this piece among the pieces of the tile. The CTA before this one computes the piece
+        before this one, and so on.
+      ordinal: how many pieces this CTA has computed before.
     """
 
-    tile: Any
-    k_first: Any
-    k_steps: Any
-    before: Any
-    pieces_per_tile: Any = 1
-    index_in_tile: Any = 0
-    ordinal: Any = 0
+    tile: Index
+    k_first: Index
+    k_steps: Index
+    before: Index
+    pieces_per_tile: Index = 1
+    index_in_tile: Index = 0
+    ordinal: Index = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamK:
-    """The pieces of each CTA: whole tiles in full waves, then at most one tile or part of what is left.
+    """The pieces of each CTA: whole tiles in full waves, then at most one tile, or piece of a tile, of the rest.
+
+    With clusters, a "CTA" here is a whole cluster, and a tile is the tile of a cluster.
 
     Attributes:
       tiles: output tiles of the device.
-      k_steps: k steps of each.
-      num_ctas: CTAs (or clusters of them) of the grid; each visits its pieces in order.
-      most_parts: into how many parts a tile may be cut; 1: none is.
+      k_steps: k steps of each tile.
+      num_ctas: CTAs (or clusters) of the grid. Each computes its pieces in order.
+      max_pieces: into how many pieces a tile may be cut at most; 1: no tile is cut.
     """
 
     tiles: int
@@ -84,7 +87,7 @@ class StreamK:
 
     @property
     def pieces_per_tile(self) -> int:
-        """Into how many parts each tile that is left is cut: no more than there are CTAs and k steps for."""
+        """How many pieces each tile that is left is cut into: no more than there are CTAs and k steps for."""
         return min(self.max_pieces, self.num_ctas // max(self.left, 1), self.k_steps) if self.left else 1
 
     @property
@@ -94,24 +97,24 @@ class StreamK:
 
     @property
     def workers(self) -> int:
-        """How many CTAs share what is left."""
+        """How many CTAs compute pieces of the tiles that are left."""
         return self.left * self.pieces_per_tile
 
-    def pieces(self, cta: Any) -> Any:
-        """How many pieces a CTA carries."""
+    def pieces(self, cta: Index) -> Index:
+        """How many pieces a CTA computes."""
         return self.full_waves + choose(cta < self.workers, 1, 0)
 
-    def total_k_steps(self, cta: Any) -> Any:
-        """How many k steps a CTA carries in all."""
+    def total_k_steps[I: Index](self, cta: I) -> I:
+        """How many k steps a CTA computes in all."""
         return self.full_waves * self.k_steps + choose(cta < self.workers, self._cut_k_steps(cta)[1], 0)
 
-    def _cut_k_steps(self, cta: Any) -> tuple[Any, Any]:
-        """First k step of the part of a worker, and its length; the first parts may be one step longer."""
+    def _cut_k_steps(self, cta: Index) -> tuple[Index, Index]:
+        """First k step and length of a worker's piece of a cut tile; the first pieces may be one k step longer."""
         length, longer = divmod(self.k_steps, self.pieces_per_tile)
         index = remainder(cta, self.pieces_per_tile)
         return index * length + smaller(index, longer), length + choose(index < longer, 1, 0)
 
-    def piece(self, cta: Any, ordinal: Any) -> Piece:
+    def piece(self, cta: Index, ordinal: Index) -> Piece:
         """Piece number `ordinal` of a CTA."""
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         if not self.cuts:

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: the kind of device, its number of cores (SMs) and its shared memory."""
+"""The device that a kernel is compiled for: its kind, its number of cores (SMs) and its shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 from overlap import _settings, emulation
 
-# The same for Hopper and Blackwell.
+# The most shared memory of a CTA, the same on Hopper and Blackwell.
 SMEM_BYTES = 232448
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 BLACKWELL_NAMES = ("B100", "B200", "B300", "GB200", "GB300")
@@ -40,18 +40,23 @@ class Target:
 
     @property
     def is_blackwell(self) -> bool:
-        """Whether the Blackwell kernels run here: on a GPU of the data-centre kind, or emulated on a CPU."""
+        """Whether the Blackwell kernels run here: on a data-centre Blackwell GPU, or emulated on a CPU."""
         return any(name in self.kind for name in BLACKWELL_NAMES)
 
 
-# What a CPU device stands for, behind its own kind; part of the cache key of `jax.jit`, since kernels differ.
+# What is appended to the kind of a CPU device, for the architecture that is emulated on it.
 _EMULATED_KINDS = {"hopper": "", "blackwell": " as NVIDIA B200"}
+# Part of the cache key of `jax.jit`, since the kernels of the architectures differ.
 _emulated = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
-    """Within this context kernels on CPU devices are those of an architecture, whatever $OVERLAP_EMULATED_GPU says."""
+    """A context in which CPU devices run the kernels of an architecture, whatever $OVERLAP_EMULATED_GPU says.
+
+    Raises:
+      ValueError: `architecture` is neither "hopper" nor "blackwell".
+    """
     if architecture not in _EMULATED_KINDS:
         raise ValueError(f"`architecture` must be {' or '.join(_EMULATED_KINDS)}, got {architecture!r}")
     with _emulated(architecture):
@@ -59,12 +64,15 @@ def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
 
 
 def current_target(mesh: Any = None) -> Target:
-    """The device that the code being traced is for: that of the enclosing mesh, else the default device.
+    """The device that the code being traced will run on: a device of the enclosing mesh, else the default device.
 
     A CPU device has as many cores as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.
 
     Args:
-      mesh: the mesh whose devices are meant, instead of the enclosing one.
+      mesh: the mesh whose device to take, instead of the enclosing mesh.
+
+    Raises:
+      RuntimeError: a GPU does not say how many cores it has.
     """
     if isinstance(mesh, jax.sharding.Mesh):
         mesh = mesh.abstract_mesh

@@ -1,21 +1,22 @@
-"""In which order the tiles of an m × n grid are visited: bands, so that what is in L2 is used again."""
+"""The order in which the tiles of an m × n grid are visited: in bands, so that operands are found in the L2 cache."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 from overlap.kernels.config import Config
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder
+from overlap.primitives.types import Index
 
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
     """A snake through bands of `width` tile rows or columns.
 
-    The minor dimension runs fastest and the band is `width` tiles wide along it: with `minor="m"`, a band holds
-    `width` tile rows, and the walk goes down those rows, then one column on. Every second band is walked backwards, so
-    that it begins with the operand tiles with which the one before it ended.
+    The minor dimension runs fastest, and a band is `width` tiles wide along it. With `minor="m"` a band has `width`
+    tile rows, and the walk goes down these rows, then one column on. Every second band is walked backwards, so that it
+    begins with the operand tiles with which the band before it ended.
 
     Attributes:
       m_tiles: tile rows of the grid.
@@ -31,17 +32,17 @@ class TileOrder:
 
     @staticmethod
     def of(m: int, n: int, config: Config) -> TileOrder:
-        """The order of an m × n result's tiles; a tile is that of a whole cluster."""
+        """The order of the tiles of an m × n result; a tile here is the tile of a whole cluster."""
         rows, columns = config.cluster_tile
         return TileOrder(ceil_div(m, rows), ceil_div(n, columns), config.order_minor, config.order_width)
 
     @property
     def tiles(self) -> int:
-        """Tiles of the grid."""
+        """How many tiles the grid has."""
         return self.m_tiles * self.n_tiles
 
-    def __call__(self, index: Any) -> tuple[Any, Any]:
-        """Tile row and column of step `index` (an int or an int32 scalar, 0 ≤ index < tiles)."""
+    def __call__[I: Index](self, index: I) -> tuple[I, I]:
+        """Row and column of the tile that is visited as number `index`, 0 ≤ index < tiles."""
         minor_tiles, major_tiles = (self.m_tiles, self.n_tiles) if self.minor == "m" else (self.n_tiles, self.m_tiles)
         width = min(self.width, minor_tiles)
         full_bands, rest = divmod(minor_tiles, width)
@@ -50,8 +51,9 @@ class TileOrder:
         major, minor = quotient(within, width), remainder(within, width)
         if rest:
             in_rest = band == full_bands
-            # The same number as `within`. Of two divisions of one number the compiler makes one by whichever divisor it
-            # is, which is no multiplication any more but a call of a function.
+            # In the last band this is the same number as `within`. It is computed anew, because the compiler merges two
+            # divisions of one value into one division by a selected divisor. That is no longer a multiplication by a
+            # constant, but a function call.
             in_last = index - full_bands * (width * major_tiles)
             major = choose(in_rest, quotient(in_last, rest), major)
             minor = choose(in_rest, remainder(in_last, rest), minor)

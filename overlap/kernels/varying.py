@@ -1,8 +1,9 @@
-"""Along which mesh axes a value differs from device to device: the types of `jax.shard_map(..., check_vma=True)`.
+"""The mesh axes along which a value differs from device to device: the types of `jax.shard_map(..., check_vma=True)`.
 
-With `check_vma=True`, jax's default, each value's type names the manual axes that it *varies* along. Along the others
-it is the same on all devices. jax derives the type of every result, and the sums over devices that a gradient needs.
-With `check_vma=False` the types name no axis, and all functions here leave values as they are.
+With `check_vma=True`, jax's default, the type of each value names the manual axes along which it *varies*. Along the
+other axes the value is the same on all devices. From these types jax derives the type of every result, and the sums
+over devices that a gradient needs. With `check_vma=False` the types name no axis, and the functions of this module
+leave values as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def axes_of(*values: Any) -> frozenset[Any]:
 
 
 def varying(value: Any, axes: Iterable[Any]) -> Any:
-    """The same value, typed as varying along `axes` as well. The gradient is then summed along these."""
+    """The same value, typed as varying along `axes` as well. Its gradient is then summed along these axes."""
     missing = tuple(axis for axis in axes if axis not in axes_of(value))
     return lax.pcast(value, missing, to="varying") if missing else value
 
@@ -35,9 +36,9 @@ def alike(tree: Any) -> Any:
 
 
 def summed_like(cotangent: jax.Array, operand: Any) -> jax.Array:
-    """A cotangent summed along the axes that the type of its operand does not vary along.
+    """A cotangent, summed along the axes along which the type of its operand does not vary.
 
-    An operand that is the same on several devices takes part in what each of them computes.
+    An operand that is the same on several devices contributes to what each of them computes.
     """
     wanted = operand.manual_axis_type.varying
     axes = tuple(sorted(axes_of(cotangent) - wanted, key=str))
@@ -48,14 +49,18 @@ def summed_like(cotangent: jax.Array, operand: Any) -> jax.Array:
 def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:
     """One device's part of a cotangent that may be the same on all devices along some of `axes`.
 
-    For where the parts of all devices are summed: a cotangent that is the same everywhere would be counted many times.
+    Use it where the parts of all devices are summed afterwards. A cotangent that is the same on all devices would
+    otherwise be counted once for each device.
     """
     common = tuple(axis for axis in axes if axis not in axes_of(cotangent))
     return varying(cotangent, common) / lax.axis_size(common) if common else cotangent
 
 
 def same_along(value: jax.Array, axes: Iterable[Any]) -> jax.Array:
-    """A value that is known to be the same on all devices along `axes`, so typed; for instance gathered along them."""
+    """The same value, typed as equal on all devices along `axes`.
+
+    For values that the caller knows to be equal there, for instance because they were gathered along these axes.
+    """
     known = tuple(axis for axis in axes if axis in axes_of(value))
     return same_along_p.bind(value, axes=known) if known else value
 

@@ -1,4 +1,4 @@
-"""`matmul`: the mainloop alone, on one GPU."""
+"""`matmul`: the product on each GPU by itself, by the same mainloop as the collective operations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SCALES = ("lhs_scale", "rhs_scale")
 
 @dataclasses.dataclass(frozen=True)
 class Matmul(Operation):
-    """The operation of one GPU. It gathers nothing, and has all keywords."""
+    """The operation of one GPU. It communicates nothing, and takes all keywords."""
 
     name = "matmul"
     epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
@@ -53,7 +53,7 @@ class Matmul(Operation):
         sharded.require_no_partitioner_axes()
 
     def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
-        """By the kernel where that can be, else by XLA."""
+        """lhs @ rhs, by the kernel where it can serve these operands, else by XLA."""
         operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
@@ -69,12 +69,14 @@ class Matmul(Operation):
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        # The cache of `jax.jit` keeps its static arguments.
+        # The plan is a static argument, which the cache of `jax.jit` keeps alive. So drop the
+        # caller's function from it.
         kept = (
             plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.without_function)
         )
         rows = as_rows(operands, plan.layouts)
-        # What a kernel records leaves it by the side, which neither a cached nor a sealed function lets through.
+        # A recording collects the kernel's entries as a side effect of tracing. Neither a cached nor a sealed function
+        # would let them out.
         out = (_launch if marks.current() is None else product.launch)(rows, kept)
         return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
 
@@ -83,7 +85,7 @@ MATMUL = Matmul()
 
 
 def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
-    """The kernel, or the same by XLA where XLA's partitioner may split it and the caller does not insist."""
+    """The kernel as one operation; where XLA's partitioner may split it, XLA's product, unless the caller insists."""
     leaves, structure = jax.tree.flatten(operands)
 
     def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
@@ -96,7 +98,7 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
 
 
-# Outside `jax.jit` each call would otherwise trace, and so compile, its kernel anew.
+# Without this `jax.jit`, each call outside of the user's `jax.jit` would trace and compile its kernel anew.
 _launch = jax.jit(_sealed, static_argnums=1)
 
 
@@ -110,7 +112,16 @@ def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
 
 
 def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
-    """From the operation of one device to the result, each device's part computed by itself: see `sharded`.
+    """How a call on sharded global arrays is cut into one product for each device: see `sharded`.
+
+    Args:
+      mesh: the mesh of the operands' types.
+      arrays: the array arguments of `matmul` by name.
+      keywords: the other arguments.
+
+    Returns:
+      A function that calls the operation of one device, with the same arguments as `matmul`, on the shards of each
+      device, and returns the global result.
 
     Raises:
       ValueError, NotImplementedError: as `normalize` does for the whole call, and `sharded.product_sharding`.
@@ -124,7 +135,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
             scale = given[name]
             operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
     if keywords.get("activation") is not None:
-        # What it captures belongs to the whole, and each device gets its part of that like of the rest.
+        # Scalars that the activation captures are global arrays too. So they are cut like the other operands.
         applied, scalars = activations.traced(keywords["activation"], wide)
         keywords = keywords | {"activation": applied}
         operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
@@ -133,7 +144,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         named = {name: x for name, x in parts.items() if "[" not in name}
         return named | {"scalars": tuple(x for name, x in parts.items() if "[" in name)} | keywords
 
-    # On types that say nothing of any mesh.
+    # Check the whole call, on types without a mesh.
     bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
     jax.eval_shape(lambda parts: normalize(MATMUL, **of_call(parts)).operands, bare)
     batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
@@ -142,13 +153,13 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         "rhs": ("n", "k") if keywords.get("transpose_rhs") else ("k", "n"),
         "addend": ("m", "n"),
     }
-    # Those of blocks lie as their operand.
+    # Block scales have the dimensions of their operand.
     matrices |= {name: matrices[name.removesuffix("_scale")] for name in blocks}
 
     def dimensions(name: str, x: jax.Array) -> tuple[Any, ...]:
         if name in matrices:
             return (*batch[: x.ndim - 2], *matrices[name])
-        # Along the rows or the columns; a factor of all is of size 1 everywhere.
+        # Scales and the bias lie along the rows or the columns. A scalar factor has size 1 in all dimensions.
         *leading, last = ("m", None) if name == "lhs_scale" else (None, "n")
         own = (*batch[: max(x.ndim - 2, 0)], *leading, last)
         own = own[len(own) - x.ndim :]
@@ -159,31 +170,36 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
 
 
 def decide(
-    lhs: Any, rhs: Any, *, config: Config | None = None, implementation: str | None = None, mesh: Any = None,
+    lhs: Any,
+    rhs: Any,
+    *,
+    config: Config | None = None,
+    implementation: str | None = None,
+    mesh: Any = None,
     **keywords: Any,
-) -> Explanation:  # fmt: skip
-    """Checks a call of `matmul` and says what would run. Same arguments and errors."""
+) -> Explanation:
+    """Checks a call of `matmul` and says what would run. Takes the arguments of `matmul` and raises the same errors."""
     call.check_choice(config, implementation)
     arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ARRAYS[2:]}
     of_types = sharded.mesh_of(*jax.tree.leaves(arrays))
     explained = functools.partial(call.explain, prepare, config=config, implementation=implementation, mesh=mesh)
     if of_types is None:
         return explained(**arrays, **keywords)
-    of_parts: list[Explanation] = []
+    explanations: list[Explanation] = []
 
-    def of_part(**of_part: Any) -> jax.Array:
-        of_parts.append(explained(**of_part))
-        checked = normalize(MATMUL, **of_part)
+    def of_shard(**of_shard: Any) -> jax.Array:
+        explanations.append(explained(**of_shard))
+        checked = normalize(MATMUL, **of_shard)
         _, m, (n,), _ = checked.sizes
         return jnp.zeros((*checked.batch, m, n))
 
     try:
-        jax.eval_shape(lambda arrays: _cut(of_types, arrays, keywords)(of_part), arrays)
+        jax.eval_shape(lambda arrays: _cut(of_types, arrays, keywords)(of_shard), arrays)
     except NotImplementedError as cannot:
         if implementation == "fused":
             raise
         return Explanation("matmul", "xla", None, str(cannot), dispatch.target(mesh))
-    return of_parts[0]
+    return explanations[0]
 
 
 def matmul(
@@ -201,29 +217,31 @@ def matmul(
     config: Config | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend) on each GPU, by the mainloop of all operations.
+    """activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend), computed by each GPU for itself.
 
     Args:
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
         floating-point dtype.
-      rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype (float8 kinds may be mixed). Leading dimensions
-        as in `lhs`, or none in one of the two.
-      addend: [..., m, n] or [m, n], added before the activation; taken in the dtype of the result.
+      rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype as `lhs` (float8 kinds may be mixed). Same
+        leading dimensions as `lhs`, or one of the two has none.
+      addend: [..., m, n] or [m, n], added before the activation; converted to the dtype of the result first.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It is traced
-        once, at the call. What is not provably elementwise is refused. Scalars that it captures become operands of the
-        call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are unrolled.
-        What the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) is left to XLA.
+        once, at the call. A function that is not provably elementwise is refused. Scalars that it captures become
+        operands of the call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are
+        unrolled. With a function that the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) XLA
+        runs the whole operation.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
-      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column. Or both are
-        scales of *blocks* (mxfp8): float8_e8m0fnu, of the operands' shapes with k / 32 in place of k, for float8
-        operands and k a multiple of 32. Each 32 elements along k are multiplied by one before the product, by the
-        tensor cores of Blackwell, or by XLA in bfloat16. They have no derivative.
+      rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
+        Or `lhs_scale` and `rhs_scale` are both *block scales* (mxfp8): float8_e8m0fnu, of the operands' shapes with
+        k / 32 in place of k. The operands must then be float8, and k a multiple of 32. Each 32 elements along k are
+        multiplied by one block scale before the product, by the tensor cores of Blackwell, or by XLA in bfloat16.
+        Block scales have no derivative.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
-      transpose_lhs: `lhs` lies transposed in memory. It is read as it is.
-      transpose_rhs: `rhs` lies transposed in memory.
+      transpose_lhs: whether `lhs` is stored transposed. The kernel reads it as it lies, without a copy.
+      transpose_rhs: whether `rhs` is stored transposed. The kernel reads it as it lies, without a copy.
       config: tile sizes of the kernel; by default from a table of measurements, else by a model.
       implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose.
 
@@ -236,14 +254,16 @@ def matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
     Works under `jax.jit`, `jax.vmap` and `lax.scan`, and has derivatives of any order. The backward pass uses the same
-    kernel where its operands have the dtype that the kernel needs; behind a scale or an activation, and for results
-    of another dtype, cotangents are in float32, and XLA multiplies them. Forward mode (`jax.jvp`) runs by XLA.
+    kernel where its operands have a dtype that the kernel takes. Behind a scale or an activation, and for results of
+    another dtype than the operands', cotangents are in float32, and XLA multiplies them. Forward mode (`jax.jvp`) runs
+    by XLA.
 
-    On several devices: inside `jax.shard_map` each device computes the product of what it holds. Outside, operands that
-    are sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n are multiplied part by
-    part, and the result is sharded as they are; a sharded k goes to XLA, or is a ValueError where both operands have
-    it. `jax.vmap` over a sharded dimension goes to XLA. Along Auto axes XLA's partitioner decides, and it cannot split
-    a kernel: XLA runs, or `implementation="fused"` raises NotImplementedError.
+    On several devices: inside `jax.shard_map` each device computes the product of its shards. Outside, operands may be
+    sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n. Each device then multiplies
+    its shards, and the result is sharded as the operands are. If k is sharded, XLA runs; if it is sharded in both
+    operands, ValueError is raised. XLA also runs for `jax.vmap` over a sharded dimension. Along Auto axes XLA's
+    partitioner decides, and it cannot split a kernel: XLA runs, or `implementation="fused"` raises
+    NotImplementedError.
 
     Example:
       >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)

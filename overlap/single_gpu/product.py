@@ -1,10 +1,10 @@
-"""The kernel behind `matmul`: the mainloop over batches, tiles and parts of k, with an epilogue.
+"""The kernel behind `matmul`: the mainloop over batch elements, tiles and pieces of k, with an epilogue.
 
     out[b] = activation(row_scale[b] · (lhs[b] @ rhs[b]) · column_scale + bias + addend[b])
 
-Any operand may lack the batch dimension; it then serves all batch elements. With `Config.split_k` > 1 each part of k is
-a tile of its own whose f32 result goes to a buffer of its own; XLA adds the parts, always in the same order, and
-applies the epilogue.
+Any operand may lack the batch dimension; it is then used for all batch elements. With `Config.split_k` > 1 each piece
+of k is computed as a tile of its own, and its f32 result is stored in a buffer of its own. XLA adds the pieces, always
+in the same order, and applies the epilogue.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import ceil_div, in_32_bits, quotient, remainder
+from overlap.primitives.types import GmemRef, Index
 
 NAME = "overlap_matmul"
 
 
 @in_32_bits
 def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
-    """Runs the kernel; everything has been checked. Returns [(batch,) m, n]."""
+    """Runs the kernel on checked operands. Returns [(batch,) m, n]."""
     config: Any = plan.config
     split = config.split_k
     batch, m, (n,), k = sizes(operands, plan.layouts)
@@ -53,8 +54,8 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     return by_xla.finish((product,), operands, plan.out_dtype, plan.kernel_activation(operands))[0]
 
 
-def _matrices(operands: Operands, out_dtype: Any, plan: LaunchPlan) -> Operands:
-    """The operands that the mainloop loads. An addend passes through the buffer of the result."""
+def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Operands:
+    """The operands that the mainloop loads. An addend gets the result's dtype, as it shares the epilogue buffers."""
     addends, config, layouts = operands.addends, plan.config, plan.layouts
     assert config is not None
     matrices = dataclasses.replace(
@@ -79,13 +80,13 @@ def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernel's body: its tiles, and where their operands lie.
+    """The kernel's body: its tile order, and where the operands of a tile lie.
 
     Attributes:
-      kernel: what is static about it.
-      order: the tiles of one batch element, or one part of k.
-      k_steps: of such a tile.
-      program: of the activation; None for none.
+      kernel: the static properties of the kernel.
+      order: the order of the tiles of one batch element, or of one piece of k of a batch element.
+      k_steps: how many k steps each tile has.
+      program: the activation; None: there is none.
       refs: the kernel's references.
     """
 
@@ -95,12 +96,13 @@ class _Body:
     program: epilogue.Program | None
     refs: Refs
 
-    def tile_at(self, index: Any) -> Tile:
+    def tile_at(self, index: Index) -> Tile:
         config = self.kernel.config
-        step = quotient(index, self.order.tiles)
-        row, column = own_tile(config, *self.order(index - step * self.order.tiles))
-        part = remainder(step, config.split_k)
-        return Tile(step, row, column, k_first=part * self.k_steps)
+        # The index of the result: of a batch element, or of a piece of k of a batch element.
+        result = quotient(index, self.order.tiles)
+        row, column = own_tile(config, *self.order(index - result * self.order.tiles))
+        piece = remainder(result, config.split_k)
+        return Tile(result, row, column, k_first=piece * self.k_steps)
 
     def hooks(self) -> Hooks:
         (matrices, _), out_gmem = self.refs.inputs, self.refs.outputs
@@ -119,11 +121,11 @@ class _Body:
         left, right = (self._of_batch(ref, tile, rank=3) for ref in scales)
         return BlockScales(left, tile.m, right, tile.n)
 
-    def _of_batch(self, ref: Any, tile: Tile, rank: int = 2) -> Any:
-        """An operand's part for the batch element of a tile, if it has a batch."""
+    def _of_batch(self, ref: GmemRef, tile: Tile, rank: int = 2) -> GmemRef:
+        """The operand of a tile's batch element; an operand of `rank` dimensions serves all batch elements."""
         return ref.at[quotient(tile.step, self.kernel.config.split_k)] if len(ref.shape) > rank else ref
 
-    def _epilogue_at(self, tile: Tile) -> Any:
+    def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
         _, vectors = self.refs.inputs
         scale = vectors.row_scale
         of_tile = dataclasses.replace(vectors, row_scale=None if scale is None else self._of_batch(scale, tile, 1))

@@ -1,10 +1,11 @@
-"""What the Blackwell mainloop can run, and how much shared memory and tensor memory that takes."""
+"""What the Blackwell mainloop can run, and how much shared memory and tensor memory it needs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.kernels.block_scales import SCALE_TILE_BLOCKS, SCALE_TILE_BYTES, SCALE_TILE_ROWS
 from overlap.kernels.config import SWIZZLE_BYTES, Config
@@ -16,54 +17,56 @@ if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
-# Lanes of the tensor memory: rows of an accumulator.
+# The tensor memory has 128 lanes. Each holds a row of an accumulator.
 TILE_M = 128
 TENSOR_MEMORY_COLUMNS = 512
-# One is filled by the tensor cores while the other one is read by the epilogue.
+# The tensor cores fill one accumulator while the epilogue reads the other one.
 ACCUMULATORS = 2
-# Buffers for what peers have computed of a tile, so that one box is on its way while another one is added.
+# Buffers for terms (parts of a tile from peers), so that one box is loaded while another one is added.
 TERM_BUFFERS = 2
-# Of scales of blocks: one for each operand.
+# Scale tiles of a k step: one for each operand.
 SCALE_TILES = 2
-# Where the tensor memory begins that has been allocated.
+# Shared memory for the address of the allocated tensor memory.
 ADDRESS_BYTES = 4
 
 
 def rhs_columns(config: Config) -> int:
-    """How many columns of the right operand one CTA loads: of a pair of CTAs, each loads half."""
+    """How many columns of the right operand one CTA loads; each CTA of a pair loads half."""
     return config.tile_n // config.cluster
 
 
 def tensor_memory_columns(config: Config, *, block_scaled: bool = False) -> int:
-    """Columns of tensor memory that the accumulators take, and the scales of blocks of all stages."""
-    # A piece is 4 columns of 32 lanes, and all four quarters of the lanes have a copy.
+    """Columns of tensor memory that the accumulators take, and the block scales of all stages."""
+    # A scale tile takes 4 columns of 32 lanes, and each of the four quarters of the lanes holds a copy.
     scales = SCALE_TILES * config.stages * SCALE_TILE_BLOCKS if block_scaled else 0
     return ACCUMULATORS * config.tile_n + scales
 
 
-def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "", *, block_scaled: bool = False) -> int:
-    """Shared memory of one CTA in bytes, barriers included; with the buffers of a transport."""
+def smem_bytes(
+    config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport: str = "", *, block_scaled: bool = False
+) -> int:
+    """Shared memory of one CTA in bytes, with its barriers and with the buffers of the transport."""
     row_bytes = config.tile_k * jnp.dtype(dtype).itemsize
     operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * row_bytes
     epilogue_bytes = limits.epilogue_bytes(config, config.tile_m, jnp.dtype(out_dtype))
     term_bytes = TERM_BUFFERS * config.tile_m * SWIZZLE_BYTES if transport in EXCHANGING else 0
-    # Two for each buffer; and a second one for tiles that have been stored.
+    # Two barriers for each buffer; and a second barrier for tiles that have been stored.
     term_barriers = 2 * TERM_BUFFERS + 1 if transport in EXCHANGING else 0
     barriers = 2 * config.stages + 2 * ACCUMULATORS + term_barriers
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, config.tile_m)
-    # The compiler rounds the buffer of each operand up.
+    # The compiler rounds up the scale buffer of each operand.
     scale_bytes = ceil_div(config.stages * SCALE_TILE_BYTES, RESERVED_BYTES) * RESERVED_BYTES if block_scaled else 0
     buffer_bytes = operand_bytes + epilogue_bytes + term_bytes + transport_bytes + SCALE_TILES * scale_bytes
     return buffer_bytes + barriers * BARRIER_BYTES + ADDRESS_BYTES
 
 
 def check_types(sizes: Sizes) -> None:
-    """Whether the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
+    """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
     limits.check_dtypes(sizes)
 
 
 def check_config(sizes: Sizes, config: Config, target: Target) -> None:
-    """Whether a configuration fits itself, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
+    """Checks a configuration: its sizes, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
     if config.swap_operands:
         raise ValueError(f"`swap_operands` must be False on {target.kind}, got True: leave it out of `config`")
     if config.tile_m != TILE_M:
@@ -74,7 +77,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
             f"next in any case, got {config.schedule!r}: leave it out of `config`"
         )
     limits.check_tile_k(sizes, config)
-    # A right operand whose rows run along n is loaded in boxes of 128 bytes of these.
+    # A right operand whose rows run along n is loaded in boxes of 128 bytes along n.
     width = TILE_N_UNIT if sizes.layouts.transpose_rhs else SWIZZLE_BYTES // jnp.dtype(sizes.dtype).itemsize
     unit = width * config.cluster
     if config.tile_n % unit or config.tile_n > TMA_BOX_LIMIT:
@@ -89,8 +92,8 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         )
     if config.cluster > 1 and sizes.transport == "ring":
         raise ValueError(
-            "`cluster` must be 1 by the transport 'ring' on Blackwell (of a pair's operands only the first CTA knows "
-            f"that they are there), got {config.cluster}: leave it out of `config`"
+            "`cluster` must be 1 by the transport 'ring' on Blackwell (only the first CTA of a pair knows when the "
+            f"operands are there), got {config.cluster}: leave it out of `config`"
         )
     if sizes.block_scaled:
         _check_block_scales(config)

@@ -1,34 +1,34 @@
 """The Blackwell mainloop: one persistent, warp-specialized matmul with hooks, its sums in tensor memory.
 
-The interface and most of the roles are those of the Hopper mainloop. What differs is who multiplies: one thread issues
-products of 128 rows (tcgen05), the tensor cores run them one after the other and sum them up in *tensor memory*, and
-nobody holds an accumulator in registers. So a CTA has two warpgroups:
+The interface and most of the roles are the same as on Hopper. The products are issued differently. One thread issues
+products of 128 rows (tcgen05). The tensor cores run them one after the other and sum them up in *tensor memory*, so no
+warpgroup holds an accumulator in registers. A CTA has two warpgroups:
 
-    epilogue   waits until a tile is summed up, and takes it from tensor memory to where it is stored
-    transfer   four warps with roles: producer, communicator and forwarder as on Hopper, and
-    multiplier for each output tile, for each k: wait until the operand tiles have landed, issue their product
+    epilogue     waits until a tile is summed up, and takes it from tensor memory to where it is stored
+    transfer     four warps with roles: producer, communicator and forwarder as on Hopper, and a
+      multiplier for each output tile, for each k step: wait until the operand tiles have landed, issue their product
 
-There are two accumulators, so that a tile is multiplied while the one before it is stored. Barriers:
+There are two accumulators, so that a tile is multiplied while the tile before it is stored. Barriers:
 
     full         per stage: its tiles have landed                     (producer's copies → multiplier, forwarder)
     consumed     per stage: nobody reads it any more                  (the tensor cores, forwarder → producer)
     accumulated  per accumulator: the sums of a tile are complete     (the tensor cores → epilogue)
     drained      per accumulator: the epilogue has read all of it     (epilogue → multiplier)
 
-Two CTAs may form a *pair* (`Config.cluster`): their tiles lie one below the other, and are one product of 256 rows.
-Each loads its own rows of the left operand and half of the columns of the right one. The first CTA's barrier counts
-the loads of both, and its multiplier issues the products for both; the tensor cores then tell both CTAs. An accumulator
-is drained when both epilogues have read their part of it.
+Two CTAs may form a *pair* (`Config.cluster`). Their tiles lie one below the other, and are computed by one product of
+256 rows. Each CTA loads its own rows of the left operand and half of the columns of the right one. The barrier of the
+first CTA counts the loads of both, and its multiplier issues the products for both; the tensor cores then arrive at
+barriers of both CTAs. An accumulator is drained when both epilogues have read their part of it.
 
-Scales of blocks are loaded beside the operand tiles, and reach the products through tensor memory: `scales.py`.
+Block scales are loaded beside the operand tiles, and reach the products through tensor memory: `scales.py`.
 
-What peers have computed of a tile (`Hooks.exchange`) comes through buffers of its own, which the epilogue fills and
-empties: so the next tile's operands need not wait behind it.
+Terms (the parts of a tile that peers have computed, `Hooks.exchange`) come through buffers of their own, which the
+epilogue fills and empties. So the operands of the next tile need not wait for the terms.
 
 Constraints: see `check_types` and `check_config` in `limits.py`. Source: the Blackwell matmul guide in the JAX
-documentation; the PTX ISA on tcgen05. Nothing of this has run on a Blackwell GPU: it is emulated and assembled.
+documentation; the PTX ISA on tcgen05. This mainloop has not run on a Blackwell GPU: it is emulated and assembled.
 
-Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` operand tiles in shared memory.
+Shape legend: m, n, k: sizes in global memory; tile_*: `Config`; `stages`: pipeline stages in shared memory.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from overlap.kernels.tma.limits import rows_loaded
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import remainder
 from overlap.primitives.marks import Work
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -73,45 +74,54 @@ PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP, MULTIPLIER_WARP = range(4)
 class Buffers(staging.Buffers):
     """The mainloop's shared memory, its accumulators in tensor memory, and its barriers.
 
-    Of the parts that peers have computed of a tile, one box after the other is loaded into `term_boxes`.
+    It adds to `staging.Buffers`:
+
+    Attributes:
+      accumulators: the two accumulators, [128, 2 · tile_n].
+      accumulated: barriers, one for each accumulator: the sums of a tile are complete.
+      drained: barriers, one for each accumulator: the epilogue has read all of it.
+      term_boxes: the views (box, mma) of the buffers for terms, each of which holds one box.
+      term_loaded: barriers, one for each of these buffers: the box has landed.
+      term_added: barriers, one for each of these buffers: all threads have read the box.
+      scales: the block scales of each stage; None: the operands have none.
     """
 
-    accumulators: Any = None
-    accumulated: Any = None
-    drained: Any = None
-    term_boxes: Any = ()
-    term_loaded: Any = None
-    term_added: Any = None
+    accumulators: TmemRef = None
+    accumulated: BarrierRef = None
+    drained: BarrierRef = None
+    term_boxes: tuple[SmemRef, ...] = ()
+    term_loaded: BarrierRef = None
+    term_added: BarrierRef = None
     scales: scales.ScaleBuffers | None = None
 
     @property
-    def terms(self) -> tuple[Any, ...]:
+    def terms(self) -> tuple[SmemRef, ...]:
         return tuple(self.term_boxes)
 
-    def accumulator(self, piece: Piece, columns: Any) -> Any:
+    def accumulator(self, piece: Piece, columns: pl.Slice) -> TmemRef:
         """Columns of the accumulator of a piece."""
         first = _turn(piece.ordinal) * self.wg_tile.columns
         return self.accumulators.at[:, pl.ds(first + columns.start, columns.size)]
 
 
-def _turn(ordinal: Any) -> Any:
-    """Which accumulator a piece has: the two take turns."""
+def _turn(ordinal: Index) -> Index:
+    """The index of the accumulator of a piece: pieces use the two in turn."""
     return remainder(ordinal, ACCUMULATORS)
 
 
-def _await_drained(buffers: Buffers, ordinal: Any) -> None:
-    """Waits until the epilogue has read what a piece's accumulator had before; the first two have theirs at once."""
+def _await_drained(buffers: Buffers, ordinal: Index) -> None:
+    """Waits until the epilogue has drained a piece's accumulator; for the first two pieces nothing is to be drained."""
     pl.when(ordinal >= ACCUMULATORS)(lambda: plgpu.barrier_wait(buffers.drained.at[_turn(ordinal)]))
 
 
-def _tell_drained(buffers: Buffers, ordinal: Any) -> None:
-    """Says that all of a piece's accumulator has been read, so that the next product may overwrite it."""
+def _tell_drained(buffers: Buffers, ordinal: Index) -> None:
+    """Tells the multiplier that a piece's accumulator has been read, so that the next product may overwrite it."""
     plgpu.wait_load_tmem()
     plgpu.barrier_arrive(buffers.drained.at[_turn(ordinal)])
 
 
 def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The multiplier's part of one piece."""
+    """The multiplier's work on one piece."""
     config = loop.config
     pair = RANK_AXIS if config.cluster > 1 else None
 
@@ -121,7 +131,7 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         marks.now(Work.MULTIPLY, tile.step, piece.tile)
 
         @pl.loop(0, piece.k_steps)
-        def _k_step(k: Any) -> None:
+        def _k_step(k: jax.Array) -> None:
             _issue_k_step(loop, buffers, piece, k, pair)
 
         plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)
@@ -130,15 +140,15 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
 
 def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
-    """Has the first CTA of a pair do something for both."""
+    """Calls `issue` in a CTA without a pair, and in the first CTA of a pair only, which acts for both."""
     if config.cluster == 1:
         issue()
     else:
         pl.when(rank(config) == 0)(issue)
 
 
-def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any) -> None:
-    """Has the tensor cores multiply the operand tiles of a k step once they are here, and give their stage back."""
+def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, pair: Any) -> None:
+    """Waits for the operand tiles of a k step and issues their product, after which the tensor cores free the stage."""
     config, layouts = loop.config, loop.layouts
     stage = remainder(piece.before + k, config.stages)
     plgpu.barrier_wait(buffers.full_at(piece, stage))
@@ -154,23 +164,23 @@ def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Any, pair: Any)
     )
 
 
-def _wait_until_drained(pieces: Any, buffers: Buffers) -> None:
-    """Waits until both CTAs of a pair have read what was summed up last.
+def _wait_until_drained(pieces: Index, buffers: Buffers) -> None:
+    """Waits until both CTAs of a pair have drained the last accumulators.
 
-    A CTA must be there as long as the other one may arrive at its barriers, which are those of the first one.
+    Both CTAs arrive at the barriers of the first one, which must not end before they have.
     """
 
     @pl.loop(pieces, pieces + ACCUMULATORS)
-    def _ordinal(ordinal: Any) -> None:
+    def _ordinal(ordinal: jax.Array) -> None:
         _await_drained(buffers, ordinal)
 
 
-def _load_as_values(block_gmem: Any) -> jax.Array:
+def _load_as_values(block_gmem: GmemRef) -> jax.Array:
     return plgpu.load(block_gmem, layout=plgpu.Layout.TCGEN05, optimized=False)
 
 
 class _Terms:
-    """What peers have computed of one tile, box after box and within these peer after peer."""
+    """Loads and sums the terms of one tile: box after box, and for each box the parts of one peer after the other."""
 
     def __init__(self, loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         assert loop.hooks.exchange is not None
@@ -179,28 +189,28 @@ class _Terms:
         self.loads = exchange.box_count(buffers) * self.exchange.terms
 
     def begin(self) -> None:
-        """Waits until all of it is here, and starts the first loads."""
+        """Waits until all terms of the tile have arrived, and starts the first loads."""
         marks.now(Work.AWAIT_ROWS, self.tile.step, self.piece.tile)
         self.exchange.await_terms(self.tile)
         marks.now(Work.STORE, self.tile.step, self.piece.tile)
         for load_index in range(min(TERM_BUFFERS, self.loads)):
             self._load(load_index)
 
-    def _load(self, load_index: Any) -> None:
+    def _load(self, load_index: Index) -> None:
         term_buffer = remainder(load_index, TERM_BUFFERS)
         exchange.load_term(
             self.loop, self.buffers, self.tile, load_index, term_buffer, self.buffers.term_loaded.at[term_buffer]
         )
 
-    def _await_all_threads(self, term_buffer: Any) -> None:
-        """Waits until all threads have read a box, so that the next one may take its place."""
+    def _await_all_threads(self, term_buffer: Index) -> None:
+        """Waits until all threads have read a box, so that the next box may be loaded into its buffer."""
         plgpu.barrier_arrive(self.buffers.term_added.at[term_buffer])
         plgpu.barrier_wait(self.buffers.term_added.at[term_buffer])
 
     def __call__(self, index: int) -> list[jax.Array]:
-        """What is added to box `index`."""
+        """The sum of the terms of box `index`: values for each block of rows."""
 
-        def term(number: Any) -> list[jax.Array]:
+        def term(number: Index) -> list[jax.Array]:
             load_index = index * self.exchange.terms + number
             term_buffer = remainder(load_index, TERM_BUFFERS)
             plgpu.barrier_wait(self.buffers.term_loaded.at[term_buffer])
@@ -213,11 +223,12 @@ class _Terms:
 
 
 def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
-    """Waits for what the producer has waited for: the scales of gathered rows are there as well. It takes one look.
+    """Waits for the same flags as the producer, so that the epilogue may read the row scales that came with the rows.
 
-    What the producer has seen reaches the epilogue only through the tensor cores, if they pass on what was known to
-    those who had them multiply; and of a pair's second CTA not even so, since its copies count at the first one's
-    barrier and its producer arrives nowhere.
+    The flags have been raised by then, so each wait takes a single look. It is needed because nothing else orders the
+    epilogue's reads behind the producer's wait: only the tensor cores lie between the two roles, and they may not pass
+    on what the producer has observed. In the second CTA of a pair there is not even that link: its copies count at the
+    first CTA's barrier, and its producer arrives at no barrier.
     """
     for wait in (loop.hooks.before_load, loop.hooks.before_lhs):
         if wait is not None:
@@ -225,7 +236,7 @@ def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
 
 
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The epilogue's part of one piece."""
+    """The epilogue's work on one piece."""
     width, others = loop.config.epilogue_tile_n, loop.hooks.exchange
     terms = None if others is None else _Terms(loop, buffers, tile, piece)
 
@@ -234,7 +245,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         columns_tmem = buffers.accumulator(piece, pl.ds(columns.start, columns.stop - columns.start))
         return plgpu.async_load_tmem(columns_tmem, layout=plgpu.Layout.TCGEN05)
 
-    def hand_over(sums_gmem: Any) -> None:
+    def hand_over(sums_gmem: GmemRef) -> None:
         for first in range(0, loop.config.tile_n, width):
             sums_gmem[:, pl.ds(first, width)] = block(0, TILE_M, slice(first, first + width))
 
@@ -267,19 +278,19 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
         wg_tiles=1,
-        # What is passed on is passed on as whole tiles.
+        # The forwarder passes on whole tiles.
         rows=config.tile_m if types.forwards else rows_loaded(config, types.m, layouts.transpose_lhs),
         rhs_columns=rhs_columns(config),
         lhs_tile_rows=width if layouts.transpose_lhs else staging.SMALL_TILE_ROWS,
         rhs_tile_rows=staging.SMALL_TILE_ROWS if layouts.transpose_rhs else width,
-        # The tensor cores give stages back, and the forwarder.
+        # The tensor cores and the forwarder give stages back.
         consumed=plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages, orders_tensor_core=True),
-        # The multiplier, the epilogue and the forwarder.
+        # The multiplier, the epilogue and the forwarder read the mail.
         mail_readers=3,
         pairs=config.cluster > 1,
         terms_in_stages=False,
         copies_beside=scales.COPIES if types.block_scaled else 0,
-        # Tiles are drawn two ahead, and the epilogue tells of one before it begins the next one.
+        # There is mail for two tiles, and the epilogue announces a stored tile before it begins the next one.
         stored_barriers=staging.MAILBOXES,
     )
 
@@ -287,16 +298,19 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
 def _drained(config: Config) -> Any:
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
-    # Both CTAs arrive at the first one's, whose multiplier waits. (The second one's would not be waited for by anybody:
-    # if it waited as well, it could fall two phases behind.)
+    # Both CTAs arrive at the barriers of the first CTA, whose multiplier waits. Arrivals at barriers of the second CTA
+    # would be of no use: its multiplier issues no products. If it waited all the same, it could fall two phases behind.
     return plgpu.ClusterBarrier(
-        collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True,
+        collective_axes=(RANK_AXIS,),
+        num_arrivals=1,
+        num_barriers=ACCUMULATORS,
+        orders_tensor_core=True,
         leader_tracked=True,
-    )  # fmt: skip
+    )
 
 
 class Blackwell:
-    """See the module's docstring; the methods are those of `overlap.kernels.mainloop.Mainloop`."""
+    """The mainloop of the module's docstring, with the methods of `overlap.kernels.mainloop.Mainloop`."""
 
     num_threads = NUM_THREADS
     compute_warpgroups = 1
@@ -328,8 +342,10 @@ class Blackwell:
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
         return staging.box_shape(_plan(config, types), types.out_dtype)
 
-    def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
-        # In the layout of what is loaded from tensor memory, less the dimension that a vector does not have.
+    def broadcast_vector(
+        self, vector_gmem: GmemRef, where: pl.Slice, shape: tuple[int, ...], dimension: int
+    ) -> jax.Array:
+        # The layout of values loaded from tensor memory, without the dimension that a vector does not have.
         layout = plgpu.Layout.TCGEN05.reduce(1 - dimension)
         vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
         return lax.broadcast_in_dim(vector, shape, (dimension,))
@@ -338,7 +354,7 @@ class Blackwell:
         work, hooks = loop.work, loop.hooks
         warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
 
-        def for_each_piece(role: Any) -> None:
+        def for_each_piece(role: Callable[..., None]) -> None:
             if loop.counter is None:
                 produce.for_each_piece(loop, buffers, cluster_index, role)
             else:
@@ -375,7 +391,7 @@ class Blackwell:
         @pl.when(warpgroup == TRANSFER_WARPGROUP)
         def _transfer_role() -> None:
             @plgpu.warp_map
-            def _roles(warp: Any) -> None:
+            def _roles(warp: jax.Array) -> None:
                 pl.when(warp == PRODUCER_WARP)(marks.playing("producer", load))
                 pl.when(warp == MULTIPLIER_WARP)(marks.playing("multiplier", multiply))
                 if hooks.communicate is not None:

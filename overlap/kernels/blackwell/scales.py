@@ -1,13 +1,13 @@
-"""Scales of blocks on Blackwell: from global memory beside the operand tiles, through tensor memory into the products.
+"""Block scales on Blackwell: loaded beside the operand tiles, then copied to tensor memory, where products read them.
 
-Of each k step a CTA needs one piece of scales for its rows, and one for the columns of its tile: of a pair's tile, for
-all of them, since either CTA multiplies its rows with the columns of both. The pieces are loaded into the stage of that
-step, and count on its barrier `full`. The multiplier has the tensor cores copy them to tensor memory, and then issues
-the product that reads them there: these run in the order in which one thread issues them.
+For each k step a CTA needs one scale tile for its rows, and one for the columns of its tile. In a pair this means all
+columns of the pair's tile, since either CTA multiplies its rows by the columns of both. The scale tiles are loaded into
+the stage of the k step, and count on its barrier `full`. The multiplier has the tensor cores copy them to tensor
+memory, and then issues the product that reads them there. Such a copy and a later product of one thread run in order.
 
 Tensor memory has a place for the scales of every stage. So what a product reads there is overwritten only after its
-stage has been given back (`consumed`). Nothing relies on the order of a product and a later copy of the same thread:
-the PTX ISA does not list such a pair among those that it orders.
+stage has been given back (`consumed`). The code does not rely on the order of a product and a later copy of the same
+thread: the PTX ISA does not list these among the pairs that it orders.
 """
 
 from __future__ import annotations
@@ -26,25 +26,33 @@ from overlap.kernels.config import Config
 from overlap.kernels.grid import RANK_AXIS, rank
 from overlap.kernels.hooks import Tile, with_reference
 from overlap.kernels.mainloop import Loop
+from overlap.primitives.types import Index, SmemRef, TmemRef
 
 if TYPE_CHECKING:
     from overlap.kernels.blackwell.mainloop import Buffers
 
-# Copies of a k step: one for each piece.
+# Copies of block scales in a k step: one for each scale tile.
 COPIES = SCALE_TILES
-# A piece as the tensor cores copy it: 32 groups of 16 bytes.
+# A scale tile as the tensor cores copy it: 32 groups of 16 bytes.
 _MMA_SHAPE = (1, 1, 32, 16)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaleBuffers:
-    """The scales of each stage: in shared memory a pair of views (words for TMA, groups for the tensor cores)."""
+    """Memory for the block scales of all stages.
 
-    lhs: Any
-    rhs: Any
-    lhs_tmem: Any
-    rhs_tmem: Any
+    Attributes:
+      lhs: in shared memory, a pair of views: words for TMA, and groups of 16 bytes for the tensor cores.
+      rhs: the same for the right operand.
+      lhs_tmem: in tensor memory.
+      rhs_tmem: the same for the right operand.
+    """
+
+    lhs: tuple[SmemRef, SmemRef]
+    rhs: tuple[SmemRef, SmemRef]
+    lhs_tmem: TmemRef
+    rhs_tmem: TmemRef
 
 
 def buffer_types(config: Config) -> ScaleBuffers:
@@ -61,8 +69,8 @@ def buffer_types(config: Config) -> ScaleBuffers:
     return ScaleBuffers(in_smem(), in_smem(), in_tmem(), in_tmem())
 
 
-def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Any, stage: Any) -> None:
-    """The producer's part: starts the copies of the scales of k step `step` into stage `slot`."""
+def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Index, stage: Index) -> None:
+    """The producer's work: starts the copies of the block scales of a k step into a stage."""
     scales, config = buffers.scales, loop.config
     assert loop.hooks.block_scales_at is not None and scales is not None
     given = loop.hooks.block_scales_at(tile)
@@ -70,7 +78,8 @@ def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Any, stage: Any) -> N
     of_lhs: dict[str, Any] = {}
     of_rhs: dict[str, Any] = {}
     if config.cluster > 1:
-        # The first CTA's barrier counts what both load: of the left operand each its own, of the right one each all.
+        # The first CTA's barrier counts the loads of both. Each CTA loads the scales of its own rows of the left
+        # operand, and those of all columns of the right operand.
         own = pl.ds(given.lhs_tile - rank(config), config.cluster)
         of_lhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.PARTITIONED(0)}
         of_rhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.REPLICATED}
@@ -80,8 +89,8 @@ def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Any, stage: Any) -> N
     with_reference(given.rhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[columns, k_slice], rhs_smem, full, **of_rhs))
 
 
-def to_tensor_memory(scales: ScaleBuffers | None, stage: Any, pair: str | None) -> dict[str, Any]:
-    """The multiplier's part: copies the scales of a stage to tensor memory; returns them as its product takes them."""
+def to_tensor_memory(scales: ScaleBuffers | None, stage: Index, pair: str | None) -> dict[str, Any]:
+    """The multiplier's work: copies the scales of a stage to tensor memory. Returns the arguments of the product."""
     if scales is None:
         return {}
     place = pl.ds(stage * SCALE_TILE_BLOCKS, SCALE_TILE_BLOCKS)

@@ -1,10 +1,11 @@
-"""What the Hopper mainloop can run, and how much shared memory and how many registers that takes."""
+"""What the Hopper mainloop can run, and how much shared memory and how many registers it needs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.tma import limits
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from overlap.kernels.target import Target
 
 COMPUTE_WARPGROUPS = 2
-# Of the 232 registers of a compute thread; the rest holds addresses, counters and the epilogue's temporaries.
+# A compute thread has 232 registers. Those that hold no sums hold addresses, counters and the epilogue's temporaries.
 MAX_ACCUMULATOR_REGISTERS = 160
 WARPGROUP_THREADS = 128
 WGMMA_M, WGMMA_N_UNIT = 64, 8
@@ -23,10 +24,11 @@ LARGEST_TILE_M_IN_TURN = 128
 
 
 def warpgroup_tile(config: Config) -> tuple[int, int]:
-    """Rows and columns that one compute warpgroup accumulates.
+    """Rows and columns of an output tile that one compute warpgroup accumulates (its *warpgroup tile*).
 
-    All of a tile if they take turns; else half of it, cut across the rows if both keep 64 of them. The tensor cores'
-    rows are the tile's columns if the operands are swapped.
+    If the warpgroups take turns, each accumulates whole tiles. Else each accumulates a half: half of the rows if these
+    are at least 64, else half of the columns. With swapped operands each accumulates half of the columns, because the
+    tile's columns are then the rows of wgmma.
     """
     if config.in_turn:
         return config.tile_m, config.tile_n
@@ -38,30 +40,30 @@ def warpgroup_tile(config: Config) -> tuple[int, int]:
 
 
 def accumulator_registers(config: Config) -> int:
-    """How many registers of each compute thread hold sums; 0 if a warpgroup has no whole 64 rows or columns."""
+    """How many registers of each compute thread hold sums; 0 if the columns of a warpgroup are no multiple of 64."""
     wg_m, wg_n = warpgroup_tile(config)
     return 0 if wg_n % TILE_N_UNIT else wg_m * wg_n // WARPGROUP_THREADS
 
 
 def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
-    """How many rows of its tiles are loaded of a left operand with `m` rows (per batch element, per shard)."""
+    """How many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard)."""
     return limits.rows_loaded(config, m, transpose_lhs, shared=config.cluster if config.cluster_along == "n" else 1)
 
 
-def smem_bytes(config: Config, dtype: Any, out_dtype: Any, transport: str = "") -> int:
-    """Shared memory of one CTA in bytes, barriers included; with the chunk buffers of a transport in chunks."""
+def smem_bytes(config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport: str = "") -> int:
+    """Shared memory of one CTA in bytes, with its barriers and with the chunk buffers of the transport."""
     operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
     wg_m, _ = warpgroup_tile(config)
     epilogue_bytes = limits.epilogue_bytes(config, COMPUTE_WARPGROUPS * wg_m, jnp.dtype(out_dtype))
-    # Each slot has two barriers; if the warpgroups take turns, and so wait at barriers of their own, one more. And what
-    # they have stored is told by turns.
+    # Each stage has two barriers, or three if the warpgroups take turns: then each has a `full` barrier of its own. In
+    # an exchange these warpgroups also have a `stored` barrier each, one more than else.
     barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
     return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
 
 
 def check_types(sizes: Sizes) -> None:
-    """Whether the tensor cores and the epilogue take these dtypes and layouts. Raises NotImplementedError."""
+    """Checks that the tensor cores and the epilogue take these dtypes and layouts. Raises NotImplementedError."""
     limits.check_dtypes(sizes)
     if sizes.block_scaled:
         raise NotImplementedError(
@@ -78,7 +80,7 @@ def check_types(sizes: Sizes) -> None:
 
 
 def check_config(sizes: Sizes, config: Config, target: Target) -> None:
-    """Whether a configuration fits itself, the dtypes, the registers and the shared memory. Raises ValueError."""
+    """Checks a configuration: its sizes, the dtypes, the registers and the shared memory. Raises ValueError."""
     if config.swap_operands:
         _check_swapped(sizes, config)
     elif config.tile_m not in (64, 128, 256):
@@ -109,7 +111,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
 
 
 def _check_swapped(sizes: Sizes, config: Config) -> None:
-    """Whether the tensor cores can compute the transposed tile. Raises ValueError."""
+    """Checks that the tensor cores can compute the transposed tile. Raises ValueError."""
     leave_out = "leave `swap_operands` out of `config`"
     unit, rows = WGMMA_N_UNIT * (config.cluster if config.cluster_along == "n" else 1), config.tile_m
     if rows % unit or rows > TMA_BOX_LIMIT:

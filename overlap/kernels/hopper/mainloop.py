@@ -2,45 +2,48 @@
 
 Plain `matmul` is this loop without hooks; a fused collective is this loop with a tile order and hooks of its own.
 
-A CTA has three warpgroups. Two *compute* warpgroups multiply. The third gives up its registers and is split into warps
-with roles, each with a long loop of its own:
+A CTA has three warpgroups. Two *compute* warpgroups multiply. The third, the *transfer* warpgroup, gives up most of its
+registers and is split into warps with roles, each with a long loop of its own:
 
-    producer      for each output tile, for each k: wait until the slot is free, load the operand tiles by TMA
-    communicator  a hook's own loop, e.g. pulling the peers' shards
-    forwarder     a hook that sees each operand tile while it is in shared memory, e.g. to send it on
+    producer      for each output tile, for each k step: wait until the stage is free, load the operand tiles by TMA
+    communicator  runs a hook with a loop of its own, e.g. one that pulls the peers' shards
+    forwarder     calls a hook for each operand tile while it is in shared memory, e.g. to send it on
 
-They meet at two mbarriers per slot: `full` (the tiles have landed) and `consumed` (nobody reads the slot any more). A
-compute warpgroup leaves one wgmma in flight, so it gives back slot k − 1 only after it has issued slot k.
+The roles synchronize at two mbarriers per stage: `full` (the tiles have landed) and `consumed` (nobody reads the stage
+any more). A compute warpgroup leaves one wgmma in flight, so it gives back the stage of k step k − 1 only after it has
+issued the product of k step k.
 
-What the compute warpgroups do with the tiles is `Config.schedule`:
+`Config.schedule` says how the compute warpgroups divide the tiles:
 
-    cooperative   both hold a half of each tile: larger tiles, so each loaded byte is multiplied more often
-    pingpong      each holds tiles of its own, in turn: while one stores a tile, the other multiplies the next
+    cooperative   each holds a half of every tile: larger tiles, so each loaded byte is multiplied more often
+    pingpong      they take turns, each with tiles of its own: while one stores a tile, the other multiplies the next
 
-In the second case nothing keeps them apart but the operands: these are loaded tile after tile, so the next tile's
-products begin when those of the one before end. Each has `full` barriers of its own (`Plan.taking_turns`).
+With "pingpong" no barrier orders the products of the two warpgroups. The order of the loads does: operands are loaded
+tile after tile, so the products of the next tile begin when those of the tile before end. Each warpgroup has `full`
+barriers of its own (`BufferPlan.taking_turns`).
 
-The tensor cores may compute the transposed tile, of the two operands in each other's place (`Config.swap_operands`):
-they have 64 rows at a time, but columns in eights, so a tile may then have any multiple of 8 rows. Sums are [columns,
-rows] in registers, and are transposed on their way to shared memory.
+With `Config.swap_operands` the tensor cores compute the transposed tile, from exchanged operands. wgmma computes 64
+rows at a time, but any multiple of 8 columns, so a tile may then have any multiple of 8 rows. The sums are
+[columns, rows] in registers, and are transposed on their way to shared memory.
 
-Two CTAs may form a *cluster* (`Config.cluster`): they compute adjacent tiles, and each loads one half of the operand
-common to them into the shared memory of both. A slot is then free when both have consumed it. One of their tiles may
-lie wholly beyond the result's edge: it is computed from zeros, and none of it is stored.
+Two CTAs may form a *cluster* (`Config.cluster`). They compute adjacent tiles, and each loads one half of the operand
+common to them into the shared memory of both. A stage is then free when both CTAs have consumed it. One of their tiles
+may lie wholly beyond the result's edge: it is computed from zeros, and none of it is stored.
 
-Every role walks the same sequence of pieces (`StreamK`: whole tiles, then the CTA's part of the last, partial wave) and
-counts slots on its own across them, so that the next tile's operands are on their way while this one's accumulator is
-stored. Those that share a tile exchange their sums and finish a share of its columns each (`PartialSums`).
+Every role walks the same sequence of pieces (`StreamK`: whole tiles, then the CTA's piece of the last, partial wave),
+and counts the stages that it has used across pieces. So the next tile's operands are loaded while this tile's
+accumulator is stored. CTAs that share a tile exchange their sums, and each finishes a share of its columns
+(`PartialSums`).
 
-Either operand may lie in memory with k along its rows or down its columns (`OperandLayouts`); the tensor cores read
-both. There may be several right operands, each with an output of its own (`OneOf`): only the copies differ by which it
-is.
+Either operand may lie in memory with k along its rows or along its columns (`OperandLayouts`); the tensor cores read
+both. There may be several right operands, each with an output of its own (`OneOf`). They differ only in the copies that
+load and store them.
 
 Constraints: see `check_types` and `check_config` in `limits.py`. Source: the Mosaic GPU pipelining guide and CUTLASS's
 cooperative persistent kernel.
 
-Shape legend: m, n, k: global-memory sizes; tile_*: `Config`; `stages` slots; wg_*: what one compute warpgroup
-accumulates.
+Shape legend: m, n, k: sizes in global memory; tile_*: `Config`; `stages`: pipeline stages; wg_*: what one compute
+warpgroup accumulates. `left` and `right`: the operands of wgmma, which are `rhs` and `lhs` if they are swapped.
 """
 
 from __future__ import annotations
@@ -69,40 +72,44 @@ from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, remainder
 from overlap.primitives.marks import Work
+from overlap.primitives.types import GmemRef, Index
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
-# Per thread of the compute and of the transfer warpgroups: as many as the kernel is launched with. What the transfer
-# warps of an exchange keep track of needs more, and most if own tiles leave as well (`Exchange.own_stored`).
+# Registers per thread of the compute and of the transfer warpgroups. Together they are as many as the kernel is
+# launched with. The transfer warps need more for an exchange, and most if own tiles are sent on as well
+# (`Exchange.own_stored`).
 REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56), (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
+# A wgmma accumulator in registers (`plgpu.WGMMAAccumulatorRef`).
+type AccumulatorRef = Any
 
 
-def _wg_tile_index(config: Config, warpgroup: Any) -> tuple[Any, Any, Any]:
-    """Which part of its tiles a compute warpgroup has: counted over all, along m, and along n."""
+def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Index]:
+    """Which warpgroup tile of an output tile a compute warpgroup has: its index in all, along m, and along n."""
     wg_m, wg_n = warpgroup_tile(config)
     if (wg_m, wg_n) == (config.tile_m, config.tile_n):
         return 0, 0, 0
     return (warpgroup, warpgroup, 0) if wg_m < config.tile_m else (warpgroup, 0, warpgroup)
 
 
-def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> jax.Array:
-    """A compute warpgroup's products of one piece, summed in f32; transposed if the operands are swapped."""
+def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> jax.Array:
+    """A compute warpgroup's sums of one piece, in f32: [wg_m, wg_n], transposed if the operands are swapped."""
     config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.wg_tile.rows, buffers.wg_tile.columns
     _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
-    def multiply(k: Any, acc: Any, have_landed: Callable[[], None] = lambda: None) -> None:
+    def multiply(k: Index, acc: AccumulatorRef, have_landed: Callable[[], None] = lambda: None) -> None:
         stage = remainder(piece.before + k, config.stages)
         plgpu.barrier_wait(buffers.full_at(piece, stage))
         have_landed()
         lhs_wg_smem = staging.operand_slice(lhs_mma.at[stage], wg_m_index, wg_m, not layouts.transpose_lhs)
         rhs_wg_smem = staging.operand_slice(rhs_mma.at[stage], wg_n_index, wg_n, layouts.transpose_rhs)
-        # As [rows, k] and [k, columns] of what the tensor cores compute.
+        # The operands of wgmma: [rows, k] and [k, columns] of the tile that the tensor cores compute.
         left, right = (rhs_wg_smem, lhs_wg_smem) if config.swap_operands else (lhs_wg_smem, rhs_wg_smem)
         transpose_left, transpose_right = layouts.transpose_lhs, layouts.transpose_rhs
         if config.swap_operands:
@@ -113,19 +120,19 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
             right.transpose((1, 0)) if transpose_right else right,
         )
 
-    def accumulate(acc: Any) -> jax.Array:
+    def accumulate(acc: AccumulatorRef) -> jax.Array:
         marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
         multiply(0, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
 
-        def k_step(k: Any) -> None:
+        def k_step(k: jax.Array) -> None:
             multiply(k, acc)
-            # Invariant: one wgmma, the one just issued, may be in flight; all before it have read their slots.
+            # Invariant: at most one wgmma is in flight, the one just issued; all before it have read their stages.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + k - 1, config.stages)])
 
-        first: Any = 1
+        first: Index = 1
         if _tells_later(loop):
-            # The stores of the tile before have landed meanwhile.
+            # By then the stores of the tile before have landed.
             first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
             pl.loop(1, first)(k_step)
             pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
@@ -139,23 +146,24 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
 
 
 def _tells_later(loop: Loop) -> bool:
-    """Whether the forwarder is told of a tile during the products of the next: nobody else keeps the tensor cores busy.
+    """Whether the forwarder is told that a tile has been stored only during the products of the next tile.
 
-    Who takes turns waits for its stores at once, since the other warpgroup multiplies meanwhile. What is sent to peers
-    from shared memory is told at once in any case.
+    So the tensor cores do not idle while the compute warpgroups wait for their stores. Warpgroups that take turns wait
+    at once, since the other warpgroup multiplies meanwhile. Parts that are sent to peers directly from shared memory
+    are announced at once in any case.
     """
     exchanged = loop.hooks.exchange
     return exchanged is not None and exchanged.direct_sends is None and not loop.config.in_turn
 
 
-def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> None:
-    """A compute warpgroup's part of one piece: the products, then the stores."""
+def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
+    """The work of a compute warpgroup on one piece: the products, then the stores."""
     wg_m, wg_n = warpgroup_tile(loop.config)
     wg_tile_index, wg_m_index, wg_n_index = _wg_tile_index(loop.config, warpgroup)
     values = _accumulate(loop, buffers, tile, piece, warpgroup)
     marks.now(Work.STORE, tile.step, piece.tile)
 
-    def hand_over(sums_gmem: Any) -> None:
+    def hand_over(sums_gmem: GmemRef) -> None:
         sums_gmem[...] = values
 
     def block(row: int, rows: int, columns: slice) -> jax.Array:
@@ -177,14 +185,14 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
         exchange.tell_stored(buffers, piece.ordinal)
 
 
-def _own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Any) -> None:
-    """A compute warpgroup's part of a tile that may be the other one's."""
+def _compute_own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
+    """The work of a compute warpgroup on a tile, if the tile is one of its own turns."""
     pl.when(remainder(piece.ordinal, COMPUTE_WARPGROUPS) == warpgroup)(
         lambda: _compute(loop, buffers, tile, piece, warpgroup)
     )
 
 
-def _load_as_accumulator(block_gmem: Any) -> jax.Array:
+def _load_as_accumulator(block_gmem: GmemRef) -> jax.Array:
     return plgpu.load(block_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
@@ -197,14 +205,14 @@ def _registers(hooks: Hooks) -> tuple[int, int]:
 def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     wg_m, wg_n = warpgroup_tile(config)
     in_turn = config.in_turn
-    # What is passed on is passed on as whole tiles.
+    # The forwarder passes on whole tiles.
     loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.layouts.transpose_lhs)
     all_wg_tiles = config.tile_m * config.tile_n // (wg_m * wg_n)
     wg_tiles = all_wg_tiles if wg_m == config.tile_m else ceil_div(loaded, wg_m)
-    # wgmma wants the same tiles in both operands: tall ones if one of them is made of several boxes.
+    # wgmma needs the same layout tiles in both operands: tall ones if an operand consists of several boxes.
     tile_rows = staging.SMALL_TILE_ROWS if types.layouts.k_major else staging.atom(types.dtype)
-    # Transposed values have as many rows as are loaded. They are stored in blocks as well: all at once would need more
-    # registers.
+    # Transposed values have as many rows as are loaded. They too are stored in blocks of rows: to store all at once
+    # would need more registers.
     rows = loaded if config.swap_operands else wg_m
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(rows, wg_n, WGMMA_M, COMPUTE_WARPGROUPS, config.swap_operands),
@@ -213,7 +221,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         rhs_columns=config.tile_n,
         lhs_tile_rows=staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows,
         rhs_tile_rows=tile_rows,
-        # The forwarder gives slots back as well.
+        # The forwarder gives stages back as well.
         consumed=_consumed(config, wg_tiles + types.forwards),
         mail_readers=(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1,
         stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
@@ -229,7 +237,7 @@ def _consumed(config: Config, arrivals: int) -> Any:
 
 
 class Hopper:
-    """See the module's docstring; the methods are those of `overlap.kernels.mainloop.Mainloop`."""
+    """The mainloop of the module's docstring, with the methods of `overlap.kernels.mainloop.Mainloop`."""
 
     num_threads = NUM_THREADS
     compute_warpgroups = COMPUTE_WARPGROUPS
@@ -252,8 +260,10 @@ class Hopper:
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
         return staging.box_shape(_plan(config, types), types.out_dtype)
 
-    def broadcast_vector(self, vector_gmem: Any, where: Any, shape: tuple[int, ...], dimension: int) -> jax.Array:
-        # In the accumulator's layout, less the dimension that a vector does not have.
+    def broadcast_vector(
+        self, vector_gmem: GmemRef, where: pl.Slice, shape: tuple[int, ...], dimension: int
+    ) -> jax.Array:
+        # The accumulator's layout, without the dimension that a vector does not have.
         layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
         vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
         return lax.broadcast_in_dim(vector, shape, (dimension,))
@@ -262,7 +272,7 @@ class Hopper:
         work, hooks = loop.work, loop.hooks
         warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
         for_each_piece = functools.partial(produce.for_each_piece, loop, buffers, cluster_index)
-        of_compute, of_transfer = _registers(hooks)
+        compute_registers, transfer_registers = _registers(hooks)
 
         def load() -> None:
             if loop.counter is not None:
@@ -289,7 +299,7 @@ class Hopper:
             elif loop.counter is None:
                 for_each_piece(_compute, warpgroup)
             else:
-                filled = drawn.for_each(loop, buffers, _own_turns if in_turn else _compute, warpgroup)
+                filled = drawn.for_each(loop, buffers, _compute_own_turns if in_turn else _compute, warpgroup)
                 if _tells_later(loop):
                     pl.when(filled > 0)(lambda: exchange.tell_stored(buffers))
             # Shared memory must outlive the stores that read it.
@@ -297,15 +307,15 @@ class Hopper:
 
         @pl.when(warpgroup < compute_warpgroups)
         def _compute_role() -> None:
-            plgpu.set_max_registers(of_compute, action="increase")
+            plgpu.set_max_registers(compute_registers, action="increase")
             marks.playing("compute", compute, warpgroup, compute_warpgroups)()
 
         @pl.when(warpgroup == TRANSFER_WARPGROUP)
         def _transfer_role() -> None:
-            plgpu.set_max_registers(of_transfer, action="decrease")
+            plgpu.set_max_registers(transfer_registers, action="decrease")
 
             @plgpu.warp_map
-            def _roles(warp: Any) -> None:
+            def _roles(warp: jax.Array) -> None:
                 pl.when(warp == PRODUCER_WARP)(marks.playing("producer", load))
                 if hooks.communicate is not None:
                     pl.when(warp == COMMUNICATOR_WARP)(marks.playing("communicator", hooks.communicate))

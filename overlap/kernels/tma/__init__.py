@@ -1,1 +1,1 @@
-"""What mainloops share whose operands and results travel by TMA: shared memory, stores, exchanges, drawn tiles."""
+"""Shared by all mainloops that load and store by TMA: shared memory, the producer, stores, exchanges, drawn tiles."""

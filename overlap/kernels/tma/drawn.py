@@ -1,8 +1,9 @@
-"""Tiles that are drawn from a counter: whichever CTAs run carry all of them, in the order of the list.
+"""Tiles that are drawn from a counter: whichever CTAs run compute all tiles, in the order of their numbers.
 
-For products of which a peer waits for a tile: that must not wait for a CTA that may not have started. The producer
-draws a number, passes it on by *mail* in shared memory, and loads the tile's operands; the others read their mail.
-There is mail for two tiles, so that the producer may be one tile ahead. The number after the last tile ends all loops.
+For products whose tiles a peer waits for: such a tile must not wait for a CTA that may not have started. The producer
+draws the number of a tile, passes it on by *mail* in shared memory, and loads the tile's operands. The other roles read
+the mail. There are two mailboxes, so that the producer may be one tile ahead. The number after the last tile ends the
+loops of all roles.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,21 +24,22 @@ from overlap.kernels.tma.staging import MAILBOXES, Buffers
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
+from overlap.primitives.types import Index
 
 
-def _turn(loop: Loop, buffers: Buffers, number: Any, ordinal: Any, before: Any) -> tuple[Tile, Piece, Any]:
-    """A tile, the piece that is all of it, and the slots that have been filled behind it."""
+def _turn(loop: Loop, buffers: Buffers, number: Index, ordinal: Index, before: Index) -> tuple[Tile, Piece, Index]:
+    """A tile, the piece that is all of it, and how many stages have been filled when it has been loaded."""
     tile, k_steps = loop.tile_at(number), loop.work.k_steps
     filled = before + k_steps + exchange.term_stages(loop, buffers, tile)
     return tile, Piece(number, 0, k_steps, before, ordinal=ordinal), filled
 
 
 def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
-    """The producer's part: draws the tiles and calls `produce(loop, buffers, tile, piece)` for each."""
+    """The producer's loop: draws tiles, and calls `produce(loop, buffers, tile, piece)` for each."""
     mail, tiles = buffers.mail, loop.work.tiles
     assert mail is not None
 
-    def post(number: Any, ordinal: Any) -> None:
+    def post(number: Index, ordinal: Index) -> None:
         mailbox = remainder(ordinal, MAILBOXES)
         pl.when(ordinal >= MAILBOXES)(lambda: plgpu.barrier_wait(mail.taken.at[mailbox]))
         mail.numbers[mailbox] = number
@@ -54,16 +57,16 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     post(number, ordinal)
 
 
-def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any) -> Any:
-    """The others' part: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA.
+def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any) -> Index:
+    """The loop of every other role: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA.
 
     Returns:
-      How many slots have been filled in all.
+      How many stages have been filled in all.
     """
     mail, tiles = buffers.mail, loop.work.tiles
     assert mail is not None
 
-    def read(ordinal: Any) -> Any:
+    def read(ordinal: Index) -> jax.Array:
         mailbox = remainder(ordinal, MAILBOXES)
         plgpu.barrier_wait(mail.posted.at[mailbox])
         return mail.numbers[mailbox]
@@ -72,7 +75,8 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
         number, ordinal, before = state
         tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
         role(loop, buffers, tile, piece, *more)
-        # Only now: so the forwarder warp, which comes last, is never two tiles behind.
+        # Not before `role` has returned. So the forwarder warp, which is the last to finish a tile, is never two tiles
+        # behind.
         plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])
         return read(ordinal + 1), ordinal + 1, filled
 

@@ -1,22 +1,22 @@
-"""Parts of tiles, to peers and from them (`Hooks.exchange`): how they pass through shared memory.
+"""How parts of tiles pass through shared memory, on their way to peers and from them (`Hooks.exchange`).
 
-A part is stored box by box, each box one piece of memory: so it can be copied to a peer in large pieces. What peers
-have computed of an own tile is loaded box after box and within these part after part, a box of each warpgroup at a
-time, and added in an order that does not depend on who was first.
+A part is stored box by box. Each box is contiguous in memory, so that large chunks of it can be copied to a peer. The
+terms of an own tile (the parts that peers have computed) are loaded box after box, and for each box term after term, a
+box of each warpgroup tile at a time. They are added in a fixed order, whatever the order in which they arrived.
 
 Two things differ between mainloops:
 
-    where parts come     Through the stages of the operands, as further steps behind the k steps: so the loads are on
-                         their way while the last products are computed (`Plan.terms_in_stages`: `load_terms`,
-                         `sum_of_terms`). Or through buffers of their own.
-    when the forwarder   If those who store multiply as well: a few k steps into the next tile, when the stores have
-    is told of a tile    landed (`STEPS_UNTIL_LANDED`), so that no tensor core waits for them. Else at once.
+    where terms come     Through the stages of the operands, after the k steps of the tile. So they are loaded while the
+                         last products are computed (`BufferPlan.terms_in_stages`, `load_terms`, `sum_of_terms`). Or
+                         through buffers of their own.
+    when the forwarder   If the warpgroups that store also multiply: a few k steps into the next tile, when the stores
+    is told of a tile    have landed (`K_STEPS_UNTIL_LANDED`), so that no tensor core waits for the stores. Else at
+                         once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,11 @@ from overlap.primitives import marks, wait_stores_landed
 from overlap.primitives.copies import IN_BOUNDS
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.marks import Work
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
-# K steps of the next tile after which the stores of one have landed: some 6 µs of the largest tile.
+# After so many k steps of the next tile the stores of a tile have landed: some 6 µs with the largest tile.
 K_STEPS_UNTIL_LANDED = 8
-# Loads of so many parts are written out; more are a loop.
+# Sums of at most so many terms are unrolled; more terms are summed in a loop.
 UNROLLED_TERMS = 3
 
 
@@ -45,38 +46,39 @@ def _exchange(loop: Loop) -> Exchange:
 
 
 def box_count(buffers: Buffers) -> int:
-    """Boxes of one warpgroup's part of a tile."""
+    """How many boxes a warpgroup tile has."""
     return buffers.wg_tile.columns // buffers.out[0].shape[-1]
 
 
-def _rows(index: Any, rows: int) -> Any:
-    """As many rows as a box in shared memory has, from the first on; of those that are not there TMA makes zeros.
+def _rows(index: Index, rows: int) -> pl.Slice:
+    """A slice of the first `rows` rows of a box in global memory, which may have fewer: TMA fills the rest with zeros.
 
-    The start is a number that jax does not know (`index`: any): of one that it knows jax 0.12 refuses to go beyond.
+    jax 0.12 refuses a slice beyond the end if its start is known. So the start is `index - index`, a traced zero.
     """
     return pl.ds(index - index, rows)
 
 
-def term_stages(loop: Loop, buffers: Buffers, tile: Tile) -> Any:
-    """How many stages the parts of a tile take, if they come through those of the operands."""
+def term_stages(loop: Loop, buffers: Buffers, tile: Tile) -> Index:
+    """How many stages the terms of a tile take; none if they come through buffers of their own."""
     if not buffers.terms_in_stages:
         return 0
     return jnp.where(_exchange(loop).has_terms(tile), box_count(buffers) * _exchange(loop).terms, 0)
 
 
 def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The producer's part of a tile to which something is added, behind its k steps."""
+    """The producer's work on the terms of a tile, after its k steps. The terms come through the operands' stages."""
     exchange, config = _exchange(loop), loop.config
     count = box_count(buffers)
     first = piece.before + piece.k_steps
 
-    def load(load_index: Any) -> None:
+    def load(load_index: Index) -> None:
         fill = first + load_index
         stage = remainder(fill, config.stages)
         full = buffers.full_at(piece, stage)
         pl.when(fill >= config.stages)(lambda: plgpu.barrier_wait(buffers.consumed.at[stage]))
         load_term(loop, buffers, tile, load_index, stage, full)
-        # The slot is full when as many copies have arrived as of operands.
+        # The barrier expects as many arrivals as for the operands of a k step, but a term needs fewer copies:
+        # arrive for the rest.
         for _ in range(buffers.copies - buffers.wg_tiles):
             plgpu.barrier_arrive(full)
 
@@ -88,8 +90,19 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         pl.loop(0, count * exchange.terms)(load)
 
 
-def load_term(loop: Loop, buffers: Buffers, tile: Tile, load_index: Any, buffer_index: Any, barrier: Any) -> None:
-    """Starts the copies of one box of each part: of box `step // terms` what peer `step % terms` has computed."""
+def load_term(
+    loop: Loop, buffers: Buffers, tile: Tile, load_index: Index, buffer_index: Index, barrier: BarrierRef
+) -> None:
+    """Starts the copies of one box of a term, for each warpgroup tile.
+
+    Args:
+      loop: what the CTA does.
+      buffers: shared memory.
+      tile: the tile to which the term is added.
+      load_index: which box of which term: box `load_index // terms` of term `load_index % terms`.
+      buffer_index: the stage (or the buffer for terms) to load the boxes into.
+      barrier: where each copy arrives.
+    """
     exchange, count, boxes_smem = _exchange(loop), box_count(buffers), buffers.terms[0]
     index = quotient(load_index, exchange.terms)
     of_peer = exchange.term_at(tile, load_index - index * exchange.terms)
@@ -103,16 +116,16 @@ def load_term(loop: Loop, buffers: Buffers, tile: Tile, load_index: Any, buffer_
         plgpu.copy_gmem_to_smem(box_gmem, boxes_smem.at[buffer_index, number], barrier)
 
 
-def _load_flat_box(ref: Any, place: Any, flat_smem: Any, barrier: Any) -> None:
+def _load_flat_box(ref: GmemRef, place: Index, flat_smem: SmemRef, barrier: BarrierRef) -> None:
     elements = ref.shape[-1]
     plgpu.copy_gmem_to_smem(ref.at[place], flat_smem.at[pl.ds(0, elements)], barrier, oob_mode=IN_BOUNDS)
 
 
-def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Any, index: int) -> list[jax.Array]:
-    """What is added to box `index` of part `part` of a tile: values for each block of rows."""
+def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Index, index: int) -> list[jax.Array]:
+    """The sum of the terms of box `index` of a warpgroup tile: f32 values for each block of rows."""
     first = piece.before + piece.k_steps + index * _exchange(loop).terms
 
-    def term(number: Any) -> list[jax.Array]:
+    def term(number: Index) -> list[jax.Array]:
         stage = remainder(first + number, loop.config.stages)
         plgpu.barrier_wait(buffers.full_at(piece, stage))
         values = term_values(buffers, stage, wg_tile_index)
@@ -122,17 +135,17 @@ def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Any,
     return summed(_exchange(loop).terms, term)
 
 
-def term_values(buffers: Buffers, buffer_index: Any, wg_tile_index: Any) -> list[jax.Array]:
-    """A box of a part of a tile, as a peer has computed it: values for each block of rows."""
+def term_values(buffers: Buffers, buffer_index: Index, wg_tile_index: Index) -> list[jax.Array]:
+    """The loaded box of a term of a warpgroup tile: f32 values for each block of rows."""
     terms_smem, block_rows = buffers.terms[1].at[buffer_index, wg_tile_index], buffers.wg_tile.block_rows
     blocks = range(0, buffers.wg_tile.rows, block_rows)
     return [terms_smem[pl.ds(above, block_rows)].astype(jnp.float32) for above in blocks]
 
 
-def summed(terms: int, term: Callable[[Any], list[jax.Array]]) -> list[jax.Array]:
-    """The sum of lists of values, `term(0)` first."""
+def summed(terms: int, term: Callable[[Index], list[jax.Array]]) -> list[jax.Array]:
+    """The sum of the lists `term(0)`, `term(1)` …, entry by entry, added in this order."""
 
-    def add(number: Any, sums: list[jax.Array]) -> list[jax.Array]:
+    def add(number: Index, sums: list[jax.Array]) -> list[jax.Array]:
         return [total + more for total, more in zip(sums, term(number), strict=True)]
 
     sums = term(0)
@@ -143,8 +156,8 @@ def summed(terms: int, term: Callable[[Any], list[jax.Array]]) -> list[jax.Array
     return sums
 
 
-def store_boxes(boxes: Boxes, box_views: Any, buffers: Buffers, wg_tile_index: Any, first: int) -> None:
-    """Starts the stores of boxes of part `part` of a peer's tile, from its box number `first` on."""
+def store_boxes(boxes: Boxes, box_views: SmemRef, buffers: Buffers, wg_tile_index: Index, first: int) -> None:
+    """Starts the stores of boxes of a warpgroup tile to `boxes`, beginning with the box of index `first`."""
     count, rows, _ = box_views.shape
     begin = boxes.first + wg_tile_index * box_count(buffers) + first
     for box in range(count):
@@ -156,12 +169,12 @@ def send_boxes(
     boxes: Boxes,
     direct_sends: DirectSends,
     tile: Tile,
-    flat_boxes: Any,
+    flat_boxes: SmemRef,
     buffers: Buffers,
-    wg_tile_index: Any,
+    wg_tile_index: Index,
     first: int,
 ) -> None:
-    """Starts the copies of boxes of part `part` of a tile to memory here (`boxes`) and on all peers."""
+    """Starts the copies of boxes of a warpgroup tile to this device's memory (`boxes`) and to that of all peers."""
     begin = wg_tile_index * box_count(buffers) + first
 
     def send(to: Boxes, *, last: bool) -> None:
@@ -174,24 +187,25 @@ def send_boxes(
     send(boxes, last=True)
 
 
-def tell_stored(buffers: Buffers, ordinal: Any = 0) -> None:
-    """A compute warpgroup's part of telling the forwarder warp that its stores of a tile have landed.
+def tell_stored(buffers: Buffers, ordinal: Index = 0) -> None:
+    """Called by each compute warpgroup: tells the forwarder warp that the warpgroup's stores of a tile have landed.
 
     Args:
       buffers: shared memory.
-      ordinal: the tile's; needed if the next one may be stored before the forwarder has looked.
+      ordinal: how many tiles this CTA has computed before this one; needed if there are several `stored` barriers,
+        because the next tile may be stored before the forwarder has seen this one.
     """
     wait_stores_landed()
     plgpu.barrier_arrive(_stored(buffers, ordinal))
 
 
-def _stored(buffers: Buffers, ordinal: Any) -> Any:
+def _stored(buffers: Buffers, ordinal: Index) -> BarrierRef:
     count = buffers.stored_barriers
     return buffers.stored if count == 1 else buffers.stored.at[remainder(ordinal, count)]
 
 
 def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The forwarder's part of a tile."""
+    """The forwarder's work on a tile: waits until the tile has been stored, and calls the hook that announces it."""
     marks.now(Work.AWAIT_TILE, tile.step, piece.tile)
     plgpu.barrier_wait(_stored(buffers, piece.ordinal))
     marks.now(Work.FORWARD, tile.step, piece.tile)
@@ -199,7 +213,7 @@ def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     if hooks.direct_sends is not None:
         hooks.part_stored(tile)
         return
-    # (Mosaic GPU has no `not` for a warp.)
+    # Mosaic GPU has no `not` for code of a single warp.
     pl.when(jnp.where(is_own, 0, 1) == 1)(lambda: hooks.part_stored(tile))
     if (own_stored := hooks.own_stored) is not None:
         pl.when(is_own)(lambda: own_stored(tile))

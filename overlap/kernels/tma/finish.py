@@ -1,11 +1,10 @@
-"""The end of a tile, once its products are summed up: whatever the tile is part of, and wherever the sums are."""
+"""What happens to a tile once its products are summed up: it is stored, sent, or shared with other CTAs or devices."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -20,31 +19,32 @@ from overlap.kernels.tma import exchange
 from overlap.kernels.tma.staging import Buffers
 from overlap.kernels.tma.store import WarpgroupOutput, store
 from overlap.primitives import wait_stores_read
+from overlap.primitives.types import GmemRef, Index
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """One compute warpgroup's sums of products of a tile.
+    """One compute warpgroup's sums of products of a tile, wherever the mainloop keeps them.
 
     Attributes:
-      warpgroup: the warpgroup's index.
-      part: which part of the tile it has, counted from 0.
-      corner: first row and column of its part within the tile.
-      block: from a first row, a number of rows and a slice of columns of the part to their f32 values; transposed if
-        `WarpgroupTile.transposed` says so.
-      hand_over: from a reference as large as the part in global memory: stores all values there.
-      load: from a block of f32 values in global memory to values as `block` gives them.
-      terms: from the index of a box to what the peers have computed of it, a list of values for each block of rows;
-        needed for products that several devices compute a part of.
-      before_terms: called after a part has been sent to the peers, and before `terms`.
+      warpgroup: the index of the warpgroup.
+      wg_tile_index: which warpgroup tile of the output tile it has.
+      corner: first row and column of the warpgroup tile within the output tile.
+      block: a function from a first row, a number of rows and a slice of columns of the warpgroup tile to the f32
+        values there; transposed if `WarpgroupTile.transposed` says so.
+      hand_over: called with a reference to global memory as large as the warpgroup tile: stores all values there.
+      load: a function from a reference to f32 values in global memory to the values, in the layout of `block`.
+      terms: a function from the index of a box to the sum of its terms (what peers have computed of it): a list of
+        values, one for each block of rows. Needed if there is an `Exchange`.
+      before_terms: called after a part has been sent directly to the peers, and before `terms`.
     """
 
-    warpgroup: Any
-    wg_tile_index: Any
-    corner: tuple[Any, Any]
+    warpgroup: Index
+    wg_tile_index: Index
+    corner: tuple[Index, Index]
     block: Callable[[int, int, slice], jax.Array]
-    hand_over: Callable[[Any], None]
-    load: Callable[[Any], jax.Array]
+    hand_over: Callable[[GmemRef], None]
+    load: Callable[[GmemRef], jax.Array]
     terms: Callable[[int], list[jax.Array]] | None = None
     before_terms: Callable[[], None] | None = None
 
@@ -73,9 +73,9 @@ def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput
 
 
 def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:
-    """The end of a tile that several CTAs share: each finishes some of its columns."""
+    """Finishes a tile that several CTAs share: each finishes some of its columns."""
     assert loop.partial is not None
-    # All slots are free, and the columns of a share lie side by side: its boxes take the slots in turn.
+    # Wait until all epilogue buffers are free. The boxes of a share lie side by side, so they take the buffers in turn.
     wait_stores_read(0)
     (row, column), box_width = sums.corner, buffers.out[0].shape[-1]
     own_rank = rank(loop.config)
@@ -91,14 +91,14 @@ def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output:
 def _finish_exchanged(
     loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput, others: Exchange
 ) -> None:
-    """The end of a tile that is this device's own, or a part of a peer's."""
+    """Finishes a tile of an `Exchange`: an own tile of this device, or a part of a peer's tile."""
     tile, store_all = output.tile, functools.partial(_store_all, loop, buffers, sums)
     of_peer = dataclasses.replace(output, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
     own = dataclasses.replace(output, terms=sums.terms)
     if (direct_sends := others.direct_sends) is not None:
         pl.when(piece.ordinal < buffers.taking_turns)(direct_sends.before)
         store_all(of_peer)
-        # The peers wait for it, and this one for them.
+        # Announce the part before waiting for the terms: the peers wait for it, as this device waits for theirs.
         exchange.tell_stored(buffers, piece.ordinal)
         if sums.before_terms is not None:
             sums.before_terms()

@@ -1,4 +1,4 @@
-"""What limits mainloops whose operands and results travel by TMA: dtypes, stores, and shared memory."""
+"""Limits of all mainloops that load and store by TMA: dtypes, stores, and shared memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ BARRIER_BYTES = 8
 TMA_BOX_LIMIT = 256
 SWIZZLE_ROWS = 8
 TILE_N_UNIT = 64
-# Where the compiler may round up: it aligns each buffer to at most this.
+# Reserved for the compiler's rounding: it aligns each buffer to at most so many bytes.
 RESERVED_BYTES = 1024
-# Which tiles have been drawn (two numbers, as large as a buffer can begin behind them), and the barriers around that.
+# The mail that says which tiles have been drawn: two numbers, padded to where the next buffer can begin; its barriers.
 MAIL_BYTES, MAIL_BARRIERS = 1024, 5
 # Transports whose data passes through shared memory in chunks, and those that exchange parts of tiles.
 IN_CHUNKS, EXCHANGING = ("pull", "push", "broadcast"), ("push", "broadcast", "one_shot")
 
 
 def rows_loaded(config: Config, m: int, transpose_lhs: bool = False, *, shared: int = 1) -> int:
-    """How many rows of its tiles are loaded of a left operand with `m` rows (per batch element, per shard).
+    """How many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard).
 
     Args:
       config: sizes.
@@ -35,15 +35,16 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False, *, shared: 
       transpose_lhs: whether the operand lies in memory as [k, m].
       shared: how many CTAs share the load of these rows.
     """
-    # Whole rows of swizzle atoms, and as many by each CTA that shares the load; or whole boxes (of 128 bytes in m).
+    # Rows are loaded in whole swizzle atoms, equally many by each CTA that shares the load. A transposed operand is
+    # loaded in whole boxes, each of 128 bytes along m.
     unit = config.tile_k if transpose_lhs else SWIZZLE_ROWS * shared
     return min(config.tile_m, ceil_div(m, unit) * unit)
 
 
 def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_rows: int) -> int:
-    """Shared memory of what communicates, in bytes, its barriers included; `wg_rows`: of a box that is exchanged."""
+    """Shared memory of a transport in bytes, barriers included; `wg_rows`: the rows of a box that is exchanged."""
     exchanges, pulls = transport in EXCHANGING, transport in IN_CHUNKS
-    # What is exchanged is sent box by box, or in parts of a box.
+    # An exchange sends chunks that are boxes, or parts of a box.
     largest = wg_rows * SWIZZLE_BYTES if exchanges else config.pull.chunk_bytes
     chunk_bytes = min(config.pull.chunk_bytes, largest) if pulls else 0
     if transport == "broadcast":
@@ -55,7 +56,7 @@ def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_row
 
 
 def check_dtypes(sizes: Sizes) -> None:
-    """Whether the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
+    """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
     dtype, out_dtype = jnp.dtype(sizes.dtype), jnp.dtype(sizes.out_dtype)
     in_dtypes = FLOAT16 + FLOAT8
     out_dtypes = FLOAT16 if sizes.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
@@ -72,7 +73,7 @@ def check_dtypes(sizes: Sizes) -> None:
 
 
 def check_tile_k(sizes: Sizes, config: Config) -> None:
-    """Whether a stage is as deep as the swizzle is wide. Raises ValueError."""
+    """Checks that the k of a stage is as wide as the swizzle, and that there are two stages. Raises ValueError."""
     dtype = jnp.dtype(sizes.dtype)
     swizzle_elements = SWIZZLE_BYTES // dtype.itemsize
     if config.tile_k != swizzle_elements:
@@ -80,11 +81,11 @@ def check_tile_k(sizes: Sizes, config: Config) -> None:
             f"`tile_k` must be {swizzle_elements} for {dtype.name} ({SWIZZLE_BYTES} bytes), got {config.tile_k}"
         )
     if config.stages < 2:
-        raise ValueError(f"`stages` must be at least 2, since a slot is released one step late, got {config.stages}")
+        raise ValueError(f"`stages` must be at least 2, since a stage is released one k step late, got {config.stages}")
 
 
 def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
-    """Whether the `wg_columns` columns of a compute warpgroup can be stored as said. Raises ValueError."""
+    """Checks that the epilogue sizes suit the `wg_columns` columns of a compute warpgroup. Raises ValueError."""
     out_swizzle_elements, width = SWIZZLE_BYTES // jnp.dtype(sizes.out_dtype).itemsize, config.epilogue_tile_n
     if width % out_swizzle_elements or wg_columns % width:
         raise ValueError(
@@ -92,7 +93,8 @@ def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
             f"columns, got {width} for tile_n={config.tile_n}"
         )
     if (wg_columns // width) % config.epilogue_buffers:
-        # Else a slot would come round again before `epilogue_buffers` stores, which is what the epilogue waits for.
+        # Else the next tile would use a buffer again after fewer than `epilogue_buffers` stores, but the epilogue waits
+        # only for the store that was issued `epilogue_buffers` stores ago.
         raise ValueError(
             f"`epilogue_buffers` must divide the {wg_columns // width} stores of a tile ({wg_columns} columns / "
             f"epilogue_tile_n={width}), got {config.epilogue_buffers}"
@@ -100,7 +102,7 @@ def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
 
 
 def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> None:
-    """Whether `needed` bytes of shared memory fit. Raises ValueError."""
+    """Checks that `needed` bytes of shared memory fit. Raises ValueError."""
     needed += RESERVED_BYTES
     if needed > target.smem_limit_bytes:
         chunks = config.pull.chunk_bytes, config.pull.chunk_buffers
@@ -113,7 +115,7 @@ def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> Non
 
 
 def epilogue_bytes(config: Config, rows: int, out_dtype: jnp.dtype) -> int:
-    """Shared memory of the epilogue's buffers of all warpgroups, which have `rows` rows together."""
+    """Shared memory in bytes of the epilogue buffers of all warpgroups, which have `rows` rows together."""
     return math.prod((config.epilogue_buffers, rows, config.epilogue_tile_n, out_dtype.itemsize))
 
 

@@ -1,6 +1,6 @@
-"""The roles that walk the operands of each tile: the producer loads them, the forwarder passes them on.
+"""The roles that go through the operands of each tile: the producer loads them, the forwarder passes them on.
 
-All roles walk the same pieces of work in the same order, and count the stages that they have seen across them.
+All roles walk the same pieces of tiles in the same order, and count the stages that they have used across pieces.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
 from overlap.kernels.grid import RANK_AXIS, rank
-from overlap.kernels.hooks import Tile, at_k_step, with_reference
+from overlap.kernels.hooks import ByKStep, OneOf, Tile, at_k_step, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange, staging
@@ -24,32 +25,33 @@ from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import marks
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.marks import Work
+from overlap.primitives.types import GmemRef, Index
 
 
 def for_each_piece(
     loop: Loop,
     buffers: Buffers,
-    cluster_index: Any,
+    cluster_index: Index,
     role: Callable[..., None],
     *more: Any,
-    first: Any = 0,
+    first: Index = 0,
     every: int = 1,
 ) -> None:
-    """Calls `role(loop, buffers, tile, piece, *more)` for pieces of work of a CTA, or of a cluster of them.
+    """Calls `role(loop, buffers, tile, piece, *more)` for the pieces of a CTA, or of a cluster of CTAs.
 
-    That is for all of them, or for the one with the ordinal `first` and each `every`-th one behind it.
+    By default for all pieces; else for the piece with the ordinal `first` and every `every`-th piece after it.
     """
     pieces = loop.work.pieces(cluster_index)
 
     @pl.loop(0, pieces if every == 1 else quotient(pieces - first + every - 1, every))
-    def _piece(turn: Any) -> None:
+    def _piece(turn: jax.Array) -> None:
         ordinal = turn if every == 1 else first + turn * every
         piece = loop.work.piece(cluster_index, ordinal)
         role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
 
 
 def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.OperandLoad, staging.OperandLoad]:
-    """Where the tiles of both operands are loaded to, and from where; all stages, and without their barriers."""
+    """How the tiles of both operands are loaded: memory of all stages, and no barriers yet."""
     config, layouts = loop.config, loop.layouts
     lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
     lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
@@ -69,11 +71,15 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
 
 
 def produce(
-    loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, load_beside: Callable[[Tile, Any, Any], None] | None = None
+    loop: Loop,
+    buffers: Buffers,
+    tile: Tile,
+    piece: Piece,
+    load_beside: Callable[[Tile, Index, Index], None] | None = None,
 ) -> None:
-    """The producer's part of one piece.
+    """The producer's work on one piece.
 
-    `load_beside(tile, step, slot)` starts what other copies belong to a k step (`Plan.copies_beside`).
+    `load_beside(tile, k_step, stage)` starts the further copies of a k step (`BufferPlan.copies_beside`).
     """
     hooks, config = loop.hooks, loop.config
     if hooks.before_load is not None:
@@ -83,7 +89,7 @@ def produce(
     tile = dataclasses.replace(tile, k_first=tile.k_first + piece.k_first)
     lhs_load, rhs_load = _operand_loads(loop, buffers, tile)
 
-    def load_operand(operand: Any, operand_load: staging.OperandLoad, k: Any) -> None:
+    def load_operand(operand: GmemRef | OneOf | ByKStep, operand_load: staging.OperandLoad, k: Index) -> None:
         stage = remainder(piece.before + k, config.stages)
         choice, k_start = at_k_step(operand, tile.k_first + k, config.tile_k)
         into = dataclasses.replace(
@@ -91,17 +97,17 @@ def produce(
         )
         with_reference(choice, lambda ref: staging.load_k_step(ref, k_start, into))
 
-    def load(lhs_gmem: Any, rhs_gmem: Any) -> None:
+    def load(lhs_gmem: GmemRef | ByKStep, rhs_gmem: GmemRef | ByKStep) -> None:
         load_lhs = functools.partial(load_operand, lhs_gmem, lhs_load)
 
-        def load_rhs(k: Any) -> None:
+        def load_rhs(k: Index) -> None:
             load_operand(rhs_gmem, rhs_load, k)
             if load_beside is not None:
                 load_beside(tile, tile.k_first + k, remainder(piece.before + k, config.stages))
 
-        early: Any = 0
+        early: Index = 0
         if hooks.before_lhs is not None:
-            # At the start all slots are free, and the right operand may fill its part of them.
+            # At the start all stages are free. So load the right operand into them before waiting for the left one.
             early = jnp.where(piece.before == 0, jnp.minimum(piece.k_steps, config.stages), 0)
             pl.loop(0, early)(load_rhs)
             marks.now(Work.AWAIT_ROWS, tile.step, piece.tile)
@@ -110,12 +116,12 @@ def produce(
             pl.loop(0, early)(load_lhs)
 
         @pl.loop(early, piece.k_steps)
-        def _k_step(k: Any) -> None:
+        def _k_step(k: jax.Array) -> None:
             @pl.when(piece.before + k >= config.stages)
             def _wait_until_free() -> None:
                 plgpu.barrier_wait(buffers.consumed.at[remainder(piece.before + k, config.stages)])
 
-            # The left one first: its `ByStep` may wait for both.
+            # Load the left operand first: its `ByKStep` may wait for the data of both.
             load_lhs(k)
             load_rhs(k)
 
@@ -124,28 +130,33 @@ def produce(
         exchange.load_terms(loop, buffers, tile, piece)
 
 
-def wait_until_consumed(filled: Any, buffers: Buffers, config: Config) -> None:
-    """Waits until the slots last filled have been consumed by both CTAs of the cluster.
+def wait_until_consumed(filled: Index, buffers: Buffers, config: Config) -> None:
+    """Waits until both CTAs of the cluster have consumed the stages that were filled last.
 
-    A CTA's shared memory must be there as long as its peer may load into it or arrive at its barriers.
+    A CTA must not end as long as the other one may load into its shared memory or arrive at its barriers.
+
+    Args:
+      filled: how many stages have been filled in all.
+      buffers: shared memory.
+      config: sizes.
     """
 
     @pl.loop(filled, filled + config.stages)
-    def _stage(fill: Any) -> None:
+    def _stage(fill: jax.Array) -> None:
         @pl.when(fill >= config.stages)
         def _wait() -> None:
             plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
 
 
 def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The forwarder's part of one piece; it passes tiles on as they are."""
+    """The forwarder's work on one piece: calls `Hooks.in_smem` for the operand tiles of each k step."""
     hooks, stages = loop.hooks, loop.config.stages
     assert hooks.in_smem is not None
     marks.now(Work.FORWARD, tile.step, piece.tile)
     lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]
 
     @pl.loop(0, piece.k_steps)
-    def _k_step(k: Any) -> None:
+    def _k_step(k: jax.Array) -> None:
         stage = remainder(piece.before + k, stages)
         plgpu.barrier_wait(buffers.full_at(piece, stage))
         hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[stage], rhs_box.at[stage])  # pyright: ignore[reportOptionalCall]

@@ -1,21 +1,20 @@
-"""The mainloop's shared memory: how tiles lie in it, so that any size of operand can be loaded and stored exactly.
+"""The mainloop's shared memory: how tiles lie in it, so that operands of any size can be loaded and stored exactly.
 
-TMA clips a box at the edges of an array (a load then fills zeros, a store drops), but only in dimensions of the array
-itself: a box over a *tiled* view of an array cannot end inside a tile. So every box here is one swizzle atom (128
-bytes) wide and goes to or from the array as it is; a wider tile is several boxes side by side. The same bytes are what
-the tensor cores (wgmma, tcgen05) want to see as a tiled and swizzled buffer. Each buffer is therefore a union of two
-views:
+TMA clips a box at the edges of an array: a load fills the rest with zeros, a store drops the rest. But it does so only
+in dimensions of the array itself: a box over a *tiled* view of an array cannot end inside a tile. So every box here is
+one swizzle atom (128 bytes) wide, and is copied from or to the untiled array. A wider tile is several boxes side by
+side. The tensor cores (wgmma, tcgen05) read the same bytes as a tiled and swizzled buffer. So each buffer is a union of
+two views:
 
     box: swizzled rows of 128 bytes, for TMA    mma: tiled and swizzled, for tensor cores and for stores from registers
 
-An operand whose rows run along k (`[m, k]`, `[n, k]`) is one box per step; one whose rows run along m or n is a box for
-every 64 of these, which tensor cores see as 64 × 64 tiles. Rows must begin at multiples of 16 bytes; nothing else is
-asked.
+An operand whose rows run along k (`[m, k]`, `[n, k]`) has one box per k step. An operand whose rows run along m or n
+has one box for every 64 elements of these, which the tensor cores read as 64 × 64 tiles. Rows must begin at multiples
+of 16 bytes; there is no other condition.
 
-TMA takes several times as long for a row that it fills with zeros as for one that it loads. So of a left operand that
-has fewer rows than a tile only these are loaded. What is in the rest of its slots does not matter: it gets only into
-the same rows of the result, which are clipped when that is stored. A warpgroup whose part of a tile has no rows does
-nothing.
+TMA takes several times as long for a row that it fills with zeros as for a row that it loads. So if a left operand has
+fewer rows than a tile, only its rows are loaded. The rest of a stage may hold anything: it affects only the same rows
+of the result, which are clipped when the result is stored. A warpgroup whose warpgroup tile has no rows does nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from overlap import _compat_mosaic
 from overlap.kernels.config import SWIZZLE_BYTES, Config
@@ -34,18 +34,19 @@ from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.primitives.integers import remainder
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupTile:
-    """What one compute warpgroup stores of an output tile.
+    """The shape of a warpgroup tile: what one compute warpgroup stores of an output tile (a part, or all of it).
 
     Attributes:
-      rows: of what one warpgroup accumulates: a part of the tile, or all of it.
-      columns: likewise.
-      block_rows: how many rows of its values are in registers at a time; an epilogue is called with so many.
+      rows: rows of the warpgroup tile.
+      columns: columns of the warpgroup tile.
+      block_rows: an epilogue is called with blocks of so many rows of values.
       warpgroups: how many compute warpgroups there are.
-      transposed: whether its values are in registers as [columns, rows].
+      transposed: whether the values are in registers as [columns, rows].
     """
 
     rows: int
@@ -58,23 +59,37 @@ class WarpgroupTile:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """The mainloop's shared memory, each a pair of views (box, mma), and its barriers.
+    """The mainloop's shared memory and its barriers.
 
-    Of the left operand's slots only the first `rows` rows are loaded, for so many `parts` of a tile to be computed
-    from, each by a warpgroup. What peers have computed of a tile (`Hooks.exchange`) is loaded into the slots of one
-    operand, of which it is two further views: of each slot the first boxes, one for each part. `mail` and the barriers
-    around it pass on which tile has been drawn (`drawn.py`). What is sent to peers from shared memory, and comes so,
-    has a third view: boxes as pieces of memory, [..., elements].
+    `lhs`, `rhs` and `out` are pairs of views (box, mma). If terms come through the stages (`terms_in_stages`), `lhs` or
+    `rhs` has further views for them: the first boxes of each stage, one for each warpgroup tile. Results and terms that
+    are sent directly from shared memory have a third view, of *flat* boxes: [..., elements].
 
-    Static are, beside these numbers: what a warpgroup stores (`wg_tile`), how many `copies` fill a stage, and `pairs`,
-    `terms_in_stages`, `stored_barriers` and `taking_turns` as in `Plan`.
+    Attributes:
+      lhs: the stages of the left operand: (box, mma, …), each [stages, ...].
+      rhs: the stages of the right operand, likewise (box, mma, …).
+      out: the epilogue buffers, (box, mma, …): [warpgroups, epilogue buffers, boxes, rows, columns].
+      full: barriers at which the copies of a stage arrive.
+      consumed: barriers at which stages are given back.
+      rows: how many rows of the left operand are loaded into a stage (static, as all that follow up to `taking_turns`).
+      wg_tiles: how many warpgroup tiles of an output tile are computed, each by a warpgroup.
+      wg_tile: the shape of a warpgroup tile.
+      copies: how many arrivals fill a stage.
+      pairs: as in `BufferPlan`.
+      terms_in_stages: as in `BufferPlan`.
+      stored_barriers: as in `BufferPlan`.
+      stages: how many stages there are.
+      taking_turns: as in `BufferPlan`.
+      addend_loaded: barriers at which the copies of an addend's boxes arrive.
+      mail: says which tile has been drawn (`drawn.py`).
+      stored: barriers that tell the forwarder warp that a tile has been stored.
     """
 
-    lhs: Any
-    rhs: Any
-    out: Any
-    full: Any
-    consumed: Any
+    lhs: tuple[SmemRef, ...]
+    rhs: tuple[SmemRef, ...]
+    out: tuple[SmemRef, ...]
+    full: BarrierRef
+    consumed: BarrierRef
     rows: int = dataclasses.field(metadata={"static": True})
     wg_tiles: int = dataclasses.field(metadata={"static": True})
     wg_tile: WarpgroupTile = dataclasses.field(metadata={"static": True})
@@ -84,17 +99,17 @@ class Buffers:
     stored_barriers: int = dataclasses.field(metadata={"static": True})
     stages: int = dataclasses.field(metadata={"static": True})
     taking_turns: int = dataclasses.field(metadata={"static": True})
-    addend_loaded: Any = None
+    addend_loaded: BarrierRef = None
     mail: Mail | None = None
-    stored: Any = None
+    stored: BarrierRef = None
 
     @property
-    def terms(self) -> tuple[Any, ...]:
-        """The views (box, mma) of parts of peers: [slot, box, rows, columns]; and as pieces, if they are sent."""
+    def terms(self) -> tuple[SmemRef, ...]:
+        """The views (box, mma) of terms, [stages, boxes, rows, columns]; and as flat boxes, if sent directly."""
         return (*self.lhs[2:], *self.rhs[2:])
 
-    def full_at(self, piece: Piece, stage: Any) -> Any:
-        """The barrier of a slot that is filled for a piece."""
+    def full_at(self, piece: Piece, stage: Index) -> BarrierRef:
+        """The barrier `full` of a stage that is filled for a piece."""
         if self.taking_turns == 1:
             return self.full.at[stage]
         return self.full.at[remainder(piece.ordinal, self.taking_turns) * self.stages + stage]
@@ -103,38 +118,46 @@ class Buffers:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mail:
-    """Which tiles this CTA has drawn, for two tiles at a time: numbers, whether they are there, whether all know."""
+    """Tells all roles which tile this CTA has drawn; there is a mailbox for each of two tiles.
 
-    numbers: Any
-    posted: Any
-    taken: Any
+    Attributes:
+      numbers: the numbers of the tiles.
+      posted: barriers: the number is there.
+      taken: barriers: all roles have finished the tile, so that its mailbox may be used again.
+    """
+
+    numbers: SmemRef
+    posted: BarrierRef
+    taken: BarrierRef
 
 
 MAILBOXES = 2
-# Rows of the smallest tile that the tensor cores read: eight rows of a swizzle atom.
+# Rows of the smallest layout tile that the tensor cores read: eight rows of a swizzle atom.
 SMALL_TILE_ROWS = 8
 
 
-def atom(dtype: Any) -> int:
+def atom(dtype: DTypeLike) -> int:
     """Elements in 128 bytes, the width of a box."""
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
-def swizzled(dtype: Any, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
-    """The layout that tensor cores and TMA share: tiles of `rows` × 128 bytes, swizzled."""
+def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
+    """The shared-memory layout that tensor cores and TMA share: tiles of `rows` × 128 bytes, swizzled."""
     return (
         plgpu.TilingTransform((rows, atom(dtype))),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
     )
 
 
-def _views(box: tuple[int, ...], mma: tuple[int, ...], dtype: Any, rows: int = SMALL_TILE_ROWS) -> tuple[Any, Any]:
+def _views(
+    box: tuple[int, ...], mma: tuple[int, ...], dtype: DTypeLike, rows: int = SMALL_TILE_ROWS
+) -> tuple[Any, Any]:
     untiled = swizzled(dtype)[1:]
     return plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
 
 
-def _flat_boxes(box: tuple[int, ...], dtype: Any) -> Any:
-    """Boxes as pieces of memory, whatever lies in them where."""
+def _flat_boxes(box: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """The view of boxes as flat memory, [..., elements], whatever their layout."""
     *boxes, rows, columns = box
     return plgpu.SMEM((*boxes, rows * columns), dtype)
 
@@ -144,20 +167,22 @@ class BufferPlan:
     """What a mainloop decides about its shared memory, beside what `Config` says.
 
     Attributes:
-      wg_tile: what each compute warpgroup stores.
-      parts: of how many parts a tile consists, each computed by one warpgroup; those without rows do not count.
+      wg_tile: the shape of a warpgroup tile.
+      wg_tiles: how many warpgroup tiles an output tile has, each computed by one warpgroup; those without rows do not
+        count.
       rows: rows of the left operand that are loaded into a stage.
       rhs_columns: columns of the right operand that this CTA loads.
-      lhs_tile_rows: rows of the tiles in which the tensor cores see the left operand.
-      rhs_tile_rows: likewise for the right one.
+      lhs_tile_rows: rows of the layout tiles in which the tensor cores read the left operand.
+      rhs_tile_rows: rows of the layout tiles in which the tensor cores read the right operand.
       consumed: the type of the barriers at which stages are given back.
-      mail_readers: how many roles read which tile has been drawn.
-      pairs: whether the CTAs of a cluster load a part of each operand for a product that is one for both.
-      terms_in_stages: whether what peers have computed of a tile comes through the stages of the operands.
-      copies_beside: how many copies of a k step there are beside those of its operand tiles.
-      stored_barriers: how many tiles may have been stored without the forwarder having looked.
-      taking_turns: how many warpgroups have tiles of their own, in turn. Each waits for the operands of its own tiles
-        alone, at barriers of its own: whoever waits at a barrier must do so in each of its phases.
+      mail_readers: how many roles read the mail that says which tile has been drawn.
+      pairs: whether each CTA of a cluster loads a part of each operand, for a product that both compute together.
+      terms_in_stages: whether terms (parts of a tile from peers) come through the stages of the operands.
+      copies_beside: how many copies a k step has beside those of its operand tiles.
+      stored_barriers: how many tiles may have been stored before the forwarder looks at the first of them.
+      taking_turns: how many warpgroups have tiles of their own, in turn. Each waits only for the operands of its own
+        tiles, at barriers of its own. Barriers cannot be shared: whoever waits at a barrier must wait in each of its
+        phases.
     """
 
     wg_tile: WarpgroupTile
@@ -176,13 +201,13 @@ class BufferPlan:
 
 
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
-    """The views (box, mma) of boxes of results, [..., rows, columns]; and as pieces of memory, if they are sent so."""
+    """The views (box, mma) of boxes of results, [..., rows, columns]; and as flat boxes, if they are sent directly."""
     views = _views(shape, shape, types.out_dtype)
     return (*views, _flat_boxes(shape, types.out_dtype)) if types.direct_sends else views
 
 
-def box_shape(plan: BufferPlan, out_dtype: Any) -> tuple[int, int, int]:
-    """How many boxes a tile of results is stored as, and rows and columns of each: those that the operand has."""
+def box_shape(plan: BufferPlan, out_dtype: DTypeLike) -> tuple[int, int, int]:
+    """How many boxes an output tile is stored as, and the rows (only those that are loaded) and columns of each."""
     width = atom(out_dtype)
     return plan.wg_tiles * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
 
@@ -196,7 +221,8 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     out_width = atom(types.out_dtype)
     out_boxes = config.epilogue_tile_n // out_width
     out = (wg_tile.warpgroups, config.epilogue_buffers, out_boxes, wg_tile.rows, out_width)
-    # In the slots of the operand that has room for a box of each part; a slot of terms is as large as one of that.
+    # Terms come into the stages of the operand that has room for a box of each warpgroup tile. A stage of terms is as
+    # large as a stage of that operand.
     wg_tiles = config.tile_m * config.tile_n // (wg_tile.rows * wg_tile.columns)
     lhs_has_room = config.tile_m >= wg_tiles * wg_tile.rows
     in_one = config.tile_m if lhs_has_room else config.tile_n
@@ -233,25 +259,26 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
 def _mail(readers: int) -> Mail:
     _compat_mosaic.let_warps_load_scalars()
     return Mail(
-        plgpu.SMEM((MAILBOXES,), jnp.int32), plgpu.Barrier(num_arrivals=1, num_barriers=MAILBOXES),
-        plgpu.Barrier(num_arrivals=readers, num_barriers=MAILBOXES),
-    )  # fmt: skip
+        numbers=plgpu.SMEM((MAILBOXES,), jnp.int32),
+        posted=plgpu.Barrier(num_arrivals=1, num_barriers=MAILBOXES),
+        taken=plgpu.Barrier(num_arrivals=readers, num_barriers=MAILBOXES),
+    )
 
 
 def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the box view and of the mma view of one step of an operand; `across`: its rows run across k."""
+    """Shapes of the box view and of the mma view of one k step of an operand; `across`: its rows run across k."""
     return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
 
 
-def copies_per_k_step(dtype: Any, layouts: OperandLayouts, plan: BufferPlan) -> int:
-    """How many boxes one k step of both operands is."""
+def copies_per_k_step(dtype: DTypeLike, layouts: OperandLayouts, plan: BufferPlan) -> int:
+    """How many boxes the operands of one k step have together."""
     width = atom(dtype)
     lhs = plan.rows // width if layouts.transpose_lhs else 1
     return lhs + (1 if layouts.transpose_rhs else plan.rhs_columns // width)
 
 
-def loaded_boxes(buffers: Buffers, across: bool) -> Any:
-    """What is loaded of the left operand's slots, as boxes; `across`: its rows run across k."""
+def loaded_boxes(buffers: Buffers, across: bool) -> SmemRef:
+    """The boxes of the left operand's stages, without the rows that are not loaded; `across`: its rows run across k."""
     boxes = buffers.lhs[0]
     _, all_loaded, *_, width = boxes.shape
     loaded = buffers.rows // width if across else buffers.rows
@@ -260,27 +287,27 @@ def loaded_boxes(buffers: Buffers, across: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class OperandLoad:
-    """Where one operand's tile of one k step is loaded to, and from where.
+    """How one operand's tile of one k step is loaded: from where, and where to.
 
     Attributes:
-      box_smem: the stage's memory, as boxes.
+      box_smem: the memory of the stage, as boxes.
       barrier: where each copy arrives.
       start: the tile's first row (of `lhs`) or column (of `rhs`).
-      across: the operand's rows run across k.
-      shared_by: the cluster axis along which CTAs need the same tile: each loads its part into all of them.
-      paired_by: the cluster axis of two CTAs that each load a part of their own, all of which the first one's barrier
-        counts; and this CTA's rank along it. None: each CTA's barrier counts its own loads.
+      across: whether the operand's rows run across k.
+      shared_by: the cluster axis along which CTAs need the same tile: each CTA loads a share of it into all of them.
+      paired_by: the cluster axis of two CTAs that each load a part of their own, and this CTA's rank along that axis.
+        The barrier of the first CTA counts the loads of both. None: each CTA's barrier counts its own loads.
     """
 
-    box_smem: Any
-    barrier: Any
-    start: Any
+    box_smem: SmemRef
+    barrier: BarrierRef
+    start: Index
     across: bool
     shared_by: Any = None
-    paired_by: tuple[Any, Any] | None = None
+    paired_by: tuple[Any, Index] | None = None
 
 
-def load_k_step(operand_gmem: Any, k_start: Any, load: OperandLoad) -> None:
+def load_k_step(operand_gmem: GmemRef, k_start: Index, load: OperandLoad) -> None:
     """Starts the copies of one operand's tile for the k step that begins at `k_start`."""
     box_smem, start = load.box_smem, load.start
     if not load.across:
@@ -291,14 +318,17 @@ def load_k_step(operand_gmem: Any, k_start: Any, load: OperandLoad) -> None:
         _load_box(operand_gmem, (k_start, start + i * columns), box_smem.at[i], load, 1)
 
 
-def _load_box(operand_gmem: Any, corner: tuple[Any, Any], box_smem: Any, load: OperandLoad, along: int) -> None:
+def _load_box(
+    operand_gmem: GmemRef, corner: tuple[Index, Index], box_smem: SmemRef, load: OperandLoad, along: int
+) -> None:
     """Starts the copy of one box; `along`: the dimension of its rows (of `lhs`) or columns (of `rhs`)."""
     starts, sizes = list(corner), list(box_smem.shape)
     sharing: dict[str, Any] = {}
     if load.shared_by is not None:
         sharing = {"collective_axes": (load.shared_by,)}
     elif load.paired_by is not None:
-        # Of a box of twice the size each CTA loads the part of its rank. So the box begins where that part is this one.
+        # The copy is of a box of twice the size, of which each CTA loads the half of its rank. So the box must begin
+        # such that this CTA's half of it is the box to load.
         axis, rank = load.paired_by
         starts[along] = starts[along] - rank * sizes[along]
         sizes[along] *= 2
@@ -307,14 +337,17 @@ def _load_box(operand_gmem: Any, corner: tuple[Any, Any], box_smem: Any, load: O
     plgpu.copy_gmem_to_smem(operand_gmem.at[box_slice], box_smem, barrier=load.barrier, **sharing)
 
 
-def operand_slice(mma_smem: Any, which: Any, size: int, k_columns: bool) -> Any:
-    """A part of an operand's tile as [.., k] or, if its columns are not k, transposed to that.
+def operand_slice(mma_smem: SmemRef, which: Index, size: int, k_columns: bool) -> SmemRef:
+    """The rows (or columns) of an operand's tile that one warpgroup multiplies.
 
     Args:
-      mma_smem: the slot, as the tensor cores see it.
-      which: the index of the part, in units of `size`.
-      size: rows (or columns) of the part.
-      k_columns: the slot is [tile, k], else [k, tile].
+      mma_smem: the stage, as the tensor cores read it.
+      which: the index of the slice, in units of `size`.
+      size: rows (or columns) of the slice.
+      k_columns: whether the stage is [tile, k]; else it is [k, tile].
+
+    Returns:
+      A reference of shape [size, k] if `k_columns`, else [k, size].
     """
     where = pl.ds(which * size, size)
     return mma_smem.at[where] if k_columns else mma_smem.at[:, where]

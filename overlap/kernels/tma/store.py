@@ -1,4 +1,4 @@
-"""The end of a tile: from a compute warpgroup's values through shared memory to where it is stored."""
+"""Stores a tile: from a compute warpgroup's values, through an epilogue buffer, to global memory."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from overlap.kernels.tma import exchange
 from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import wait_stores_read
 from overlap.primitives.integers import remainder
+from overlap.primitives.types import BarrierRef, GmemRef, Index
 
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupOutput:
-    """What one warpgroup stores of a tile: a part that begins at `corner` of the tile.
+    """What one warpgroup stores of an output tile: its warpgroup tile.
 
     Attributes:
-      tile: the tile.
-      corner: first row and column of the part within the tile.
-      warpgroup: the warpgroup's index: whose buffers it passes through.
-      part: the part's index within the tile.
+      tile: the output tile.
+      corner: first row and column of the warpgroup tile within the output tile.
+      warpgroup: the index of the warpgroup, whose epilogue buffers are used.
+      wg_tile_index: the index of the warpgroup tile within the output tile.
       epilogue_at: as in `Hooks`.
-      terms: from the index of a box to the values that are added to it, for each block of rows; None for none.
-      boxes: where it is stored as boxes; None: to `Hooks.out_at`.
-      only_terms: whether these take the place of the warpgroup's own values.
+      terms: a function from the index of a box to the values that are added to it, for each block of rows; None:
+        nothing is added.
+      boxes: where the tile is stored as boxes; None: it is stored to `Hooks.out_at`.
+      terms_replace_sums: whether the terms take the place of the warpgroup's own values, instead of being added.
     """
 
     tile: Tile
-    corner: tuple[Any, Any]
-    warpgroup: Any
-    wg_tile_index: Any
+    corner: tuple[Index, Index]
+    warpgroup: Index
+    wg_tile_index: Index
     epilogue_at: Callable[[Tile], Epilogue] | None
     terms: Callable[[int], list[jax.Array]] | None = None
     boxes: Boxes | None = None
@@ -49,13 +51,19 @@ def store(
     buffers: Buffers,
     output: WarpgroupOutput,
     width: int,
-    index: Any,
+    index: Index,
     block: Callable[[int, int, slice], jax.Array],
 ) -> None:
-    """Registers → shared memory → output: piece `index` of a warpgroup's part.
+    """Registers → epilogue buffer → global memory, for one epilogue tile: some columns of a warpgroup tile.
 
-    All its pieces are `width` columns wide, and stored one after the other. `block(row, rows, columns)` gives the
-    f32 values of some rows and columns of the piece, transposed if `WarpgroupTile.transposed` says so.
+    Args:
+      loop: what the CTA does.
+      buffers: shared memory.
+      output: the warpgroup tile, and where it is stored.
+      width: columns of each epilogue tile of this warpgroup tile.
+      index: the index of the epilogue tile. They are stored one after the other.
+      block: called as `block(row, rows, columns)`: the f32 values of some rows and columns of the epilogue tile,
+        transposed if `WarpgroupTile.transposed` says so.
     """
     hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
     num_buffers, wg_m, block_rows = config.epilogue_buffers, buffers.wg_tile.rows, buffers.wg_tile.block_rows
@@ -65,15 +73,15 @@ def store(
     box_views, register_views, *flat_views = (view.at[output.warpgroup, epilogue_buffer] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
-    # A piece is several boxes side by side, each with its place in the output.
+    # An epilogue tile is several boxes side by side, each with its place in the output.
     places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
-    # The slot's last store was `epilogue_buffers` stores ago, maybe in the tile before.
+    # The last store from this buffer was `num_buffers` stores ago, maybe in the tile before.
     wait_stores_read(num_buffers - 1)
-    loaded: list[Any] = []
-    # (A peer's tile has none: that is added to the whole sum.)
+    loaded: list[BarrierRef] = []
+    # The addend is added once, to the whole sum. So a part of a peer's tile has none.
     addend_at = hooks.addend_at if output.boxes is None else None
     if addend_at is not None:
-        # It passes through the slot in which the result then takes its place.
+        # The addend is loaded into the epilogue buffer, where the result then overwrites it.
         loaded = [buffers.addend_loaded.at[output.warpgroup * box_views.shape[0] + box] for box in range(boxes)]
         for box, place in enumerate(places):
             plgpu.copy_gmem_to_smem(addend_at(tile).at[place], box_views.at[box], loaded[box])
@@ -110,7 +118,7 @@ def store(
         exchange.store_boxes(output.boxes, box_views, buffers, output.wg_tile_index, index * boxes)
         return
 
-    def send(out_gmem: Any) -> None:
+    def send(out_gmem: GmemRef) -> None:
         for box, place in enumerate(places):
             plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == boxes - 1)
 
