@@ -13,6 +13,7 @@ WAIT_TIMEOUT_VARIABLE = "OVERLAP_WAIT_TIMEOUT_S"
 WAIT_TIMEOUT_DEFAULT_S = 600.0
 EMULATED_GPU_VARIABLE = "OVERLAP_EMULATED_GPU"
 EMULATED_GPUS = ("hopper", "blackwell")
+UNCHECKED_JAX_VARIABLE = "OVERLAP_UNCHECKED_JAX"
 
 
 @functools.cache
@@ -67,3 +68,25 @@ def emulated_gpu() -> str:
             f"unset it for {EMULATED_GPUS[0]}"
         )
     return name
+
+
+@functools.cache
+def unchecked_jax() -> bool:
+    """Whether the library may change jax's modules in a version with which these changes were not checked.
+
+    Read from $OVERLAP_UNCHECKED_JAX once: "1" for yes; "0", empty or unset for no.
+
+    Raises:
+      RuntimeError: the variable is something else.
+
+    Example:
+      >>> import overlap._settings
+      >>> overlap._settings.unchecked_jax()
+      False
+    """
+    text = os.environ.get(UNCHECKED_JAX_VARIABLE, "").strip()
+    if text not in ("", "0", "1"):
+        raise RuntimeError(
+            f"`{UNCHECKED_JAX_VARIABLE}` must be 1 or 0, got {text!r}: correct the variable, or unset it for 0"
+        )
+    return text == "1"

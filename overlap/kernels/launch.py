@@ -6,6 +6,7 @@ of a kernel inside a program is said here, once for all kernels:
     types      results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
                traced on types without such axes: Mosaic GPU refuses references that have them
     vmap       refused: it would add an axis to the grid, and a persistent kernel with counted flags would then hang
+    mends      the changes of jax that the kernel needs are made before it is lowered for a GPU (`overlap/_compat/`)
     lowering   the kernel, where each device runs it on operands of its own. Elsewhere, in a program of several devices
                outside `jax.shard_map`, XLA's partitioner would run the whole kernel on every device without a word. The
                operation's form by XLA, `otherwise`, takes its place, or the call is refused
@@ -31,7 +32,12 @@ _kernel_p = Primitive("overlap_kernel")
 _kernel_p.multiple_results = True
 
 
-def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def sealed(
+    kernel: Callable[..., Any],
+    name: str,
+    otherwise: Callable[..., Any] | None = None,
+    mends: tuple[_compat.Mend, ...] = (),
+) -> Callable[..., Any]:
     """The same function of arrays, as one operation.
 
     Args:
@@ -39,6 +45,7 @@ def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] 
       name: the kernel's, for messages.
       otherwise: what computes the same by XLA, in operations that XLA can partition, with results of the same shapes
         and dtypes; None: the caller asked for the kernel.
+      mends: the changes of jax that the kernel needs on a GPU.
     """
 
     def run(*operands: jax.Array) -> Any:
@@ -46,7 +53,7 @@ def sealed(kernel: Callable[..., Any], name: str, otherwise: Callable[..., Any] 
         with _compat.without_varying_axes():
             traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
             by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
-        results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name)
+        results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name, mends=mends)
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
     return run
@@ -72,8 +79,8 @@ def _all_manual() -> bool:
 
 
 @_kernel_p.def_abstract_eval
-def _types(*operands: Any, kernel: Any, otherwise: Any, name: str) -> list[Any]:
-    del otherwise, name
+def _types(*operands: Any, kernel: Any, otherwise: Any, name: str, mends: Any) -> list[Any]:
+    del otherwise, name, mends
     if not operands:
         return kernel.out_avals
     like = operands[0]
@@ -113,7 +120,7 @@ def _why_not_on_each_device(context: Any) -> str | None:
     return None
 
 
-def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str) -> Any:
+def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str, mends: Any) -> Any:
     lowered = kernel
     if reason := _why_not_on_each_device(context.module_context.axis_context):
         reason += (
@@ -122,6 +129,8 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str)
         )
         leave_to_xla(name, reason, insists=otherwise is None)
         lowered = otherwise
+    elif "cuda" in context.module_context.platforms:
+        _compat.apply(*mends)
     # With the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
     with _compat.without_varying_axes():

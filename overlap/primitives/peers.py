@@ -9,7 +9,6 @@ from typing import Any
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.primitives.clique import lower_by_cliques
 from overlap.primitives.integers import quotient, remainder
 
 
@@ -70,7 +69,6 @@ class PeerGroup:
 
     def device_id(self, position: Any) -> Any:
         """The framework's name for the device at a position: its coordinates on these axes; the others are mine."""
-        lower_by_cliques()
         coordinates, (major, _) = {}, self.axes[0]
         for name, size in reversed(self.axes[1:]):
             coordinates[name], position = remainder(position, size), quotient(position, size)

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from overlap.kernels.launch import sealed
 from overlap.primitives import PeerGroup, atomics, board, shared_flags, signal_peer
+from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import in_32_bits
 from overlap.primitives.waits import wait_for_word
 from overlap.tuning.operations import AXIS
@@ -95,7 +96,7 @@ def _exchange(group: PeerGroup) -> jax.Array:
     # With the framework's barrier: all devices have begun, and their flags are zero.
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     kernel = plgpu.kernel(body, out_type=out_type, grid=(1,), grid_names=("cta",), compiler_params=params)
-    return sealed(kernel, _NAME)()
+    return sealed(kernel, _NAME, mends=(IN_CLIQUES,))()
 
 
 def _ask(group: PeerGroup, flags: Any, times_gmem: Any) -> None:

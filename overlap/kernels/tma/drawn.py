@@ -22,6 +22,7 @@ from overlap.kernels.tma.staging import MAIL_SLOTS, Buffers
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
+from overlap.primitives.shared_words import load_word, store_word
 
 
 def _turn(loop: Loop, buffers: Buffers, number: Any, ordinal: Any, before: Any) -> tuple[Tile, Piece, Any]:
@@ -39,7 +40,7 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     def post(number: Any, ordinal: Any) -> None:
         slot = remainder(ordinal, MAIL_SLOTS)
         pl.when(ordinal >= MAIL_SLOTS)(lambda: plgpu.barrier_wait(mail.taken.at[slot]))
-        mail.numbers[slot] = number
+        store_word(mail.numbers.at[slot], number)
         plgpu.barrier_arrive(mail.posted.at[slot])
 
     def turn(state: Any) -> Any:
@@ -66,7 +67,7 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
     def read(ordinal: Any) -> Any:
         slot = remainder(ordinal, MAIL_SLOTS)
         plgpu.barrier_wait(mail.posted.at[slot])
-        return mail.numbers[slot]
+        return load_word(mail.numbers.at[slot])
 
     def turn(state: Any) -> Any:
         number, ordinal, before = state

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import _compat_mosaic
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
@@ -231,7 +230,6 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
 
 
 def _mail(readers: int) -> Mail:
-    _compat_mosaic.let_warps_load_scalars()
     return Mail(
         plgpu.SMEM((MAIL_SLOTS,), jnp.int32), plgpu.Barrier(num_arrivals=1, num_barriers=MAIL_SLOTS),
         plgpu.Barrier(num_arrivals=readers, num_barriers=MAIL_SLOTS),
