@@ -269,9 +269,8 @@ def test_jax_alone_would_refuse_a_permuted_mesh(hopper, monkeypatch):
     """If this fails, jax has learnt it, and `overlap/primitives/clique.py` is needed for several hosts only."""
     _compat.apply(clique.IN_CLIQUES)
     rule = registration.mpmd_map_mgpu_lowering_rule
-    monkeypatch.setattr(
-        rule.__wrapped__, "lowers_by_cliques", True, raising=False
-    )  # Else the kernel's words refuse it.
+    # Otherwise the kernel's own check, that jax is prepared, would raise.
+    monkeypatch.setattr(rule.__wrapped__, "lowers_by_cliques", True, raising=False)
     monkeypatch.setattr(registration, "mpmd_map_mgpu_lowering_rule", rule.__wrapped__)
     case = layout("x", PERMUTED, x=4)
     with pytest.raises(NotImplementedError, match="row-major"):

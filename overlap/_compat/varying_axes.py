@@ -1,11 +1,12 @@
 """Tracing without `check_vma`: types that say nothing of the mesh axes along which a value varies.
 
-Reason: inside `jax.shard_map(..., check_vma=True)` the references of a kernel would have such types, and Mosaic GPU
-refuses them. `check_vma` is an argument of `jax.shard_map`, which the user calls, so a library inside of it cannot set
-it. The context is used where a kernel is traced and lowered (`overlap/kernels/launch.py`), and where a function of
-single values is (`overlap/frame/entries.py`). The types of the results are then stated by the primitive around it.
+Reason: an activation is traced where the user calls an operation, and is applied wherever the operands vary. So it is
+traced as if there were no mesh (`typeless` in `overlap/frame/entries.py`). It may capture a scalar that varies; inside
+of `jax.shard_map(..., check_vma=True)` jax then fails on an assertion, since the axis along which the scalar varies is
+not in the empty mesh. `check_vma` is an argument of `jax.shard_map`, which the user calls, so a library inside of it
+cannot set it.
 
-Checked: jax 0.11.2 and 0.12.0.1. Replaced by: Mosaic GPU kernels that accept types with varying axes.
+Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public context for code whose types are stated by a primitive around it.
 For upstream: docs/upstream/varying-axes.md.
 """
 

@@ -4,7 +4,7 @@
 of a kernel inside a program is said here, once for all kernels:
 
     types      results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
-               traced on types without such axes: Mosaic GPU refuses references that have them
+               traced on types without such axes
     vmap       refused: it would add an axis to the grid, and a persistent kernel with counted flags would then hang
     mends      the changes of jax that the kernel needs are made before it is lowered for a GPU (`overlap/_compat/`)
     lowering   the kernel, where each device runs it on operands of its own. Elsewhere, in a program of several devices
@@ -50,9 +50,8 @@ def sealed(
 
     def run(*operands: jax.Array) -> Any:
         plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        with _compat.without_varying_axes():
-            traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
-            by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
+        traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
+        by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
         results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name, mends=mends)
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
@@ -133,8 +132,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str,
         _compat.apply(*mends)
     # With the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
-    with _compat.without_varying_axes():
-        return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)
+    return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)
 
 
 mlir.register_lowering(_kernel_p, _lower)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
+from jax.extend.mlir import ir
 
 from overlap.primitives.peers import PeerGroup
 

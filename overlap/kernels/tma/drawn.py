@@ -22,7 +22,7 @@ from overlap.kernels.tma.staging import MAIL_SLOTS, Buffers
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
-from overlap.primitives.shared_words import load_word, store_word
+from overlap.primitives.shared_words import load_word
 
 
 def _turn(loop: Loop, buffers: Buffers, number: Any, ordinal: Any, before: Any) -> tuple[Tile, Piece, Any]:
@@ -40,7 +40,7 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     def post(number: Any, ordinal: Any) -> None:
         slot = remainder(ordinal, MAIL_SLOTS)
         pl.when(ordinal >= MAIL_SLOTS)(lambda: plgpu.barrier_wait(mail.taken.at[slot]))
-        store_word(mail.numbers.at[slot], number)
+        mail.numbers[slot] = number
         plgpu.barrier_arrive(mail.posted.at[slot])
 
     def turn(state: Any) -> Any:
