@@ -6,7 +6,7 @@ of `jax.shard_map(..., check_vma=True)` jax then fails on an assertion, since th
 not in the empty mesh. `check_vma` is an argument of `jax.shard_map`, which the user calls, so a library inside of it
 cannot set it.
 
-Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public context for code whose types are stated by a primitive around it.
+Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public context for code whose types a primitive around it states.
 For upstream: docs/upstream/varying-axes.md.
 """
 
