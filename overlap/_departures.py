@@ -1,9 +1,9 @@
-"""In a job of several processes: who has ended while others go on.
+"""In a job of several processes: tells the processes that go on which processes have ended.
 
-A process that ends well may be done before the others, or may have left a loop that they are still in, who then wait
-for it. Nobody can tell the two apart, so the others are told: each process that ends says so to the job's key-value
-store, and a thread of the others looks there. A process that fails says that as well, and the others then end with its
-status: most launchers end them too, but some only after half a minute, and srun only if it is asked to.
+A process that ends with status 0 may simply be done first, or it may have left a loop in which the others still wait
+for it. Neither side can tell which. So each process that ends writes a word to the job's key-value store, and a thread
+of every other process reads the store and warns. A process that fails writes that too, and the others then end with its
+status. Most launchers end them as well, but some only after half a minute, and srun only on request.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from typing import Any
 from overlap import _compat, _settings
 
 _LOOK_EVERY_S = 2.0
-# Processes that do the same end within moments of each other.
+# Processes that run the same program end within moments of each other: nothing to warn of.
 _SAID_AFTER_S = 10.0
 _FOLDER, _FAILED = "overlap/ended/", "overlap/failed/"
 _logger = logging.getLogger("overlap")
 
 
 def watch(rank: int) -> Callable[[int], None]:
-    """Has the end of this process noted, and that of others said. Call it once the job's processes are connected.
+    """Notes the end of this process in the store, and warns when other processes have ended.
+
+    Call it once, after the job's processes are connected.
+
+    Args:
+      rank: of this process.
 
     Returns:
-      A function that says that this process fails, with the status that it ends with.
+      A function to call before this process fails, with the exit status: it notes the failure in the store.
     """
     store, ending = _compat.job_store(), threading.Event()
     if store is None:
@@ -48,7 +53,7 @@ def watch(rank: int) -> Callable[[int], None]:
         with contextlib.suppress(Exception):  # The store may be gone: the job is ending.
             store.key_value_set(f"{_FAILED}{rank}", str(status))
             if rank == 0:
-                # The store ends with process 0.
+                # The store ends with process 0: the others must read it before.
                 time.sleep(_LOOK_EVERY_S + 0.5)
 
     # Exit handlers run in reverse order: before jax's own, which waits for the other processes.
