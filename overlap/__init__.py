@@ -1,8 +1,8 @@
 """Tensor-parallel communication that hides behind the matrix product, for JAX on NVIDIA GPUs.
 
-Importing this touches no device. What is public stands in `__all__`; other modules may change at any time. The public
-names are loaded at their first use, and jax with them, so that `python -m overlap doctor` can say what is wrong where
-jax cannot be imported. There, the first use of a public name raises an ImportError with the reason.
+Importing this package touches no device. The public names are listed in `__all__`; everything else may change at any
+time. A public name is loaded at its first use, and jax with it. So `python -m overlap doctor` can say what is wrong
+where jax cannot be imported; there, the first use of a public name raises an ImportError with the reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
     "sharded_matmul",
 ]
 
-# The module of each public name: the imports above, for when the program runs.
+# The module of each public name: the imports above, done at run time.
 _HOMES = {
     "Config": "kernels.config",
     "Explanation": "choice.dispatch",
@@ -62,10 +62,10 @@ _HOMES = {
 
 
 def _prepare_for_tracing() -> None:
-    """Loads the contexts that are part of the cache key of `jax.jit`.
+    """Loads the modules whose context variables are part of the cache key of `jax.jit`.
 
-    A function in whose first call they were loaded, with the first public name, would be traced and compiled again in
-    the second one.
+    If they were loaded only with the first public name, during the first call of a jitted function, that function would
+    be traced and compiled again at its second call.
     """
     from overlap import _requirements
 
@@ -78,10 +78,10 @@ def _prepare_for_tracing() -> None:
 if "jax" in sys.modules:
     _prepare_for_tracing()
 
-if not TYPE_CHECKING:  # To a type checker a name that is not above does not exist.
+if not TYPE_CHECKING:  # For a type checker, names that are not imported above do not exist.
 
     def __getattr__(name: str) -> Any:
-        """Loads a public name at its first use; from then on it is an ordinary attribute of this module."""
+        """Loads a public name at its first use. Afterwards it is an ordinary attribute of this module."""
         if name not in __all__:
             raise AttributeError(f"module 'overlap' has no attribute {name!r}: public are {', '.join(__all__)}")
         from overlap import _requirements

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver and NCCL say about this machine, asked through ctypes: no JAX backend is started for it."""
+"""Questions to the NVIDIA driver and NCCL about this machine, through ctypes, without starting a JAX backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 NCCL_SONAME = "libnccl.so.2"
-# The first NCCL with ncclGetPeerDevicePointer, by which XLA asks for its peers' addresses.
+# The first NCCL with ncclGetPeerDevicePointer, which XLA calls for its peers' addresses.
 NCCL_WITH_PEER_POINTERS = (2, 30)
 # CUdevice_attribute, and flags of cuMemHostRegister, in cuda.h.
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
@@ -23,7 +23,7 @@ _PORTABLE, _MAPPED = 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU that a CUDA program of this process would see (CUDA_VISIBLE_DEVICES is respected)."""
+    """One GPU that a CUDA program sees in this process; CUDA_VISIBLE_DEVICES is respected."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -36,7 +36,7 @@ class NcclLibrary:
     Attributes:
       version: (major, minor, patch).
       path: the file.
-      copies: every libnccl mapped into this process; more than one is a usual cause of odd failures.
+      copies: every libnccl file that is mapped into this process. More than one often causes odd failures.
     """
 
     version: tuple[int, int, int]
@@ -49,7 +49,7 @@ class NcclLibrary:
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    """The started driver library, or None where there is no usable one."""
+    """The driver library, initialized; None if there is no usable driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -60,7 +60,7 @@ def _driver() -> ctypes.CDLL | None:
 def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process can use, in CUDA's order; empty without a driver.
 
-    This starts the driver: CUDA_VISIBLE_DEVICES has no effect on this process afterwards.
+    This initializes the driver. A later change of CUDA_VISIBLE_DEVICES has no effect on this process.
     """
     driver = _driver()
     if driver is None:
@@ -81,9 +81,15 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def share_host_memory(address: int, length: int, gpus: Sequence[int]) -> bool:
-    """Lets kernels on these GPUs of this process write to its memory at the address that it has for the host.
+    """Registers a piece of this process's memory, so that kernels can write to it at its host address.
 
-    Their contexts must be in use already. Returns whether that could be done.
+    Args:
+      address: of the first byte.
+      length: in bytes.
+      gpus: ordinals of the GPUs of this process that will write there. Their contexts must be in use already.
+
+    Returns:
+      Whether the memory could be registered.
     """
     driver, sharable = _driver(), ctypes.c_int()
     if driver is None:
@@ -101,7 +107,7 @@ def share_host_memory(address: int, length: int, gpus: Sequence[int]) -> bool:
 
 
 def gpu_of(pointer: int) -> int | None:
-    """The ordinal of the GPU whose memory an address is in; None if that is none's."""
+    """The ordinal of the GPU in whose memory an address lies; None if it lies in no GPU's memory."""
     driver, ordinal = _driver(), ctypes.c_int()
     if driver is None or driver.cuPointerGetAttribute(
         ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, ctypes.c_uint64(pointer)
@@ -111,7 +117,7 @@ def gpu_of(pointer: int) -> int | None:
 
 
 def pairs_without_peer_access() -> list[tuple[int, int]]:
-    """The pairs (reader, owner) of visible GPUs without peer access; the fused kernels need there to be none."""
+    """The pairs (reader, owner) of visible GPUs without peer access. Fused kernels need peer access in every pair."""
     driver, count = _driver(), len(visible_gpus())
     pairs = []
     for reader in range(count):
@@ -133,7 +139,7 @@ def driver_version() -> str | None:
 
 
 def jax_plugin() -> str | None:
-    """The name of the installed CUDA plugin of jax, such as "xla_cuda13", or None: jax then runs on the CPU alone."""
+    """The name of jax's installed CUDA plugin, such as "xla_cuda13"; None if jax runs on the CPU alone."""
     for name in ("xla_cuda13", "xla_cuda12"):
         try:
             if importlib.util.find_spec(f"jax_plugins.{name}") is not None:
@@ -146,10 +152,10 @@ def jax_plugin() -> str | None:
 def nccl() -> NcclLibrary | None:
     """The NCCL that XLA would use in this process, or None if there is none.
 
-    XLA opens it by its short name. So a copy that is loaded already (LD_PRELOAD, PyTorch) wins, then the pip wheel,
-    which jax's plugin loads first, then the dynamic loader's search path. This function opens the same file by the
-    same rules, so the library asked is the library used. A library of that name that is no NCCL counts as none: XLA
-    would get that one.
+    XLA opens NCCL by its short name. So a copy that is loaded already (by LD_PRELOAD or PyTorch) comes first, then the
+    pip wheel, which jax's plugin loads, then the dynamic loader's search path. This function follows the same rules, so
+    it asks the library that XLA would use. If a library of that name is not NCCL, the answer is None, since XLA would
+    open that library as well.
     """
     for name, mode in _nccl_candidates():
         try:
@@ -165,7 +171,7 @@ def nccl() -> NcclLibrary | None:
 
 
 def nccl_version_of(library: ctypes.CDLL) -> tuple[int, int, int] | None:
-    """The version of a loaded NCCL, or None if the library is something else."""
+    """The version of a loaded NCCL; None if the library is not NCCL."""
     code = ctypes.c_int()
     try:
         failed = library.ncclGetVersion(ctypes.byref(code))
@@ -184,7 +190,7 @@ def mapped_nccl_copies() -> tuple[str, ...]:
 
 
 def _nccl_candidates() -> list[tuple[str, int]]:
-    """(name, mode of dlopen), in the order in which XLA would find them."""
+    """Pairs (name, mode of dlopen), in the order in which XLA would find the libraries."""
     candidates = [(NCCL_SONAME, os.RTLD_NOLOAD | os.RTLD_NOW)]
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
@@ -197,14 +203,14 @@ def _nccl_candidates() -> list[tuple[str, int]]:
 
 
 def _decode_version(code: int) -> tuple[int, int, int]:
-    """NCCL's version code as a tuple: 23007 is 2.30.7; before 2.9 it was 2708 for 2.7.8."""
+    """NCCL's version code as a tuple. 23007 is 2.30.7; versions before 2.9 have codes such as 2708 for 2.7.8."""
     if code < 10000:
         return code // 1000, code // 100 % 10, code % 100
     return code // 10000, code // 100 % 100, code % 100
 
 
 class _DlInfo(ctypes.Structure):
-    """Dl_info of dlfcn.h."""
+    """`Dl_info` in dlfcn.h."""
 
     _fields_ = (
         ("fname", ctypes.c_char_p),
@@ -215,7 +221,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def _path_of(function: object) -> str | None:
-    """The file that a ctypes function was loaded from."""
+    """The file from which a ctypes function was loaded; None if it is unknown."""
     info = _DlInfo()
     address = ctypes.cast(function, ctypes.c_void_p)  # pyright: ignore[reportArgumentType]
     if ctypes.CDLL(None).dladdr(address, ctypes.byref(info)) == 0 or not info.fname:

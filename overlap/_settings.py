@@ -1,6 +1,7 @@
-"""What a user sets by environment variables, read once per process and checked.
+"""The library's environment variables, read once per process and checked.
 
-It stands on the lowest floor, so that kernels and `python -m overlap doctor` can both ask. It imports nothing.
+This module imports only the standard library, so that kernels and `python -m overlap doctor` can both use it.
+docs/environment.md lists the variables.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ WAIT_TIMEOUT_VARIABLE = "OVERLAP_WAIT_TIMEOUT_S"
 WAIT_TIMEOUT_DEFAULT_S = 600.0
 EMULATED_GPU_VARIABLE = "OVERLAP_EMULATED_GPU"
 EMULATED_GPUS = ("hopper", "blackwell")
+UNCHECKED_JAX_VARIABLE = "OVERLAP_UNCHECKED_JAX"
 
 
 @functools.cache
 def wait_timeout_s() -> float:
     """How long a kernel may wait for another device before it gives up, in seconds; 0: for ever.
 
-    Read from $OVERLAP_WAIT_TIMEOUT_S at the first call of the process; a later change of the variable has no effect,
-    since kernels that were compiled before have the old value in them.
+    Read from $OVERLAP_WAIT_TIMEOUT_S at the first call in the process. A later change of the variable has no effect,
+    since the value is compiled into kernels.
 
     Returns:
       A finite number of seconds, at least 0. 600 if the variable is unset or empty.
 
     Raises:
-      RuntimeError: the variable is something else.
+      RuntimeError: the variable is no such number.
 
     Example:
       >>> import overlap._settings
@@ -50,10 +52,12 @@ def wait_timeout_s() -> float:
 
 @functools.cache
 def emulated_gpu() -> str:
-    """Which GPU the kernels are emulated for on a CPU: "hopper" or "blackwell". Read from $OVERLAP_EMULATED_GPU once.
+    """The GPU that a CPU device stands for when kernels run emulated: "hopper" (the default) or "blackwell".
+
+    Read from $OVERLAP_EMULATED_GPU at the first call in the process.
 
     Raises:
-      RuntimeError: the variable is something else.
+      RuntimeError: the variable names another GPU.
 
     Example:
       >>> import overlap._settings
@@ -67,3 +71,25 @@ def emulated_gpu() -> str:
             f"unset it for {EMULATED_GPUS[0]}"
         )
     return name
+
+
+@functools.cache
+def unchecked_jax() -> bool:
+    """Whether the library may change jax's modules in a version with which these changes were not checked.
+
+    Read from $OVERLAP_UNCHECKED_JAX at the first call in the process: "1" for yes; "0", empty or unset for no.
+
+    Raises:
+      RuntimeError: the variable has another value.
+
+    Example:
+      >>> import overlap._settings
+      >>> overlap._settings.unchecked_jax()
+      False
+    """
+    text = os.environ.get(UNCHECKED_JAX_VARIABLE, "").strip()
+    if text not in ("", "0", "1"):
+        raise RuntimeError(
+            f"`{UNCHECKED_JAX_VARIABLE}` must be 1 or 0, got {text!r}: correct the variable, or unset it for 0"
+        )
+    return text == "1"

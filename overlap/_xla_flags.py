@@ -1,6 +1,6 @@
-"""Flags of XLA that take away what a fused kernel needs of it: see docs/DESIGN.md, "What a fused kernel needs of XLA".
+"""Flags of XLA that break fused kernels: see docs/DESIGN.md, "What a fused kernel needs of XLA".
 
-The library sets no flags itself: XLA ends the process at one that it does not know.
+The library only reports such flags and sets none: XLA ends the process at a flag that it does not know.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import re
 
-# Values with which XLA runs kernels at the same time that its schedule has one after the other.
+# With these values XLA may run two kernels at the same time that its schedule has one after the other.
 _CONCURRENT_MODES = ("CONCURRENT", "CONCURRENT_REGIONS")
 _SCHEDULING_MODE = "xla_gpu_command_buffer_scheduling_mode"
 
 
 def breaking(flags: str | None = None) -> list[str]:
-    """What is wrong with XLA's flags for fused kernels: a sentence for each, with the way out.
+    """Which of XLA's flags break fused kernels: a sentence for each, with the way out.
 
     Args:
-      flags: as in the environment variable XLA_FLAGS, which is read if they are None.
+      flags: the text of the environment variable XLA_FLAGS; None: read the variable.
 
     Example:
       >>> from overlap import _xla_flags
@@ -26,7 +26,7 @@ def breaking(flags: str | None = None) -> list[str]:
     """
     given = dict(
         re.findall(r"--(\w+)(?:=([^\s]*))?", os.environ.get("XLA_FLAGS", "") if flags is None else flags)
-    )  # The last one counts.
+    )  # Of a flag that is given twice, the last one counts.
     mode = given.get(_SCHEDULING_MODE, "").strip("'\"").upper()
     if mode not in _CONCURRENT_MODES:
         return []

@@ -79,7 +79,8 @@ def test_only_what_the_peers_read_and_the_flags_talk_to_peers(lowered, peers_rea
     assert 'symmetric_memory_parameters = "1,1"' in first and 'xla_replica_ids = "0,1,2,3"' in first
     # Otherwise XLA would make one of two that look the same, or move it out of a loop.
     assert "has_side_effect = true" in first
-    assert "symmetric_memory" not in second and "xla_replica_ids" not in second
+    for word in ("symmetric_memory_parameters", "memory_spaces", "xla_replica_ids"):
+        assert word not in second
     assert "uses_xla_collective_metadata = false" in second and "skip_device_barrier = true" in first
 
 

@@ -12,7 +12,6 @@ PACKAGE = pathlib.Path(overlap.__file__).parent
 FLOORS = (
     ("_cuda", "_requirements", "_settings", "_version", "_xla_flags", "emulation"),
     ("_compat",),
-    ("_compat_mosaic",),
     ("primitives", "_departures"),
     ("kernels", "distributed"),
     ("choice",),

@@ -17,11 +17,12 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap import _compat
 from overlap.choice import dispatch
 from overlap.collectives.axis import peer_group_of
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import Target
-from overlap.primitives import PeerGroup, clique, peers
+from overlap.primitives import PeerGroup, clique
 from tests import assembly, mesh_cases, oracle
 from tests.mesh_cases import layout
 from tests.product_cases import normal
@@ -266,19 +267,20 @@ def test_xla_is_given_positions_of_an_abstract_mesh(hopper):
 
 def test_jax_alone_would_refuse_a_permuted_mesh(hopper, monkeypatch):
     """If this fails, jax has learnt it, and `overlap/primitives/clique.py` is needed for several hosts only."""
-    clique.lower_by_cliques()
+    _compat.apply(clique.IN_CLIQUES)
     rule = registration.mpmd_map_mgpu_lowering_rule
+    # Otherwise the kernel's own check, that jax is prepared, would raise.
+    monkeypatch.setattr(rule.__wrapped__, "lowers_by_cliques", True, raising=False)
     monkeypatch.setattr(registration, "mpmd_map_mgpu_lowering_rule", rule.__wrapped__)
-    monkeypatch.setattr(peers, "lower_by_cliques", lambda: None)
     case = layout("x", PERMUTED, x=4)
     with pytest.raises(NotImplementedError, match="row-major"):
         lowered(case, case.mesh())
 
 
 def test_the_lowering_is_set_up_once():
-    clique.lower_by_cliques()
+    _compat.apply(clique.IN_CLIQUES)
     rule = registration.mpmd_map_mgpu_lowering_rule
-    clique.lower_by_cliques()
+    _compat.apply(clique.IN_CLIQUES)
     assert registration.mpmd_map_mgpu_lowering_rule is rule
 
 
@@ -292,7 +294,7 @@ def test_a_mesh_of_other_devices_is_refused_with_the_way_out(hopper):
 
 
 def test_a_kernel_without_peers_takes_any_devices(hopper):
-    clique.lower_by_cliques()
+    _compat.apply(clique.IN_CLIQUES)
     mesh = Mesh(np.array(jax.devices()[4:6]), ("x",), axis_types=(AxisType.Auto,))
     call = oracle.on_mesh(mesh, lambda a, b: overlap.matmul(a, b, implementation="fused"))
     shapes = (512, 512), (512, 1024)

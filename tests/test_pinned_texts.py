@@ -84,7 +84,7 @@ def test_the_table_is_checked(texts):
 
 
 def test_a_warp_arrives_at_the_barriers_of_a_cluster():
-    """Pallas's own arrival, which the emulator knows; what it becomes on a GPU is ours (`_compat_mosaic`)."""
+    """Pallas's own arrival, which the emulator knows; what it becomes on a GPU is ours (`CLUSTER_ARRIVALS`)."""
     config = overlap.Config(cluster=2)
     found = {" ".join(text.split()) for text in texts_of(1, transport="ring", config=config) if "mbarrier" in text}
     # $0: this lane's number is that of a CTA concerned; $1: the barrier here; $2: the lane. `mapa` gives the address of

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap import _compat
 from overlap.choice import dispatch
 from overlap.kernels.target import Target
 from overlap.primitives import clique
@@ -172,7 +173,7 @@ def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplo
 @pytest.mark.parametrize("transport", ["pull", "ring"])
 def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypatch):
     """On two hosts, each time that Mosaic asks who it is or where a peer's memory lies; on one, never."""
-    clique.lower_by_cliques()
+    _compat.apply(clique.IN_CLIQUES)
     device_id, address_on_peer = LaunchContext.device_id, LaunchContext._get_parameter_address_on_peer
     turned = {"who": [], "where": []}
 

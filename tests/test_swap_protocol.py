@@ -214,7 +214,7 @@ def lowered(config: overlap.Config) -> str:
 
 
 def test_tiles_may_differ_but_swizzles_may_not(monkeypatch):
-    """The left operand's tiles are 8 × 64, the right one's 64 × 64: `_compat_mosaic.let_operands_differ_in_tiles`."""
+    """The left operand's tiles are 8 × 64, the right one's 64 × 64: `_compat.UNEQUAL_TILES`."""
     assert "mosaic_gpu" in lowered(SWAPPED)
     views = staging._views
 

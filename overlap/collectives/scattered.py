@@ -72,6 +72,7 @@ from overlap.primitives import (
     tma_store,
 )
 from overlap.primitives.atomics import add
+from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import ceil_div
 
 
@@ -125,7 +126,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
 def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
     """`addresses.landing_place`, as one operation of jax."""
     make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
-    return sealed(make, "overlap_landing_place")()
+    return sealed(make, "overlap_landing_place", mends=(IN_CLIQUES,))()
 
 
 def _in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:

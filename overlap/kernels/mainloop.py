@@ -15,6 +15,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from overlap import _compat
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.layouts import PLAIN, OperandLayouts
@@ -100,6 +101,10 @@ class Mainloop(Protocol):
 
     def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
         """Raises ValueError if the configuration contradicts itself, or needs more than the device has."""
+        ...
+
+    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+        """The changes of jax that a kernel needs for this mainloop."""
         ...
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Any:

@@ -14,6 +14,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap import _compat
 from overlap.kernels import limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
@@ -25,6 +26,7 @@ from overlap.kernels.partial_sums import PartialSums, partial_sums_flags, partia
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives import addresses, marks, shared_semaphores
+from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import in_32_bits
 from overlap.primitives.types import Index, SemaphoreRef
 
@@ -146,7 +148,10 @@ class ProductKernel:
             smem_types = [*self.smem, *([] if recording is None else [marks.counts_type()])]
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *smem_types, collective_axes=THREAD_AXIS)
 
-        results = sealed(self._kernel(body, (*results_types, *sums_types, *entries_types)), self.name)(*leaves)
+        # A kernel that communicates has flags, and loops over numbers that are drawn.
+        mends = self.mainloop.mends(config, types) + ((IN_CLIQUES, _compat.WARP_LOOPS) if self.flags else ())
+        kernel = self._kernel(body, (*results_types, *sums_types, *entries_types))
+        results = sealed(kernel, self.name, mends=mends)(*leaves)
         if recording is not None:
             recording.kernels.append(marks.RecordedKernel(self.name, roles, results[-1]))
         return jax.tree.unflatten(out_structure, results[: len(results_types)])

@@ -33,7 +33,9 @@ And one of progress: *nobody waits for a CTA that may not have started.* Other k
 another device gets on, so what a peer waits for is done by whichever CTAs are there: they draw it from a counter.
 """
 
+from overlap import _compat
 from overlap.primitives.atomics import draw, each_drawn
+from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.copies import Chunking, copy_chunks, tma_store, wait_stores_landed, wait_stores_read
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
 from overlap.primitives.peers import PeerGroup
@@ -56,6 +58,7 @@ __all__ = [
     "draw",
     "each_drawn",
     "fence_async_proxy",
+    "prepare",
     "semaphore_signal",
     "semaphore_signal_peer",
     "semaphore_wait",
@@ -64,3 +67,20 @@ __all__ = [
     "wait_stores_landed",
     "wait_stores_read",
 ]
+
+
+def prepare() -> None:
+    """Prepares jax for kernels of your own that use these words: call it before the first one is compiled for GPUs.
+
+    The operations of this library do so by themselves. Kernels that communicate, and single warps that run loops of
+    unknown length, need changes in jax's own modules, which stay until the process ends (`overlap/_compat/`). Calling
+    it again changes nothing, and kernels that run emulated on a CPU do without.
+
+    Raises:
+      RuntimeError: the changes were not checked with the installed jax.
+
+    Example:
+      >>> from overlap import primitives
+      >>> primitives.prepare()
+    """
+    _compat.apply(IN_CLIQUES, _compat.WARP_LOOPS)

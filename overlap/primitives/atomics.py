@@ -15,9 +15,8 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
+from jax.extend.mlir import ir
 
-from overlap import _compat_mosaic
 from overlap.primitives.peers import PeerGroup
 
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -119,6 +118,5 @@ def each_drawn(counter: Any, number: Any, end: int, last: int, do: Callable[[Any
 
 
 def loop_while(test: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
-    """`lax.while_loop` over int32 scalars, also in a warp of its own."""
-    _compat_mosaic.let_warps_loop()
+    """`lax.while_loop` over int32 scalars, also in a single warp: the kernel needs the mend `_compat.WARP_LOOPS`."""
     return lax.while_loop(test, body, state)

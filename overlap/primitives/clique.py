@@ -185,6 +185,5 @@ def device_ids(context: Any) -> tuple[int, ...] | None:
     return context.device_ids if hasattr(context, "device_ids") else _compat.device_ids()
 
 
-def lower_by_cliques() -> None:
-    """Has kernels lowered for their cliques from now on. Idempotent."""
-    _compat.lower_by_cliques(Clique.of, addresses)
+# The change of jax that a kernel with peers needs: Pallas lowers kernels for their cliques.
+IN_CLIQUES = _compat.kernels_in_cliques(Clique.of, addresses)

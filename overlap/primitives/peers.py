@@ -11,7 +11,6 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.primitives.clique import lower_by_cliques
 from overlap.primitives.integers import quotient, remainder
 
 
@@ -119,7 +118,6 @@ class PeerGroup:
 
     def device_id(self, position: Any) -> Any:
         """The framework's name for the device at a position: its coordinates on these axes; the others are mine."""
-        lower_by_cliques()
         coordinates, (major, _) = {}, self.axes[0]
         for name, size in reversed(self.axes[1:]):
             coordinates[name], position = remainder(position, size), quotient(position, size)

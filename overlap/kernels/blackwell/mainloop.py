@@ -44,7 +44,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import _compat_mosaic
+from overlap import _compat
 from overlap.kernels.blackwell import limits, scales
 from overlap.kernels.blackwell.limits import ACCUMULATORS, TERM_BUFFERS, TILE_M, rhs_columns
 from overlap.kernels.config import Config
@@ -321,9 +321,10 @@ class Blackwell:
     def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
         limits.check_config(sizes, config, target)
 
+    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+        return () if types.layouts.k_major else (_compat.SQUARE_TILES,)
+
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
-        if not types.layouts.k_major:
-            _compat_mosaic.offer_square_mma_tiles()
         columns, term = ACCUMULATORS * config.tile_n, (TERM_BUFFERS, 1, TILE_M, staging.atom(types.out_dtype))
         of_terms = {
             "term_boxes": plgpu.RefUnion(*staging.box_views(term, types)),

@@ -58,7 +58,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap import _compat_mosaic
+from overlap import _compat
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS
 from overlap.kernels.hooks import Hooks, Tile
@@ -248,13 +248,16 @@ class Hopper:
     def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
         limits.check_config(sizes, config, target)
 
+    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+        has_square_tiles = not types.layouts.k_major
+        return (
+            *([_compat.SQUARE_TILES] if has_square_tiles else []),
+            *([_compat.UNEQUAL_TILES] if has_square_tiles and config.swap_operands else []),
+            # The forwarder gives stages back to all CTAs of the cluster.
+            *([_compat.CLUSTER_ARRIVALS] if types.forwards and config.cluster > 1 else []),
+        )
+
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
-        if not types.layouts.k_major:
-            _compat_mosaic.offer_square_mma_tiles()
-            if config.swap_operands:
-                _compat_mosaic.let_operands_differ_in_tiles()
-        if types.forwards and config.cluster > 1:
-            _compat_mosaic.let_warps_arrive_at_cluster_barriers()
         return Buffers(**staging.buffer_types(config, types, _plan(config, types)))
 
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ from overlap.kernels.tma.staging import MAILBOXES, Buffers
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
+from overlap.primitives.shared_words import load_word
 from overlap.primitives.types import Index
 
 
@@ -69,7 +70,7 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
     def read(ordinal: Index) -> jax.Array:
         mailbox = remainder(ordinal, MAILBOXES)
         plgpu.barrier_wait(mail.posted.at[mailbox])
-        return mail.numbers[mailbox]
+        return load_word(mail.numbers.at[mailbox])
 
     def turn(state: Any) -> Any:
         number, ordinal, before = state

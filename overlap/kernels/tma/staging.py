@@ -28,7 +28,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from overlap import _compat_mosaic
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
@@ -257,7 +256,6 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
 
 
 def _mail(readers: int) -> Mail:
-    _compat_mosaic.let_warps_load_scalars()
     return Mail(
         numbers=plgpu.SMEM((MAILBOXES,), jnp.int32),
         posted=plgpu.Barrier(num_arrivals=1, num_barriers=MAILBOXES),

@@ -1,0 +1,17 @@
+"""Whether jax has started a backend in this process.
+
+Reason: `jax.distributed.initialize` must come before the first backend, and `python -m overlap` chooses emulated CPU
+devices only as long as no backend runs. The public `jax.extend.backend.backends()` cannot be asked: it starts them.
+
+Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public function that asks without starting anything.
+For upstream: docs/upstream/backends-initialized.md.
+"""
+
+from __future__ import annotations
+
+from overlap._compat.mend import private
+
+
+def backends_are_initialized() -> bool:
+    """Whether any JAX backend has been started in this process."""
+    return private("jax._src.xla_bridge", "backends_are_initialized")()

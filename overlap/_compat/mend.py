@@ -1,0 +1,112 @@
+"""How a module of jax is changed: once per process, explicitly, and only with a version on which it was checked.
+
+The range of checked versions is the library's own: `JAX_FROM` and `JAX_BELOW` in `overlap/_requirements.py`, which
+pyproject.toml repeats for pip. CI runs the tests of every mend on `TESTED_JAX`, the first and the last version of it.
+With another version `apply` raises instead of changing code that nobody has compared. What needs no mend goes on
+working there: `implementation="xla"`, kernels that are emulated on a CPU, and fused kernels without mends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from overlap import _requirements, _settings
+
+CHECKED = f">={'.'.join(map(str, _requirements.JAX_FROM))},<{'.'.join(map(str, _requirements.JAX_BELOW))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mend:
+    """A change of jax's modules.
+
+    Attributes:
+      name: what is possible afterwards, for messages.
+      change: makes the change. It looks up all private names before it replaces the first one, and finds out by itself
+        whether another copy of this library has made the change already.
+      needs: mends that must be made before.
+    """
+
+    name: str
+    change: Callable[[], None]
+    needs: tuple[Mend, ...] = ()
+
+
+_applied: set[Mend] = set()
+_lock = threading.RLock()
+
+
+def apply(*mends: Mend) -> None:
+    """Makes these changes, each once per process.
+
+    Raises:
+      RuntimeError: the installed jax is not among the checked versions, or has not got a name that is to be changed.
+    """
+    with _lock:
+        for mend in mends:
+            if mend in _applied:
+                continue
+            apply(*mend.needs)
+            _require_checked(mend)
+            mend.change()
+            _applied.add(mend)
+
+
+def _require_checked(mend: Mend) -> None:
+    import jax
+
+    if _requirements.why_not_jax(jax.__version__) and not _settings.unchecked_jax():
+        raise RuntimeError(
+            f"a fused kernel needs a change in jax ({mend.name}) that was checked with jax {CHECKED}, and jax "
+            f"{jax.__version__} is installed: install a checked version (pip install 'jax{CHECKED}'), use "
+            f'implementation="xla", or set {_settings.UNCHECKED_JAX_VARIABLE}=1 to try the change all the same'
+        )
+
+
+def private(module: str, path: str) -> Any:
+    """The object that a private name of jax stands for.
+
+    Args:
+      module: the module's full name.
+      path: the name within the module, such as "LaunchContext.device_id".
+
+    Raises:
+      RuntimeError: the installed jax has no such name.
+    """
+    try:
+        return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        import jax
+
+        raise RuntimeError(
+            f"overlap uses the private name {module}.{path}, and jax {jax.__version__} has not got it: install a "
+            f"version with which overlap was checked (pip install 'jax{CHECKED}'), or, if a fused kernel needs it, "
+            'use implementation="xla"'
+        ) from error
+
+
+def replace(module: str, path: str, mark: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replaces a function of jax by `make(function)`, unless a function with this mark stands there already.
+
+    Args:
+      module: the module's full name.
+      path: the function's name within the module; it may be a method.
+      mark: an attribute that the new function gets. Another copy of this library, as `benchmarks/before_after.py` loads
+        one, finds it there.
+      make: from jax's function to the new one.
+    """
+    owner, _, name = path.rpartition(".")
+    given = private(module, path)
+    if not getattr(given, mark, False):
+        setattr(private(module, owner) if owner else importlib.import_module(module), name, marked(given, mark, make))
+
+
+def marked(given: Any, mark: str, make: Callable[[Any], Callable[..., Any]]) -> Any:
+    """`make(given)` with the name, the documentation and the marks of `given`, and this mark."""
+    made: Any = functools.wraps(given)(make(given))
+    setattr(made, mark, True)
+    return made

@@ -1,0 +1,73 @@
+"""Mend: a kernel runs in a clique whose ranks count against the positions in its mesh: rank 0 is the last position.
+
+Reason: on several hosts XLA must be given the devices of this host in reverse (`overlap/primitives/clique.py` says
+why). Mosaic GPU takes a rank for a position in two places: where a kernel asks for its own number, and where it looks
+up the address of a peer's buffer.
+
+Change: while a kernel is lowered inside `mirrored(True)`, the first place turns the rank into a position, and the
+second one turns the position into a rank. Elsewhere both are jax's own. Same code in jax 0.11.2 and 0.12.0.1.
+
+Replaced by: a translation from positions to ranks in Mosaic GPU, or a clique that XLA does not confuse with its own.
+For upstream: docs/upstream/mosaic-gpu-ranks.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+from overlap._compat.mend import Mend, private, replace
+
+_MARK = "mirrors_ranks"
+_is_mirrored: contextvars.ContextVar[bool] = contextvars.ContextVar("overlap_mirrored_ranks", default=False)
+
+
+@contextlib.contextmanager
+def mirrored(is_mirrored: bool) -> Iterator[None]:
+    """Kernels that are lowered inside of it have mirrored ranks, or have not."""
+    token = _is_mirrored.set(is_mirrored)
+    try:
+        yield
+    finally:
+        _is_mirrored.reset(token)
+
+
+def _change() -> None:
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import arith
+
+    constant = private("jax.experimental.mosaic.gpu.utils", "c")
+    id_attribute = private("jax.experimental.mosaic.gpu.launch_context", "DEVICE_ID_ATTR")
+    private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer")
+
+    def opposite(context: Any, number: Any) -> Any:
+        return arith.subi(constant(context.num_peers - 1, ir.IntegerType.get_signless(32)), number)
+
+    def own_position(device_id: Any) -> Any:
+        def position(self: Any, on_host: bool = False) -> Any:
+            rank = device_id(self, on_host)
+            if not _is_mirrored.get():
+                return rank
+            own = opposite(self, rank)
+            # For TMA descriptors the host computes again what depends on this value, by calling this function there.
+            own.owner.attributes[id_attribute] = ir.UnitAttr.get()
+            return own
+
+        return position
+
+    def of_position(address_on_peer: Any) -> Any:
+        def address_at(self: Any, parameter_id: int, peer_id: Any, on_host: bool) -> Any:
+            rank = opposite(self, peer_id) if _is_mirrored.get() else peer_id
+            return address_on_peer(self, parameter_id, rank, on_host)
+
+        return address_at
+
+    replace("jax.experimental.mosaic.gpu.launch_context", "LaunchContext.device_id", _MARK, own_position)
+    replace(
+        "jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer", _MARK, of_position
+    )
+
+
+MIRRORED_RANKS = Mend("ranks that count against positions", _change)

@@ -1,0 +1,231 @@
+"""Mend: a kernel reads its peers' addresses at the beginning of its flags, where another kernel has written them.
+
+Reason: with a process per GPU, XLA copies all that a kernel with peers reads or writes to symmetric memory, at every
+call. `overlap/primitives/addresses.py` says how two kernels avoid that: the first one asks XLA for the addresses and
+writes a table of them, the second one reads the table and is to XLA a kernel without peers.
+
+Change: while a kernel is lowered inside `told(...)`, Mosaic GPU's table of addresses is that one, and a buffer's row in
+the table is found by `Told.rows`. Elsewhere both are jax's own. `Told.put_before` changes nothing in jax: it edits the
+program, so that the first kernel makes the second one's flags and XLA sees no peers in the second one. Same code in jax
+0.11.2 and 0.12.0.1.
+
+Replaced by: symmetric memory for the parameters that are read from peers alone, decided per parameter in Mosaic GPU.
+For upstream: docs/upstream/mosaic-gpu-symmetric-memory.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from overlap._compat.mend import Mend, private, replace
+from overlap._compat.mirrored_ranks import MIRRORED_RANKS
+
+_MARK = "reads_told_addresses"
+
+
+class Addresses(Protocol):
+    """What lowering needs of `overlap.primitives.addresses`."""
+
+    @property
+    def TABLE_FLAGS(self) -> int: ...
+
+    @property
+    def Params(self) -> type: ...
+
+    @property
+    def OwnMemory(self) -> type: ...
+
+    def tell(self, num_flags: int) -> Any: ...
+
+    def note_program(self, program: Any, device_ids: tuple[int, ...]) -> None: ...
+
+
+@dataclasses.dataclass
+class Told:
+    """A kernel that is being lowered and is told its peers' addresses by another kernel.
+
+    Attributes:
+      addresses: `overlap.primitives.addresses`.
+      peers_read: which of the kernel's operands the peers read: the first rows of the table. The last row is that of
+        its flags.
+    """
+
+    addresses: Addresses
+    peers_read: tuple[int, ...]
+
+    def rows(self, context: Any) -> tuple[int, ...]:
+        """The kernel's parameter in each row of the table."""
+        return *self.peers_read, context.num_params - 1
+
+    def check_room(self, devices: int) -> None:
+        """Raises NotImplementedError if the table has no room for so many devices."""
+        header = private("jax.experimental.mosaic.gpu.launch_context", "COLLECTIVE_METADATA_SIZE")
+        assert len(self.peers_read) + 1 < header  # The header has room for the addresses of this device's own buffers.
+        entries, room = header + (len(self.peers_read) + 1) * devices, self.addresses.TABLE_FLAGS // 2
+        if entries > room:
+            raise NotImplementedError(
+                f"where each GPU has a process of its own, a kernel has {room} entries for its peers, and for "
+                f'{devices} devices needs {entries}: use implementation="xla"'
+            )
+
+    def put_before(self, call: Any, context: Any, operands: Sequence[Any]) -> Any:
+        """Puts the kernel that writes the table before the lowered call of the kernel that is told.
+
+        The flags of a kernel are the last operand of its call. jax gives zeros for them; the result of the first kernel
+        takes their place.
+
+        Args:
+          call: the custom call of the kernel that is told.
+          context: jax's lowering context, with the types of the kernel's operands.
+          operands: those operands, lowered, without the flags.
+
+        Returns:
+          The custom call of the first kernel.
+        """
+        import jax
+        from jax.extend.core import jaxpr_as_fun
+        from jax.extend.mlir import ir
+        from jax.interpreters import mlir
+
+        flags = len(call.operands) - 1
+        (num_flags,) = ir.RankedTensorType(call.operands[flags].type).shape
+        read = [context.avals_in[i] for i in self.peers_read]
+        kernel = jax.make_jaxpr(self.addresses.tell(num_flags))(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in read))
+        within = context.replace(avals_in=kernel.in_avals, avals_out=kernel.out_avals)
+        with told(None), ir.InsertionPoint(call):
+            lower = mlir.lower_fun(jaxpr_as_fun(kernel), multiple_results=True)
+            (table_and_zeros,) = lower(within, *(operands[i] for i in self.peers_read))
+        call.operands[flags] = table_and_zeros
+        _hide_peers(call)
+        # XLA must not merge two such kernels with the same operands: each makes the flags of another call.
+        table_and_zeros.owner.attributes["has_side_effect"] = ir.BoolAttr.get(True)
+        return table_and_zeros.owner
+
+
+def _hide_peers(call: Any) -> None:
+    """Takes from a call of Mosaic GPU what makes XLA look up peers and use symmetric memory for it."""
+    from jax.extend.mlir import ir
+
+    entries = {entry.name: entry.attr for entry in call.attributes["mhlo.backend_config"]}
+    entries["uses_xla_collective_metadata"] = ir.BoolAttr.get(False)
+    for name in ("xla_replica_ids", "symmetric_memory_parameters"):
+        entries.pop(name, None)
+    call.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries)
+    # From jax 0.12 on, XLA is asked for symmetric memory here.
+    if "mhlo.frontend_attributes" in call.attributes:
+        asked = {entry.name: entry.attr for entry in call.attributes["mhlo.frontend_attributes"]}
+        kept = {name: value for name, value in asked.items() if not name.endswith("_memory_spaces")}
+        call.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(kept)
+
+
+_told: contextvars.ContextVar[Told | None] = contextvars.ContextVar("overlap_told", default=None)
+
+
+@contextlib.contextmanager
+def told(kernel: Told | None) -> Iterator[None]:
+    """What is lowered inside of it is this kernel; None: a kernel that is not told."""
+    token = _told.set(kernel)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def _change() -> None:
+    from jax.extend.mlir import ir
+
+    as_memref = private("jax.experimental.mosaic.gpu.utils", "ptr_as_memref")
+    private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._collective_metadata")
+    private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer")
+
+    def at_the_flags(xlas_table: Any) -> Any:
+        def table(self: Any, which: int) -> Any:
+            kernel = _told.get()
+            if kernel is None:
+                return xlas_table(self, which)
+            if which:
+                reason = "the host of a GPU with a process of its own does not know its peers' addresses"
+                raise NotImplementedError(reason)
+            with ir.InsertionPoint.at_block_begin(self.buffers.owner):
+                entries = ir.MemRefType.get((kernel.addresses.TABLE_FLAGS // 2,), ir.IntegerType.get_signless(64))
+                return as_memref(_pointer(self, self.num_params - 1), entries)
+
+        return table
+
+    def by_row(address_on_peer: Any) -> Any:
+        def address_by_row(self: Any, parameter_id: int, peer_id: Any, on_host: bool) -> Any:
+            kernel = _told.get()
+            row = parameter_id if kernel is None else kernel.rows(self).index(parameter_id)
+            return address_on_peer(self, row, peer_id, on_host)
+
+        return address_by_row
+
+    replace("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._collective_metadata", _MARK, at_the_flags)
+    replace("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer", _MARK, by_row)
+
+
+ADDRESSES_TOLD = Mend("a kernel is told its peers' addresses by another kernel", _change, needs=(MIRRORED_RANKS,))
+
+
+def _pointer(context: Any, parameter: int) -> Any:
+    """A parameter's address, as the host passes it."""
+    from jaxlib.mlir.dialects import llvm
+
+    element = private("jax.experimental.mosaic.gpu.utils", "getelementptr")
+    pointer = llvm.PointerType.get()
+    return llvm.load(pointer, element(context.buffers, [parameter], pointer))
+
+
+def peer_table(context: Any, *parameters: Any) -> list[tuple[int, Any]]:
+    """In a kernel's inline code: a table of its peers' addresses in Mosaic GPU's form, as pairs (place, entry).
+
+    The table has the rank, room for other entries (together `COLLECTIVE_METADATA_SIZE`), and for each parameter a row
+    of addresses, one per rank. XLA gives the addresses of the allocations that the buffers lie in, for this device too,
+    and leaves it to the reader to add the offset there. So the addresses of this device's own buffers stand behind the
+    rank.
+
+    Args:
+      context: Mosaic GPU's launch context, as inline code gets it.
+      *parameters: references to all parameters of the kernel.
+    """
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    header = private("jax.experimental.mosaic.gpu.launch_context", "COLLECTIVE_METADATA_SIZE")
+    address = private("jax.experimental.mosaic.gpu.utils", "memref_ptr")
+    context.device_id()  # A kernel that asks for its number gets XLA's table.
+    places = (0, *range(header, header + context.num_peers * len(parameters)))
+    i64 = ir.IntegerType.get_signless(64)
+    own = [(1 + row, llvm.ptrtoint(i64, address(ref))) for row, ref in enumerate(parameters)]
+    return [(place, _entry(context, place)) for place in places] + own
+
+
+def told_addresses(context: Any) -> list[tuple[Any, Any]]:
+    """In a kernel's inline code: for each row, where the table says that this device's buffer is, and where it is.
+
+    Empty if the kernel is not told.
+    """
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    kernel = _told.get()
+    if kernel is None:
+        return []
+    pairs = []
+    for row, parameter in enumerate(kernel.rows(context)):
+        with ir.InsertionPoint.at_block_begin(context.buffers.owner):
+            pointer = _pointer(context, parameter)
+        pairs.append((_entry(context, 1 + row), llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)))
+    return pairs
+
+
+def _entry(context: Any, place: int) -> Any:
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import memref
+
+    constant = private("jax.experimental.mosaic.gpu.utils", "c")
+    return memref.load(context.device_collective_metadata, [constant(place, ir.IndexType.get())])

@@ -1,0 +1,26 @@
+"""Mend: a single warp (`plgpu.warp_map`) runs a `lax.while_loop` over scalars, as a warpgroup can.
+
+Reason: loops that draw numbers from a counter end when the counter is used up, so their length is not known before
+(`loop_while` in `overlap/primitives/atomics.py`). Pallas lowers such a loop in a warp to `scf.while`; then Mosaic GPU
+refuses it, since the operation is not in the set of those that a warp may run. Its lowering of an `scf.while` without
+arrays does not depend on the number of threads, as that of `scf.for` and `scf.if`, which are in the set.
+
+Change: `scf.while` is added to the set. Same code in jax 0.11.2 and 0.12.0.1.
+
+Replaced by: `support_warp_semantics=True` at the rule for `scf.while` in jax.
+For upstream: docs/upstream/warp-while-loops.md.
+"""
+
+from __future__ import annotations
+
+from overlap._compat.mend import Mend, private
+
+
+def _change() -> None:
+    from jax.extend.mlir.dialects import scf
+
+    supported = private("jax.experimental.mosaic.gpu.dialect_lowering", "_supported_warp_lowerings")
+    supported.add(scf.WhileOp.OPERATION_NAME)
+
+
+WARP_LOOPS = Mend("a single warp runs while loops", _change)

@@ -1,0 +1,194 @@
+"""How `overlap/_compat/` changes jax: once, when a kernel is lowered for a GPU, and with checked versions only."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap import _compat, _requirements, _settings, primitives
+from overlap._compat import mend
+from overlap.choice import dispatch
+from overlap.emulation import emulate
+from overlap.kernels.config import Config
+from overlap.kernels.hopper.mainloop import Hopper
+from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.target import Target
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, shared_flags
+from overlap.primitives.clique import IN_CLIQUES
+from tests import oracle
+
+TOO_NEW = ".".join(map(str, _requirements.JAX_BELOW)) + ".0"
+
+
+@pytest.fixture
+def nothing_applied(monkeypatch):
+    monkeypatch.setattr(mend, "_applied", set())
+    monkeypatch.delenv(_settings.UNCHECKED_JAX_VARIABLE, raising=False)
+    _settings.unchecked_jax.cache_clear()
+    yield
+    _settings.unchecked_jax.cache_clear()
+
+
+@pytest.fixture
+def too_new(nothing_applied, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", TOO_NEW)
+
+
+def lowered(function, *shapes):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = oracle.on_mesh(mesh, function, in_specs=(P("x"), P(None, "x")), out_specs=P(None, "x"))
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    traced = mapped.trace(*arguments)
+    return traced, lambda: traced.lower(lowering_platforms=("cuda",))
+
+
+def gather(implementation):
+    return lambda a, b: overlap.all_gather_lhs_matmul(a, b, "x", implementation=implementation)
+
+
+SHAPES = (4096, 512), (512, 2048)
+
+
+def a_mend(name="something"):
+    made = []
+    return made, mend.Mend(name, lambda: made.append(name))
+
+
+def test_a_change_is_made_once_and_what_it_needs_before(nothing_applied):
+    first, (made, second) = a_mend()[1], a_mend("more")
+    order = []
+    inner = mend.Mend("inner", lambda: order.append("inner"))
+    outer = mend.Mend("outer", lambda: order.append("outer"), needs=(inner,))
+    _compat.apply(outer, inner)
+    _compat.apply(outer, first, second, second)
+    assert order == ["inner", "outer"] and made == ["more"]
+
+
+def test_a_version_that_was_not_checked_is_refused_with_the_way_out(too_new):
+    made, something = a_mend("kernels do things")
+    with pytest.raises(RuntimeError) as refused:
+        _compat.apply(something)
+    for word in (
+        "kernels do things",
+        f"jax {TOO_NEW} is",
+        mend.CHECKED,
+        'implementation="xla"',
+        "OVERLAP_UNCHECKED_JAX=1",
+    ):
+        assert word in str(refused.value)
+    assert not made
+
+
+def test_it_is_tried_all_the_same_if_the_user_says_so(too_new, monkeypatch):
+    monkeypatch.setenv(_settings.UNCHECKED_JAX_VARIABLE, "1")
+    made, something = a_mend()
+    _compat.apply(something)
+    assert made
+    _settings.unchecked_jax.cache_clear()
+    monkeypatch.setenv(_settings.UNCHECKED_JAX_VARIABLE, "yes")
+    with pytest.raises(RuntimeError, match=r"`OVERLAP_UNCHECKED_JAX` must be 1 or 0, got 'yes'.*unset it"):
+        _settings.unchecked_jax()
+
+
+def test_there_a_fused_kernel_is_refused_and_all_else_works(too_new, monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    _, lower = lowered(gather("fused"), *SHAPES)
+    with pytest.raises(RuntimeError, match=rf"jax {TOO_NEW} is installed.*\"xla\""):
+        lower()
+    _, lower = lowered(gather("xla"), *SHAPES)
+    assert "dot" in lower().as_text()
+    # A kernel with both operands along k needs no change.
+    call = lambda a, b: overlap.matmul(a, b, transpose_rhs=True, implementation="fused")  # noqa: E731
+    text = (
+        jax.jit(call).trace(*[jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * 2).lower(lowering_platforms=("cuda",))
+    )
+    assert "mosaic_gpu" in text.as_text()
+
+
+def test_there_kernels_run_emulated(too_new):
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    with emulate():
+        out = jax.jit(lambda x: overlap.matmul(x, x, implementation="fused", config=Config(tile_n=64, stages=2)))(x)
+    assert (out == 64).all() and not mend._applied
+
+
+def test_tracing_changes_nothing(nothing_applied, monkeypatch):
+    """Not even a kernel with peers; lowering it does."""
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    _, lower = lowered(gather("fused"), *SHAPES)
+    assert not mend._applied
+    lower()
+    assert {IN_CLIQUES, _compat.WARP_LOOPS} < mend._applied
+
+
+@pytest.mark.parametrize(
+    ("layouts", "config", "forwards", "expected"),
+    [
+        ({}, {}, False, {"SQUARE_TILES"}),
+        ({"transpose_rhs": True}, {}, False, set()),
+        ({}, {"swap_operands": True}, False, {"SQUARE_TILES", "UNEQUAL_TILES"}),
+        ({"transpose_rhs": True}, {"cluster": 2}, True, {"CLUSTER_ARRIVALS"}),
+        ({"transpose_rhs": True}, {"cluster": 2}, False, set()),
+    ],
+)
+def test_a_mainloop_asks_for_what_it_needs(layouts, config, forwards, expected):
+    kinds = types.SimpleNamespace(layouts=OperandLayouts(**layouts), forwards=forwards)
+    needed = Hopper().mends(Config(**config), kinds)
+    assert set(needed) == {getattr(_compat, name) for name in expected}
+
+
+@pytest.mark.parametrize(
+    ("module", "path"),
+    [("jax._src.no_such", "thing"), ("jax._src.config", "no_such"), ("jax.experimental.mosaic.gpu.utils", "c.no_such")],
+)
+def test_a_name_that_jax_has_not_got_is_said(module, path):
+    with pytest.raises(RuntimeError, match=rf"{module}\.{path}.*jax {jax.__version__} has not got it: install"):
+        mend.private(module, path)
+
+
+def test_another_copy_of_the_library_changes_nothing_again(monkeypatch):
+    module = types.ModuleType("module")
+    module.function = lambda: 1
+    monkeypatch.setitem(__import__("sys").modules, "module", module)
+    for _ in range(2):
+        mend.replace("module", "function", "doubles", lambda given: lambda: 2 * given())
+    assert module.function() == 2
+
+
+def test_a_kernel_of_a_user_is_prepared_for_explicitly(nothing_applied, monkeypatch):
+    """Without that it is refused, instead of lowered for devices that nobody knows."""
+    name = "mpmd_map_mgpu_lowering_rule"
+    registration = "jax._src.pallas.mosaic_gpu.pallas_call_registration"
+    rule = mend.private(registration, name)
+    monkeypatch.setattr(f"{registration}.{name}", getattr(rule, "__wrapped__", rule))
+
+    def body(x_gmem, out_gmem):
+        (flags,) = shared_flags(HANDSHAKE_FLAGS)
+        handshake = Handshake(flags, PeerGroup("x", (("x", 4),)), lax.axis_index("cta"), "user", transfers=3)
+
+        @plgpu.warp_map
+        def _one(warp):
+            pl.when(warp == 0)(lambda: handshake.leave(handshake.begin() * 0))
+
+    kernel = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((128,), jnp.int32), grid=(2,), grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True
+        ),
+    )  # fmt: skip
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    traced = oracle.on_mesh(mesh, kernel, in_specs=P("x"), out_specs=P("x")).trace(
+        jax.ShapeDtypeStruct((512,), jnp.int32)
+    )
+    with pytest.raises(RuntimeError, match=r"overlap\.primitives\.prepare\(\)"):
+        traced.lower(lowering_platforms=("cuda",))
+    primitives.prepare()
+    assert 'xla_replica_ids = "0,1,2,3"' in traced.lower(lowering_platforms=("cuda",)).as_text()
