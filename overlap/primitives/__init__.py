@@ -34,7 +34,7 @@ another device gets on, so what a peer waits for is done by whichever CTAs are t
 """
 
 from overlap.primitives.atomics import draw, each_drawn
-from overlap.primitives.copies import Chunking, copy_chunks, tma_store, wait_stores_landed, wait_stores_read
+from overlap.primitives.copies import Chunking, copy_chunks, tma_load, tma_store, wait_stores_landed, wait_stores_read
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.semaphores import (
@@ -45,6 +45,7 @@ from overlap.primitives.semaphores import (
     semaphore_wait,
     shared_semaphores,
 )
+from overlap.primitives.waits import semaphore_wait_peer
 
 __all__ = [
     "HANDSHAKE_FLAGS",
@@ -59,7 +60,9 @@ __all__ = [
     "semaphore_signal",
     "semaphore_signal_peer",
     "semaphore_wait",
+    "semaphore_wait_peer",
     "shared_semaphores",
+    "tma_load",
     "tma_store",
     "wait_stores_landed",
     "wait_stores_read",

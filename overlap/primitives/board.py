@@ -44,13 +44,14 @@ TICK_S = 2**20 / 1e9
 
 OVER, STILL_WAITING, GIVEN_UP = range(3)
 
-BEGUN, SEEN, DONE, ROWS, TERMS = range(5)
+BEGUN, SEEN, DONE, ROWS, TERMS, FLAG = range(6)
 _ROLES = {
     BEGUN: "to begin this operation; flag: its beacon",
     SEEN: "to notice that this device has begun; flag: seen, with a bit for each position",
     DONE: "to be done with this device's memory; flag: done, with a bit for each position",
     ROWS: "to pass rows on; flag: parts of rows",
     TERMS: "to send its part of a tile; flag: that it is here",
+    FLAG: "to raise a flag",
 }
 
 _WHAT_NOW = (

@@ -14,6 +14,7 @@ from overlap.primitives import marks
 from overlap.primitives.atomics import draw, loop_while
 from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
 from overlap.primitives.marks import Work
+from overlap.primitives.types import BarrierRef, GmemRef, SmemRef
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
@@ -29,6 +30,23 @@ def wait_stores_read(in_flight: int = 0) -> None:
 def wait_stores_landed(in_flight: int = 0) -> None:
     """Waits until all but the last `in_flight` stores of this thread are complete: a flag may be raised for them."""
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=False)
+
+
+def tma_load(source_gmem: GmemRef, tile_smem: SmemRef, loaded: BarrierRef) -> None:
+    """Starts the copy (TMA) of a tile from global memory, here or on a peer, to shared memory.
+
+    Call it in one warp or one warpgroup. It returns at once.
+
+    Ordering: the tile has landed when `plgpu.barrier_wait(loaded)` returns. If a flag stands for the source's bytes,
+    wait for it with `semaphore_wait_peer`, or with `semaphore_wait` and then `fence_async_proxy`.
+
+    Args:
+      source_gmem: the tile in global memory; of a peer: a slice of `PeerGroup.remote_ref`. It must be one contiguous
+        piece of memory, of a multiple of 16 bytes, and lie within its array: no byte outside is filled in.
+      tile_smem: shared memory of the same shape and dtype.
+      loaded: an mbarrier. The copy counts as one arrival.
+    """
+    plgpu.copy_gmem_to_smem(source_gmem, tile_smem, loaded, oob_mode=IN_BOUNDS)
 
 
 def tma_store(tile_smem: Any, destination_gmem: Any) -> None:

@@ -130,4 +130,4 @@ class PeerGroup:
 
         Only asynchronous copies may use it (rows of an untiled buffer if `position` is known on the device alone).
         """
-        return plgpu.remote_ref(ref, self.device_id(position))
+        return ref if self.size == 1 else plgpu.remote_ref(ref, self.device_id(position))

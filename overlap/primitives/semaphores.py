@@ -41,7 +41,7 @@ def semaphore_signal(flag: Any, increment: Any = 1) -> None:
 
 def semaphore_signal_peer(flag: Any, group: PeerGroup, position: Any, increment: Any = 1) -> None:
     """Raises the flag of the device at `position` of the ring. A release at system scope."""
-    plgpu.semaphore_signal(flag, increment, device_id=group.device_id(position))
+    plgpu.semaphore_signal(flag, increment, device_id=None if group.size == 1 else group.device_id(position))
 
 
 def semaphore_wait(flag: Any, value: Any) -> None:

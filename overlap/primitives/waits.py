@@ -21,6 +21,7 @@ from overlap import _settings
 from overlap.primitives import board
 from overlap.primitives.atomics import inline, ptx
 from overlap.primitives.peers import PeerGroup
+from overlap.primitives.types import Index, SemaphoreRef
 
 _NEVER = 2**32 - 1
 _FENCES = ("fence.acquire.sys;", "fence.proxy.async.global;")
@@ -122,6 +123,34 @@ def wait_for_word(
         look_until(look, operands, operation=operation, role=role)
 
     inline(emit, [word, word], group.me(), peer, expected)
+
+
+def semaphore_wait_peer(
+    flag: SemaphoreRef, value: Index, group: PeerGroup, position: Index, *, operation: str = "a kernel"
+) -> None:
+    """Waits until a flag of this device, which a peer raises, has reached `value`. The flag keeps its value.
+
+    The wait ends or says why it does not. After 30 s the host logs which device waits for which (logger `overlap`).
+    After OVERLAP_WAIT_TIMEOUT_S (600 s unless that variable is set; 0: no limit) the kernel traps, and the program ends
+    with a CUDA error.
+
+    Call it in one warp (`plgpu.warp_map`) or in one warpgroup; all of its threads wait.
+
+    Ordering: an acquire at system scope, and a proxy fence. Whatever the peer had done before its
+    `semaphore_signal_peer` is visible to these threads, and to the copies (TMA) that they start afterwards.
+
+    Args:
+      flag: one semaphore in global memory of this device, as `shared_semaphores(...)[0].at[i]`.
+      value: what the flag must reach, an int32 scalar.
+      group: the peers.
+      position: the position of the peer that raises the flag. Only the report names it.
+      operation: the name of the kernel in the report.
+
+    Example:
+      `semaphore_wait_peer(arrived.at[peer], 1, group, peer, operation="all_gather")`
+    """
+    number = board.describe(operation, group)
+    wait_for_word(flag, value, group, position, operation=number, role=board.FLAG, at_least=True)
 
 
 def wait_within_device(word: Any, count: int) -> None:
