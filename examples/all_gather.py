@@ -86,7 +86,7 @@ def gather_with_handshake(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
             prim.converge_warp()
 
 
-def all_gather(x: jax.Array, axis_name: str = AXIS, *, handshake: bool = False) -> jax.Array:
+def all_gather(x: jax.Array, axis_name: str = "x", *, handshake: bool = False) -> jax.Array:
     """Gathers rows along a mesh axis, inside `jax.shard_map`: [rows, columns] -> [devices * rows, columns]."""
     rows, columns = x.shape
     group = prim.PeerGroup.of(axis_name)

@@ -27,7 +27,7 @@ FROM_BEFORE, FROM_AFTER = 0, 1  # The two parts of the halo, and their flags.
 
 
 def send_edge(part, group, x_gmem, halo_gmem, edge_smem, edge_loaded, arrived):
-    """Stores this device's last rows into the halo of the next device, or its first rows into that of the one before."""
+    """Stores this device's last rows into the halo of the next device, or its first rows into that of the previous."""
     halo = edge_smem.shape[0]
     neighbour = jnp.where(part == FROM_BEFORE, group.peer(1), group.peer(group.size - 1))
     first = jnp.where(part == FROM_BEFORE, x_gmem.shape[0] - halo, 0)
@@ -80,7 +80,7 @@ def exchange_and_sum(group, weights, x_gmem, out_gmem, halo_gmem, in_smem, out_s
     prim.wait_stores_landed()
 
 
-def stencil(x: jax.Array, axis_name: str = AXIS, weights: tuple[float, ...] = WEIGHTS) -> jax.Array:
+def stencil(x: jax.Array, axis_name: str = "x", weights: tuple[float, ...] = WEIGHTS) -> jax.Array:
     """Weighted sums of neighbouring rows, inside `jax.shard_map`: float32 [rows, columns] -> [rows, columns]."""
     rows, columns = x.shape
     halo = len(weights) // 2

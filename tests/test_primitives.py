@@ -1,8 +1,9 @@
-"""`overlap.primitives` for kernels of one's own: the examples, emulated and assembled, and what a defect is reported as."""
+"""Kernels of one's own made of `overlap.primitives`: the examples, emulated, with defects, and assembled."""
 
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -27,7 +28,7 @@ def run(name, devices, **settings):
         assert program(name, devices, SHARDS[name])(settings.get("seed", 0)) <= 1e-6
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_examples_are_exact(name, devices):
     if devices == 1 and "handshake" in name:
@@ -85,28 +86,37 @@ def test_the_handshake_leaves_when_all_may(monkeypatch):
         program.__wrapped__("all_gather, handshake", 3, SHARDS["all_gather"])(1)
 
 
+EVERYWHERE = [(target, devices) for target in ("h200", "b200") for devices in (2, 4)]
+ASSEMBLED = [
+    *(("all_gather", *where) for where in [("h200", 1), *EVERYWHERE]),
+    *(("halo_exchange", *where) for where in [("h200", 1), *EVERYWHERE]),
+    *(("all_gather_with_handshake", target, 4) for target in ("h200", "b200")),
+]
+
+
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("target", ["h200", "b200"])
-@pytest.mark.parametrize("kernel", ["all_gather", "all_gather_with_handshake", "halo_exchange"])
+@pytest.mark.parametrize(("kernel", "target", "devices"), ASSEMBLED)
 def test_the_examples_are_assembled(kernel, target, devices):
-    if devices == 1 and "handshake" in kernel:
-        pytest.skip("there is nobody to look for")
     (report,) = assembly.assemble_case(Case(f"tests.primitive_cases:{kernel}", devices, (64, 1024, 0), "f32", target))
     assert report.architecture == {"h200": "sm_90a", "b200": "sm_100a"}[target]
     assert report.name == kernel.removesuffix("_with_handshake")
     assert (report.spills, report.stack_frame_bytes, report.remarks) == (0, 0, ())
 
 
-@pytest.mark.parametrize("example", ["all_gather.py", "halo_exchange.py"])
-def test_the_examples_run_as_programs(repository, example):
-    command = [sys.executable, f"examples/{example}", "--devices", "2"]
-    environment = {**assembly.os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+def test_the_examples_run_as_programs(repository):
+    """Both in one process, which saves the start of another."""
+    program = "import sys, all_gather, halo_exchange; sys.exit(all_gather.main() + halo_exchange.main())"
+    command = [sys.executable, "-c", program, "--devices", "2"]
+    paths = os.pathsep.join([str(repository), str(repository / "examples")])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(
         command, cwd=repository, env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert "2 devices (emulated on the CPU)" in done.stdout and "3 launches, 0 wrong elements" in done.stdout
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["all_gather", "halo_exchange"]
+    assert (
+        done.stdout.count("2 devices (emulated on the CPU)") == done.stdout.count("3 launches, 0 wrong elements") == 2
+    )
 
 
 def on_mesh(function, mesh, **keywords):

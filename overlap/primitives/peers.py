@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -107,10 +108,14 @@ class PeerGroup:
 
     def me(self) -> Any:
         """This device's position on the ring, an int32 scalar."""
-        (first, _), *rest = self.axes
+        # Mosaic GPU has no device ids on a mesh of one device, so axes of one device are not asked for.
+        sizes = {name: size for name, size in self.axes if size > 1}
+        if not sizes:
+            return jnp.int32(0)
+        first, *rest = sizes
         position = lax.axis_index(first)
-        for name, size in rest:
-            position = position * size + lax.axis_index(name)
+        for name in rest:
+            position = position * sizes[name] + lax.axis_index(name)
         return position
 
     def peer(self, distance: Any) -> Any:
