@@ -84,8 +84,10 @@ def stencil(x: jax.Array, axis_name: str = "x", weights: tuple[float, ...] = WEI
     """Weighted sums of neighbouring rows, inside `jax.shard_map`: float32 [rows, columns] -> [rows, columns]."""
     rows, columns = x.shape
     halo = len(weights) // 2
-    if rows % TILE_ROWS or columns % 128 or halo > TILE_ROWS:
+    if rows % TILE_ROWS or columns % 128:
         raise ValueError(f"the shard must have multiples of {TILE_ROWS} rows and 128 columns, got {x.shape}")
+    if len(weights) % 2 == 0 or halo > TILE_ROWS:
+        raise ValueError(f"there must be an odd number of weights, at most {2 * TILE_ROWS + 1}, got {len(weights)}")
     halo_type = jax.ShapeDtypeStruct((2, halo, columns), x.dtype)  # A result, since peers can write to results.
     smem = [plgpu.SMEM((n, columns), x.dtype) for n in (TILE_ROWS + 2 * halo, TILE_ROWS, halo)]
     out, _ = plgpu.kernel(
