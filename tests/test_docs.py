@@ -52,6 +52,21 @@ def test_the_page_on_global_arrays_runs() -> None:
     assert getattr(names["h"], "shape", None) == (4, 16, 64)
 
 
+def test_the_page_on_primitives_runs() -> None:
+    """And its functions are those of the examples, which the other tests run."""
+    examples = [(ROOT / "examples" / name).read_text() for name in ("all_gather.py", "halo_exchange.py")]
+    names: dict[str, object] = {}
+    for block in blocks("primitives.md", "python"):
+        for node in ast.parse(block).body:
+            if isinstance(node, ast.FunctionDef) and node.name != "on_mesh":
+                text = "\n".join(block.splitlines()[node.lineno - 1 : node.end_lineno])
+                assert any(text in example for example in examples), node.name
+        block = re.sub(r"^jax\.config\.update.*$", "", block, flags=re.MULTILINE)
+        exec(compile(block, "primitives.md", "exec"), names)
+    assert getattr(names["gathered"], "shape", None) == (4, 32, 1024)
+    assert getattr(names["y"], "shape", None) == (32, 1024)
+
+
 def commands() -> list[tuple[str, str]]:
     """(page, command) of each line of each `sh` block, lines that end with a backslash joined."""
     found = []

@@ -1,42 +1,46 @@
-"""The device-side words of `overlap`: peers, flags, copies and the handshakes.
+"""Device-side primitives: peers, semaphores, copies (TMA), counters and handshakes. docs/primitives.md shows their use.
 
-These run *inside* a `plgpu.kernel` body. They are thin; what they add to Mosaic GPU's own words is a name for each
-completion rule, so that a kernel reads as its argument for being correct. That argument is written down here, once.
+They are called inside the body of a `plgpu.kernel`. They are thin. What they add to Mosaic GPU's own functions is one
+name for each rule of completion, so that a kernel reads as the argument for its correctness. The rules are written down
+here.
 
 Memory ordering
 ---------------
-Three agents touch memory: threads (the *generic proxy*), the copy engine (the *async proxy*: TMA loads and stores) and
-the tensor cores (which read shared memory through the async proxy). Two accesses to the same bytes are ordered only by
-a chain of the links below; anything else is a race, however improbable.
+Three agents access memory: threads (the *generic proxy*), the copy engine (the *async proxy*: TMA loads and stores) and
+the tensor cores (which read shared memory through the async proxy). Two accesses to the same bytes, one of them a
+write, are ordered only by a chain of the links below. Without such a chain they are a race, however improbable.
 
-1. *A load has landed* when a wait on its mbarrier returns. The waiting threads, and what they issue later in either
-   proxy, see its bytes.
-2. *A store has been read* when `wait_stores_read` returns: its shared-memory source may be overwritten. Nothing is
+1. *A load has landed* when a wait on its mbarrier returns. The waiting threads see its bytes. So does whatever they
+   issue later, in either proxy.
+2. *A store has been read* when `wait_stores_read` returns: its source in shared memory may be overwritten. Nothing is
    known about its destination.
-3. *A store has landed* when `wait_stores_landed` returns: its bytes are visible to the thread that issued and awaited
-   it. Only now may a flag be raised for them.
-4. *A flag* is a semaphore that only grows. `semaphore_signal` is a release: whatever its thread has seen or done is
-   visible to the one whose `semaphore_wait` (an acquire) returns because of it. A flag within one GPU has GPU scope;
-   one that crosses NVLink (`semaphore_signal_peer`) has system scope and costs accordingly.
-5. *Crossing the proxies*: after a generic-proxy acquire, a TMA load of the data that the flag stands for needs
-   `fence_async_proxy` between the two, since the acquire orders generic accesses only. Shared memory written by
-   threads needs `plgpu.commit_smem` before a TMA store or a wgmma reads it.
-6. *A flag counts one kind of event.* Each (source shard, row block) has a flag of its own, with an exact final count. A
-   counter shared by several rounds lets one fast CTA's second signal stand in for a slow CTA's first.
-7. *The start*: nobody may read a peer's inputs or signal its flags before that peer has begun the kernel: until then
-   its inputs are not ready and its flags not zero. Either the framework runs a barrier over all devices before the
-   kernel, or the kernel begins with `Handshake.begin`.
-8. *The end*: a device may not leave the kernel while a peer can still read its inputs or signal its flags, because
-   XLA then reuses the memory. `Handshake.leave` is that rule.
+3. *A store has landed* when `wait_stores_landed` returns: its bytes are visible to the thread that issued the store and
+   waited for it. Only now may a flag be raised for them.
+4. *A flag* is a semaphore that only grows. Raising it is a release: everything that its thread has seen or done before
+   is visible to the thread whose wait (an acquire) returns because of it. `semaphore_signal` and `semaphore_wait` have
+   GPU scope: both sides are on one GPU. `semaphore_signal_peer` and `semaphore_wait_peer` have system scope: the signal
+   crosses NVLink, and costs accordingly.
+5. *Between the proxies*: an acquire orders generic accesses only. A TMA load of the data that a flag stands for needs
+   `fence_async_proxy` between the wait and the load (`semaphore_wait_peer` includes it). Shared memory that threads
+   have written needs `plgpu.commit_smem` before a TMA store or a wgmma reads it.
+6. *A flag counts one kind of event.* For example, each (source shard, row block) has a flag of its own, with an exact
+   final count. If several rounds shared a counter, the second signal of a fast CTA could stand in for the first signal
+   of a slow CTA.
+7. *The start*: nobody may read a peer's inputs or raise its flags before that peer has begun the kernel. Until then the
+   peer's inputs are not ready and its flags are not zero. Either the framework runs a barrier over all devices before
+   the kernel, or the kernel begins with `Handshake.begin`.
+8. *The end*: a device may not leave the kernel while a peer can still read its inputs or raise its flags, because XLA
+   then reuses the memory. `Handshake.leave` enforces this rule.
 
-And one of progress: *nobody waits for a CTA that may not have started.* Other kernels may hold some of the cores until
-another device gets on, so what a peer waits for is done by whichever CTAs are there: they draw it from a counter.
+One more rule is about progress: *nobody waits for a CTA that may not have started.* Other kernels may hold some of the
+SMs until another device proceeds. So the work for which a peer waits is done by whichever CTAs are running: they draw
+it from a counter (`draw`, `each_drawn`).
 """
 
 from overlap import _compat
 from overlap.primitives.atomics import draw, each_drawn
 from overlap.primitives.clique import IN_CLIQUES
-from overlap.primitives.copies import Chunking, copy_chunks, tma_store, wait_stores_landed, wait_stores_read
+from overlap.primitives.copies import Chunking, copy_chunks, tma_load, tma_store, wait_stores_landed, wait_stores_read
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.semaphores import (
@@ -47,6 +51,7 @@ from overlap.primitives.semaphores import (
     semaphore_wait,
     shared_semaphores,
 )
+from overlap.primitives.waits import semaphore_wait_peer
 
 __all__ = [
     "HANDSHAKE_FLAGS",
@@ -62,7 +67,9 @@ __all__ = [
     "semaphore_signal",
     "semaphore_signal_peer",
     "semaphore_wait",
+    "semaphore_wait_peer",
     "shared_semaphores",
+    "tma_load",
     "tma_store",
     "wait_stores_landed",
     "wait_stores_read",

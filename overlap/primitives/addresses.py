@@ -1,24 +1,26 @@
-"""Where a kernel finds its peers' memory, if each GPU has a process of its own.
+"""How a kernel finds its peers' memory where each GPU has a process of its own.
 
-XLA looks up the peers' addresses for every custom call that asks for them, and then wants *all* that this call reads
-and writes in symmetric memory. What comes from outside the program is copied there each time, weights included, and a
-result that leaves the program is copied out: for a product of 1024 rows as many bytes again as the product itself
-moves. But a kernel that reads its peers needs the addresses of two buffers only, those of the operand that is gathered
-and of its own flags. So there are two kernels in that layout:
+For each custom call that asks for its peers' addresses, XLA looks the addresses up, and then wants *all* that this call
+reads and writes in symmetric memory. Whatever comes from outside the program is copied there each time, weights
+included, and a result that leaves the program is copied out. For a product of 1024 rows, these copies move as many
+bytes as the product itself. But a kernel that reads its peers needs the addresses of two buffers only: the operand that
+is gathered, and its flags. So in that layout there are two kernels:
 
-    tell       gathered operand → flags: zeros, and at their beginning a table of the addresses of these two buffers on
-               all peers. To XLA it is the one that talks to its peers. It takes the place of XLA's zeroing of flags.
-    the other  reads the table where it would read XLA's, and is to XLA one like any other: nothing is copied for it.
+    tell       from the gathered operand to the flags: zeros, which begin with a table of the addresses of these two
+               buffers on all peers. To XLA, this is the kernel that talks to its peers. It replaces XLA's zeroing of
+               the flags.
+    the other  reads this table in place of XLA's. To XLA it is an ordinary kernel: nothing is copied for it.
 
-The table holds for the second kernel because both are given the same values, and a value has one buffer. It is checked
-all the same: before it leaves, the second kernel compares the table with its own arguments, and traps if they differ.
+The table is right for the second kernel because both kernels are given the same values, and a value has one buffer. It
+is checked all the same: before it leaves, the second kernel compares the table with its own arguments, and traps if
+they differ.
 
-Results cannot be in that table, since the first kernel knows operands only. What peers are to write to is therefore an
-operand whose memory some kernel before has given, and which nobody else uses (`landing_place`). If that is to be a
-result as well, the two are one to XLA (`Params.aliased_results`).
+Results cannot be in that table, since the first kernel knows operands only. So the memory to which peers write is an
+operand that a kernel before has made and that nobody else uses (`landing_place`). If this memory is to be a result as
+well, operand and result are aliased (`Params.aliased_results`).
 
-A kernel opts in by beginning its flags with the table (`shared_semaphores(..., told=True)`) and by `Params`. It
-must begin with `Handshake.begin`, since no barrier of the framework's goes with a call that is like any other.
+A kernel opts in with `shared_semaphores(..., told=True)`, which puts the table before its flags, and with `Params`. It
+must begin with `Handshake.begin`, because the framework runs no barrier before a call that is ordinary to XLA.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ _THREADS = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Params(plgpu.CompilerParams):
-    """Of a kernel whose flags begin with the table of addresses.
+    """Compiler parameters of a kernel whose flags begin with the table of addresses.
 
     Attributes:
-      peers_read: which of its operands the peers read or write, at most two.
-      aliased_results: which of these is the memory of which result: pairs of an operand and a result.
+      peers_read: the indices of the operands that peers read or write, at most two.
+      aliased_results: pairs of an operand's index and a result's index: the result has the operand's memory.
     """
 
     peers_read: tuple[int, ...]
@@ -60,17 +62,17 @@ class Params(plgpu.CompilerParams):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnMemory(plgpu.CompilerParams):
-    """Of a kernel whose results are memory that is written afterwards: XLA takes no two of them for one."""
+    """Compiler parameters of a kernel that only provides memory: XLA does not merge two such calls."""
 
     skip_device_barrier: bool = True
 
 
 def tell(num_flags: int) -> Callable[..., jax.Array]:
-    """The first kernel: from the operands that the peers read to the flags, `num_flags` with the table."""
+    """The first kernel: from the operands that the peers read to the `num_flags` flags, the table included."""
 
     def write(context: Any, *operands_and_flags: Any) -> None:
         start = mgpu_utils.memref_ptr(operands_and_flags[-1])
-        # The looking up takes longest, so it begins first.
+        # The lookup takes longest, so it begins first.
         table = _compat.peer_table(context, *operands_and_flags)
         zeros = (f"st.global.b32 [mine+{FLAG_BYTES * i}], 0;" for i in range(TABLE_FLAGS, num_flags, _THREADS))
         lines = [
@@ -85,20 +87,30 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(write)(*refs)
 
     return plgpu.kernel(
-        overlap_tell_addresses, out_type=jax.ShapeDtypeStruct((num_flags,), jnp.int32), grid=(1,),
-        grid_names=(kernel_axis("cta"),), num_threads=1, thread_name=kernel_axis("warpgroup"),
+        overlap_tell_addresses,
+        out_type=jax.ShapeDtypeStruct((num_flags,), jnp.int32),
+        grid=(1,),
+        grid_names=(kernel_axis("cta"),),
+        num_threads=1,
+        thread_name=kernel_axis("warpgroup"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True
         ),
-    )  # fmt: skip
+    )
 
 
 def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = False) -> jax.Array:
-    """Memory for peers to write to, as an operand of the kernel to which they send: nothing is in it yet.
+    """Memory to which peers write: an operand of the kernel that receives, with undefined contents.
 
-    A kernel that does nothing gives it. To XLA that is a value; two calls may get the same one, which does not matter,
-    since no kernel reads what another one has been sent. But of memory that is to be a result
-    (`Params.aliased_results`) XLA would make a copy for the second call, of which the peers have not been told.
+    It is the result of a kernel that does nothing. To XLA it is a value, and two receiving kernels may get the same
+    value. That does not matter, since no kernel reads what was sent to another one.
+
+    Args:
+      shape: of the memory.
+      dtype: of the memory.
+      becomes_result: whether the memory is to be a result of the receiving kernel (`Params.aliased_results`). Then two such
+        kernels must not get the same value: XLA would copy it for the second kernel, and the peers know nothing of
+        the copy.
     """
     params = OwnMemory if becomes_result else plgpu.CompilerParams
 
@@ -106,15 +118,19 @@ def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = 
         pass
 
     kernel = plgpu.kernel(
-        overlap_landing_place, out_type=jax.ShapeDtypeStruct(shape, dtype), grid=(1,), grid_names=(kernel_axis("cta"),),
-        num_threads=1, thread_name=kernel_axis("warpgroup"),
+        overlap_landing_place,
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        grid=(1,),
+        grid_names=(kernel_axis("cta"),),
+        num_threads=1,
+        thread_name=kernel_axis("warpgroup"),
         compiler_params=params(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, skip_device_barrier=True),
-    )  # fmt: skip
+    )
     return kernel()
 
 
 def require_told(context: Any) -> None:
-    """In inline code, by one warp: traps if this kernel's buffers are not those of which the peers have been told."""
+    """In inline code, by one warp: traps if this kernel's buffers are not at the addresses that the peers were told."""
     for told, own in _compat.told_addresses(context):
         mgpu_utils.inline_ptx(
             "{ .reg .pred differ; setp.ne.b64 differ, $0, $1; @differ trap; }", told, own, has_side_effects=True

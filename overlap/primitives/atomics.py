@@ -1,7 +1,8 @@
-"""Atomic words in global memory, by one warp as one thread: numbers drawn from a counter, sums, and bits.
+"""Atomic operations on words in global memory, by one warp as one thread: drawing numbers, adding, setting bits.
 
-Pallas has signals (an addition of a constant whose result nobody sees) and no other atomic operations, so these are
-PTX. All lanes of the warp run them; lane 0 acts, and all lanes get its result.
+Pallas has signals (an addition of a constant whose result nobody sees) and no other atomic operations. So these are
+inline PTX. All lanes of the warp run it; lane 0 acts, and all lanes get its result. Call them in one warp: in a
+warpgroup, each of the four warps would act.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 from overlap.primitives.peers import PeerGroup
+from overlap.primitives.types import Index, SemaphoreRef
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 BY_LANE_0 = (".reg .pred first;", ".reg .b32 lane;", "mov.u32 lane, %laneid;", "setp.eq.u32 first, lane, 0;")
@@ -31,6 +33,9 @@ def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns
       refs: words of global memory, here or on a peer.
       *scalars: int32 scalars.
       returns: whether the code has a result, an int32 scalar.
+
+    Returns:
+      The result, or None.
     """
 
     def code(context: Any, *operands: Any) -> Any:
@@ -45,7 +50,10 @@ def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns
 
 
 def ptx(lines: Sequence[str], *operands: Any, returns: bool = False) -> Any:
-    """A block of PTX that all lanes of the warp run together; operands count from $1 if it `returns`, else from $0."""
+    """Emits a block of PTX that all lanes of the warp run together.
+
+    If it `returns`, $0 is the result and operands count from $1, else from $0.
+    """
     text = "\n".join(["{", *lines, "}"])
     result = ir.IntegerType.get_signless(32) if returns else None
     return mgpu_utils.inline_ptx(text, *operands, result_types=result, has_side_effects=True, convergent=True)
@@ -80,33 +88,55 @@ def _set_bit(_: Any, pointer: Any, place: Any) -> None:
     ptx(lines, pointer, place)
 
 
-def draw(counter: Any, end: int, previous: Any = 0) -> jax.Array:
-    """The next number of a counter of this device, 0 first: nobody else gets the same. It orders nothing.
+def draw(counter: SemaphoreRef, end: int, previous: Index = 0) -> jax.Array:
+    """Draws the next number of a counter of this device, from 0 on. No other warp draws the same number.
 
-    If `previous`, which was drawn before, is not below `end`, then no other will be: `end` itself is returned, without
-    the time that a trip to the counter takes.
+    Call it in one warp; all lanes get the number.
+
+    Ordering: none.
+
+    Args:
+      counter: one semaphore of this device, zero at launch, as `shared_semaphores((1,))[0].at[0]`.
+      end: numbers from here on are not needed.
+      previous: the number that this warp has drawn before. If it is not below `end`, then no later number will be: the
+        result is `end`, without the time of an access to the counter.
+
+    Returns:
+      An int32 scalar.
     """
     return inline(_draw(end), [counter], previous, returns=True)
 
 
-def add(counter: Any, amount: Any) -> jax.Array:
-    """Adds to a counter of this device and returns what it was. A release and an acquire at GPU scope."""
+def add(counter: SemaphoreRef, amount: Index) -> jax.Array:
+    """Adds to a counter of this device and returns its previous value. A release and an acquire at GPU scope."""
     return inline(_add, [counter], amount, returns=True)
 
 
-def set_bit_at_peer(word: Any, group: PeerGroup, position: Any, bit: Any) -> None:
-    """Sets a bit in a word of the device at `position` of the ring. A release at system scope."""
+def set_bit_at_peer(word: SemaphoreRef, group: PeerGroup, position: Index, bit: Index) -> None:
+    """Sets a bit in a word of the peer at `position`. A release at system scope."""
     inline(_set_bit, [group.remote_ref(word, position)], bit)
 
 
-def each_drawn(counter: Any, number: Any, end: int, last: int, do: Callable[[Any], None]) -> tuple[Any, Any]:
-    """Calls `do(number)`, then with each number drawn next, as long as they are below `end`.
+def each_drawn(
+    counter: SemaphoreRef, number: Index, end: int, last: int, do: Callable[[Any], None]
+) -> tuple[jax.Array, jax.Array]:
+    """Calls `do(number)` and draws the next number, until the number is not below `end`.
 
-    All who call it on one counter share the numbers among them, however many they are and whenever they come. `last`:
-    no number from there on will be needed.
+    All warps that call it on one counter share the numbers among them, however many warps there are and whenever they
+    begin. Call it in one warp of a CTA.
+
+    Args:
+      counter: the counter, as in `draw`.
+      number: the first number, drawn by this warp.
+      end: the first number that is not for `do`.
+      last: numbers from here on are needed by nobody; at least `end`.
+      do: is traced once, with an int32 scalar.
 
     Returns:
-      The first number beyond, and how many there were before.
+      The first number that was not for `do`, and how many calls of `do` there were: int32 scalars.
+
+    Example:
+      `each_drawn(counter, draw(counter, chunks), chunks, chunks, send_chunk)`
     """
 
     def body(state: Any) -> Any:
@@ -118,5 +148,8 @@ def each_drawn(counter: Any, number: Any, end: int, last: int, do: Callable[[Any
 
 
 def loop_while(test: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
-    """`lax.while_loop` over int32 scalars, also in a single warp: the kernel needs the mend `_compat.WARP_LOOPS`."""
+    """`lax.while_loop` over int32 scalars.
+
+    In a single warp of a `plgpu.warp_map` it needs the mend `_compat.WARP_LOOPS` (`overlap.primitives.prepare`).
+    """
     return lax.while_loop(test, body, state)

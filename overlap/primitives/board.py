@@ -1,15 +1,15 @@
-"""Where a kernel writes down for whom it has waited long, and the thread of the host that reads it out.
+"""The board: where a kernel records that it has waited long and for whom, and the host thread that prints the records.
 
 A kernel cannot print: a call of `vprintf` makes the assembler serialize every wgmma of the kernel. It can write to
-memory of the host. So the board is a page of the host that all GPUs of the process can write to, and a thread of the
-host looks at it each second. The kernel must know where it is, and that must not differ from process to process, since
-compiled programs are kept in caches: the board lies at an address of the virtual memory that is fixed here.
+memory of the host. So the board is host memory to which all GPUs of the process can write, and a thread of the host
+reads it each second. The kernel must know the board's address. Compiled programs are kept in caches, so the address
+must be the same in each process: it is a fixed address of the virtual memory.
 
-    kernel      after `REPORT_AFTER_S`, and again when it gives up: writes its record; takes it back if the wait ends
+    kernel      writes its record after `REPORT_AFTER_S`, and again when it gives up; takes it back if the wait ends
     host        prints it
 
-A record has a place for each pair of devices, so that none is lost. It holds numbers; what the operation is called is
-known to the host, since it was traced in this process (`describe`).
+Each pair of devices has a record of its own, so that none is overwritten. A record holds numbers. The host knows the
+name of the operation, since the kernel was traced in this process (`describe`).
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from overlap import _cuda
 from overlap.primitives.peers import PeerGroup
 
 REPORT_AFTER_S = 30.0
-# A kernel that has given up waits for so long before it ends, for the host to have read its record.
+# A kernel that has given up lingers for this time before it traps, so that the host can read its record.
 LINGER_S = 2.5
 _LOOK_EVERY_S = 1.0
-ADDRESS = 0x4F56_4C41_0000  # Some 87 TB: far from where programs, libraries and drivers have theirs.
+ADDRESS = 0x4F56_4C41_0000  # Some 87 TB: far from the addresses that programs, libraries and drivers use.
 MOST_DEVICES = 32
 RECORD_BYTES = 64
 _BYTES = MOST_DEVICES * MOST_DEVICES * RECORD_BYTES
-# The words of a record. The state is written last: 0: nothing, or over; 1: still waiting; 2: given up.
-STATE, OPERATION, POSITION, PEER, ROLE, EXPECTED, GOT, WAITED, POINTER = range(9)  # The last one is two words.
+# The words of a record. The state is written last; its values are OVER (also: no record), STILL_WAITING and GIVEN_UP.
+STATE, OPERATION, POSITION, PEER, ROLE, EXPECTED, GOT, WAITED, POINTER = range(9)  # The pointer has two words.
 # A kernel's clock counts in 2^20 ns.
 TICK_S = 2**20 / 1e9
 
 OVER, STILL_WAITING, GIVEN_UP = range(3)
 
-BEGUN, SEEN, DONE, ROWS, TERMS = range(5)
+BEGUN, SEEN, DONE, ROWS, TERMS, FLAG = range(6)
 _ROLES = {
     BEGUN: "to begin this operation; flag: its beacon",
     SEEN: "to notice that this device has begun; flag: seen, with a bit for each position",
     DONE: "to be done with this device's memory; flag: done, with a bit for each position",
     ROWS: "to pass rows on; flag: parts of rows",
     TERMS: "to send its part of a tile; flag: that it is here",
+    FLAG: "to raise a flag",
 }
 
 _WHAT_NOW = (
@@ -62,8 +63,13 @@ _described: dict[int, tuple[str, int]] = {}
 
 
 def describe(operation: str, group: PeerGroup) -> int:
-    """A number, the same in each process, by which a kernel names itself on the board."""
-    # Made of places and sizes: a kernel does not depend on what axes are called.
+    """A number by which a kernel names itself on the board. It is the same in each process.
+
+    Args:
+      operation: the kernel's name in messages.
+      group: the peers with which it talks.
+    """
+    # Made of the axes' places and sizes: a compiled kernel must not depend on the names of axes.
     number = int.from_bytes(hashlib.sha256(f"{operation} {group.places}".encode()).digest()[:4], "little")
     _described[number] = (f"{operation} along {group.axis_name!r} of {group.size} devices", group.size)
     return number
@@ -71,10 +77,10 @@ def describe(operation: str, group: PeerGroup) -> int:
 
 @functools.cache
 def address() -> int | None:
-    """Where the board is in the memory of this process's GPUs, put up if need be; None if there is none.
+    """The address of the board in the memory of this process's GPUs; None if there is no board.
 
-    There is none without GPUs (a program that is compiled for others), or where the driver cannot share such memory:
-    kernels then end when they give up, without a word.
+    The first call sets the board up. There is none without GPUs (a program that is compiled for another machine), or
+    where the driver cannot share such memory. Kernels that give up then end without a message.
     """
     gpus = [device.local_hardware_id for device in jax.local_devices() if device.platform == "gpu"]
     if not gpus:
@@ -105,7 +111,7 @@ def _map_at(start: int, length: int) -> Any:
 
 
 def line(record: Any) -> str:
-    """What a record says."""
+    """A record as text."""
     operation, devices = _described.get(int(record[OPERATION]), ("a fused operation", MOST_DEVICES))
     role, expected, got = int(record[ROLE]), int(record[EXPECTED]), int(record[GOT])
     if role in (SEEN, DONE):

@@ -1,28 +1,28 @@
-"""The clique of a kernel: which GPUs it can talk to, and by what numbers.
+"""The clique of a kernel: which GPUs it can talk to, and by which numbers.
 
 A kernel names a peer by its position in the mesh, counted row-major over all axes: `axis_index` in a kernel, a remote
-reference and a remote signal all speak of positions. On the way to a GPU a position is translated three times:
+reference and a remote signal all use positions. On the way to a GPU a position is translated three times:
 
 1. Mosaic GPU takes it as a *rank*: the index into a table with the addresses of all peers.
-2. XLA fills that table, one rank per entry of the list of ids that stands in the kernel's custom call
-   (`xla_replica_ids`), in the order of the list.
-3. XLA reads an entry of the list as a *partition of the program* (group mode "flattened id"), and finds its GPU in the
+2. XLA fills that table: one rank for each entry of the list of ids in the kernel's custom call (`xla_replica_ids`), in
+   the order of the list.
+3. XLA takes an entry of the list as a *partition of the program* (group mode "flattened id"), and finds its GPU in the
    program's device assignment, which is the mesh's own order of devices.
 
-**Devices in any order.** The list that makes ranks and positions the same is 0, 1, 2, … for every mesh, however its
-devices are permuted, in one process and in one process per GPU. jax 0.11 and 0.12 list the ids of the *devices*
-instead, and refuse a mesh where that would not be the same; of an abstract mesh jax 0.11 lists nothing, which fails
-when the kernel runs.
+**Devices in any order.** The list that makes ranks equal to positions is 0, 1, 2, … for every mesh, however its devices
+are permuted, in one process and in one process per GPU. jax 0.11 and 0.12 list the ids of the *devices* instead, and
+refuse a mesh where the two lists differ. For an abstract mesh jax 0.11 lists nothing, and the kernel fails when it
+runs.
 
 **Several hosts.** jax makes one clique of the whole mesh, but GPUs of different hosts cannot address each other. Here
-the clique is the part of the mesh that lies on this process's own host: a smaller mesh, of which Mosaic is told instead
-of the whole one. So each host compiles a module of its own, with a list of its own. The list is *reversed*: XLA's own
-collectives over the same devices are declared in ascending order, together with those of all other hosts, and it
-refuses a clique of the same devices in the same order that is declared without the others. So ranks run against
-positions there, and the lowering turns one into the other.
+the clique is the part of the mesh that lies on this process's own host: a smaller mesh, which Mosaic gets in place of
+the whole mesh. So each host compiles a module of its own, with a list of its own. The list is *reversed*, for this
+reason: XLA's own collectives over the same devices are declared in ascending order, together with those of all other
+hosts. XLA refuses a clique of the same devices in the same order that is declared without the other hosts. So ranks
+there run in the opposite order to positions, and the lowering converts between them.
 
-What is a host: jax's *partition* of a GPU (`partition_index`), which it tells by the boot id of the operating system
-unless JAX_PARTITION_INDEX names it.
+A host is one *partition* of jax (`partition_index`). jax tells hosts apart by the boot id of the operating system,
+unless JAX_PARTITION_INDEX names the partition.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WAY_OUT = 'or use implementation="xla"'
 
 
 class _Ranked:
-    """A device to Mosaic GPU: under a number of our own for an id, the rest being the device's own."""
+    """A device as Mosaic GPU sees it: its id is a number given here; all other attributes are the device's own."""
 
     def __init__(self, number: int, device: Any) -> None:
         self.id = number
@@ -62,8 +62,8 @@ class Clique:
     """The devices that a kernel on one of them can talk to.
 
     Attributes:
-      mesh: what they form within the enclosing mesh, for Mosaic GPU: ids count positions.
-      positions: for each rank, its device's position in the enclosing mesh: XLA's list.
+      mesh: the mesh of these devices, for Mosaic GPU: their ids in it are 0, 1, 2, …
+      positions: the position in the enclosing mesh of each rank's device: XLA's list.
       device_ids: the devices' own ids.
       is_mirrored: whether rank 0 is the last position in `mesh`.
       knows_devices: whether these are the devices on which the kernel will run, in this order.
@@ -77,7 +77,7 @@ class Clique:
 
     @staticmethod
     def of(mesh: Any, axes: frozenset[Hashable]) -> Clique | None:
-        """This process's clique in a mesh, for a kernel that counts along `axes`; None if it talks to nobody.
+        """This process's clique in a mesh, for a kernel that counts along `axes`; None if the kernel talks to nobody.
 
         Raises:
           NotImplementedError: an axis leads to other hosts, or the devices of this host do not form a mesh.
@@ -90,7 +90,7 @@ class Clique:
                     f"an abstract mesh of {mesh.size} devices does not say which of them are on this host, and the job "
                     f"has several: give jax.shard_map a mesh of devices, {_WAY_OUT}"
                 )
-            # In what order does not matter; how many processes they are of does.
+            # Their order does not matter here. The number of their processes does.
             devices = jax.devices() if mesh.size == jax.device_count() else range(mesh.size)
             abstract = _of_one_host(np.array(devices, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
             return dataclasses.replace(abstract, knows_devices=False)
@@ -113,7 +113,8 @@ class Clique:
                 f"{within[outside[0]]} of them here), and it cannot reach the memory of others: lay that axis within a "
                 f"host, {_WAY_OUT}"
             )
-        # Along an axis that leads to other hosts nobody can count, so one with a single device here may be left out.
+        # A kernel cannot count along an axis that leads to other hosts. So such an axis with one device here is left
+        # out.
         kept = [name for name in mesh.axis_names if within[name] > 1 or name in axes]
         here = mesh.devices[is_here].reshape([within[name] for name in kept])
         positions = tuple(map(int, np.flatnonzero(is_here)))
@@ -122,9 +123,9 @@ class Clique:
     def require_known_ids(self) -> None:
         """Raises NotImplementedError unless XLA can be told of the clique.
 
-        The list of positions serves a second purpose: the custom call declares it to XLA as the ids of the *devices* of
-        the clique. Of a permutation that is true, as a set; elsewhere it would contradict what XLA declares for its own
-        collectives over the mesh, and the program fails.
+        The list of positions serves a second purpose: with it the custom call declares to XLA the ids of the clique's
+        *devices*, as a set. That is right if the ids are a permutation of the positions. Otherwise it contradicts what
+        XLA declares for its own collectives over the mesh, and the program fails.
         """
         ids, expected = sorted(self.device_ids), sorted(self.positions)
         if ids != expected:
@@ -140,7 +141,7 @@ class Clique:
 
 
 def _of_one_host(devices: np.ndarray, names: Any) -> Clique:
-    """The whole mesh, whose devices may be mere numbers."""
+    """The clique of a whole mesh. Its devices may be mere numbers."""
     ids = tuple(getattr(device, "id", device) for device in devices.flat)
     return Clique(_numbered(devices, names), tuple(range(devices.size)), ids, is_mirrored=False)
 
@@ -152,12 +153,12 @@ def _numbered(devices: np.ndarray, names: Any) -> jax.sharding.Mesh:
 
 
 def _own_host(mesh: jax.sharding.Mesh) -> Any:
-    """The host of this process; of a mesh for other machines, for which it only compiles, the one that there is."""
+    """The host of this process. For a mesh of other machines, for which this process only compiles: their one host."""
     attached = set(jax.local_devices())
     own = [device for device in mesh.devices.flat if device in attached]
     if own:
         return host_of(own[0])
-    # The devices of a topology know their process, and no partition.
+    # The devices of a compile-only topology know their process and have no partition.
     if len({device.process_index for device in mesh.devices.flat}) > 1:
         raise NotImplementedError(
             f"a program with a fused kernel cannot be compiled ahead of time for {mesh.size} devices of several hosts, "
@@ -167,20 +168,21 @@ def _own_host(mesh: jax.sharding.Mesh) -> Any:
 
 
 def host_of(device: Any) -> Any:
-    """The host of a device, as jax numbers them; of CPU devices there is one."""
+    """The number that jax gives to the host of a device. All CPU devices have the same."""
     return getattr(device, "partition_index", 0)
 
 
 def several_hosts(mesh: Any = None) -> bool:
-    """Whether the devices of a mesh are on more than one host; of an abstract one, or of none, those of this job."""
+    """Whether the devices of a mesh are on several hosts. For an abstract mesh, or None: the devices of this job."""
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices()
     return len({host_of(device) for device in devices}) > 1
 
 
 def device_ids(context: Any) -> tuple[int, ...] | None:
-    """In a kernel's inline code: the ids of the devices of its mesh, in order; None if nobody knows them yet.
+    """In a kernel's inline code: the ids of the devices of its mesh, in order; None if they are not known yet.
 
-    That is so of an abstract mesh and of an exported program; the framework's barrier then runs before the kernel.
+    They are not known for an abstract mesh and in an exported program. The framework's barrier then runs before the
+    kernel.
     """
     return context.device_ids if hasattr(context, "device_ids") else _compat.device_ids()
 

@@ -1,4 +1,4 @@
-"""Bytes between GPUs: a tile sent to a peer, a shard pulled from one, and the rules of completion."""
+"""Copies between GPUs: a tile to or from a peer, a shard in chunks, and the rules of completion."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from overlap.primitives import marks
 from overlap.primitives.atomics import draw, loop_while
 from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
 from overlap.primitives.marks import Work
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SemaphoreRef, SmemRef
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
@@ -21,21 +22,55 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 def wait_stores_read(in_flight: int = 0) -> None:
     """Waits until all but the last `in_flight` stores of this thread have read their shared-memory source.
 
-    The source may then be overwritten. The destination may not yet be read, and no flag raised for it.
+    Call it in the warp or warpgroup that has called `tma_store`.
+
+    Ordering: the source may then be overwritten. The destination may not be read yet, and no flag raised for it.
     """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
 
 
 def wait_stores_landed(in_flight: int = 0) -> None:
-    """Waits until all but the last `in_flight` stores of this thread are complete: a flag may be raised for them."""
+    """Waits until all but the last `in_flight` stores of this thread are complete.
+
+    Call it in the warp or warpgroup that has called `tma_store`.
+
+    Ordering: the bytes are at their destination, here or on a peer. A flag may be raised for them.
+    """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=False)
 
 
-def tma_store(tile_smem: Any, destination_gmem: Any) -> None:
-    """Starts the copy of a shared-memory tile to global memory, here or (`PeerGroup.remote_ref`) on a peer.
+def tma_load(source_gmem: GmemRef, tile_smem: SmemRef, loaded: BarrierRef) -> None:
+    """Starts the copy (TMA) of a tile from global memory, here or on a peer, to shared memory.
 
-    The tile must have been loaded by TMA, or written by threads and committed (`plgpu.commit_smem`). A destination that
-    is a peer chosen on the device must be a contiguous piece of an untiled buffer.
+    Call it in one warp or one warpgroup. It returns at once.
+
+    Ordering: the tile has landed when `plgpu.barrier_wait(loaded)` returns. If a flag stands for the source's bytes,
+    wait for it with `semaphore_wait_peer`, or with `semaphore_wait` and then `fence_async_proxy`.
+
+    Args:
+      source_gmem: the tile in global memory; of a peer: a slice of `PeerGroup.remote_ref`. It must be one contiguous
+        piece of memory, of a multiple of 16 bytes, and lie within its array: no byte outside is filled in.
+      tile_smem: shared memory of the same shape and dtype.
+      loaded: an mbarrier. The copy counts as one arrival.
+    """
+    plgpu.copy_gmem_to_smem(source_gmem, tile_smem, loaded, oob_mode=IN_BOUNDS)
+
+
+def tma_store(tile_smem: SmemRef, destination_gmem: GmemRef) -> None:
+    """Starts the copy (TMA) of a tile from shared memory to global memory, here or on a peer.
+
+    Call it in one warp or one warpgroup. It returns at once.
+
+    Ordering: none until `wait_stores_read` (the tile may be overwritten) or `wait_stores_landed` (a flag may be
+    raised).
+
+    Args:
+      tile_smem: the tile. It must have been loaded by TMA, or written by threads and committed (`plgpu.commit_smem`).
+      destination_gmem: global memory of the same shape and dtype; of a peer: a slice of `PeerGroup.remote_ref`. If the
+        peer is chosen on the device, it must be one contiguous piece of an untiled buffer.
+
+    Example:
+      `tma_store(tile_smem, group.remote_ref(out_gmem, group.peer(1)).at[pl.ds(row, rows)])`
     """
     plgpu.copy_smem_to_gmem(tile_smem, destination_gmem)
 
@@ -45,7 +80,8 @@ class Chunking:
     """How one shard is cut into chunks that a single copy can carry.
 
     A chunk is a contiguous piece of the row-major shard: `rows` whole rows, or a part (`cols` columns) of one row. The
-    last one of the shard may have fewer rows, or the last one of each row fewer columns.
+    last chunk of the shard may have fewer rows. If chunks are parts of rows, the last chunk of each row may have fewer
+    columns.
 
     Attributes:
       shard_rows: rows of the shard.
@@ -61,12 +97,12 @@ class Chunking:
 
     @property
     def row_groups(self) -> int:
-        """Chunks one below the other."""
+        """How many groups of `rows` rows the shard has."""
         return ceil_div(self.shard_rows, self.rows)
 
     @property
     def chunks_per_row_group(self) -> int:
-        """Chunks side by side in `rows` rows."""
+        """How many chunks lie side by side in a group of `rows` rows."""
         return ceil_div(self.shard_cols, self.cols)
 
     @property
@@ -80,22 +116,30 @@ class Chunking:
         rows, cols = self.shard_rows % self.rows or self.rows, self.shard_cols % self.cols or self.cols
         return None if (rows, cols) == (self.rows, self.cols) else (rows, cols)
 
-    def lacks(self, row: Any, column: Any) -> Any:
-        """How many rows or columns the chunk that begins there is short of, if positive."""
+    def lacks(self, row: Index, column: Index) -> Index:
+        """How many rows or columns the chunk at `row`, `column` lacks; not positive if it is whole."""
         if self.shard_rows % self.rows:
             return row + self.rows - self.shard_rows
         return column + self.cols - self.shard_cols
 
-    def origin(self, chunk: Any) -> tuple[Any, Any]:
+    def origin(self, chunk: Index) -> tuple[Index, Index]:
         """Row and column at which a chunk begins; chunks run along rows, then down."""
         group, part = quotient(chunk, self.chunks_per_row_group), remainder(chunk, self.chunks_per_row_group)
         return group * self.rows, part * self.cols
 
     @staticmethod
     def cut(shard_rows: int, shard_cols: int, itemsize: int, block_rows: int, max_bytes: int) -> Chunking:
-        """Large chunks of at most `max_bytes` that do not straddle a block of `block_rows` rows.
+        """Chunks as large as possible: at most `max_bytes`, and each within one block of `block_rows` rows.
 
-        The parts of a row are equally long if parts of at least two thirds of the greatest length can be.
+        If a row is cut, its parts have equal length, provided that parts of equal length can have at least two thirds
+        of the greatest possible length.
+
+        Args:
+          shard_rows: rows of the shard.
+          shard_cols: columns of the shard.
+          itemsize: bytes of an element.
+          block_rows: rows of a block that no chunk may straddle.
+          max_bytes: of a chunk.
 
         Raises:
           ValueError: a row has no piece whose size is a multiple of 16 bytes, as the copy engine demands.
@@ -113,56 +157,56 @@ class Chunking:
         units = shard_cols // unit
         nearly_equal = ceil_div(units, ceil_div(units, max_bytes // 16))
         equal = largest_divisor(units, max_bytes // 16)
-        # Two sizes of chunks take twice the code, which a few percent more bytes in flight are not worth.
+        # Prefer chunks of one size: two sizes take twice the code, for a few percent more bytes in flight.
         return Chunking(shard_rows, shard_cols, 1, unit * (equal if 3 * equal >= 2 * nearly_equal else nearly_equal))
 
 
 def copy_chunks(
-    number: Any,
+    number: Index,
     numbers: tuple[int, int],
-    counter: Any,
+    counter: SemaphoreRef,
     plan: Chunking,
     *,
-    at: Callable[[Any], tuple[Any, Any, Any]],
-    source: Callable[..., Any],
-    destination: Callable[..., Any],
+    at: Callable[[Index], tuple[Any, Any, Any]],
+    source: Callable[..., GmemRef],
+    destination: Callable[..., GmemRef],
     landed: Callable[[Any, Any, Any], None],
-    slots_smem: Any,
-    loaded: Any,
+    slots_smem: SmemRef,
+    loaded: BarrierRef,
     ready: Callable[[Any, Any, Any], None] | None = None,
     send: Callable[..., None] | None = None,
 ) -> Any:
-    """Copies chunks global memory → shared memory → global memory, by one warp of each CTA.
+    """Copies chunks from global memory to shared memory to global memory, by one warp of each CTA.
 
-    Either side may be a peer's.
-
-    Which ones says a counter, from which each warp draws as it goes on: so whichever CTAs run carry all of them, and
-    who is faster carries more. All slots but the one being stored are on their way across NVLink at any time.
+    The source or the destination may be a peer's memory. Each warp draws the chunks that it copies from a counter, one
+    after the other. So the CTAs that run copy all chunks, and a faster CTA copies more of them. At any time all chunk
+    buffers but the one that is being stored are being loaded.
 
     Args:
-      number: this CTA's first number of the counter, an int32 scalar.
-      numbers: the numbers from the first to before the second are chunks, in this order.
+      number: the first number that this CTA has drawn from the counter, an int32 scalar.
+      numbers: the first number of the counter that is a chunk, and the first one after the chunks.
       counter: the counter.
       plan: the chunks' sizes; with `send`, anything that has the same `rows`, `cols`, `short` and `lacks`.
-      at: from a chunk's index (0 first) to the shard that it is of, in whatever terms, and its first row and column.
-      source: from a shard, rows and columns (slices) to the (remote) reference in global memory.
-      destination: likewise to the local reference.
-      landed: called with what `at` says of a chunk once that is complete at its destination: raise the flag here.
-      slots_smem: shared memory of shape [slots, plan.rows, plan.cols].
-      loaded: one barrier per slot, of one arrival.
-      ready: called with what `at` says of a chunk before that is loaded: wait for it here.
-      send: called as `send(shard, rows, columns, slot_smem)` in place of a copy to `destination`: starts the copies of
-        a chunk, which may go to several places, and whose rows may lie apart. At the edges of its source a chunk is
-        then filled up with zeros, and nobody is told that it has landed: a slot is free once it has been read.
+      at: from a chunk's index (0 first) to its shard, in whatever terms the other functions take, and to its first row
+        and column there.
+      source: from a shard, rows and columns (slices) to the reference in global memory, here or on a peer.
+      destination: from the same arguments to the reference to which the chunk is copied.
+      landed: called with the result of `at` when the chunk is complete at its destination. Raise the flag here.
+      slots_smem: the chunk buffers: shared memory of shape [buffers, plan.rows, plan.cols].
+      loaded: one mbarrier for each chunk buffer, of one arrival.
+      ready: called with the result of `at` before the chunk is loaded. Wait here until the source is ready.
+      send: called as `send(shard, rows, columns, slot_smem)` in place of a copy to `destination`. It starts the copies
+        of a chunk, which may go to several places, and whose rows may lie apart. With `send`, a chunk at the edge of
+        its source is filled up with zeros, `landed` is not called, and a chunk buffer is free once it has been read.
 
     Returns:
-      How many chunks this warp has carried, an int32 scalar; all its accesses to the sources are over, and all chunks
+      How many chunks this warp has copied, an int32 scalar. All its reads of the sources are over, and all its chunks
       have landed.
     """
     (begin, end), slots = numbers, slots_smem.shape[0]
 
     def in_its_size(number: Any, slot: Any, copy: Callable[[Any, Any, Any], None]) -> None:
-        """Calls `copy` with the shard, the place there, and the place in shared memory of a chunk."""
+        """Calls `copy` with a chunk's shard, its place in the shard, and its place in shared memory."""
         shard, row, column = at(number - begin)
 
         def of_size(rows: int, cols: int) -> Callable[[], None]:
@@ -200,7 +244,7 @@ def copy_chunks(
         else:
             tma_store(slot_smem, destination(shard, *place))
 
-    # The numbers of the chunks that are on their way, in the order of the slots from the oldest on, and the next one.
+    # The numbers of the chunks that are being loaded, from the oldest on, and the number that follows them.
     drawn = [number]
     for slot in range(slots):
         load(drawn[slot], slot)
@@ -211,10 +255,11 @@ def copy_chunks(
         marks.now(Work.COPY, number=oldest - begin)
         plgpu.barrier_wait(loaded.at[slot])
         in_its_size(oldest, slot, forward)
-        # While the store is under way.
+        # The store is under way meanwhile.
         after = draw(counter, end, following)
         if send is None:
-            # Landed, not only read: the flag speaks of the destination. It also frees the slot.
+            # Landed, not only read, because `landed` raises a flag for the destination. The chunk buffer is free as
+            # well.
             wait_stores_landed()
             landed(*at(oldest - begin))
         else:

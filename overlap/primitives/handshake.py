@@ -1,41 +1,42 @@
-"""The two handshakes of a kernel that talks to its peers: none begins too early, none leaves too early.
+"""The two handshakes of a kernel that talks to its peers: no device begins too early, and none leaves too early.
 
-The framework can run a barrier over all devices before such a kernel. It costs a kernel launch and a round trip, while
-the tensor cores idle, and lets the fastest device wait for the slowest. These handshakes take its place *inside* the
-kernel, where there is other work to do: the first tells that a peer has begun, so that its inputs are ready and its
-flags are zero; the second, that nobody needs this device's memory any more.
+The framework can run a barrier over all devices before such a kernel. The barrier costs a kernel launch and a round
+trip during which the tensor cores idle, and makes the fastest device wait for the slowest. These handshakes take its
+place *inside* the kernel, where there is other work to do. The first says that a peer has begun, so that its inputs are
+ready and its flags are zero. The second says that nobody needs this device's memory any more.
 
-No flag of a peer may be touched before that peer has begun, since its memory still belongs to somebody else. So a
+No flag of a peer may be written before that peer has begun, since its memory still belongs to something else. So a
 device begins by raising a *beacon* in its own memory, and its peers look for it there:
 
-    begin   raise the own beacon; look at each peer's until it is raised, and tell that peer that it has been seen
-    end     when this device needs no peer's memory any more and all peers have seen its beacon: lower that, then tell
-            every peer; leave when all peers have said so
+    begin   raise the own beacon; look at each peer's beacon until it is raised, and tell that peer that it was seen
+    end     when this device needs no peer's memory any more and all peers have seen its beacon: lower the beacon, then
+            tell every peer; leave when all peers have told this device the same
 
 Why a launch is never taken for another
 ---------------------------------------
-What a device sees before the beacon of this launch is whatever that memory last held, also what another launch has left
-there, with other members, of another operation or program: XLA gives the flags of all of them the same addresses. So a
-raised beacon is a key of 128 bits, and the key says who talks to whom: it is made of the mesh, with its devices in
-order, of the axes along which the kernel talks, and of which peers a device looks for (`_key`). Let device A, in launch
-L, see its key in the memory of its peer P, and suppose that P has raised it in another launch M.
+Before the beacon of this launch is raised, a peer's memory holds whatever was there before. That may be the beacon of
+another launch, with other members, of another operation or program: XLA gives the flags of all of them the same
+addresses. So a raised beacon is a key of 128 bits which says who talks to whom. It is made of the mesh with its devices
+in order, of the axes along which the kernel talks, and of which peers a device looks for (`_key`). Let device A, in
+launch L, see the key of L in the memory of its peer P, and suppose that P has raised this beacon in another launch M.
 
-- M has the same key, so the same mesh and the same axes. P belongs to one group along these axes of this mesh, so A is
-  a member of M as it is of L; and A looks for P in M, too.
-- Devices run the programs that they share in the same order, so either both ran M before L, or both will run it after.
-- M before L: A has left M. So it had P's last word of M, which P said after it had lowered its beacon of M.
-- M after L: P has left L, so it had A's last word of L, which A says only after it has seen P's beacon of L.
+- M has the same key, so the same mesh and the same axes. P belongs to one group along these axes of this mesh. So A is
+  a member of M as it is of L, and A looks for P in M, too.
+- Devices run the programs that they share in the same order. So either both ran M before L, or both will run it after.
+- M before L: A has left M. So A had P's last message of M, which P sends after it has lowered its beacon of M.
+- M after L: P has left L. So P had A's last message of L, which A sends only after it has seen P's beacon of L.
 
-Either way P's beacon of M is not raised while A looks for that of L. Nothing is said of where the flags of L and M lie,
-of what either computes, nor of how late anybody is; no state outlives a launch. The emulator runs random sequences of
-launches on shared flags, with the key and, as a negative control, without (`tests/test_sequences.py`).
+Either way P's beacon of M is not raised while A looks for that of L. The argument assumes nothing about where the flags
+of L and M lie, what either of them computes, or how late any device is. No state outlives a launch. The emulator runs
+random sequences of launches on shared flags, with the key and, as a negative control, without it
+(`tests/test_sequences.py`).
 
-Whoever is there
-----------------
-Other kernels (NCCL's) may hold some of the cores, for as long as they wait for other devices. So nothing here waits for
-a CTA that may not have started: the looking is dealt by a counter to the CTAs that are there, each once; whoever
-completes the last piece of work with peers' memory speaks for the device; who comes later finds nothing left to do. One
-CTA on each device suffices for all devices to be done with each other.
+Progress with whichever CTAs run
+--------------------------------
+Other kernels (NCCL's) may hold some of the SMs, for as long as they wait for other devices. So nothing here waits for a
+CTA that may not have started. A counter deals the looks to the CTAs that run, each look once. Whichever CTA completes
+the last piece of work with peers' memory does the second handshake for the device. A CTA that starts later finds
+nothing left to do. One CTA on each device suffices for all devices to finish.
 
     items of the counter:   0 … looks − 1        look for a peer
                             looks … end − 1      a transport's transfers
@@ -48,6 +49,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -56,19 +58,21 @@ from overlap.primitives.addresses import require_told
 from overlap.primitives.marks import Work
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.semaphores import fence_async_proxy, semaphore_signal, semaphore_wait
+from overlap.primitives.types import Index, SemaphoreRef
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
 _WORDS = 4
 _BEGUN, _SEEN, _COMPLETED, _DONE, _DRAWN = range(_WORDS, _WORDS + 5)
-# Shape of the flags of both handshakes: the beacon's words, then two counters, a word with a bit for each position
-# before and after the second, and the counter of the items.
+# The shape of the flags of both handshakes: the beacon's words; how many peers have been seen to begin (a counter);
+# which peers have seen this device (a bit for each position); completed transfers (a counter); which peers are done (a
+# bit for each position); the counter of the items.
 HANDSHAKE_FLAGS = (_WORDS + 5,)
-# Between zero, which is a beacon that has not been raised yet, and its key.
+# The value of a lowered beacon. Zero is a beacon that has not been raised yet; a key is greater than this value.
 _LOWERED = 1
 
 
 def _key(context: Any, group: PeerGroup, only: int | None) -> list[int]:
-    """The words of a raised beacon; asked for at lowering, when the devices of the mesh are known."""
+    """The words of a raised beacon. Called at lowering, when the devices of the mesh are known."""
     text = f"overlap: {group.places} on {clique.device_ids(context)}, looking for {only}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
@@ -77,37 +81,45 @@ def _key(context: Any, group: PeerGroup, only: int | None) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Handshake:
-    """The handshakes of one kernel.
+    """The handshakes of one kernel, in place of the framework's barrier.
+
+    Launch the kernel with `plgpu.CompilerParams(skip_device_barrier=True)`. In each CTA one warp, the communicator,
+    calls `begin` first, then `await_peers`, then does transfers whose numbers it draws from `counter`, and calls
+    `leave` last. Other warps that touch peers' memory call `await_peers` themselves. The group must have at least two
+    devices.
+
+    Example: `gather_with_handshake` in examples/all_gather.py.
 
     Attributes:
-      flags: of shape `HANDSHAKE_FLAGS`, in memory that the peers can address.
-      ring: the peers.
+      flags: semaphores of shape `HANDSHAKE_FLAGS`, of `shared_semaphores`.
+      group: the peers.
       cta: this CTA's index on the device.
-      operation: its name, for whoever waits too long.
-      transfers: how many transfers the device has: items of the counter after the looks.
-      only: the distance of the one peer whose memory this device needs; None: that of all peers. In the same distance
-        behind it is the one peer that needs its own.
+      operation: the kernel's name in the reports of waits that take long.
+      transfers: how many transfers the device has in all: the items of the counter after the looks. What a transfer is,
+        the kernel decides: work that reads or writes peers' memory.
+      only: the distance of the only peer whose memory this device needs; the only peer that needs this device's memory
+        is at the same distance behind it. None: every device needs the memory of all peers.
     """
 
-    flags: Any
+    flags: SemaphoreRef
     group: PeerGroup
-    cta: Any
+    cta: Index
     operation: str
     transfers: int = 0
     only: int | None = None
 
     @property
     def looks(self) -> int:
-        """How many peers this device looks for: so many items of the counter come first."""
+        """How many peers this device looks for. As many items of the counter come before the transfers."""
         return self.group.size - 1 if self.only is None else 1
 
     @property
     def items(self) -> int:
-        """How many items the counter deals in all."""
+        """How many items the counter deals in all: looks and transfers."""
         return self.looks + self.transfers
 
     @property
-    def counter(self) -> Any:
+    def counter(self) -> SemaphoreRef:
         """The counter that deals items to the CTAs."""
         return self.flags.at[_DRAWN]
 
@@ -115,17 +127,22 @@ class Handshake:
     def _number(self) -> int:
         return board.describe(self.operation, self.group)
 
-    def begin(self) -> Any:
-        """Every communicator calls it once, first: looks for the peers that fall to it.
+    def begin(self) -> jax.Array:
+        """Raises this device's beacon and looks for the peers that this CTA draws.
 
-        Returns its first item that is no look: at least `looks`.
+        Each communicator calls it once, first.
+
+        Returns:
+          The first item that this CTA has drawn after the looks, an int32 scalar of at least `looks`. Less `looks`, it
+          is the number of a transfer if it is below `items`.
         """
         return self._begin(self._look)
 
     def begin_and_leave(self) -> None:
-        """Instead of `begin` and `leave`, where the communicator has no transfers: who has looked speaks at once.
+        """Takes the place of `begin` and `leave` where the communicator has no transfers.
 
-        All that peers do to this device's memory must then be what its other warps wait for.
+        It ends the handshake as soon as the peer has begun. The device's other warps must then wait for everything that
+        peers do to its memory.
         """
 
         def look_and_speak(item: Any) -> None:
@@ -137,28 +154,36 @@ class Handshake:
 
     def _begin(self, look: Callable[[Any], None]) -> Any:
         marks.now(Work.AWAIT_PEERS)
-        # CTA 0 is nearly always there, and need not wait for a number; else whoever has drawn the first one raises it.
+        # CTA 0 nearly always runs, and need not wait for a number. Otherwise the CTA that draws number 0 raises the
+        # beacon.
         pl.when(self.cta == 0)(self._raise)
         first = atomics.draw(self.counter, self.items)
         pl.when(jnp.logical_and(first == 0, self.cta != 0))(self._raise)
         return atomics.each_drawn(self.counter, first, self.looks, self.items, look)[0]
 
     def await_peers(self) -> None:
-        """Waits until all peers have begun whose memory this device needs: it may then be read and written."""
+        """Waits until all peers whose memory this device needs have begun. Call it in one warp.
+
+        Ordering: an acquire and a proxy fence. The peers' memory may then be read and written, by threads and by TMA.
+        """
         wait_within_device(self.flags.at[_BEGUN], self.looks)
 
     def await_peers_by_warpgroup(self) -> None:
-        """The same by a compute warpgroup."""
+        """Does what `await_peers` does, in a compute warpgroup."""
         semaphore_wait(self.flags.at[_BEGUN], self.looks)
         fence_async_proxy()
 
-    def leave(self, completed: Any) -> None:
-        """Every communicator calls it once, last: whoever completes the device's last transfer speaks for the device.
+    def leave(self, completed: Index) -> None:
+        """Ends the handshake. Each communicator calls it once, last.
+
+        The CTA that completes the device's last transfer tells all peers that this device needs their memory no more,
+        and waits until they have said the same.
 
         Args:
-          completed: how many transfers this CTA has completed: it accesses no peer's memory any more.
+          completed: how many transfers this CTA has completed. It accesses no peer's memory any more.
 
-        Why it suffices: an addition to the counter releases a CTA's completed accesses, the last one acquires them all,
+        Why this suffices: an addition to the counter releases a CTA's completed accesses, the last one acquires them
+          all,
         and its release at system scope passes them on to the peer, which acquires it before it leaves; a kernel ends
         with its last CTA.
         """
@@ -170,8 +195,11 @@ class Handshake:
             before = atomics.add(self.flags.at[_COMPLETED], completed)
             pl.when(before + completed == self.transfers)(self._speak)
 
-    def wait_for(self, role: int, word: Any, expected: Any, position: Any) -> None:
-        """Waits until a word of this device, which the peer at `position` raises, has reached `expected`."""
+    def wait_for(self, role: int, word: SemaphoreRef, expected: Index, position: Index) -> None:
+        """Waits until a word of this device, which the peer at `position` raises, has reached `expected`.
+
+        `role` says for the report what the wait is for (`board.ROWS` and so on).
+        """
         wait_for_word(word, expected, self.group, position, operation=self._number, role=role, at_least=True)
 
     def _raise(self) -> None:
@@ -184,7 +212,7 @@ class Handshake:
             *atomics.BY_LANE_0, ".reg .b32 before;",
             # What was computed before this kernel, and the zeroed flags, come before the beacon.
             "fence.acq_rel.sys;", *others,
-            # Only once: who comes late must not raise it again.
+            # Only once: a CTA that starts late must not raise it again.
             f"@first atom.relaxed.sys.global.cas.b32 before, [$0], 0, {key[0]};",
         ]  # fmt: skip
         atomics.ptx(lines, pointer)
@@ -195,7 +223,7 @@ class Handshake:
         atomics.ptx(lines, pointer)
 
     def _look(self, item: Any) -> None:
-        """Looks for one peer until it has begun, and tells it so."""
+        """Looks at one peer's beacon until it is raised, and tells that peer that it was seen."""
         group, beacon = self.group, self.flags.at[0]
         peer = group.peer(item + 1 if self.only is None else self.only)
         atomics.inline(self._look_code, [group.remote_ref(beacon, peer), beacon], group.me(), peer, 1)
@@ -213,7 +241,7 @@ class Handshake:
         look_until(look, operands, operation=self._number, role=board.BEGUN)
 
     def _speak(self) -> None:
-        """Lowers the beacon, tells all peers concerned, and waits for their word."""
+        """Lowers the beacon, tells the peers that this device is done, and waits until they are done."""
         group = self.group
         readers, owners = (1, 1) if self.only is None else (group.size - self.only, self.only)
         self._wait(_SEEN, board.SEEN, readers)
@@ -227,7 +255,7 @@ class Handshake:
         self._wait(_DONE, board.DONE, owners)
 
     def _wait(self, flag: int, role: int, distance: int) -> None:
-        """Waits for a bit of each peer, or of the one in that distance."""
+        """Waits for the bits of all peers or, with `only`, for the bit of the peer at `distance`."""
         group = self.group
         if self.only is None:
             me = group.me()

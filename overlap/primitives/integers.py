@@ -1,6 +1,7 @@
 """Arithmetic on indices that are Python ints in a test and traced int32 scalars in a kernel.
 
-All are non-negative, so that C's truncating division is the right one: `//` on a traced value would add sign fix-ups.
+All values are non-negative, so C's truncating division is correct. `//` on a traced value would add corrections for
+negative values.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from jax import lax
 
 
 def in_32_bits[**P, R](launch: Callable[P, R]) -> Callable[P, R]:
-    """Has a function that traces a kernel do so as without `jax_enable_x64`.
+    """Decorates a function that traces a kernel: it traces as if `jax_enable_x64` were off.
 
-    With it, a loop over Python ints would count in int64, which meets the int32 of everything else here, and which
-    costs a kernel two registers and several instructions where one would do. No operand of a kernel has 64 bits.
+    With `jax_enable_x64`, a loop over Python ints would count in int64. That does not fit the int32 of everything else
+    here, and costs a kernel two registers and several instructions in place of one. No operand of a kernel has 64 bits.
     """
 
     @functools.wraps(launch)
@@ -35,7 +36,7 @@ def quotient(a: Any, b: int) -> Any:
 
 
 def remainder(a: Any, b: int) -> Any:
-    """The rest of a / b for a ≥ 0, b > 0."""
+    """The remainder of a / b for a ≥ 0, b > 0."""
     return a % b if isinstance(a, int) else lax.rem(a, jnp.int32(b))
 
 

@@ -1,19 +1,20 @@
-"""Marks: what each role of a kernel does from when on, for `python -m overlap trace`.
+"""Marks: what each role of a kernel does, and from when on, for `python -m overlap trace`.
 
-A role's part of a kernel says `marks.now(Work.MULTIPLY, tile.step, piece.tile)` where it begins something new. While
-jax traces the kernel inside `marks.recording`, each of these becomes an entry in global memory; otherwise it emits
-nothing at all, so a kernel that is not traced is the same machine code as one without marks.
+A role's part of a kernel calls `marks.now(Work.MULTIPLY, tile.step, piece.tile)` where it begins something new. While
+jax traces the kernel inside `marks.recording`, each of these calls becomes an entry in global memory. Otherwise it
+emits nothing: the machine code is the same as without marks.
 
-An entry is 16 bytes, which one thread writes and does not wait for:
+An entry is 16 bytes, which one thread writes without waiting:
 
     4 bytes   what, which shard and which tile or chunk (`unpack`)
-    4 bytes   %clock of the core: exact, but each core has its own
-    8 bytes   %globaltimer in nanoseconds: one for all cores of a GPU; how often it ticks differs
+    4 bytes   %clock of the SM: exact, but each SM has its own
+    8 bytes   %globaltimer in nanoseconds: one for all SMs of a GPU; how often it ticks is not fixed
 
-`overlap.tuning.timeline` makes one time of both. Entry 0 of a role is its header: how many entries follow. A role that
-makes more than there is room for goes on counting, so that what is missing can be told.
+`overlap.tuning.timeline` combines both into one time. Entry 0 of a role is its header: the number of entries that
+follow. A role that makes more entries than there is room for keeps counting them, so that the number of missing entries
+is known.
 
-Shape legend: rows: one for each role of a CTA; entries: header, `capacity` entries, and one that takes all others.
+Shape legend: rows: one for each role of a CTA; entries: the header, `capacity` entries, and one that takes all others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.primitives import atomics
 
 ROWS = 6
-# The row of each role; a compute warpgroup's is the first one plus its index.
+# The row of each role. For several compute warpgroups: the row of the first one; the index of the warpgroup is added.
 _ROW_OF = {"compute": 0, "epilogue": 0, "producer": 2, "communicator": 3, "forwarder": 4, "multiplier": 5}
 _WARPGROUPS = ("compute", "epilogue")
 WORDS = 4
@@ -60,8 +61,8 @@ class RecordedKernel:
     """One kernel of a recording.
 
     Attributes:
-      name: the kernel's.
-      roles: from the row of each role to its name.
+      name: the kernel's name.
+      roles: from each role's row to its name.
       entries: int32 [CTAs, ROWS, entries, WORDS] of this device, a result of the kernel.
     """
 
@@ -72,18 +73,18 @@ class RecordedKernel:
 
 @dataclasses.dataclass
 class Recording:
-    """What the kernels record that jax traces inside `recording`.
+    """The record of all kernels that jax traces inside `recording`.
 
     Attributes:
       capacity: entries of each role.
-      kernels: in the order in which they were traced.
+      kernels: the kernels, in the order in which they were traced.
     """
 
     capacity: int
     kernels: list[RecordedKernel] = dataclasses.field(default_factory=list)
 
     def entries_type(self, ctas: int) -> jax.ShapeDtypeStruct:
-        """The type of the result that a kernel with so many CTAs writes its entries to."""
+        """The type of the result to which a kernel with `ctas` CTAs writes its entries."""
         return jax.ShapeDtypeStruct((ctas, ROWS, self.capacity + 2, WORDS), jnp.int32)
 
 
@@ -97,8 +98,8 @@ class Tape:
       cta: this CTA's index on the device.
       capacity: entries of each role.
       roles: as in `RecordedKernel`, filled in meanwhile.
-      row: of the role whose part is being traced.
-      threads: that run it.
+      row: the row of the role whose part is being traced.
+      threads: how many threads run that role.
       last: work, shard and number of the role's last mark.
     """
 
@@ -118,7 +119,7 @@ _tape: ContextVar[Tape | None] = ContextVar("overlap_tape", default=None)
 
 @contextlib.contextmanager
 def recording(capacity: int) -> Iterator[Recording]:
-    """Kernels of this library that jax traces inside of it record `capacity` entries for each role."""
+    """Inside this context, the kernels of this library that jax traces record `capacity` entries for each role."""
     made = Recording(capacity)
     token = _recording.set(made)
     try:
@@ -128,7 +129,7 @@ def recording(capacity: int) -> Iterator[Recording]:
 
 
 def current() -> Recording | None:
-    """The recording that kernels which are traced now belong to, if any."""
+    """The recording to which a kernel belongs that is traced now; None if there is none."""
     return _recording.get()
 
 
@@ -139,7 +140,7 @@ def counts_type() -> Any:
 
 @contextlib.contextmanager
 def on(tape: Tape) -> Iterator[None]:
-    """Marks inside of it go to this tape."""
+    """Inside this context, marks go to this tape."""
     token = _tape.set(tape)
     try:
         yield
@@ -149,12 +150,12 @@ def on(tape: Tape) -> Iterator[None]:
 
 @contextlib.contextmanager
 def role(name: str, index: Any = 0, count: int = 1) -> Iterator[None]:
-    """Around all that a role does: what is marked inside of it is this role's.
+    """The context of all that a role does: marks inside of it belong to this role.
 
     Args:
       name: compute, epilogue, producer, communicator, forwarder or multiplier.
-      index: which of `count` warpgroups with the same role; it may be traced.
-      count: how many there are.
+      index: the index among the warpgroups with the same role; it may be traced.
+      count: how many warpgroups have this role.
     """
     tape = _tape.get()
     if tape is None:
@@ -181,12 +182,12 @@ def playing(name: str, part: Callable[[], None], index: Any = 0, count: int = 1)
 
 
 def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
-    """From here on the role does this, until its next mark.
+    """Marks that from here on the role does `work`, until its next mark.
 
     Args:
       work: what.
-      shard: the step of the shard it is about (0: this device's own); its last four bits are kept.
-      number: of the tile, or of the chunk.
+      shard: the step of the shard concerned (0: this device's own). Its last four bits are kept.
+      number: the number of the tile, or of the chunk.
     """
     tape = _tape.get()
     if tape is None:
@@ -199,9 +200,9 @@ def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
 
 @contextlib.contextmanager
 def during(work: Work) -> Iterator[None]:
-    """Within it the role does this, then again what it did before, for the same shard and number.
+    """Inside this context the role does `work`; after it, again what it did before, for the same shard and number.
 
-    That was marked in the same scope of the traced kernel, or in one around it.
+    What it did before must have been marked in the same scope of the traced kernel, or in an enclosing one.
     """
     tape = _tape.get()
     before = None if tape is None else tape.last
@@ -211,8 +212,8 @@ def during(work: Work) -> Iterator[None]:
         now(*before)
 
 
-# One thread of a warp or a warpgroup does all of it. The others must not even count: of a warpgroup's warps each would
-# see what another one has counted already.
+# One thread of a warp or a warpgroup does all of this. The other threads must not count, either: the warps of a
+# warpgroup share the count, and each would see what another warp has counted already.
 
 
 def _by_one(threads: int, *lines: str) -> Callable[..., None]:
@@ -231,7 +232,7 @@ def _mark(threads: int, capacity: int) -> Callable[..., None]:
         threads,
         "mov.u32 clock, %clock;", "mov.u64 time, %globaltimer;",
         "ld.shared.b32 count, [$1];",
-        # Behind the header; the last place takes all that there is no room for.
+        # Behind the header. The last place takes all entries for which there is no room.
         f"min.u32 place, count, {capacity};", f"mad.wide.u32 to, place, {4 * WORDS}, $0;",
         f"st.global.b32 [to+{4 * WORDS}], $2;", f"st.global.b32 [to+{4 * WORDS + 4}], clock;",
         f"st.global.b64 [to+{4 * WORDS + 8}], time;",

@@ -1,30 +1,33 @@
-"""Who am I, who is my peer, and how is its memory named: positions along one or several axes of a mesh."""
+"""The peers of a kernel: its own position, the others', and references to their memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.types import GmemRef, Index
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerGroup:
-    """The devices along one mesh axis, or along several as if they were one, seen from inside a kernel.
+    """The devices along one mesh axis, or along several that count as one, as seen from inside a kernel.
 
-    A kernel never uses a mesh index as a device id: the two agree only while the axis is the whole mesh. It asks for
-    `me()` and `peer(distance)`, which are positions on the ring, and hands those back to `remote_ref` and `device_id`,
-    which turn them into whatever the framework wants. In what order the mesh holds its devices, and which of them are
-    on other hosts, is no concern of a kernel: see `overlap/primitives/clique.py`.
+    A kernel names a peer by its *position* in the group, never by a mesh index or a device id: these agree only while
+    the axis is the whole mesh. `me()` and `peer(distance)` are positions; `remote_ref` and `device_id` take positions
+    and turn them into what the framework wants. In which order the mesh holds its devices, and which of them are on
+    other hosts, is the concern of `overlap/primitives/clique.py`, not of a kernel.
 
-    Positions along several axes run row-major in the order in which `axis_name` names them, whatever their order in the
-    mesh: as `lax.axis_index` and `lax.all_gather` count, and as `PartitionSpec((a, b))` places shards.
+    Positions along several axes run row-major in the order in which `axis_name` names the axes, whatever their order in
+    the mesh. `lax.axis_index` and `lax.all_gather` count, and `PartitionSpec((a, b))` places shards, in the same order.
+
+    Example: `group = PeerGroup.of("x")` inside `jax.shard_map`, then `group.remote_ref(out_gmem, group.peer(1))`.
 
     Attributes:
       axis_name: the mesh axis along which the kernel communicates, or a tuple of axes.
@@ -35,7 +38,7 @@ class PeerGroup:
     mesh_shape: tuple[tuple[str, int], ...]
 
     @staticmethod
-    def of(axis_name: str | Sequence[str], mesh: Any = None, *, caller: str = "PeerGroup.of") -> PeerGroup:
+    def of(axis_name: Any, mesh: Any = None, *, caller: str = "PeerGroup.of") -> PeerGroup:
         """The peers of this device along `axis_name` of the enclosing `jax.shard_map`, or of `mesh` if one is given.
 
         Call it inside `jax.shard_map`, in the kernel's body or where the kernel is made.
@@ -83,49 +86,65 @@ class PeerGroup:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Names and sizes of the ring's own axes, major to minor."""
+        """Names and sizes of the axes of this group, major to minor."""
         sizes = dict(self.mesh_shape)
         names = self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
         return tuple((name, sizes[name]) for name in names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the ring's own axes, major to minor."""
+        """The names of the axes of this group, major to minor."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which of the mesh's axes are the ring's, and the sizes of all: no names, which may be any objects."""
+        """Which axes of the mesh belong to this group, by index, and the sizes of all axes.
+
+        Names are left out, because they may be any objects.
+        """
         names = [name for name, _ in self.mesh_shape]
         return tuple(names.index(name) for name, _ in self.axes), tuple(size for _, size in self.mesh_shape)
 
     @property
     def size(self) -> int:
-        """How many devices are on the ring."""
+        """The number of devices in the group."""
         return math.prod(size for _, size in self.axes)
 
-    def me(self) -> Any:
-        """This device's position on the ring, an int32 scalar."""
-        (first, _), *rest = self.axes
+    def me(self) -> jax.Array:
+        """This device's position in the group, an int32 scalar."""
+        # Mosaic GPU has no device ids on a mesh of one device, so axes of one device are not asked for.
+        sizes = {name: size for name, size in self.axes if size > 1}
+        if not sizes:
+            return jnp.int32(0)
+        first, *rest = sizes
         position = lax.axis_index(first)
-        for name, size in rest:
-            position = position * size + lax.axis_index(name)
+        for name in rest:
+            position = position * sizes[name] + lax.axis_index(name)
         return position
 
-    def peer(self, distance: Any) -> Any:
-        """The position `distance` steps ahead of this device (0 <= distance <= size), an int32 scalar."""
+    def peer(self, distance: Index) -> jax.Array:
+        """The position `distance` ahead of this device's, an int32 scalar (0 <= distance <= size)."""
         return lax.rem(self.me() + distance, self.size)
 
-    def device_id(self, position: Any) -> Any:
-        """The framework's name for the device at a position: its coordinates on these axes; the others are mine."""
+    def device_id(self, position: Index) -> Any:
+        """The framework's name for the device at a position: its coordinates along the group's axes.
+
+        Along all other axes the device has the same coordinates as this one.
+        """
         coordinates, (major, _) = {}, self.axes[0]
         for name, size in reversed(self.axes[1:]):
             coordinates[name], position = remainder(position, size), quotient(position, size)
         return {major: position, **coordinates}
 
-    def remote_ref(self, ref: Any, position: Any) -> Any:
-        """A reference to the peer's copy of a global-memory `ref` (an operand, an output or a flag).
+    def remote_ref(self, ref: GmemRef, position: Index) -> GmemRef:
+        """A reference to the peer's counterpart of a global-memory reference: an operand, a result or a semaphore.
 
-        Only asynchronous copies may use it (rows of an untiled buffer if `position` is known on the device alone).
+        Only asynchronous copies may use it (`tma_load`, `tma_store`), and `atomics.inline`. If `position` is known on
+        the device alone, a copy must be of one contiguous piece of an untiled buffer. In a group of one device, this is
+        `ref`.
+
+        Args:
+          ref: this device's own reference.
+          position: the peer's position in the group.
         """
-        return plgpu.remote_ref(ref, self.device_id(position))
+        return ref if self.size == 1 else plgpu.remote_ref(ref, self.device_id(position))

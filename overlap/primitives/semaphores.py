@@ -1,4 +1,4 @@
-"""Flags: semaphores in global memory that only grow, and the fence that goes with them."""
+"""Semaphores in global memory, used as flags that only grow, and the fence that follows a wait."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives.addresses import FLAG_BYTES, TABLE_FLAGS
 from overlap.primitives.peers import PeerGroup
+from overlap.primitives.types import Index, SemaphoreRef
 
-# XLA lays out what collective kernels use in one arena, and NCCL's windows (one process per GPU) must begin at
-# multiples of 4096 bytes there, which XLA does not see to (openxla/xla#47406). So whatever a kernel adds is padded.
+# XLA lays out the memory of collective kernels in one arena. NCCL's windows (one process per GPU) must begin at
+# multiples of 4096 bytes there, which XLA does not ensure (openxla/xla#47406). So whatever a kernel adds is padded to
+# that size.
 _WINDOW_BYTES = 4096
 
 
-def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Any, ...]:
-    """Flags shared by all CTAs of a device, zero at launch: one array of them per shape. Call once, first in the body.
+def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[SemaphoreRef, ...]:
+    """Semaphores in global memory that all CTAs of a device share, and that peers can reach. All are zero at launch.
 
-    (Semaphores among a kernel's `scratch_types` are private to each CTA: waited on from another one, they hang.)
+    Call it once, first in the kernel's body. (Semaphores among a kernel's `scratch_types` are private to each CTA: a
+    wait for a signal of another CTA would hang.)
 
     Args:
-      *shapes: the shapes.
-      told: whether a table of the peers' addresses stands in front of the flags (`overlap/primitives/addresses.py`).
+      *shapes: the shape of each array of semaphores.
+      told: whether a table of the peers' addresses precedes the semaphores (`overlap/primitives/addresses.py`).
+
+    Returns:
+      One array of semaphores for each shape.
+
+    Example:
+      `counter, arrived = shared_semaphores((1,), (group.size,))`
     """
     table = [(TABLE_FLAGS,)] if told else []
     flags = [pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in (*table, *shapes)]
@@ -34,20 +43,50 @@ def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Any
     return tuple(flags[len(table) :])
 
 
-def semaphore_signal(flag: Any, increment: Any = 1) -> None:
-    """Raises a flag of this device. A release at GPU scope: for waiters on this device only."""
+def semaphore_signal(flag: SemaphoreRef, increment: int = 1) -> None:
+    """Raises a flag of this device.
+
+    Call it in one warp or in one warpgroup. It signals once.
+
+    Ordering: a release at GPU scope. It is for waiters on this device only (`semaphore_wait`).
+
+    Args:
+      flag: one semaphore, as `flags.at[i]`.
+      increment: by how much; a Python int.
+    """
     plgpu.semaphore_signal(flag, increment, memory_scope="gpu")
 
 
-def semaphore_signal_peer(flag: Any, group: PeerGroup, position: Any, increment: Any = 1) -> None:
-    """Raises the flag of the device at `position` of the ring. A release at system scope."""
-    plgpu.semaphore_signal(flag, increment, device_id=group.device_id(position))
+def semaphore_signal_peer(flag: SemaphoreRef, group: PeerGroup, position: Index, increment: int = 1) -> None:
+    """Raises a flag of the peer at `position`.
+
+    Call it in one warp or in one warpgroup. It signals once. In a group of one device the peer is the device itself.
+
+    Ordering: a release at system scope. The peer waits with `semaphore_wait_peer`. If the flag stands for bytes that
+    this device has stored, they must have landed (`wait_stores_landed`).
+
+    Args:
+      flag: one semaphore, as `flags.at[i]`: this device's own reference. The peer's semaphore at the same place is
+        raised.
+      group: the peers.
+      position: the peer's position in the group.
+      increment: by how much; a Python int.
+    """
+    device_id = None if group.size == 1 else group.device_id(position)
+    plgpu.semaphore_signal(flag, increment, device_id=device_id)
 
 
-def semaphore_wait(flag: Any, value: Any) -> None:
-    """Waits until a flag that this device's CTAs raise has reached `value`, and leaves it as it is. An acquire.
+def semaphore_wait(flag: SemaphoreRef, value: Index) -> None:
+    """Waits until CTAs of this device have raised a flag to at least `value`. The flag keeps its value.
 
-    For one that other devices raise, see `waits.wait_for_word`.
+    Call it in one warp or in one warpgroup. The wait has no time limit. For a flag that peers raise there is
+    `semaphore_wait_peer`.
+
+    Ordering: an acquire at GPU scope. Before a TMA load of the data that the flag stands for, call `fence_async_proxy`.
+
+    Args:
+      flag: one semaphore, as `flags.at[i]`.
+      value: what the flag must reach.
     """
     plgpu.semaphore_wait(flag, value, decrement=False, memory_scope="gpu")
 
@@ -61,16 +100,19 @@ def _converge_warp(_: Any) -> None:
 
 
 def converge_warp() -> None:
-    """Waits until all lanes of the warp are here. To be called at the end of each warp's part of a `plgpu.warp_map`.
+    """Waits until all lanes of the warp are here. Call it at the end of each warp's part of a `plgpu.warp_map`.
 
-    The warps of a warpgroup meet behind it at an aligned barrier, where each must arrive as one. But of a copy that one
-    elected lane starts, ptxas makes a branch around it for the others, and if the copy is the last thing that the warp
-    does, the branch ends at that barrier: the lanes arrive in two groups, the barrier counts one warp too many, and the
-    last warp waits there for ever. (Seen on H200, as a kernel that never ended.)
+    After a `warp_map`, the warps of a warpgroup meet at an aligned barrier, where each warp must arrive as one. If a
+    copy that one elected lane starts is the last thing a warp does, ptxas makes a branch around it for the other lanes,
+    and the branch ends at that barrier. The lanes then arrive in two groups, the barrier counts one warp too many, and
+    the last warp waits for ever. (Seen on H200, as a kernel that never ended.)
     """
     plgpu.inline_mgpu()(_converge_warp)()
 
 
 def fence_async_proxy() -> None:
-    """Lets the copy engine's later loads see what a wait on a flag has made visible to this thread."""
+    """Makes the copy engine's later loads see what a wait on a flag has made visible to this thread.
+
+    Call it between `semaphore_wait` and a TMA load of the data that the flag stands for.
+    """
     plgpu.inline_mgpu()(_fence_proxy_async)()

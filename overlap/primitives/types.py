@@ -1,6 +1,6 @@
-"""Names for what a kernel's body handles: indices, and references to the memories of a GPU.
+"""Names for the values that a kernel's body handles: indices, and references to the memories of a GPU.
 
-jax has no public type for a reference inside a kernel, so to a type checker those names are aliases of `Any`. To a
+jax has no public type for a reference inside a kernel, so to a type checker these names are aliases of `Any`. To a
 reader they say which memory a reference denotes.
 """
 

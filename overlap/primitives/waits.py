@@ -1,12 +1,12 @@
-"""Waits for another device: they end, or say for whom they wait, and after a limit end the kernel.
+"""Waits for another device. Each of them ends, or says for whom it waits and after a limit ends the kernel.
 
-A legal wait may be long: a peer compiles, loads data, or sits in a debugger. So the warp that waits looks on, and
+A legal wait may be long: the peer compiles, loads data, or sits in a debugger. So the waiting warp keeps looking, and
 
     after `board.REPORT_AFTER_S`             writes to the board which device waits for which, and for what
-    after `_settings.wait_timeout_s()`        writes that it has given up, lingers until the host has read it, and traps
+    after `_settings.wait_timeout_s()`        writes that it gives up, lingers until the host has read that, and traps
 
-Time is looked at only when a look was in vain. Waits for CTAs of the same device are not bounded: those wait for a peer
-in turn, and a trap ends the whole kernel.
+The clock is read only after a look that did not end the wait. Waits for CTAs of the same device have no limit: those
+CTAs wait for a peer in turn, with a limit, and a trap ends the whole kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from overlap import _settings
 from overlap.primitives import board
 from overlap.primitives.atomics import inline, ptx
 from overlap.primitives.peers import PeerGroup
+from overlap.primitives.types import Index, SemaphoreRef
 
 _NEVER = 2**32 - 1
 _FENCES = ("fence.acquire.sys;", "fence.proxy.async.global;")
@@ -31,7 +32,7 @@ def _ticks(seconds: float) -> int:
 
 
 def _write_record(state: int, operation: int, role: int) -> list[str]:
-    """Fills in a record of the board; `own`, `me`, `peer`, `expected`, `got` and `waited` are registers."""
+    """PTX that writes a record from registers: `own`, `me`, `peer`, `expected`, `got`, `waited`."""
     fields = (
         (board.OPERATION, str(operation)), (board.POSITION, "me"), (board.PEER, "peer"), (board.ROLE, str(role)),
         (board.EXPECTED, "expected"), (board.GOT, "got"), (board.WAITED, "waited"),
@@ -47,15 +48,15 @@ def _write_record(state: int, operation: int, role: int) -> list[str]:
 def look_until(
     look: Sequence[str], operands: Sequence[Any], *, operation: int, role: int, fences: Sequence[str] = _FENCES
 ) -> None:
-    """Emits a wait, by all lanes of the warp as one thread: none of them goes on before all have seen it.
+    """Emits a wait by all lanes of a warp: no lane proceeds before all lanes have seen what they wait for.
 
     Args:
-      look: PTX that looks once: it sets the predicate `there`, and `got` to what it saw.
-      operands: what is looked at; then, for the record, any flag of this device, and as i32 values this device's
-        position, the peer's and the expected value. $0, $1, … in `look`.
-      operation: of `board.describe`.
-      role: why it waits.
-      fences: what makes it an acquire once it is there.
+      look: PTX that looks once. It sets the predicate `there` if the wait is over, and `got` to the value that it saw.
+      operands: $0, $1, … in `look`: pointers to the words looked at. Then follow, for the record, a pointer to any flag
+        of this device, and as i32 values this device's position, the peer's position and the expected value.
+      operation: the number of the kernel, from `board.describe`.
+      role: what the wait is for: `board.BEGUN` and so on.
+      fences: PTX behind the last look, which makes the wait an acquire.
     """
     where, limit_s = board.address(), _settings.wait_timeout_s()
     limit = _ticks(limit_s) if limit_s else _NEVER
@@ -67,7 +68,8 @@ def look_until(
         if where is None:
             return []
         return [
-            # A place for each pair of devices: GPUs of one process have their memory far apart.
+            # Each pair of devices has a record of its own. Bits of the flag's address tell the GPUs of a process apart,
+            # whose memories are far from each other.
             f"mov.b64 own, {own};", "shr.u64 record, own, 34;", "cvt.u32.u64 place, record;",
             "shr.u32 me, place, 5;", "xor.b32 place, place, me;", f"and.b32 place, place, {most};",
             f"mov.b32 me, {me};", f"and.b32 peer, {peer}, {most};", f"mov.b32 expected, {expected};",
@@ -93,8 +95,8 @@ def look_until(
         f"setp.lt.u32 early, waited, {_ticks(board.LINGER_S)};", "@early bra LINGER;",
         "trap;",
         "THERE:", *fences,
-        # The lanes look one by one, and what one of them does next may end what the others are looking for: a peer
-        # lowers its beacon when it has been seen. The compiler brings them together only if it likes.
+        # Lanes may look one after the other, and what the first lane does next may undo what the others look for: a
+        # peer lowers its beacon when it has been seen. The compiler need not make the lanes converge, so this does.
         "bar.warp.sync 0xffffffff;",
         f"setp.eq.u32 early, until, {first};", "@early bra OVER;", *write(board.OVER), "OVER:",
     ]  # fmt: skip
@@ -102,18 +104,25 @@ def look_until(
 
 
 def wait_for_word(
-    word: Any, expected: Any, group: PeerGroup, peer: Any, *, operation: int, role: int, at_least: bool = False
+    word: SemaphoreRef,
+    expected: Index,
+    group: PeerGroup,
+    peer: Index,
+    *,
+    operation: int,
+    role: int,
+    at_least: bool = False,
 ) -> None:
-    """Waits until a word of this device is `expected`. An acquire at system scope, then a proxy fence.
+    """Waits until a word of this device equals `expected`. An acquire at system scope, then a proxy fence.
 
     Args:
       word: the word, which other devices change.
       expected: an int32 scalar.
-      ring: the devices.
-      peer: the position of whom it waits for; this device's own if that is for several.
-      operation: of `board.describe`.
-      role: why it waits.
-      at_least: whether more will do as well.
+      group: the peers.
+      peer: the position of the device that this one waits for; this device's own position if it waits for several.
+      operation: the number of the kernel, from `board.describe`.
+      role: what the wait is for: `board.BEGUN` and so on.
+      at_least: whether a greater value ends the wait, too.
     """
     test = "ge" if at_least else "eq"
     look = ("ld.relaxed.sys.global.b32 got, [$0];", f"setp.{test}.u32 there, got, $4;")
@@ -124,11 +133,39 @@ def wait_for_word(
     inline(emit, [word, word], group.me(), peer, expected)
 
 
-def wait_within_device(word: Any, count: int) -> None:
+def semaphore_wait_peer(
+    flag: SemaphoreRef, value: Index, group: PeerGroup, position: Index, *, operation: str = "a kernel"
+) -> None:
+    """Waits until a flag of this device, which a peer raises, has reached `value`. The flag keeps its value.
+
+    The wait ends or says why it does not. After 30 s the host logs which device waits for which (logger `overlap`).
+    After OVERLAP_WAIT_TIMEOUT_S (600 s unless that variable is set; 0: no limit) the kernel traps, and the program ends
+    with a CUDA error.
+
+    Call it in one warp (`plgpu.warp_map`) or in one warpgroup; all of its threads wait.
+
+    Ordering: an acquire at system scope, and a proxy fence. Whatever the peer had done before its
+    `semaphore_signal_peer` is visible to these threads, and to the copies (TMA) that they start afterwards.
+
+    Args:
+      flag: one semaphore in global memory of this device, as `shared_semaphores(...)[0].at[i]`.
+      value: what the flag must reach, an int32 scalar.
+      group: the peers.
+      position: the position of the peer that raises the flag. Only the report names it.
+      operation: the name of the kernel in the report.
+
+    Example:
+      `semaphore_wait_peer(arrived.at[peer], 1, group, peer, operation="all_gather")`
+    """
+    number = board.describe(operation, group)
+    wait_for_word(flag, value, group, position, operation=number, role=board.FLAG, at_least=True)
+
+
+def wait_within_device(word: SemaphoreRef, count: int) -> None:
     """Waits until a counter of this device has reached `count`. An acquire at GPU scope, then a proxy fence.
 
-    By all threads of the warp: where one waits for the others, ptxas keeps more of what follows in registers than this
-    warp has to spare.
+    All threads of the warp look. If one thread looked and the others waited for it, ptxas would keep more of the
+    following code's values in registers than this warp has.
     """
 
     def wait(_: Any, flag: Any) -> None:

@@ -1,9 +1,9 @@
-"""Where each GPU has a process of its own: whether XLA and NCCL can still tell a program its peers' addresses.
+"""Where each GPU has a process of its own: whether XLA and NCCL can still tell one more program its peers' addresses.
 
-For each program with a fused kernel XLA registers its whole memory pool with NCCL anew, and NCCL maps it into address
-space that is set aside when the job starts (NCCL_WIN_STRIDE bytes for each GPU). When that is full, the next program
-fails. It is given back only when a program is, which nobody here can see; so programs are counted, and before the limit
-XLA's implementation takes over.
+For each program with a fused kernel, XLA registers its whole memory pool with NCCL anew. NCCL maps the pool into
+address space that is set aside when the job starts (NCCL_WIN_STRIDE bytes for each GPU). When that space is full, the
+next program fails. The space is freed only when a program is freed, which cannot be observed here. So programs are
+counted, and before the limit XLA's implementation takes over.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-# For all GPUs of a host together, and for each mesh along which kernels talk (each is a communicator of NCCL's). A
-# process has some 90 TB for that in all (H200, CUDA 13: 64 could be had, 96 could not).
+# The address space for all GPUs of a host together, for each mesh along which kernels talk (each mesh is a communicator
+# of NCCL's). A process has some 90 TB for all meshes (H200, CUDA 13: 64 TB could be reserved, 96 TB could not).
 _OF_ONE_MESH_BYTES = 16 << 40
 _IN_ALL_BYTES = 90 << 40
 _LEAST_STRIDE_BYTES = 4 << 40
@@ -27,12 +27,12 @@ _meshes: set[tuple[int, ...]] = set()  # the devices of each in their order
 
 
 def stride_bytes(gpus: int) -> int:
-    """The address space to set aside for each of so many GPUs of a host."""
+    """The address space to set aside for each GPU of a host with `gpus` GPUs."""
     return max(_OF_ONE_MESH_BYTES // max(gpus, 1), _LEAST_STRIDE_BYTES)
 
 
 def note_program(program: Any, device_ids: tuple[int, ...]) -> None:
-    """Counts a program in which a kernel that is told its peers' addresses is lowered, for a mesh of these devices.
+    """Counts a program, when a kernel in it that is told its peers' addresses is lowered for a mesh of these devices.
 
     Raises:
       NotImplementedError: there is no address space for one more mesh.
@@ -52,12 +52,12 @@ def note_program(program: Any, device_ids: tuple[int, ...]) -> None:
 
 
 def most_programs() -> int | None:
-    """How many programs with such kernels fit; None if nobody can know."""
+    """How many programs with such kernels fit; None if that is not known."""
     stats = jax.local_devices()[0].memory_stats() or {}
     stride, pool = os.environ.get(STRIDE_VARIABLE, ""), stats.get("bytes_limit", 0)
     if not stride.isdigit() or not pool:
         return None
-    # In large steps, since all processes must come to the same number.
+    # Rounded up to large steps, because all processes must compute the same number.
     return max(int(stride) // (-(-pool // _STEP_BYTES) * _STEP_BYTES) - _RESERVED, 0)
 
 

@@ -1,0 +1,62 @@
+"""The kernels of examples/all_gather.py and examples/halo_exchange.py, for the tests. Puts examples/ on the path."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
+
+import all_gather as gathering
+import halo_exchange as stencils
+
+from tests import assembly
+from tests.oracle import make_mesh
+
+KERNELS = {
+    "all_gather": (gathering.all_gather, gathering.by_jax),
+    "all_gather, handshake": (functools.partial(gathering.all_gather, handshake=True), gathering.by_jax),
+    "halo_exchange": (stencils.stencil, stencils.by_jax),
+}
+
+
+def mapped(function, mesh):
+    return jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+
+
+def program(name, devices, shard):
+    """(a function that runs the kernel on new data and returns how far it is from JAX's result at most)."""
+    mesh = make_mesh(x=devices)
+    kernel, by_jax = (jax.jit(mapped(function, mesh)) for function in KERNELS[name])
+    sharding = jax.NamedSharding(mesh, P("x"))
+
+    def run(seed):
+        x = np.random.default_rng(seed).standard_normal((devices * shard[0], shard[1]), np.float32)
+        x = jax.make_array_from_callback(x.shape, sharding, lambda place: x[place])
+        return float(jax.jit(lambda got, wanted: abs(got - wanted).max())(kernel(x), by_jax(x)))
+
+    return run
+
+
+def assembled(function, case, mesh):
+    """A case of tests/assembly.py: the function to compile, and its arguments. `case.shape`: of a shard, and a zero."""
+    rows, columns, _ = case.shape
+    x = assembly.struct(mesh, (rows * mesh.size, columns), case.dtype, P("x"))
+    return mapped(function, mesh), (x,)
+
+
+def all_gather(case, mesh):
+    return assembled(KERNELS["all_gather"][0], case, mesh)
+
+
+def all_gather_with_handshake(case, mesh):
+    return assembled(KERNELS["all_gather, handshake"][0], case, mesh)
+
+
+def halo_exchange(case, mesh):
+    return assembled(KERNELS["halo_exchange"][0], case, mesh)
