@@ -208,7 +208,7 @@ def _pull_scales(
     group: PeerGroup,
     schedule: JoinedSchedule,
 ) -> None:
-    """Carries out transfer `index` of scales, by loads and stores: it is too small for the copy engine, and not aligned."""
+    """Carries out transfer `index` of scales, by loads and stores: the copy engine needs aligned addresses."""
     step, row = schedule.scale_transfer(index)
     of_peer, first = group.remote(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
