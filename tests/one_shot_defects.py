@@ -91,7 +91,7 @@ def raise_the_flag_of_the_receiver(patch):
     def announce_there(announce, self, tile):
         def signal(flag, group, position):
             del flag
-            primitives.semaphore_signal_peer(self.refs.flags[0].at[position, self._place(tile)], group, position)
+            primitives.semaphore_signal_peer(self.refs.flags[0].at[position, self._index_of(tile)], group, position)
 
         patch.setattr(one_shot, "semaphore_signal_peer", signal)
         announce(self, tile)

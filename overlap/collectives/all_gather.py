@@ -176,14 +176,21 @@ class AllGather(Operation):
 
         if self.along != "m" or self.transport != "pull" or plan.layouts.transpose_lhs or g.dtype != lhs.dtype:
             return None
-        pieces = math.prod(lhs.shape[:-2])
+        contracted_batch = math.prod(lhs.shape[:-2])
         lhs, g = (x.reshape(-1, x.shape[-1]) for x in (lhs, g))
         # The kernel gives the transpose, which may have to be copied. Only if that costs less than the gather is saved.
         itemsize = lhs.dtype.itemsize
         copied_bytes, received_bytes = lhs.shape[1] * g.shape[1] * itemsize, (self.group.size - 1) * lhs.size * itemsize
         if not plan.layouts.transpose_rhs and not copied_sooner_than_received(copied_bytes, received_bytes):
             return None
-        found = backward(AllGatherRhs(self.group, "k", pieces=pieces), g, lhs, dtype, plan, OperandLayouts(True, False))
+        found = backward(
+            AllGatherRhs(self.group, "k", contracted_batch=contracted_batch),
+            g,
+            lhs,
+            dtype,
+            plan,
+            OperandLayouts(True, False),
+        )
         return found if found is None or plan.layouts.transpose_rhs else found.T
 
     def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:

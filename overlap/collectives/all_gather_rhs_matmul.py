@@ -1,12 +1,14 @@
 """All-gather of the right operand and matmul as one kernel: the weights are sharded (FSDP), the activations are not.
 
 Device d of D holds its own rows lhs[m, k] and a shard of the weights, and computes lhs @ gathered(rhs). The weights are
-cut along n (each shard gives columns of the result) or along k (each shard gives a part of every sum). The kernel is in
-`gathered_rhs.py`.
+sharded along n (each shard gives columns of the result) or along k (each shard gives a part of every sum). The kernel
+is in `gathered_rhs.py`.
 
-Constraints: f16 or bf16; rows of all matrices, and along k also of one shard's part of lhs, multiples of 16 bytes;
-devices that can address each other, as `overlap/primitives/clique.py` finds them. Source: Zhao et al., "PyTorch FSDP"
-(VLDB 2023) for the layout; Wang et al. (ASPLOS 2023) for the overlap.
+Constraints: f16 or bf16. The rows of all matrices are multiples of 16 bytes; if the weights are sharded along k, so are
+the rows of the part of lhs that one shard multiplies. The devices can address each other
+(`overlap/primitives/clique.py`).
+
+Source: Zhao et al., "PyTorch FSDP" (VLDB 2023) for the layout; Wang et al. (ASPLOS 2023) for the overlap.
 """
 
 from __future__ import annotations
@@ -37,22 +39,23 @@ NAME = "all_gather_rhs_matmul"
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherRhs(AllGather):
-    """See `AllGather`.
+    """A product whose right operand is gathered. See `AllGather`.
 
     Attributes:
-      pieces: how many batch elements the contraction runs over as well. A shard then has rows of each, one below the
-        other, and a transposed `lhs` is [pieces, D, k_shard / pieces, m] in memory, all but the last as one dimension.
+      contracted_batch: number of batch elements that are contracted as well, as in the cotangent of weights. A shard
+        then has rows of each batch element, one below the other. A transposed `lhs` lies in memory as
+        [contracted_batch, D, k_shard / contracted_batch, m], with all but the last dimension folded into one.
     """
 
-    pieces: int = 1
+    contracted_batch: int = 1
 
     name = NAME
     transposes = frozenset({"lhs"})
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        rows = call.operands.rhs_list[0].shape[0] // self.pieces
-        if self.pieces > 1 and rows % config.tile_k:
-            # (A k step would have rows of two of them.)
+        rows = call.operands.rhs_list[0].shape[0] // self.contracted_batch
+        if self.contracted_batch > 1 and rows % config.tile_k:
+            # A k step would have rows of two batch elements.
             raise NotImplementedError(
                 f"the fused kernel needs the rows of a shard's batch elements to be a multiple of {config.tile_k}, got "
                 f'{rows}: use implementation="xla"'
@@ -60,28 +63,29 @@ class AllGatherRhs(AllGather):
         super().check(call, config, target, mesh)
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        # (If it is transposed, there is one batch element at most.)
+        # A transposed `lhs` has at most one batch element, so its batch can be folded, too.
         rows = folded(operands, keep=False)
         if self.group.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
         else:
-            out = gathered_rhs.launch(rows, plan, self.group, self.along, self.pieces)
+            out = gathered_rhs.launch(rows, plan, self.group, self.along, self.contracted_batch)
         leading = operands.lhs.shape[:-2]
         return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
 
     # --- The same by XLA ---
 
     def _gather(self, x: Any, dimension: int) -> Any:
-        return self._by_piece(super()._gather, x, dimension)
+        return self._by_batch_element(super()._gather, x, dimension)
 
     def _scatter(self, x: Any, dimension: int) -> Any:
-        return self._by_piece(super()._scatter, x, dimension)
+        return self._by_batch_element(super()._scatter, x, dimension)
 
-    def _by_piece(self, move: Callable[[Any, int], Any], x: Any, dimension: int) -> Any:
-        if x is None or self.pieces == 1:
+    def _by_batch_element(self, move: Callable[[Any, int], Any], x: Any, dimension: int) -> Any:
+        """`move(x, dimension)`, where the rows of `x` are gathered or scattered for each batch element by itself."""
+        if x is None or self.contracted_batch == 1:
             return move(x, dimension)
-        # (Along k there is nothing but [k, n].)
-        return move(x.reshape(self.pieces, -1, x.shape[-1]), dimension).reshape(-1, x.shape[-1])
+        # Only [k, n] operands are gathered along k, so `x` has two dimensions.
+        return move(x.reshape(self.contracted_batch, -1, x.shape[-1]), dimension).reshape(-1, x.shape[-1])
 
 
 def prepare(
@@ -94,7 +98,7 @@ def prepare(
     transpose_rhs: Any = False,
     **keywords: Any,
 ) -> tuple[AllGatherRhs, Call]:
-    """A checked call of `all_gather_rhs_matmul`; see `overlap.frame.call`."""
+    """Checks the arguments of `all_gather_rhs_matmul` and brings them into one form; see `overlap.frame.call`."""
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
         "gather_dimension", gather_dimension, (0, 1), "0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D])"
@@ -128,52 +132,56 @@ def all_gather_rhs_matmul(
 ) -> jax.Array:
     """Gathers `rhs` along a mesh axis and multiplies `lhs` by it, communication hidden behind computation.
 
-    For fully sharded data parallelism: the weights are sharded over the axis, and each device has rows of its own. To
-    be called inside `jax.shard_map`; equals `lhs @ lax.all_gather(rhs, axis_name, axis=gather_dimension, tiled=True)`.
+    For fully sharded data parallelism: the weights are sharded over the axis, and each device has rows of its own. Call
+    it inside `jax.shard_map`. It equals
+    `lhs @ lax.all_gather(rhs, axis_name, axis=gather_dimension, tiled=True)`.
 
     Args:
-      lhs: [..., m, k] per shard; globally [..., D · m, k], say, rows sharded over the D devices of `axis_name`. Leading
-        dimensions are more rows. float16 or bfloat16 in the fused kernel.
+      lhs: [..., m, k] per shard; globally, for example, [..., D · m, k], with the rows sharded over the D devices of
+        `axis_name`. Leading dimensions are more rows. float16 or bfloat16 in the fused kernel.
       rhs: one shard of the [k, n] weights, in the same dtype. With gather_dimension=1 it is [k, n_shard] per shard,
         globally [k, D · n_shard]; with gather_dimension=0 it is [k_shard, n] per shard, globally [D · k_shard, n].
-        By XLA it may have leading dimensions: those of `lhs`, or `lhs` has none.
-      axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
-        the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
-      gather_dimension: the dimension of `rhs`, as it lies in memory, that is sharded: 0 (k) or 1 (n); if it has more
-        than two, of its last two.
-      addend: [..., m, n] or [m, n], added before the activation. By XLA only, as are all keywords down to
-        `rhs_scale`, and `transpose_rhs`.
+        With XLA's implementation it may have leading dimensions: those of `lhs`, or any if `lhs` has none.
+      axis_name: the mesh axis to gather along, or a tuple of axes. The devices of a tuple of axes are counted row-major
+        in the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
+        any order.
+      gather_dimension: the sharded dimension of `rhs`, as it lies in memory: 0 (k) or 1 (n). If `rhs` has more than two
+        dimensions, it counts among the last two.
+      addend: [..., m, n] or [m, n], added before the activation. Only XLA's implementation takes this keyword and those
+        down to `rhs_scale`, and `transpose_rhs`.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, as for `overlap.matmul`.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].
-      rhs_scale: a factor of the product, in float32: a scalar, or one value per column of this device's `rhs`, gathered
-        with these: [n_shard] (gather_dimension=1) or [n]. Or both are scales of blocks, as in `matmul` (by XLA only):
-        of the shards' shapes with k / 32 in place of k, those of `rhs` gathered with it.
-      transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. It is read as it is; the fused kernel then takes a
-        single matrix, so leading dimensions of 1 only.
+      rhs_scale: a factor of the product, in float32: a scalar, or one value per column of this device's `rhs`:
+        [n_shard] (gather_dimension=1, gathered with the columns) or [n]. Or both `lhs_scale` and `rhs_scale` are scales
+        of blocks, as in `matmul`: they have the shards' shapes with k / 32 in place of k, and those of `rhs` are
+        gathered with it.
+      transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. No copy is made. The fused kernel then takes a single
+        matrix only: all leading dimensions must be 1.
       transpose_rhs: `rhs` lies transposed in memory: [n_shard, k] with gather_dimension=0, [n, k_shard] with 1.
-      preferred_element_type: dtype of the result; that of the operands by default. The fused kernel writes float16 and
-        bfloat16. Accumulation is in float32.
-      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
+      preferred_element_type: dtype of the result; by default that of the operands. The fused kernel writes float16 and
+        bfloat16. Sums are accumulated in float32.
+      config: tile sizes of the fused kernel; by default from a table of measurements, or else from a model.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
         choose: fused where it can serve the call on a GPU and was measured to be no slower than XLA for such sizes. The
-        choice is logged once, logger "overlap".
+        choice is logged once, by the logger "overlap".
 
     Returns:
-      [..., m, n] per shard, n = D · n_shard with gather_dimension=1; rows sharded as those of `lhs`. Deterministic:
-      repeated calls give the same bits. With gather_dimension=0 each device begins its sums with its own shard, so
-      equal rows on two devices may differ in the last bit.
+      [..., m, n] per shard, where n = D · n_shard with gather_dimension=1; the rows are sharded as those of `lhs`.
+      Deterministic: repeated calls give the same bits. With gather_dimension=0 each device begins its sums with its own
+      shard, so equal rows on two devices may differ in the last bit.
 
     Raises:
-      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes, dimension or config.
-      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
-        to do).
+      ValueError: not inside `shard_map`; an unknown or repeated axis; or wrong ranks, dtypes, sizes, dimension or
+        config.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call. The message says why and what
+        to do.
 
-    The kernel keeps the peers' D − 1 shards of the weights in scratch memory of its own.
+    The kernel keeps the peers' D − 1 shards of the weights in scratch memory.
 
-    Differentiable to any order, in both modes: all but the result itself runs by XLA (the gradient of `rhs` is
-    reduce-scattered). `vmap` over `lhs` becomes more rows (with the configuration of a single element); over `rhs`, or
-    over a transposed `lhs`, XLA runs, or NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in forward and reverse mode. All derivatives run by XLA; the gradient of `rhs` is
+    reduce-scattered. `vmap` over `lhs` becomes more rows, with the configuration of a single element. For `vmap` over
+    `rhs`, or over a transposed `lhs`, XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,19 +1,21 @@
-"""The kernel of `all_gather_lhs_matmul` with tiles for each shard: which tiles there are, and where their rows lie.
+"""The kernel of `all_gather_lhs_matmul` where each shard has tiles of its own.
 
     producer     for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
-                     a peer's tile: wait for the flag of its row block; then load from scratch
-                     an own tile:   load from lhs
-    transport    brings the peers' shards (by pull the scales of their rows or blocks, too) into scratch, raises flags
+                     a peer's tile: waits for the flag of its row block; then loads from scratch
+                     an own tile:   loads from lhs
+    transport    brings the peers' shards into scratch and raises flags; "pull" also brings the scales of their rows or
+                 blocks
 
 Several right operands share one gather: their tiles lie side by side in the list of tiles (`AllGatherSchedule`).
 
-Shape legend: D: devices; m_shard, k, n_shard: per-shard sizes.
+Shape legend: D: number of devices; m_shard, k, n_shard: per-shard sizes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,15 +28,27 @@ from overlap.collectives.transport import Shards, Transport
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import BlockScales, Hooks, OneOf, Tile
+from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup
 from overlap.primitives.integers import ceil_div
+from overlap.primitives.types import GmemRef, Index
 
 
 def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Transport, *, keeps_own: bool) -> Any:
-    """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
+    """Runs the kernel on checked operands.
+
+    Args:
+      operands: the operands; `lhs` is [(batch,) m_shard, k].
+      plan: the configuration and the layouts.
+      group: the devices.
+      transport: how the shards travel.
+      keeps_own: whether the gathered left operand is a result.
+
+    Returns:
+      [(batch,) D · m_shard, n] for each right operand; the gathered left operand, or None.
+    """
     lhs, config = operands.lhs, plan.config
     assert config is not None
     *batch, m_shard, k = lhs.shape
@@ -53,16 +67,16 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     if schedule.batch_size == 1:
         batch = []
     work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
-    row_scale = _filled_rows(operands.row_scale, schedule, plan, group)
+    row_scale = _padded_row_scale(operands.row_scale, schedule, plan, group)
     inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale), blocks
-    scales = blocks[0] if blocks else row_scale
+    scales: Any = blocks[0] if blocks else row_scale
     out_types = (
         [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in widths],
         jax.ShapeDtypeStruct((*batch, schedule.scratch_shards, m_shard, k), lhs.dtype),
-        [_of_peers(scales, schedule)] if schedule.scaled else [],
+        [_peer_scales_type(scales, schedule)] if schedule.scaled else [],
     )
-    # Among the inputs: the scales of rows come behind the right operands, as those of their blocks do.
-    read = (0, *([1 + len(widths)] if schedule.scaled else []))
+    # Peers read the left operand and its scales: of rows or of blocks, both come behind the right operands.
+    peers_read = (0, *([1 + len(widths)] if schedule.scaled else []))
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}",
         plan.target,
@@ -71,7 +85,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         work,
         transport.flag_shapes(schedule),
         transport.smem_types(schedule, config, lhs.dtype),
-        read if transport.reads_inputs_only else (),
+        peers_read if transport.reads_inputs_only else (),
     )
     body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.operation.name)
     outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
@@ -81,7 +95,11 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
 
 
 def _packed(operands: Operands, plan: LaunchPlan) -> Any:
-    """The scales of blocks as tiles take them, [tiles, k steps, words] of all rows and of each right operand."""
+    """The scales of blocks in the order in which tiles load them; () if there are none.
+
+    Returns:
+      [tiles, k steps, words] for all rows of the left operand; a list of the same for each right operand.
+    """
     if operands.rhs_block_scales is None:
         return ()
     config: Any = plan.config
@@ -90,25 +108,27 @@ def _packed(operands: Operands, plan: LaunchPlan) -> Any:
     return left.reshape(-1, *left.shape[-2:]), right
 
 
-def _of_peers(scales: jax.Array, schedule: AllGatherSchedule) -> jax.ShapeDtypeStruct:
-    """Where the peers' scales are to lie."""
+def _peer_scales_type(scales: jax.Array, schedule: AllGatherSchedule) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the memory for the peers' scales, given this device's."""
     peers, (first, *rest) = schedule.devices - 1, scales.shape
     shape = (peers * first, *rest) if schedule.scale_k_steps else (peers, *scales.shape)
     return jax.ShapeDtypeStruct(shape, scales.dtype)
 
 
-def _filled_rows(row_scale: Any, schedule: AllGatherSchedule, plan: LaunchPlan, group: PeerGroup) -> Any:
-    """The row scales, each batch element filled up to whole tiles.
+def _padded_row_scale(
+    row_scale: jax.Array | None, schedule: AllGatherSchedule, plan: LaunchPlan, group: PeerGroup
+) -> jax.Array | None:
+    """The scales of rows, each batch element padded to whole tiles.
 
-    [1, n] of this device's where they travel with the rows; else gathered by XLA: a vector of all shards'.
+    If the scales travel with the rows: this device's, [1, n]. Else a vector of those of all shards, gathered by XLA.
     """
     if row_scale is None:
         return None
     assert plan.config is not None
     scales = row_scale if schedule.scaled else lax.all_gather(row_scale, group.axis_name)
-    filler = schedule.padded_rows(plan.config) - scales.shape[-1]
-    filled = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, filler),))
-    return filled.reshape(1, -1) if schedule.scaled else filled.reshape(-1)
+    missing = schedule.padded_rows(plan.config) - scales.shape[-1]
+    padded = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, missing),))
+    return padded.reshape(1, -1) if schedule.scaled else padded.reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,18 +136,18 @@ class _Body:
     """The kernel's body: its tiles, and where their operands lie.
 
     Attributes:
-      kernel: what is static about it.
+      kernel: the static part of the kernel: configuration, mainloop, work.
       transport: how the shards travel.
-      shards: where they lie, and who multiplies them when.
+      shards: where the shards lie, and which device multiplies them when.
       refs: the kernel's references.
-      me: this device's position on the ring.
+      me: this device's position in the peer group.
     """
 
     kernel: ProductKernel
     transport: Transport
     shards: Shards
     refs: Refs
-    me: Any
+    me: Index
 
     @staticmethod
     def of(
@@ -146,7 +166,7 @@ class _Body:
         )
         return _Body(kernel, transport, shards, refs, group.me())
 
-    def tile_at(self, index: Any) -> Tile:
+    def tile_at(self, index: Index) -> Tile:
         schedule, config = self.shards.schedule, self.kernel.config
         step, row, column = schedule.tile(index)
         (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
@@ -164,32 +184,31 @@ class _Body:
         )
         return self.transport.hook_in(hooks, self.shards, self.refs.flags, self.refs.smem)
 
-    def _load_rows(self, tile: Tile, load: Any) -> None:
+    def _load_rows(self, tile: Tile, load: Callable[[GmemRef], None]) -> None:
         shards = self.shards
         pl.when(tile.step == 0)(lambda: load(shards.within(shards.lhs_gmem, tile.batch)))
-        slot = shards.schedule.scratch_index(self.me, tile.step)
-        pl.when(tile.step > 0)(lambda: load(shards.within(shards.scratch_gmem, tile.batch, slot)))
+        index = shards.schedule.scratch_index(self.me, tile.step)
+        pl.when(tile.step > 0)(lambda: load(shards.within(shards.scratch_gmem, tile.batch, index)))
 
     def _block_scales_at(self, tile: Tile) -> BlockScales:
         (*_, (_, rhs_gmem)), schedule = self.refs.inputs, self.shards.schedule
         assert self.shards.scales is not None
         own, of_peers = self.shards.scales
-        place = tile.batch * schedule.row_blocks + tile.m
-        # (The second tile of a cluster may lie wholly below the last row, where nothing comes.)
+        # The second tile of a cluster may lie wholly below the last row. No scales arrive there, so it loads own ones.
         is_own = jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks)
-        lhs_tile = place + jnp.where(is_own, 0, (tile.step - 1) * own.shape[0])
+        lhs_tile = tile.batch * schedule.row_blocks + tile.m + jnp.where(is_own, 0, (tile.step - 1) * own.shape[0])
         lhs = OneOf((own, of_peers), jnp.where(is_own, 0, 1))
         return BlockScales(lhs, lhs_tile, OneOf(rhs_gmem, tile.side), tile.n)
 
     def _out_at(self, tile: Tile) -> OneOf:
-        # A dimension of its own for the shards, so that the last rows of one are clipped there.
+        # The shards have a dimension of their own, so that TMA clips a tile at the last row of its shard.
         outs_gmem, *_ = self.refs.outputs
         shard = self.shards.schedule.shard(self.me, tile.step)
         return OneOf([self.shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
 
-    def _epilogue_at(self, tile: Tile) -> Any:
-        # Both vectors are filled up as the tiles are: by batch element and by right operand.
-        # Scales that came by themselves lie in the order of arrival.
+    def _epilogue_at(self, tile: Tile) -> Epilogue:
+        # Both vectors are padded as the tiles are: for each batch element and for each right operand.
+        # Scales that the transport brings lie in the order of the steps; scales that XLA gathers, in that of devices.
         (_, _, vectors, _), schedule, config = self.refs.inputs, self.shards.schedule, self.kernel.config
         mainloop, scales = self.kernel.mainloop, self.shards.scales
         shard = 0 if scales else schedule.shard(self.me, tile.step)
@@ -197,14 +216,15 @@ class _Body:
         first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
-            def broadcast(vector_gmem: Any) -> jax.Array:
+            def broadcast(vector_gmem: GmemRef) -> jax.Array:
                 where = pl.ds(first_row + rows.start, rows.size)
                 return mainloop.broadcast_vector(vector_gmem, where, shape, 1 if config.swap_operands else 0)
 
             if scales is None:
                 return broadcast(vectors.row_scale)
-            # Those of a peer's rows are here if the rows are, for which the producer has waited. (The second tile of a
-            # cluster may lie wholly below the last row, where nothing comes, and takes whatever there is.)
+            # The scales of a peer's rows have landed if the rows have, and the producer has waited for the rows. The
+            # second tile of a cluster may lie wholly below the last row: no scales arrive there, and it reads own ones,
+            # which are not used.
             own, of_peers = scales
             return lax.cond(
                 jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks),

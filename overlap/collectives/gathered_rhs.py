@@ -1,14 +1,15 @@
-"""The kernel of `all_gather_rhs_matmul`: which tiles there are, and where their columns and k steps lie.
+"""The kernel of `all_gather_rhs_matmul`.
 
-    producer       for each output tile, for each k step; at the first step of each block of rows of a peer's shard:
-                       wait for the block's flag; then load from scratch
+    producer       for each output tile, for each k step:
+                       if this is the first k step of a block of rows of a peer's shard: waits for the block's flag
+                       loads from scratch, or of the own shard from rhs
                    along n: tiles of the own shard's columns first, then the peers' in the order d+1, d+2, …
                    along k: every tile needs all shards: it begins with the own one, then d+1, d+2, …
-    communicator   as in `pull.py`
+    communicator   as in `communicator.py`
 
-A wait stands inside the k loop, so that a tile begins as soon as the first rows of its columns are there.
+The producer waits inside the k loop, so that a tile begins as soon as the first rows of its columns have landed.
 
-Shape legend: D: devices; m, k, n: sizes of the product of one device; k_shard = k / D or n_shard = n / D.
+Shape legend: D: number of devices; m, k, n: sizes of the product of one device; k_shard = k / D or n_shard = n / D.
 """
 
 from __future__ import annotations
@@ -32,12 +33,21 @@ from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, marks, semaphore_signal
 from overlap.primitives.integers import quotient
 from overlap.primitives.marks import Work
+from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, pieces: int = 1) -> jax.Array:
-    """Runs the kernel on checked operands: [m, n] for lhs [m, k], or [k, m] if it is transposed.
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, contracted_batch: int = 1) -> jax.Array:
+    """Runs the kernel on checked operands.
 
-    `pieces`: as in `AllGatherRhs`.
+    Args:
+      operands: `lhs` is [m, k], or [k, m] if it is transposed; `rhs` is one shard.
+      plan: the configuration and the layouts.
+      group: the devices.
+      along: the dimension along which the shards are gathered: "n" or "k".
+      contracted_batch: see `AllGatherRhs`.
+
+    Returns:
+      [m, n].
     """
     (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, group.size
     assert config is not None
@@ -54,9 +64,12 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, p
         communicator.smem_types(config, schedule.chunking, rhs.dtype),
         peers_read=(1,),
     )
-    # A dimension of its own for the shards, so that the last step, or the last columns, of one are clipped there.
+    # The shards have a dimension of their own, so that TMA clips the last k step, or the last columns, of each shard.
     if along == "k":
-        lhs = lhs.reshape((pieces, size, rows // pieces, m) if plan.layouts.transpose_lhs else (m, size, rows))
+        if plan.layouts.transpose_lhs:
+            lhs = lhs.reshape(contracted_batch, size, rows // contracted_batch, m)
+        else:
+            lhs = lhs.reshape(m, size, rows)
     inputs = lhs, rhs
     out_types = (
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
@@ -72,12 +85,12 @@ class _Body:
     """The kernel's body: its tiles, and where their operands lie.
 
     Attributes:
-      kernel: what is static about it.
+      kernel: the static part of the kernel: configuration, mainloop, work.
       schedule: the tiles, chunks and flags.
-      ring: the devices.
-      operation: its name, for whoever waits too long.
+      group: the devices.
+      operation: the operation's name, for the message of a wait that takes too long.
       refs: the kernel's references.
-      me: this device's position on the ring.
+      me: this device's position in the peer group.
     """
 
     kernel: ProductKernel
@@ -85,9 +98,9 @@ class _Body:
     group: PeerGroup
     operation: str
     refs: Refs
-    me: Any
+    me: Index
 
-    def tile_at(self, index: Any) -> Tile:
+    def tile_at(self, index: Index) -> Tile:
         config = self.kernel.config
         step, row, column = self.schedule.tile(index)
         m, n = own_tile(config, row, column)
@@ -95,53 +108,55 @@ class _Body:
 
     def hooks(self) -> Hooks:
         return Hooks(
-            load_lhs=lambda tile, load: load(ByKStep(functools.partial(self._rows_of_step, tile))),
+            load_lhs=lambda tile, load: load(ByKStep(functools.partial(self._lhs_of_k_step, tile))),
             rhs_at=self._rhs_at,
             out_at=self._out_at,
             communicate=self._communicate,
         )
 
-    def _rows_of_step(self, tile: Tile, k: Any) -> tuple[Any, Any]:
+    def _lhs_of_k_step(self, tile: Tile, k_step: Index) -> tuple[GmemRef, Index]:
+        """Where a k step of the left operand lies: its reference, and its first k there; waits for the right one's."""
         (lhs_gmem, _), schedule = self.refs.inputs, self.schedule
-        self._wait_for_block(self.refs.flags[0], tile, k)
+        self._wait_for_block(self.refs.flags[0], tile, k_step)
         if schedule.along == "n":
-            return lhs_gmem, k * self.kernel.config.tile_k
-        step, row = schedule.rows_of_k_step(tile.step, k)
+            return lhs_gmem, k_step * self.kernel.config.tile_k
+        step, row = schedule.rows_of_k_step(tile.step, k_step)
         shard = schedule.shard(self.me, step)
         if not self.kernel.types.layouts.transpose_lhs:
             return lhs_gmem.at[:, shard], row
-        of_piece = lhs_gmem.shape[2]
-        piece = 0 if lhs_gmem.shape[0] == 1 else quotient(row, of_piece)
-        return lhs_gmem.at[piece, shard], row - piece * of_piece
+        batch_rows = lhs_gmem.shape[2]
+        batch = 0 if lhs_gmem.shape[0] == 1 else quotient(row, batch_rows)
+        return lhs_gmem.at[batch, shard], row - batch * batch_rows
 
     def _rhs_at(self, tile: Tile) -> Any:
-        def of_step(k: Any) -> tuple[Any, Any]:
-            step, row = self.schedule.rows_of_k_step(tile.step, k)
+        def of_k_step(k_step: Index) -> tuple[OneOf, Index]:
+            step, row = self.schedule.rows_of_k_step(tile.step, k_step)
             return self._rhs_of(step), row
 
-        return ByKStep(of_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
+        return ByKStep(of_k_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
 
     def _rhs_of(self, step: Any) -> OneOf:
+        """The shard of `step`, an int32 scalar: this device's own, or a peer's in scratch."""
         (_, rhs_gmem), (_, scratch_gmem) = self.refs.inputs, self.refs.outputs
         return OneOf((rhs_gmem, scratch_gmem.at[jnp.maximum(step - 1, 0)]), (step > 0).astype(jnp.int32))
 
-    def _out_at(self, tile: Tile) -> Any:
+    def _out_at(self, tile: Tile) -> GmemRef:
         out_gmem, _ = self.refs.outputs
         return out_gmem if self.schedule.along == "k" else out_gmem.at[:, self.schedule.shard(self.me, tile.step)]
 
-    def _wait_for_block(self, flags: Any, tile: Tile, k: Any) -> None:
-        """Before the first k step of a block of a peer's shard, or of this CTA's part of the tile."""
+    def _wait_for_block(self, flags: SemaphoreRef, tile: Tile, k_step: Index) -> None:
+        """Waits if `k_step` is the first one of a block of a peer's shard, or of this CTA's piece of the tile."""
         schedule = self.schedule
-        step, row = schedule.rows_of_k_step(tile.step, k)
+        step, row = schedule.rows_of_k_step(tile.step, k_step)
         column, last_column = schedule.columns_of(tile.n)
 
-        def wait(column: Any) -> None:
+        def wait(column: Index) -> None:
             communicator.wait_for_block(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
 
         # The second tile of a cluster may lie wholly beyond the last column; it then waits for nothing.
         needed = jnp.logical_and(step > 0, column < schedule.chunking.shard_cols)
 
-        @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k), k == tile.k_first)))
+        @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k_step), k_step == tile.k_first)))
         def _wait() -> None:
             with marks.during(Work.AWAIT_ROWS):
                 wait(column)

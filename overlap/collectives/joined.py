@@ -1,22 +1,24 @@
 """The kernel of `all_gather_lhs_matmul` for few rows per shard: the rows of all shards as one product.
 
-With a tile for each shard, 16 rows of 4 shards would be 4 tiles of 64 rows, each of which passes all weights through
-shared memory. Here the shards are copied into one matrix, whose tiles then are those of a plain matmul:
+With tiles of its own for each shard, 16 rows of each of 4 shards would give 4 tiles of 64 rows, and each of these
+passes all weights through shared memory. Here the shards are copied into one matrix, which has the tiles of a plain
+matmul:
 
-    producer       first of all: the right operand's tiles of as many k steps as there are slots
-                   for each output tile: wait for the flag of its rows, whosever they are; load
-    communicator   as in `pull.py`: the chunks of the own shard come first, while the peers begin
+    producer       first of all: loads the right operand's tiles of as many k steps as there are stages
+                   for each output tile: waits for the flag of its rows, whichever shards they belong to; loads
+    communicator   as in `communicator.py`: the chunks of the own shard come first, while the peers begin
     compute        the mainloop; its few tiles are narrow or cut along k (`Config.stream_k`)
 
-Such a product takes as long as its weights take to arrive, and that does not begin with the gather: while the rows are
-on their way, 132 CTAs have up to 25 MB of weights on theirs.
+Such a product takes as long as loading its weights takes. The weights need not wait for the gather: while the rows
+travel, 132 CTAs load up to 25 MB of weights.
 
-Where it is not used, and why: by the transport "ring", which passes on tiles that are each of one shard; and wherever
-`Config.joined` is not set, as for many rows, where no tile may wait for the last shard.
+This kernel is not used with the transport "ring", which passes on tiles that have rows of one shard only. It is not
+used either where `Config.joined` is not set, as for many rows, where no tile may wait for the last shard.
 
-A batch is folded into the rows of the shard, and the result is transposed by XLA.
+Batch elements are folded into the rows of a shard, and XLA transposes the result.
 
-Shape legend: D: devices; m_shard: rows of one shard, the batch in them; k: contraction size; n: columns of a result.
+Shape legend: D: number of devices; m_shard: rows of one shard, all batch elements included; k: contraction size;
+n: columns of a result.
 """
 
 from __future__ import annotations
@@ -37,17 +39,28 @@ from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import Hooks, OneOf, Tile
+from overlap.kernels.hooks import Epilogue, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, semaphore_signal
 from overlap.primitives.integers import ceil_div, smaller
+from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
 NAME = "all_gather_lhs_matmul_joined"
 
 
 def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_gathered: bool) -> Any:
-    """Runs the kernel on checked operands: [(batch,) D · m_shard, n] of each right operand, and the gathered one."""
+    """Runs the kernel on checked operands.
+
+    Args:
+      operands: the operands; `lhs` is one shard, [(batch,) rows, k].
+      plan: the configuration and the layouts.
+      group: the devices.
+      returns_gathered: whether the gathered left operand is a result.
+
+    Returns:
+      [(batch,) D · rows, n] for each right operand; the gathered left operand, or None.
+    """
     config = plan.config
     assert config is not None
     *batch, rows_shard, k = operands.lhs.shape
@@ -75,25 +88,32 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, schedule, group))
 
     def by_batch(x: jax.Array) -> jax.Array:
-        """From the shards' order of rows, [D, batch, rows], to [batch, D · rows]."""
+        """Rearranges [D, batch, rows, columns], the order of rows in the shards, to [batch, D · rows, columns]."""
         if math.prod(batch) == 1:
             return x.reshape(*batch, schedule.rows, -1)
-        apart = x.reshape(group.size, *batch, rows_shard, -1)
-        return jnp.moveaxis(apart, 0, len(batch)).reshape(*batch, group.size * rows_shard, -1)
+        by_shard = x.reshape(group.size, *batch, rows_shard, -1)
+        return jnp.moveaxis(by_shard, 0, len(batch)).reshape(*batch, group.size * rows_shard, -1)
 
     return tuple(map(by_batch, outs)), by_batch(scratch) if returns_gathered else None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernel's body: its tiles, and where their operands lie."""
+    """The kernel's body: its tiles, and where their operands lie.
+
+    Attributes:
+      kernel: the static part of the kernel: configuration, mainloop, work.
+      schedule: the tiles, chunks and flags.
+      group: the devices.
+      refs: the kernel's references.
+    """
 
     kernel: ProductKernel
     schedule: JoinedSchedule
     group: PeerGroup
     refs: Refs
 
-    def tile_at(self, index: Any) -> Tile:
+    def tile_at(self, index: Index) -> Tile:
         schedule, config = self.schedule, self.kernel.config
         step, row, column = schedule.product.tile(index)
         side, column = schedule.product.side_of(column)
@@ -112,7 +132,8 @@ class _Body:
         )
 
     def _wait_for_rows(self, tile: Tile) -> None:
-        # The second tile of a cluster may lie wholly below the last row: it waits for those whose scales it takes.
+        # The second tile of a cluster may lie wholly below the last row. It waits for the last rows, since its epilogue
+        # reads their scales.
         (flags, *_), schedule = self.refs.flags, self.schedule
         flag = smaller(tile.m, schedule.flags_shape[0] - 1)
         communicator.wait_for_block(flags.at[flag], schedule.flag_target(flag))
@@ -123,13 +144,13 @@ class _Body:
         (flags, *rest), schedule, group = refs.flags, self.schedule, self.group
         me = group.me()
 
-        def destination(step: Any, rows: Any, columns: Any) -> Any:
+        def destination(step: Index, rows: Any, columns: Any) -> GmemRef:
             return scratch_gmem.at[pl.ds(schedule.row(me, step, rows.start), rows.size), columns]
 
-        def landed(step: Any, row: Any, column: Any) -> None:
+        def landed(step: Index, row: Index, column: Index) -> None:
             semaphore_signal(flags.at[schedule.flag(schedule.row(me, step, row))])
 
-        def of_peer(step: Any, *place: Any) -> Any:
+        def of_peer(step: Index, *place: Any) -> GmemRef:
             return group.remote_ref(lhs_gmem, group.peer(step)).at[place]
 
         peers = Chunks(schedule.pulled_chunks, schedule.chunking, schedule.chunk, of_peer, destination, landed)
@@ -158,13 +179,13 @@ class _Body:
             pull_scales=pull_scales,
         ).run()
 
-    def _epilogue_at(self, tile: Tile) -> Any:
+    def _epilogue_at(self, tile: Tile) -> Epilogue:
         (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
         mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
 
         def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
-            # They are here if the rows are. Where there are no rows, nothing is stored, and the scales of the last ones
-            # serve.
+            # The scales have landed if the rows have. Below the last row nothing is stored, so the scales of the last
+            # rows serve there.
             start = smaller(rows.start, schedule.read_rows - rows.size)
             return mainloop.broadcast_vector(scales_gmem[0], pl.ds(start, rows.size), shape, 1 if swapped else 0)
 
@@ -180,19 +201,25 @@ class _Body:
 
 
 def _pull_scales(
-    index: Any, own_gmem: Any, scratch_gmem: Any, flags: Any, group: PeerGroup, schedule: JoinedSchedule
+    index: Index,
+    own_gmem: GmemRef,
+    scratch_gmem: GmemRef,
+    flags: SemaphoreRef,
+    group: PeerGroup,
+    schedule: JoinedSchedule,
 ) -> None:
-    """A piece of the scales, by loads and stores: too little for the copy engine, and too unevenly placed."""
+    """Carries out transfer `index` of scales, by loads and stores: the copy engine needs aligned addresses."""
     step, row = schedule.scale_transfer(index)
     of_peer, first = group.remote_ref(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
     if schedule.read_rows > schedule.rows:
-        # While they are on their way: what is read with the last ones, and gets into rows that are not stored.
+        # While the loads are under way: fill in the scales below the last row. Epilogues read them with the last ones,
+        # for rows that are not stored.
         @pl.when(first + schedule.scale_rows == schedule.rows)
         def _fill() -> None:
             @pl.loop(schedule.rows, schedule.read_rows)
-            def _row(filler: Any) -> None:
-                scratch_gmem[filler] = jnp.float32(0)
+            def _row(row: Index) -> None:
+                scratch_gmem[row] = jnp.float32(0)
 
     for i, value in enumerate(values):
         scratch_gmem[first + i] = value

@@ -2,24 +2,28 @@
 
     producer      for each tile that it draws: loads the operands; then the parts of all devices, once their flags are
                   raised
-    compute       its part, scaled and rounded → shared memory → memory here and on all peers; then, of the same tile,
-                  the sum of all parts + bias, activation → the result
-    forwarder     when its part has landed everywhere: raises the flags of the tile, here and on all peers; whoever has
-                  done so for the last tile takes leave of the peers
+    compute       this device's part of the tile, scaled and rounded → shared memory → memory here and on all peers;
+                  then, for the same tile, the sum of all parts + bias, activation → the result
+    forwarder     when this device's part has landed everywhere: raises the flags of the tile, here and on all peers;
+                  after the last tile, takes leave of the peers
     communicator  looks for the peers
 
-With few rows the time of a trip counts and not the bytes: so nothing lies between the tensor cores and the peers'
-memory, and each device adds up the whole result instead of a block that it would have to send on. Parts are added in
-the order of the devices, each rounded alike, the own one as well: so all devices have the same bits.
+With few rows, latency counts and not the number of bytes. So the compute warpgroups store to the peers' memory
+directly, and each device adds up the whole result instead of a block that it would have to send on. All devices add the
+parts in the same order, that of the devices, and round every part in the same way, the own one as well. So all devices
+get the same bits.
 
-Why it is right, beside what `overlap/primitives` says: a compute warpgroup sends when all peers have begun. A part has
-landed everywhere before the forwarder is told, which raises the peers' flags with releases at system scope. The peer's
-producer acquires that, and a proxy fence is between it and the loads. Nobody waits for a CTA that may not have started:
-of the tiles that are not finished on all devices, the first one has been drawn by a running CTA of each device or will
-be drawn next, and none of these waits for anything before it has sent its part. All that peers write here is what own
-tiles wait for; the handshake at the end guards the beacon and the words around it.
+Why this is correct (`overlap/primitives` has the rest of the argument):
+- A compute warpgroup sends only when all peers have begun.
+- A part has landed everywhere before the forwarder is told. The forwarder then raises the peers' flags with releases at
+  system scope. The peer's producer acquires the flag, and a proxy fence stands between that and its loads.
+- No CTA waits for a CTA that may not have started. Of the tiles that are not finished on all devices, consider the
+  first: on each device a running CTA has drawn it, or will draw it next, and none of these CTAs waits for anything
+  before it has sent its part.
+- Everything that peers write to this device is waited for by its own tiles. The handshake at the end guards the beacon
+  and the words around it.
 
-Shape legend: D: devices; m, k, n: sizes of one device's product.
+Shape legend: D: number of devices; m, k, n: sizes of one device's product.
 """
 
 from __future__ import annotations
@@ -45,10 +49,20 @@ from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer
 from overlap.primitives.integers import ceil_div
+from overlap.primitives.types import GmemRef, Index
 
 
 def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
-    """Runs the kernel on checked operands: [batch, m, n] for lhs [(batch,) m, k]."""
+    """Runs the kernel on checked operands.
+
+    Args:
+      operands: the operands; `lhs` is [(batch,) m, k].
+      plan: the configuration and the layouts.
+      group: the devices.
+
+    Returns:
+      [batch, m, n], the same on all devices.
+    """
     config: Any = plan.config
     (_, m, (n,), k), lhs = sizes(operands, plan.layouts), operands.lhs
     schedule, types, boxes = _schedule(operands, plan)
@@ -58,7 +72,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
         config,
         types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
-        # Parts that have come, of each device.
+        # A flag for each part that has landed: of each device, of each tile.
         ((group.size, schedule.tiles), HANDSHAKE_FLAGS),
         draws=True,
         transport="one_shot",
@@ -80,33 +94,36 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
 
 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int) -> int:
-    """Memory of one device for its parts, and for those that it receives."""
+    """Bytes of scratch memory of one device, for its own parts and for those that it receives."""
     return (devices + 1) * math.prod(_schedule(operands, plan)[2]) * jnp.dtype(plan.out_dtype).itemsize
 
 
 def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int]]:
-    """The tiles, what the mainloop must know, and the boxes of all tiles with their elements; arrays may be types."""
+    """The schedule, what the mainloop must know of the operands, and the shape of all parts of one device.
+
+    The shape is [boxes of all tiles, elements of a box]. Arrays may be `jax.ShapeDtypeStruct`s.
+    """
     config: Any = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
     types = plan.types(operands, m, exchanges=True, direct_sends=True)
     count, rows, columns = boxes = mainloop_of(plan.target).box_shape(config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
-    # As if there were one device, whose block is everything.
+    # The schedule is that of a single device whose block is the whole result.
     schedule = ReduceScatterSchedule.of(1, "m", (batch or 1, m, n), boxes, itemsize, config)
     return schedule, types, (schedule.tiles * count, rows * columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernel's body: its tiles, and what becomes of them.
+    """The kernel's body: its tiles, and what is done with each.
 
     Attributes:
-      kernel: what is static about it.
+      kernel: the static part of the kernel: configuration, mainloop, work.
       schedule: the tiles.
-      ring: the devices.
-      plan: the call.
+      group: the devices.
+      plan: the operation, the configuration and the layouts.
       refs: the kernel's references.
-      me: this device's position on the ring.
+      me: this device's position in the peer group.
     """
 
     kernel: ProductKernel
@@ -114,22 +131,22 @@ class _Body:
     group: PeerGroup
     plan: LaunchPlan
     refs: Refs
-    me: Any
+    me: Index
 
-    def tile_at(self, index: Any) -> Tile:
-        _, element, m, n = self.schedule.tile(index)
-        return Tile(0, m, n, batch=element)
+    def tile_at(self, index: Index) -> Tile:
+        _, batch, m, n = self.schedule.tile(index)
+        return Tile(0, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
         lhs_gmem, rhs_gmem, vectors, addends, _ = self.refs.inputs
         out_gmem, parts_gmem, *_ = self.refs.outputs
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         return Hooks(
-            load_lhs=lambda tile, load: load(_of_element(lhs_gmem, tile)),
+            load_lhs=lambda tile, load: load(_of_batch(lhs_gmem, tile)),
             rhs_at=lambda tile: rhs_gmem,
             out_at=lambda tile: out_gmem.at[tile.batch],
             communicate=self._look_for_peers,
-            addend_at=(lambda tile: _of_element(addends[0], tile)) if addends else None,
+            addend_at=(lambda tile: _of_batch(addends[0], tile)) if addends else None,
             epilogue_at=lambda tile: self._epilogue_at(tile, of_part=False),
             exchange=Exchange(
                 terms=self.group.size,
@@ -149,55 +166,61 @@ class _Body:
         return Handshake(flags, self.group, cta(self.kernel.config), name, self.schedule.tiles)
 
     @property
-    def _landing(self) -> Any:
-        """Where the peers' parts arrive: [D, boxes, elements]."""
+    def _landing(self) -> GmemRef:
+        """The memory to which the peers send their parts: [D, boxes, elements]."""
         (*_, operand), (_, _, *result) = self.refs.inputs, self.refs.outputs
         return (*operand, *result)[0]
 
-    def _place(self, tile: Tile) -> Any:
+    def _index_of(self, tile: Tile) -> Index:
         return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
 
-    def _first_box(self, tile: Tile) -> Any:
-        return self._place(tile) * self.schedule.boxes[0]
+    def _first_box(self, tile: Tile) -> Index:
+        return self._index_of(tile) * self.schedule.boxes[0]
 
-    def _at_peer(self, tile: Tile, distance: Any) -> Boxes:
+    def _at_peer(self, tile: Tile, distance: Index) -> Boxes:
+        """Where this device's part of a tile lies at the peer `distance` positions ahead."""
         there = self.group.remote_ref(self._landing, self.group.peer(distance))
         return Boxes(there.at[self.me], self._first_box(tile))
 
     def _term_at(self, tile: Tile, position: Any) -> Boxes:
+        """Where the part of a tile lies that the device at `position` has computed."""
         _, parts_gmem, *_ = self.refs.outputs
-        either = OneOf([self._landing.at[position], parts_gmem], jnp.where(position == self.me, 1, 0))
-        return Boxes(either, self._first_box(tile))
+        part = OneOf([self._landing.at[position], parts_gmem], jnp.where(position == self.me, 1, 0))
+        return Boxes(part, self._first_box(tile))
 
     def _epilogue_at(self, tile: Tile, *, of_part: bool) -> Epilogue:
+        """Of this device's part, the scales; of the sum, what follows: bias and activation."""
         _, _, vectors, *_ = self.refs.inputs
         if not of_part:
             rest = dataclasses.replace(vectors, row_scale=None, column_scale=None)
             return epilogue.epilogue(rest, self.plan.program, self.kernel.mainloop)
         rows = vectors.row_scale
-        scales = dataclasses.replace(vectors, row_scale=None if rows is None else _of_element(rows, tile), bias=None)
+        scales = dataclasses.replace(vectors, row_scale=None if rows is None else _of_batch(rows, tile), bias=None)
         return epilogue.epilogue(scales, None, self.kernel.mainloop)
 
     def _look_for_peers(self) -> None:
-        # It has nothing to carry, so what it has drawn beyond the looks does not matter.
+        # The communicator copies nothing, so numbers that it draws after the looks do not matter.
         self._handshake.begin()
 
     def _announce(self, tile: Tile) -> None:
-        flag, group, handshake = self.refs.flags[0].at[self.me, self._place(tile)], self.group, self._handshake
+        """Tells all devices that this device's part of a tile has landed there."""
+        flag, group, handshake = self.refs.flags[0].at[self.me, self._index_of(tile)], self.group, self._handshake
         pl.loop(1, group.size)(lambda distance: semaphore_signal_peer(flag, group, group.peer(distance)))
         semaphore_signal(flag)
         handshake.leave(1)
 
     def _await_terms(self, tile: Tile) -> None:
-        flags, place, handshake = self.refs.flags[0], self._place(tile), self._handshake
+        """Waits until the parts of all devices have landed here."""
+        flags, index, handshake = self.refs.flags[0], self._index_of(tile), self._handshake
 
         @pl.loop(1, self.group.size)
-        def _peer(distance: Any) -> None:
+        def _peer(distance: Index) -> None:
             peer = self.group.peer(distance)
-            handshake.wait_for(board.TERMS, flags.at[peer, place], 1, peer)
+            handshake.wait_for(board.TERMS, flags.at[peer, index], 1, peer)
 
-        wait_for_block(flags.at[self.me, place], 1)
+        wait_for_block(flags.at[self.me, index], 1)
 
 
-def _of_element(ref: Any, tile: Tile) -> Any:
+def _of_batch(ref: GmemRef, tile: Tile) -> GmemRef:
+    """The tile's batch element of an operand, which may have one for all."""
     return ref.at[tile.batch if ref.shape[0] > 1 else 0]
