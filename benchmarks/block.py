@@ -38,12 +38,15 @@ from overlap.tuning.programs import mesh_of
 ROWS, COLUMNS = P(AXIS, None), P(None, AXIS)
 SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)  # Of the tokens, and of the weights gate, up and down.
 Method = Literal["fused", "plain"] | None
+# The tokens and the weights, and a turn of the loop over them.
+type State = tuple[jax.Array, Sequence[jax.Array]]
+type Turn = Callable[[jax.Array, Sequence[jax.Array]], State]
 METHODS: dict[str, Method] = {"fused": "fused", "chosen": None, "XLA": "plain"}
 _DRY_TURNS = 1
 _US_PER_LOOP, _FLOPS_PER_US = 40e3, 650e6
 
 
-def mlp(implementation: Method, x: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+def mlp(implementation: Method, x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """The block on the shards of one device, inside `jax.shard_map`."""
     if implementation == "plain":
         rows = lax.all_gather(x, AXIS, tiled=True)
@@ -55,15 +58,15 @@ def mlp(implementation: Method, x: Any, gate: Any, up: Any, down: Any) -> jax.Ar
     return overlap.matmul_reduce_scatter(jax.nn.silu(gated) * upped, down, AXIS, implementation=implementation)
 
 
-def forward(implementation: Method) -> Callable[..., Any]:
+def forward(implementation: Method) -> Turn:
     """A turn of the loop, forward only: (tokens, weights) -> (tokens, weights)."""
     return lambda x, weights: (experiment.normalized(mlp(implementation, x, *weights), x.dtype), weights)
 
 
-def with_backward(implementation: Method) -> Callable[..., Any]:
+def with_backward(implementation: Method) -> Turn:
     """A turn with all gradients. Those of the weights are added to the weights, so that XLA computes all of them."""
 
-    def turn(x: Any, weights: Any) -> Any:
+    def turn(x: jax.Array, weights: Sequence[jax.Array]) -> State:
         _, backward = jax.vjp(lambda *operands: mlp(implementation, *operands), x, *weights)
         d_x, *d_weights = backward(x)
         moved = [w + (1e-6 * d).astype(w.dtype) for w, d in zip(weights, d_weights, strict=True)]
@@ -72,10 +75,10 @@ def with_backward(implementation: Method) -> Callable[..., Any]:
     return turn
 
 
-def program(turn: Callable[..., Any], mesh: Mesh, turns: int) -> Any:
+def program(turn: Turn, mesh: Mesh, turns: int) -> Any:
     """A jitted loop of `turns` turns."""
 
-    def run(x: Any, *weights: Any) -> Any:
+    def run(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         x, weights = lax.fori_loop(0, turns, lambda _, state: turn(*state), (x, list(weights)))
         return x, *weights
 
@@ -98,7 +101,7 @@ def measure(
     tokens: int,
     hidden: int,
     inner: int,
-    pass_of: Callable[[Method], Callable[..., Any]],
+    pass_of: Callable[[Method], Turn],
     rounds: int,
     turns: int | None = None,
 ) -> dict[str, float]:

@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import command
 from overlap import _cuda
@@ -39,9 +39,14 @@ from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, finite_number, new_file, old_file, whole_number
 from overlap.kernels.config import Config
 
+if TYPE_CHECKING:
+    import jax
+
+    from overlap.tuning.timing import Loop
+
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
 XLA = "xla"
-FIELDS = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "status")
+FIELDS: tuple[str, ...] = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "status")
 # About how long one program runs: at the power limit, the clock changes within milliseconds. How long the GPU works
 # before the first sample that counts: the clock depends on the temperature. The most calls in one program.
 _LAUNCH_US, _WARM_UP_S, _MOST_ITERATIONS = 12_000.0, 0.15, 600
@@ -80,12 +85,12 @@ def changed(config: Config) -> dict[str, Any]:
 
 
 @functools.cache
-def _random_numbers(count: int, dtype: str) -> Any:
+def _random_numbers(count: int, dtype: str) -> jax.Array:
     import jax
     import jax.numpy as jnp
 
     @functools.partial(jax.jit, static_argnums=1)
-    def draw(key: Any, count: int) -> Any:
+    def draw(key: jax.Array, count: int) -> jax.Array:
         return jax.random.normal(key, (count,), jnp.bfloat16).astype(dtype)
 
     return draw(jax.random.key(0), count)
@@ -124,7 +129,7 @@ class _Worker:
         self.pool_elements, self.samples = pool_elements, samples
         self.mesh = mesh_of(jax.devices()[:1])
 
-    def _operands(self, problem: Problem) -> tuple[Any, Any]:
+    def _operands(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Operands cut from one array of random numbers. Drawing them for each shape would take long to compile."""
         from overlap.tuning.operations import shapes
 
@@ -158,7 +163,7 @@ class _Worker:
                 compiled.status[name] = f"error: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return compiled
 
-    def prepare(self, compiled: _Compiled) -> tuple[Any, Any, Any]:
+    def prepare(self, compiled: _Compiled) -> tuple[Loop, jax.Array, Any]:
         """What a measurement needs besides the programs: a loop, the expected result, and the program that compares."""
         import jax.numpy as jnp
 
@@ -170,7 +175,7 @@ class _Worker:
         expected = self._expected(problem, *operands)
         return loop, expected, _difference_program().lower(out, expected).compile()
 
-    def measure(self, compiled: _Compiled, loop: Any, expected: Any, difference: Any) -> list[dict[str, Any]]:
+    def measure(self, compiled: _Compiled, loop: Loop, expected: jax.Array, difference: Any) -> list[dict[str, Any]]:
         """Measures and checks the programs of a task. Returns rows of the CSV."""
         problem, programs, status = compiled.task.problem, compiled.programs, compiled.status
         if compiled.task.with_xla:
@@ -191,14 +196,14 @@ class _Worker:
                 loop.load(_WARM_UP_S)
         return [self._row(problem, name, result, samples.get(name)) for name, result in status.items()]
 
-    def _expected(self, problem: Problem, lhs: Any, rhs: Any) -> Any:
+    def _expected(self, problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         import jax
         import jax.numpy as jnp
 
         from overlap.tuning.operations import product
 
         @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
-        def expected(lhs: Any, rhs: Any) -> Any:
+        def expected(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return product(problem, lhs, rhs, preferred_element_type=jnp.float32).astype(problem.out_dtype)
 
         return expected(lhs, rhs)
@@ -216,7 +221,7 @@ def _difference_program() -> Any:
     import jax
     import jax.numpy as jnp
 
-    def difference(out: Any, expected: Any) -> Any:
+    def difference(out: jax.Array, expected: jax.Array) -> jax.Array:
         # Without the first row: the loop has changed one element of an operand, and so the first row of the result.
         out, expected = out[1:].astype(jnp.float32), expected[1:].astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(out - expected)) / jnp.sum(jnp.square(expected)))
@@ -235,10 +240,10 @@ class _Shared:
       locks: one for each GPU.
     """
 
-    tasks: Any
-    results: Any
-    compiled: Any
-    locks: Any
+    tasks: multiprocessing.Queue[Task]
+    results: multiprocessing.Queue[list[dict[str, Any]] | None]
+    compiled: threading.Barrier
+    locks: Sequence[contextlib.AbstractContextManager[object]]
 
 
 def _work(number: int, shared: _Shared, pool_elements: int, samples: int) -> None:

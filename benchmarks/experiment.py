@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 import overlap
 from benchmarks import command, current, environment
@@ -120,7 +121,7 @@ def numbers(text: str) -> list[int]:
     return [whole_number(1)(each) for each in text.split(",")]
 
 
-def normalized(values: jax.Array, dtype: Any) -> jax.Array:
+def normalized(values: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The values, scaled to a mean square of 1, so that they keep their size from turn to turn of a loop."""
     wide = values.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.mean(wide * wide) + 1e-12)).astype(dtype)

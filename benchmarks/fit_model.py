@@ -132,7 +132,7 @@ def fit(sessions: Sequence[Times], others: Rates) -> Rates:
     names = list(FREE)
     first, room = np.log(list(FREE.values())).T
 
-    def at(x: Any) -> Rates:
+    def at(x: np.ndarray) -> Rates:
         return dataclasses.replace(others, **dict(zip(names, np.exp(x).tolist(), strict=True)))
 
     found = optimize.least_squares(

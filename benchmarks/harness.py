@@ -37,6 +37,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from benchmarks.loop_copies import copies_in_loops
 from overlap.choice.problem import Problem
@@ -74,7 +75,7 @@ class Method:
     name: str
     call: Call
     gathered: bool = False
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     check: Callable[[], object] = lambda: None
     candidates: tuple[tuple[str, Call], ...] = ()
 
@@ -348,7 +349,7 @@ class Session:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cast(operands: tuple[jax.Array, jax.Array], dtype: Any) -> tuple[jax.Array, ...]:
+def _cast(operands: tuple[jax.Array, jax.Array], dtype: DTypeLike) -> tuple[jax.Array, ...]:
     return tuple(operand.astype(dtype) for operand in operands)
 
 

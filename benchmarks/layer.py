@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import command, experiment
 from benchmarks.profile_kinds import device_us_by_kind
 from overlap import layers
+from overlap.choice.dispatch import Implementation
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments
 
@@ -89,7 +90,7 @@ def attend(mesh: Mesh, query: jax.Array, key: jax.Array, value: jax.Array) -> ja
 class Layer(nnx.Module):
     """One layer by `overlap.layers`."""
 
-    def __init__(self, sizes: Sizes, mesh: Mesh, implementation: Any) -> None:
+    def __init__(self, sizes: Sizes, mesh: Mesh, implementation: Implementation | None) -> None:
         options: dict[str, Any] = dict(
             mesh=mesh, implementation=implementation, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
         )
@@ -138,7 +139,7 @@ class Case:
     tokens: int
     backward: bool
 
-    def model(self, implementation: Any) -> Any:
+    def model(self, implementation: Implementation | None) -> Any:
         """The layer's definition, and its parameters."""
         with jax.set_mesh(self.mesh):
             make = lambda: nnx.split(Layer(self.sizes, self.mesh, implementation))  # noqa: E731

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 import overlap
 from benchmarks.harness import Method
@@ -41,7 +42,7 @@ class Variant:
         return cls(text, {key.strip(): _value(value.strip()) for key, _, value in pairs})
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> int | str | bool | None:
     words = {"True": True, "False": False, "None": None}
     return int(text) if text.lstrip("-").isdigit() else words.get(text, text)
 
@@ -159,7 +160,7 @@ def matmul_methods(
     def matmul(config: dict[str, Any], lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return overlap.matmul(lhs, rhs, **keywords(config))
 
-    def fused(variant: Variant, name: str = "", dtype: Any = None) -> Method:
+    def fused(variant: Variant, name: str = "", dtype: DTypeLike | None = None) -> Method:
         def check() -> None:
             operands = (jax.ShapeDtypeStruct(shape, dtype or problem.dtype) for shape in shapes(problem))
             overlap.explain(overlap.matmul, *operands, **keywords({}))

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import command
 from benchmarks.configurations import Task
 from overlap.choice import space
-from overlap.choice.problem import Problem
+from overlap.choice.problem import Layout, Problem
 from overlap.choice.tables import replace
 from overlap.cli import ending
 from overlap.cli.arguments import new_file_with_folders, whole_number
@@ -33,7 +33,7 @@ MOST_FLOPS, FEW_FLOPS = 2e12, 1e10
 # Elements of 2 bytes in a cache line. Rows are aligned if their length is a multiple of it.
 _LINE = 64
 _KINDS = (("bfloat16", 14), ("float16", 3), ("float8_e4m3fn", 3))
-_LAYOUTS = (("nn", 7), ("nt", 7), ("tn", 4), ("tt", 2))
+_LAYOUTS: tuple[tuple[Layout, int], ...] = (("nn", 7), ("nt", 7), ("tn", 4), ("tt", 2))
 
 
 def _drawn(chance: random.Random, limits: tuple[int, int], unit: int) -> int:
@@ -41,7 +41,7 @@ def _drawn(chance: random.Random, limits: tuple[int, int], unit: int) -> int:
     return max(round(2 ** chance.uniform(low, high) / unit), 1) * unit
 
 
-def _one_of(chance: random.Random, weighted: tuple[tuple[Any, int], ...]) -> Any:
+def _one_of[T](chance: random.Random, weighted: tuple[tuple[T, int], ...]) -> T:
     values, weights = zip(*weighted, strict=True)
     return chance.choices(values, weights)[0]
 
@@ -57,7 +57,7 @@ def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bflo
     """
     while True:
         dtype = "bfloat16" if bfloat16_only else _one_of(chance, _KINDS)
-        layout = "nt" if dtype.startswith("float8") else _one_of(chance, _LAYOUTS)
+        layout: Layout = "nt" if dtype.startswith("float8") else _one_of(chance, _LAYOUTS)
         # Elements of f8 have 1 byte. So a cache line has twice as many, and rows still begin at multiples of 16 bytes.
         unit = 2 * _LINE if dtype.startswith("float8") else _LINE
         unit = unit if chance.random() < aligned else unit // 8
@@ -71,11 +71,16 @@ def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bflo
 
 
 def shape_of(config: Config) -> tuple[Any, ...]:
+    """The most important fields of a configuration, `space.SHAPE`."""
     return tuple(getattr(config, name) for name in space.SHAPE)
 
 
 def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
-    """Fourteen configurations: the first shapes, some of those behind them, and fine choices of the first."""
+    """At most fourteen configurations, with good predictions preferred.
+
+    The six best predictions with different `shape_of`, four of the next ones, and four that differ from the first five
+    only in other fields.
+    """
     ranked = space.candidates(problem, TARGET)
     first: dict[Any, list[Config]] = {}
     for config in ranked:

@@ -81,7 +81,7 @@ class Suite:
 #                quickest come first, for `--budget-s`.
 #     scatter    The same for products that are summed and scattered. m is that of one device's whole product: few and
 #                many rows with the output projections of layers, and the corners.
-#     breakdown  What a fused call spends its time on: whole calls, gathers with hardly a product (n = 8), a tiny call.
+#     breakdown  what a fused call spends its time on: whole calls, gathers with hardly a product (n = 8), a tiny call
 #     tiny       tests the harness
 SUITES = {
     "standard": Suite(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a program as one process per GPU. The thinking is in overlap.initialize(); this only spells out mpirun's options.
+# Starts a program as one process per GPU. It only chooses mpirun and its options; overlap.initialize() does the rest.
 set -euo pipefail
 
 usage() {
@@ -10,9 +10,9 @@ usage: launch/mpirun.sh [-np N] [mpirun options] -- COMMAND [ARGUMENTS]
     launch/mpirun.sh -np 4 -- python train.py             four processes
     JAX_PLATFORMS=cpu launch/mpirun.sh -np 2 -- python train.py
 
-COMMAND calls overlap.initialize() before it uses devices. The mpirun is $MPIRUN, else the one beside the Python that is
-found (VIRTUAL_ENV, .venv, PATH), else the one on PATH. N defaults to the number of visible GPUs, or to 2 without GPUs.
-Open MPI gets --bind-to none, and --allow-run-as-root and --oversubscribe where they are needed; MPICH -bind-to none.
+COMMAND must call overlap.initialize() before it uses devices. It runs $MPIRUN, else the mpirun beside Python (from
+VIRTUAL_ENV, .venv or PATH), else the mpirun on PATH. The default of N is the number of visible GPUs, or 2 without GPUs.
+Open MPI gets --bind-to none, and --allow-run-as-root and --oversubscribe if they are needed. MPICH gets -bind-to none.
 TEXT
 }
 
@@ -22,7 +22,7 @@ while [ $# -gt 0 ]; do
         -h|--help) usage; exit 0 ;;
         -np|-n)
             [ $# -ge 2 ] || { usage >&2; exit 2; }
-            # An empty one would pass for none.
+            # Else an empty N would count as no -np at all.
             np=${2:-empty}; shift 2 ;;
         --) shift; break ;;
         *) options+=("$1"); shift ;;
@@ -35,12 +35,12 @@ case "$np" in
 esac
 [ $# -gt 0 ] || { echo "launch/mpirun.sh: no COMMAND after --" >&2; usage >&2; exit 2; }
 
-# A `python` in COMMAND is the project's own, unless an environment is active.
+# `python` in COMMAND is the one in the project's .venv, unless another environment is active.
 repository=$(cd "$(dirname "$0")/.." && pwd)
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$repository/.venv/bin/python" ]; then PATH="$repository/.venv/bin:$PATH"; fi
 if [ -n "${VIRTUAL_ENV:-}" ]; then PATH="$VIRTUAL_ENV/bin:$PATH"; fi
 export PATH
-# mpirun and mpi4py have to be of one MPI, so the one installed beside the interpreter comes first.
+# mpirun and mpi4py must belong to the same MPI. So the mpirun beside the Python interpreter comes first.
 case "$1" in */python*) beside=$(dirname "$1")/mpirun ;; *) beside=$(dirname "$(command -v python || echo /)")/mpirun ;; esac
 mpirun=${MPIRUN:-}
 if [ -n "$mpirun" ] && ! command -v "$mpirun" >/dev/null; then
@@ -72,7 +72,7 @@ case "$version" in
     *HYDRA*|*MPICH*|*Intel*) flags=(-bind-to none) ;;
     *) flags=() ;;
 esac
-# Open MPI puts its own folder first on the ranks' PATH, where another python3 may be: name the program's file.
+# Open MPI puts its own folder first on the PATH of the ranks, and that may have another python3. So pass the full path.
 program=$(command -v "$1") || { echo "launch/mpirun.sh: no such command: $1" >&2; exit 127; }
 shift
 exec "$mpirun" -np "$np" "${flags[@]}" ${options[@]+"${options[@]}"} "$program" "$@"

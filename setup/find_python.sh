@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the path of a Python >= 3.12 that can make virtual environments: $PYTHON, then PATH, then pyenv's versions.
-# A candidate counts only once it has run: pyenv's shims are on PATH for versions that refuse to start.
+# Prints the path of a Python >= 3.12 that can make virtual environments: from $PYTHON, else PATH, else pyenv's versions.
+# Each candidate is run to check it: pyenv's shims on PATH may refuse to start.
 set -u
 
 usable() {

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # usage: setup/venv.sh VENV CONSTRAINTS EXTRA...
-# Makes VENV and installs the working tree into it, editable, with the EXTRAs of pyproject.toml under CONSTRAINTS.
-# Where NVIDIA GPUs are visible, jax's CUDA packages are added. A second run with nothing changed takes no time.
+# Makes VENV and installs the working tree into it (editable), with the EXTRAs of pyproject.toml and the versions of
+# CONSTRAINTS. If NVIDIA GPUs are visible, it adds jax's CUDA packages. If nothing has changed since the last run, it does
+# nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 constraints=$2
@@ -16,7 +17,7 @@ if [ "${OVERLAP_CPU_ONLY:-0}" != 1 ] && gpus_visible; then
     if [[ "$major" =~ ^[0-9]+$ ]] && [ "$major" -lt 580 ]; then extras="$extras,cuda12"; else extras="$extras,cuda13"; fi
 fi
 
-# The stamp names what was installed, and from which files: when these change, so does its content.
+# The name of the stamp says which extras are installed. Its content depends on the files from which they were installed.
 stamp="$venv/.installed-${extras//,/-}"
 state=$(cat pyproject.toml "$constraints" constraints/common.txt | cksum; pwd)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then exit 0; fi
@@ -33,7 +34,7 @@ trap 'rm -f "$log"' EXIT
 if ! PIP_DISABLE_PIP_VERSION_CHECK=1 \
     "$venv/bin/python" -m pip install --no-input --progress-bar off --constraint "$constraints" --editable ".[$extras]" >"$log" 2>&1; then
     tail -n 40 "$log" >&2
-    echo "pip could not install overlap[$extras] (its last lines stand above)." >&2
+    echo "pip could not install overlap[$extras] (its last lines are above)." >&2
     exit 1
 fi
 printf '%s' "$state" >"$stamp"

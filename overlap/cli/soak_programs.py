@@ -190,12 +190,12 @@ def program(case: Case, mesh: Mesh, axis: Axis, steps: int) -> Callable[..., jax
     """
     others = tuple(name for name in mesh.axis_names if name != axis and name not in axis)
 
-    def run(late_us: Any, period: Any, whole: Any, weights: Any) -> jax.Array:
+    def run(late_us: jax.Array, period: jax.Array, whole: jax.Array, weights: jax.Array) -> jax.Array:
         me, size = lax.axis_index(axis), lax.axis_size(axis)
         whole = whole[: size * case.rows, : case.depth].astype(case.dtype)
         weights = weights[: case.depth, : case.columns].astype(case.dtype)
 
-        def step(i: Any, state: Any) -> Any:
+        def launch(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             wrong, beside = state
             late = _spin(jnp.where(i % period == period - 1, late_us[0], 0.0))
             now = jnp.roll(whole, i, axis=1)
@@ -207,7 +207,7 @@ def program(case: Case, mesh: Mesh, axis: Axis, steps: int) -> Callable[..., jax
                 wrong += jnp.any(out != expected).astype(jnp.int32)
             return wrong, beside
 
-        wrong, beside = lax.fori_loop(0, steps, step, (jnp.int32(0), jnp.zeros((8, 8), jnp.float32)))
+        wrong, beside = lax.fori_loop(0, steps, launch, (jnp.int32(0), jnp.zeros((8, 8), jnp.float32)))
         return lax.psum(wrong + jnp.isnan(beside.sum()).astype(jnp.int32), mesh.axis_names)
 
     every = tuple(mesh.axis_names)

@@ -7,6 +7,7 @@ import logging
 import pathlib
 import signal
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,8 +58,10 @@ class Tuning:
         self._contexts.append(context)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._contexts.pop().__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._contexts.pop().__exit__(kind, value, trace)
 
     def __str__(self) -> str:
         lines = []

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.tuning.operations import OPERATIONS, gathered_first, specs, unfused
-from overlap.tuning.programs import call_program, draw_operands, error_program, loop_program, mesh_of
+from overlap.tuning.programs import Call, call_program, draw_operands, error_program, loop_program, mesh_of
 from overlap.tuning.timing import Loop, iterations_for
 
 
@@ -80,7 +80,7 @@ class Bench:
         changed, fixed = gathered_first(problem, lhs, rhs)
         self._arguments = (changed, out), fixed
 
-    def _call(self, config: Config | None) -> Any:
+    def _call(self, config: Config | None) -> Call:
         implementation = "xla" if config is None else "fused"
         return lambda lhs, rhs: self.operation.call(self.problem, lhs, rhs, config, implementation)
 

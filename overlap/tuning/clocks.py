@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
+from numpy.typing import ArrayLike
 
 from overlap.kernels.launch import sealed
 from overlap.primitives import PeerGroup, atomics, board, semaphore_signal_peer, shared_semaphores
@@ -63,7 +63,7 @@ def offsets(mesh: jax.sharding.Mesh) -> list[Offset]:
     return [Offset(0.0, 0.0), *others]
 
 
-def offset(sent: Sequence[int] | Any, answered: Sequence[int] | Any, returned: Sequence[int] | Any) -> Offset:
+def offset(sent: ArrayLike, answered: ArrayLike, returned: ArrayLike) -> Offset:
     """The offset of one device, from the times of its exchanges in nanoseconds, one for each exchange."""
     sent, answered, returned = (np.asarray(times, np.int64) for times in (sent, answered, returned))
     least, most = int((answered - returned).max()), int((answered - sent).min())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,8 @@ from overlap.tuning.clocks import Offset
 _CLOCK, _TIME = 1, 2
 # Cycles per nanosecond of a GPU's cores, used if a kernel is too short to measure it.
 _USUAL_RATE = 1.7
+# An array for each (CTA, row) of a device.
+type _ByLane = dict[tuple[int, int], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Timeline:
         return sum(span.end - span.start for span in of_role if span.work == work) / whole if whole else 0.0
 
 
-def timeline(name: str, roles: dict[int, str], entries: Any, offsets: Sequence[Offset]) -> Timeline:
+def timeline(name: str, roles: dict[int, str], entries: np.ndarray, offsets: Sequence[Offset]) -> Timeline:
     """The timeline of one launch.
 
     Args:
@@ -136,7 +137,7 @@ def timeline(name: str, roles: dict[int, str], entries: Any, offsets: Sequence[O
     return Timeline(name, len(offsets), "steps" if emulated else "µs", moved, missing, error, origin)
 
 
-def _spans(device: int, cta: int, role: str, what: Any, times: Any) -> list[Span]:
+def _spans(device: int, cta: int, role: str, what: np.ndarray, times: np.ndarray) -> list[Span]:
     """The spans of a role: from each of its marks to the next."""
     spans = []
     for word, start, end in zip(what[:-1], times[:-1], times[1:], strict=True):
@@ -146,15 +147,15 @@ def _spans(device: int, cta: int, role: str, what: Any, times: Any) -> list[Span
     return spans
 
 
-def _steps(made: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:
+def _steps(made: _ByLane) -> _ByLane:
     return {place: lane[:, _CLOCK].astype(np.float64) for place, lane in made.items()}
 
 
-def _nanoseconds(made: dict[tuple[int, int], Any], first_ns: int, ahead_ns: float) -> dict[tuple[int, int], Any]:
+def _nanoseconds(made: _ByLane, first_ns: int, ahead_ns: float) -> _ByLane:
     """The time of each mark of a device, in nanoseconds after `first_ns`, by the first device's clock."""
     ctas = sorted({cta for cta, _ in made})
-    cycles: dict[int, Any] = {}
-    ns: dict[int, Any] = {}
+    cycles: dict[int, np.ndarray] = {}
+    ns: dict[int, np.ndarray] = {}
     for cta in ctas:
         lanes = [lane for (of, _), lane in made.items() if of == cta]
         clock = np.concatenate([lane[:, _CLOCK] for lane in lanes])
@@ -166,7 +167,7 @@ def _nanoseconds(made: dict[tuple[int, int], Any], first_ns: int, ahead_ns: floa
     x = np.concatenate([cycles[cta] - cycles[cta].mean() for cta in ctas])
     y = np.concatenate([ns[cta] - ns[cta].mean() for cta in ctas])
     slope = float(x @ y / (x @ x)) if x.any() and y.any() else 1 / _USUAL_RATE
-    times: dict[tuple[int, int], Any] = {}
+    times: _ByLane = {}
     for cta in ctas:
         fitted = iter(slope * (cycles[cta] - cycles[cta].mean()) + ns[cta].mean() - ahead_ns)
         for (of, row), lane in made.items():
