@@ -9,8 +9,8 @@ import numpy as np
 
 from . import clusters
 from .clocks import Knowledge
+from .engines import Arrival, Issued
 from .program import Decoder, handles
-from .tensor_core import Arrival, Issued
 
 _RESPONSE_BYTES = 16
 _UNDEFINED = -(1 << 31)  # the index of no cluster

@@ -1,4 +1,4 @@
-"""Clusters: CTAs that are launched together and reach each other's shared memory and barriers.
+"""CTAs, and clusters: CTAs that are launched together and reach each other's shared memory and barriers.
 
 An allocation of a CTA has a *twin* in each CTA of its cluster, at the same place of its shared memory: a multicast
 copy writes all twins, an arrival on a cluster barrier counts on several. Twins are made together when the first CTA
@@ -10,15 +10,74 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import report
-from .clocks import covers
+from .clocks import Knowledge, covers
 from .errors import ProtocolError
-from .memory import Buffer, Cells, View
+from .memory import Buffer, Cells
+from .simulation import Simulation
+from .sync import Meeting
 
-if TYPE_CHECKING:
-    from .machine import Cta, Machine, Thread
+
+class Visitor(Protocol):
+    """A thread, of a CTA or of one of its peers in the cluster."""
+
+    @property
+    def instruction(self) -> Any: ...
+
+    @property
+    def where(self) -> str: ...
+
+
+class Cta:
+    """One block of the grid on one device."""
+
+    def __init__(self, simulation: Simulation, num_threads: int, device: int, index: int, coordinates: tuple[int, ...]):
+        self.simulation, self.device, self.index, self.coordinates = simulation, device, index, coordinates
+        self.scopes: dict[Any, Any] = {}  # live collective allocations
+        self.meeting = Meeting(num_threads)
+        self.running = 0
+        self.ended = False
+        self.cluster: Cluster | None = None
+        self.rank = 0  # in the cluster
+        self.peer_uses: dict[int, tuple[int, str, int]] = {}  # component -> what another CTA of the cluster does here
+        self.final = Knowledge()  # of the threads that have ended
+        self.freed: list[Buffer] = []  # memory whose scope has ended and that nobody has got since
+        self.tensor_columns = 0  # of tensor memory, in use
+
+    def note_use(self, thread: Visitor, what: str, component: int, time: int) -> None:
+        """Remembers that a thread of another CTA reaches into this one, which must not end before that is over."""
+        what = f"{what} by {thread} at {thread.instruction.source}"
+        if self.ended:
+            raise ProtocolError(report.left_cluster(self, what))
+        if self.simulation.detector is not None:
+            self.peer_uses[component] = (time, what, thread.instruction.index)
+
+    def check_left(self, thread: Visitor) -> None:
+        """Called when the CTA ends: all that its peers do with its barriers and memory must be over."""
+        for component, (time, what, instruction) in self.peer_uses.items():
+            if not covers(self.final.seen, component, time):
+                error = ProtocolError(report.left_cluster(self, what))
+                self.simulation.fault(("cluster", instruction), error, thread)
+
+    def reuse(self, knowledge: Knowledge, thread: Visitor) -> None:
+        """The freed memory may be given out now: whoever does that must know that all copies are done with it."""
+        freed, self.freed = self.freed, []
+        if self.simulation.detector is None:
+            return
+        for buffer in freed:
+            for access in buffer.async_uses.values():
+                # The CTA may end before it has waited for its last loads from tensor memory: their values are there.
+                if self.ended and not (access.asynchronous or access.write):
+                    continue
+                if not covers(knowledge.seen, access.component, access.time):
+                    key = ("freed", access.instruction.index)
+                    self.simulation.fault(key, ProtocolError(report.freed_early(self, access)), thread)
+
+    def __str__(self) -> str:
+        where = self.coordinates[0] if len(self.coordinates) == 1 else self.coordinates or 0
+        return f"device {self.device}, CTA {where}"
 
 
 class Cluster:
@@ -100,82 +159,3 @@ def cluster_arrivals(axes: dict[str, int], groups: Sequence[Any]) -> int:
     """From how many CTAs a cluster barrier gets arrivals: those that differ along one group of axes at most."""
     sizes = [math.prod(axes[axis] for axis in group) for group in groups]
     return sum(sizes) - len(sizes) + 1
-
-
-def note_use(thread: Thread, cta: Cta, what: str, component: int, time: int) -> None:
-    """Remembers that `thread` reaches into `cta`, which must not have ended and must not end before."""
-    what = f"{what} by {thread} at {thread.instruction.source}"
-    if cta.ended:
-        raise ProtocolError(report.left_cluster(cta, what))
-    if thread.machine.detector is not None:
-        cta.peer_uses[component] = (time, what, thread.instruction.index)
-
-
-def check_left(machine: Machine, cta: Cta, thread: Thread) -> None:
-    """Called when `cta` ends: all that its peers do with its barriers and memory must be over."""
-    for component, (time, what, instruction) in cta.peer_uses.items():
-        if not covers(cta.final.seen, component, time):
-            machine.fault(("cluster", instruction), ProtocolError(report.left_cluster(cta, what)), thread)
-
-
-def share(view: View, shape: tuple[int, ...], parts: int, index: int) -> tuple[slice, ...]:
-    """The part of a multicast copy that CTA `index` of `parts` issues, as slices of the logical shape.
-
-    As Mosaic cuts it: along the first dimension of the (tiled) shape in memory that is divisible.
-    """
-    slices = [slice(0, size) for size in shape]
-    inner = [math.prod(view.array.shape[sum(view.groups[:d]) :][1:n]) for d, n in enumerate(view.groups)]
-    # Outer dimensions first, then those within a tile: (dimension, size, elements of the dimension per step).
-    order = [(d, view.array.shape[sum(view.groups[:d])], inner[d]) for d in range(len(shape))]
-    order += [(d, inner[d], 1) for d, n in enumerate(view.groups) if n > 1]
-    for d, size, step in order:
-        first = slices[d].start
-        if size % parts == 0:
-            length = size // parts * step
-            slices[d] = slice(first + index * length, first + (index + 1) * length)
-            return tuple(slices)
-        if parts % size:
-            break
-        if size > 1:
-            first += index % size * step
-            slices[d] = slice(first, first + step)
-            index, parts = index // size, parts // size
-    raise ProtocolError(f"a multicast copy to {view} of shape {shape} cannot be cut into {parts} equal parts")
-
-
-def slab(view: View, axis: int, parts: int, index: int) -> View:
-    """One of `parts` equal slabs along a dimension of a part of global memory, which may go over the edge of it."""
-    asked = view.requested or view.shape
-    if asked[axis] % parts:
-        raise ProtocolError(f"{view} of shape {asked} cannot be cut into {parts} equal parts along dimension {axis}")
-    size = asked[axis] // parts
-    first = index * size
-    there = slice(0, asked[axis]) if view.window is None else view.window[axis]  # the part that is in bounds
-    low = min(max(there.start, first), there.stop)
-    high = max(min(there.stop, first + size), low)
-    key = [slice(None)] * view.array.ndim
-    key[axis] = slice(low - there.start, high - there.start)
-    part = View(view.buffer, view.array[tuple(key)], view.groups, f"{view.text}[part {index} of {parts}]")
-    if view.requested is not None and view.window is not None:
-        part.requested = (*asked[:axis], size, *asked[axis + 1 :])
-        inside = slice(low - first, high - first) if high > low else slice(0, 0)
-        part.window = (*view.window[:axis], inside, *view.window[axis + 1 :])
-    return part
-
-
-def part_of(view: View, part: tuple[slice, ...]) -> View:
-    """The part of a view that `slices` of its logical shape select."""
-    key: list[Any] = []
-    at = 0
-    for cut, n in zip(part, view.groups):
-        sizes = view.array.shape[at : at + n]
-        at += n
-        inner = math.prod(sizes[1:])
-        whole = cut.start % inner == 0 and cut.stop % inner == 0
-        outer = slice(cut.start // inner, cut.stop // inner if whole else cut.start // inner + 1)
-        key.append(outer)
-        if n > 1:
-            key.append(slice(None) if whole else slice(cut.start % inner, (cut.stop - 1) % inner + 1))
-            key += [slice(None)] * (n - 2)
-    text = view.text + "[" + ", ".join(f"{cut.start}:{cut.stop}" for cut in part) + "]"
-    return View(view.buffer, view.array[tuple(key)], view.groups, text)

@@ -135,13 +135,13 @@ def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     def run(thread: Any) -> None:
         # As Mosaic GPU's lowering looks names up: the warps' axis, then those of the mesh, then the kernel's.
-        mesh = thread.machine.mesh_shape
-        if name in mesh and not is_warp:
-            thread.env[out] = thread.machine.place(thread.device)[list(mesh).index(name)]
+        mesh = thread.mesh
+        if name in mesh.shape and not is_warp:
+            thread.env[out] = mesh.place(thread.device)[list(mesh.shape).index(name)]
         elif name in thread.axes:
             thread.env[out] = thread.axes[name]
         else:
-            available = [*mesh, *(axis for axis in thread.axes if axis not in mesh)]
+            available = [*mesh.shape, *(axis for axis in thread.axes if axis not in mesh.shape)]
             raise ProtocolError(f"axis_index of {name!r}: the kernel has the axes {available}")
 
     d.emit(run, eqn)

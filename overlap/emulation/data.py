@@ -78,7 +78,7 @@ def _addupdate(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("masked_load")
 def _masked_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, mask, other = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, mask, other = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out, aval = d.path(transforms), d.new(), eqn.outvars[0].aval
 
     def run(thread: Any) -> None:
@@ -96,7 +96,7 @@ def _masked_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("masked_swap")
 def _masked_swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, value, mask = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, value, mask = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
     def run(thread: Any) -> None:
@@ -113,7 +113,7 @@ def _masked_swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("mgpu_atomic_store")
 def _atomic(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, value, *_ = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, value, *_ = d.unflatten_entries(eqn.params["args_tree"], ins)
     path = d.path(transforms)
     kind = getattr(eqn.params["atomic_type"], "name", str(eqn.params["atomic_type"])).lower()
     functions = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum,

@@ -6,20 +6,19 @@ only when somebody has to have it: a store at the wait for it, a load when no th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .clocks import Knowledge
-from .clusters import note_use
+from .clocks import ComponentPool, Knowledge
+from .clusters import Cta
 from .errors import ProtocolError
+from .memory import View
 from .races import Access
-
-if TYPE_CHECKING:
-    from .machine import Machine, Thread
-    from .memory import View
-    from .sequence import World
+from .runs import Actor
+from .simulation import Simulation
+from .sync import MBarrier
 
 _EARLY = 0.25  # the chance, per step, that some operation completes in random mode
 
@@ -45,11 +44,42 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1]).astype(dtype)
 
 
+class Issuer(Actor, Protocol):
+    """The thread that issues an asynchronous operation.
+
+    Attributes:
+        open_stores: TMA stores that are not yet committed.
+        groups: committed groups of stores, oldest first.
+        wgmmas: wgmma operations in flight, oldest first.
+    """
+
+    knowledge: Knowledge
+    open_stores: list[Any]
+    groups: list[list[Any]]
+    wgmmas: list[Any]
+
+    @property
+    def machine(self) -> object: ...
+
+    @property
+    def cta(self) -> Cta: ...
+
+    @property
+    def pool(self) -> ComponentPool: ...
+
+    @property
+    def where(self) -> str: ...
+
+    def tick(self) -> None: ...
+
+    def note_remote(self, access: Access) -> None: ...
+
+
 class Landing(NamedTuple):
     """Where a load, or this CTA's part of a multicast load, is written, and the barrier that counts its bytes there."""
 
     view: View
-    barrier: Any
+    barrier: MBarrier
     part: tuple[slice, ...] | None = None  # of what is loaded, in the shape `whole`
     whole: tuple[int, ...] = ()
 
@@ -66,7 +96,6 @@ class Operation:
         "dst",
         "event",
         "instruction",
-        "issued",
         "kind",
         "knowledge",
         "landing",
@@ -83,23 +112,41 @@ class Operation:
         "write_time",
     )
 
-    def __init__(self, kind: str, thread: Thread):
+    def __init__(self, kind: str, thread: Issuer):
         self.kind, self.thread, self.instruction = kind, thread, thread.instruction
         self.knowledge: Knowledge = thread.knowledge.copy()
         self.component, self.time = thread.pool.take(self.knowledge.seen)
         self.knowledge.note(self.component, self.time)
-        self.issued = thread.machine.world.now
         self.stage = 0  # stages completed
         self.event: Any = None
         self.barrier: Any = None
 
 
+class Issued(NamedTuple):
+    """An operation that has been issued, as the race detector wants it."""
+
+    thread: Issuer
+    instruction: Any
+    knowledge: Knowledge
+    component: int
+    time: int
+
+
+class Arrival:
+    """Something under way that ends with an arrival on a barrier, such as a commit."""
+
+    kind, stage = "arrival", 0  # as of a load that is not complete
+
+    def __init__(self, thread: Issuer, barrier: MBarrier, complete: Callable[[], None]):
+        self.thread, self.barrier, self.complete = thread, barrier, complete
+
+
 class Engine:
     """All operations in flight in one launch."""
 
-    def __init__(self, world: World):
-        self._world = world
-        self.mode = world.settings.completion
+    def __init__(self, simulation: Simulation):
+        self._simulation = simulation
+        self.mode = simulation.settings.completion
         self._flying: list[Any] = []  # loads, stores and arrivals
 
     def record(
@@ -115,25 +162,29 @@ class Engine:
         by_rows: bool = False,
     ) -> None:
         """Checks and remembers what an operation does to memory."""
-        world = self._world
+        simulation = self._simulation
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
-        if world.detector is None:
+        if simulation.detector is None:
             return
         access = Access(
             op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic,
             by_rows=by_rows,
         )  # fmt: skip
-        world.detector.access(access, op.knowledge)
-        op.thread.machine.note_remote(op.thread, access)
+        simulation.detector.access(access, op.knowledge)
+        op.thread.note_remote(access)
         if view.buffer.space in ("smem", "tmem"):
             view.buffer.async_uses[component] = access
+
+    def completes_at_once(self) -> bool:
+        """Whether a product that is issued now is complete at once: never in late mode, by chance in random mode."""
+        return self.mode == "eager" or (self.mode == "random" and self._simulation.random.random() < 0.5)
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
     def load(
         self,
-        thread: Thread,
+        thread: Issuer,
         src: View,
         landings: Sequence[Landing],
         barrier: Any,
@@ -145,7 +196,7 @@ class Engine:
 
         `undefined`: what lies out of bounds is not even zero.
         """
-        run = self._world.run
+        run = self._simulation.run
         ops = []
         for landing in landings:
             dst, part = landing.view, landing.part
@@ -156,7 +207,7 @@ class Engine:
             what = "TMA load, write" if part is None else "multicast TMA load, write"
             self.record(op, dst, what, op.component, op.time, write=True)
             if op.barrier.cta is not thread.cta:
-                note_use(thread, op.barrier.cta, f"{what}, arrival on {op.barrier.name}", op.component, op.time)
+                op.barrier.cta.note_use(thread, f"{what}, arrival on {op.barrier.name}", op.component, op.time)
             run.count("copies", op.nbytes)
             op.event = run.event(thread, "remote_copy" if remote else "copy", src, dst, src.buffer.device)
             ops.append(op)
@@ -185,7 +236,7 @@ class Engine:
             part = op.landing.part
             op.dst.write(value if part is None else value.reshape(op.landing.whole)[part])
             op.stage = 2
-            self._world.run.event_end(op.event)
+            self._simulation.run.event_end(op.event)
             knowledge = op.knowledge
             if op.barrier.cta is not op.thread.cta:  # a peer learns of this copy, not of what its issuer did before
                 knowledge = Knowledge()
@@ -199,7 +250,7 @@ class Engine:
         if op.stage == 1:
             self._store_value(op)
             op.stage = 2
-            self._world.run.event_end(op.event)
+            self._simulation.run.event_end(op.event)
         return True
 
     def _store_value(self, op: Operation) -> None:
@@ -215,7 +266,7 @@ class Engine:
 
     # ---- stores ------------------------------------------------------------------------------------------------------
 
-    def store(self, thread: Thread, src: View, dst: View, reduction: str | None, commit: bool, remote: bool) -> None:
+    def store(self, thread: Issuer, src: View, dst: View, reduction: str | None, commit: bool, remote: bool) -> None:
         """Issues a TMA store, in the thread's open group."""
         op = Operation("store", thread)
         op.src, op.dst, op.reduction, op.value = src, dst, reduction, None
@@ -228,16 +279,16 @@ class Engine:
         thread.open_stores.append(op)
         if commit:
             self.commit(thread)
-        self._world.run.count("copies", src.array.nbytes)
-        op.event = self._world.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
+        self._simulation.run.count("copies", src.array.nbytes)
+        op.event = self._simulation.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
         self.fly(op)
 
-    def commit(self, thread: Thread) -> None:
+    def commit(self, thread: Issuer) -> None:
         if thread.open_stores:
             thread.groups.append(thread.open_stores)
             thread.open_stores = []
 
-    def wait_stores(self, thread: Thread, allowed: int, read_only: bool) -> None:
+    def wait_stores(self, thread: Issuer, allowed: int, read_only: bool) -> None:
         """Waits until at most `allowed` groups are pending: read from shared memory, or wholly written."""
         done = max(len(thread.groups) - allowed, 0)
         for group in thread.groups[:done]:
@@ -253,7 +304,7 @@ class Engine:
 
     # ---- wgmma -------------------------------------------------------------------------------------------------------
 
-    def wgmma(self, thread: Thread, accumulator: View, a: Any, b: View) -> None:
+    def wgmma(self, thread: Issuer, accumulator: View, a: Any, b: View) -> None:
         """Issues accumulator += a @ b; `a` is a view of shared memory or a value in registers."""
         op = Operation("wgmma", thread)
         op.dst = accumulator
@@ -264,13 +315,13 @@ class Engine:
                 self.record(op, operand, what, op.component, op.time, write=False, by_rows=operand is a)
         thread.tick()
         thread.wgmmas.append(op)
-        run = self._world.run
+        run = self._simulation.run
         run.count("wgmmas")
         op.event = run.event(thread, "wgmma", a if not isinstance(a, np.ndarray) else b, b, None)
-        if self.mode == "eager" or (self.mode == "random" and self._world.random.random() < 0.5):
+        if self.completes_at_once():
             self._multiply(thread, len(thread.wgmmas))
 
-    def _multiply(self, thread: Thread, count: int) -> None:
+    def _multiply(self, thread: Issuer, count: int) -> None:
         for op in thread.wgmmas[:count]:
             if op.stage == 2:
                 continue
@@ -281,9 +332,9 @@ class Engine:
                 product = matmul(a.astype(wide), b.astype(wide))
                 target[...] = (target + product.reshape(target.shape)).astype(target.dtype)
             op.stage = 2
-            self._world.run.event_end(op.event)
+            self._simulation.run.event_end(op.event)
 
-    def wait_wgmma(self, thread: Thread, allowed: int) -> None:
+    def wait_wgmma(self, thread: Issuer, allowed: int) -> None:
         done = len(thread.wgmmas) - allowed
         if done <= 0:
             return
@@ -296,9 +347,9 @@ class Engine:
 
     def maybe_complete(self) -> None:
         """In random mode, completes a stage of some operation now and then."""
-        if self.mode != "random" or not self._flying or self._world.random.random() > _EARLY:
+        if self.mode != "random" or not self._flying or self._simulation.random.random() > _EARLY:
             return
-        self._complete(int(self._world.random.random() * len(self._flying)))
+        self._complete(int(self._simulation.random.random() * len(self._flying)))
 
     def _complete(self, position: int) -> None:
         op = self._flying[position]
@@ -313,10 +364,10 @@ class Engine:
         choices = awaited or loads
         if not choices:
             return False
-        self._complete(self._world.random.choice(choices))
+        self._complete(self._simulation.random.choice(choices))
         return True
 
-    def finish(self, machine: Machine, device: int) -> None:
+    def finish(self, machine: object, device: int) -> None:
         """Completes all that is left of a launch on a device when its last thread has gone."""
 
         def is_left(op: Operation) -> bool:

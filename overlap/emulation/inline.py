@@ -50,15 +50,15 @@ class _Context:
 
 
 class _Value:
-    """An MLIR value: a number, or the slot that holds it; and by what it differs within an emulated thread."""
+    """An MLIR value: a number, or the entry that holds it; and by what it differs within an emulated thread."""
 
-    def __init__(self, number: int | None, slot: int | None = None, varies: frozenset[str] = _NOTHING):
-        self.number, self.slot, self.varies = number, slot, varies
+    def __init__(self, number: int | None, entry: int | None = None, varies: frozenset[str] = _NOTHING):
+        self.number, self.entry, self.varies = number, entry, varies
 
     @property
     def getter(self) -> Callable[[Any], Any]:
-        number, slot = self.number, self.slot
-        return (lambda thread: number) if slot is None else (lambda thread: thread.env[slot])
+        number, entry = self.number, self.entry
+        return (lambda thread: number) if entry is None else (lambda thread: thread.env[entry])
 
 
 @handles("inline_mgpu")
@@ -90,14 +90,14 @@ class _Reader:
         self._module, block = _module([self._type(v.aval, t) for v, t in zip(self._eqn.invars, self._transforms)])
         leaves = []
         with ir.InsertionPoint(block):
-            for value, variable, slot, transforms in zip(
+            for value, variable, entry, transforms in zip(
                 block.arguments, self._eqn.invars, self._ins, self._transforms
             ):
                 if _is_reference(variable.aval):
-                    self._references[value] = (slot, self._d.path(transforms or ()))
+                    self._references[value] = (entry, self._d.path(transforms or ()))
                     leaves.append(value)
                 else:
-                    self._values[value] = self._scalar(slot, variable.aval.dtype)
+                    self._values[value] = self._scalar(entry, variable.aval.dtype)
                     signed = mgpu_utils.is_signed(variable.aval.dtype)
                     leaves.append(mgpu.FragmentedArray.splat(value, (), is_signed=signed))
             result = p["mgpu_fn"](_Context(self._d.program.device_ids), *jax.tree.unflatten(p["pytree_args"], leaves))
@@ -124,12 +124,12 @@ class _Reader:
         layout = ir.StridedLayoutAttr.get(ir.ShapedType.get_dynamic_stride_or_offset(), strides)
         return ir.MemRefType.get(shape, element, layout)
 
-    def _scalar(self, slot: int, dtype: Any) -> _Value:
+    def _scalar(self, entry: int, dtype: Any) -> _Value:
         dtype = np.dtype(dtype)
         if dtype.kind not in "iub":
             raise Unreadable(f"a scalar argument of {dtype} is not emulated")
         mask = (1 << (1 if dtype.kind == "b" else 8 * dtype.itemsize)) - 1
-        return self._emit(lambda thread: int(thread.env[slot]) & mask, "argument", _NOTHING)
+        return self._emit(lambda thread: int(thread.env[entry]) & mask, "argument", _NOTHING)
 
     def _result(self, array: Any, aval: Any) -> int:
         if not isinstance(array, mgpu.FragmentedArray) or aval.shape or array.registers.size != 1:
@@ -151,9 +151,9 @@ class _Reader:
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def _emit(self, get: Callable[[Any], Any], name: str, varies: frozenset[str]) -> _Value:
-        slot = self._d.new()
-        self._d.emit(lambda thread: thread.env.__setitem__(slot, get(thread)), self._eqn, name)
-        return _Value(None, slot, varies)
+        entry = self._d.new()
+        self._d.emit(lambda thread: thread.env.__setitem__(entry, get(thread)), self._eqn, name)
+        return _Value(None, entry, varies)
 
     def _operation(self, operation: Any) -> None:
         name = operation.operation.name
@@ -183,12 +183,12 @@ class _Reader:
         if source not in self._references:  # of several results
             self._values[operation.results[0]] = self._values[source][field]
         elif field == 1:
-            slot, path = self._references[source]
-            if (slot, id(path)) not in self._addresses:
-                self._addresses[slot, id(path)] = self._emit(
-                    lambda thread: ptx_memory.address_of(*path.locate(thread, thread.env[slot])), "address", _NOTHING
+            entry, path = self._references[source]
+            if (entry, id(path)) not in self._addresses:
+                self._addresses[entry, id(path)] = self._emit(
+                    lambda thread: ptx_memory.address_of(*path.locate(thread, thread.env[entry])), "address", _NOTHING
                 )
-            self._values[operation.results[0]] = self._addresses[slot, id(path)]
+            self._values[operation.results[0]] = self._addresses[entry, id(path)]
         elif field == 2:  # Elements from there to the slice: the address is that of the slice itself.
             self._values[operation.results[0]] = _Value(0)
         else:
@@ -204,7 +204,7 @@ class _Reader:
         mask = (1 << _bits(result.type)) - 1
         if "predicate" in operation.attributes:
             function = _comparison(operation.attributes["predicate"].value, _bits(operation.operands[0].type))
-        if all(value.slot is None for value in operands):
+        if all(value.entry is None for value in operands):
             self._values[result] = _Value(function(*(value.number for value in operands)) & mask, None, varies)
             return
         getters = [value.getter for value in operands]
@@ -231,20 +231,20 @@ class _Reader:
         constraints = operation.attributes["constraints"].value.split(",")
         results = sum(c.startswith("=") for c in constraints)
         d = self._d
-        slots = {name: d.new() for name in code.registers}
+        entries = {name: d.new() for name in code.registers}
         values = [_Value(None, d.new()) for _ in range(results)]
         values += [self._values[value] for value in operation.operands]
         varies = {}
         for n, value in enumerate(values):
-            slots[f"${n}"] = d.new(value.number) if value.slot is None else value.slot
+            entries[f"${n}"] = d.new(value.number) if value.entry is None else value.entry
             varies[f"${n}"] = value.varies
         for i in code.instructions:
             for operand in (i.guard, *i.operands):
                 operand = getattr(operand, "register", getattr(operand, "base", operand))
-                if isinstance(operand, ptx.Register) and operand.name not in slots:
+                if isinstance(operand, ptx.Register) and operand.name not in entries:
                     raise Unreadable(f"{i.text!r} names the operand {operand.name}, and there are {len(values)}")
-        frame = Frame(slots, varies, code)
-        cleared = [*(slots[name] for name in code.registers), *(slots[f"${n}"] for n in range(results))]
+        frame = Frame(entries, varies, code)
+        cleared = [*(entries[name] for name in code.registers), *(entries[f"${n}"] for n in range(results))]
         self._run(code, frame, cleared)
         for n in range(results):
             values[n].varies = frame.varies[f"${n}"]
@@ -257,8 +257,8 @@ class _Reader:
 
         def enter(thread: Any) -> None:
             thread.orders.poll.begin(None)
-            for slot in cleared:
-                thread.env[slot] = None
+            for entry in cleared:
+                thread.env[entry] = None
 
         d.emit(enter, eqn, "inline code")
         chosen: list[tuple[int, frozenset[str]]] = []  # branches by lane or warp: (target, by what)

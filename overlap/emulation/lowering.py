@@ -21,7 +21,6 @@ from jax.interpreters import mlir
 from . import interrupt, runs
 from .decode import decode
 from .errors import EmulationError
-from .machine import Machine
 from .memory import poison
 from .program import Program
 from .sequence import Launch, World
@@ -141,15 +140,14 @@ class _Launcher:
             world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
             devices = range(self._devices)
             for lap in range(laps):
-                Machine(
-                    world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
-                )
-            run.begin(lambda: world.now)
+                world.add(self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1)
+            simulation = world.simulation
+            run.begin(lambda: simulation.now)
             outputs = world.machines[-1].outputs(ended=world.execute(lambda: interrupt.stopped(interrupts)))
-            run.steps += world.now
-            errors = world.errors
+            run.steps += simulation.now
+            errors = simulation.errors
             if in_context:
-                run.warnings += world.warnings
+                run.warnings += simulation.warnings
                 if run.settings.keep:
                     of_mesh = tuple(self._program.device_ids)
                     run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))

@@ -10,14 +10,29 @@ Within one CTA scope ``cta`` would do, but here it orders nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from .clocks import EMPTY, Knowledge, join
+from .simulation import Simulation
 from .sync import Semaphore, Write
 
 _FENCES = "the clocks of sequentially consistent fences"
+
+
+class Reader(Protocol):
+    """A thread that reads words of memory, or runs a fence."""
+
+    knowledge: Knowledge
+    component: int
+    time: int
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def simulation(self) -> Simulation: ...
 
 
 class Poll:
@@ -97,7 +112,7 @@ class Orders:
         system = knowledge.seen if releases else self._released_sys
         return {"local": EMPTY if scope == "cta" else local, "system": system if scope == "sys" else EMPTY}
 
-    def read(self, thread: Any, words: Sequence[Semaphore], *, newest: bool) -> list[Write]:
+    def read(self, thread: Reader, words: Sequence[Semaphore], *, newest: bool) -> list[Write]:
         """What a load of these adjacent words reads, as one access; an atomic operation reads the `newest` values.
 
         The oldest values that nothing forbids: the thread knows of no later ones, and has seen none. A load that is
@@ -106,7 +121,7 @@ class Orders:
         alone. What has been overwritten by a store may also be missed: that is left to chance.
         """
         time = max(word.log[-1].serial for word in words)
-        if not newest and thread.machine.detector is not None:
+        if not newest and thread.simulation.detector is not None:
             oldest = max(word.oldest(thread.knowledge.seen).serial for word in words)
             last = max(self._positions.get(word, 0) for word in words)
             time = oldest
@@ -114,22 +129,22 @@ class Orders:
                 later = [serial for word in words if (serial := word.after(last)) is not None]
                 time = min(later, default=last)
             stored = max(word.stored_at for word in words)
-            if stored > time and thread.machine.random.random() < 0.5:
+            if stored > time and thread.simulation.random.random() < 0.5:
                 time = stored
         writes = [word.at(time) for word in words]
         for word, write in zip(words, writes):
             self.saw(thread, word, write, time)
         return writes
 
-    def saw(self, thread: Any, word: Semaphore, write: Write, time: int = 0) -> None:
+    def saw(self, thread: Reader, word: Semaphore, write: Write, time: int = 0) -> None:
         """The thread has read this value of a word, at the time of `write` or later."""
         self._positions[word] = max(self._positions.get(word, 0), write.serial, time)
         word.note_read(write, thread.component, thread.time, thread.device)
 
 
-def fence_sc(thread: Any, scope: str) -> None:
+def fence_sc(thread: Reader, scope: str) -> None:
     """A sequentially consistent fence is after all earlier ones whose scopes include each other's threads."""
-    clocks, knowledge = thread.machine.world.fences, thread.knowledge
+    clocks, knowledge = thread.simulation.fences, thread.knowledge
     scopes = {"cta": (), "gpu": (thread.device,), "sys": (thread.device, "sys")}[scope]
     for each in scopes:
         knowledge.learn(clocks.get(each, EMPTY))

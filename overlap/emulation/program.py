@@ -1,6 +1,6 @@
 """The decoder: a kernel's jaxpr becomes a flat list of small functions with jumps.
 
-Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is
+Every variable gets a entry in the thread's environment, calls are inlined, loops and branches become jumps. A thread is
 then a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
 `control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `tensor_memory`, `tcgen05` and `cluster_launch`; they
 register themselves with `handles`.
@@ -17,15 +17,15 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from . import arithmetic
+from .environment import Entry, value_of
 from .references import RefPath
-from .slots import Slot, value_of
 
 Function = Callable[[Any], Any]
 _HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
 def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers `handler(decoder, eqn, ins) -> slots of the outputs` for primitives of these names."""
+    """Registers `handler(decoder, eqn, ins) -> entries of the outputs` for primitives of these names."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
@@ -98,7 +98,7 @@ class Decoder:
         self._used: set[Any] = set()
         self.warp_axes: list[Any] = []  # of the maps over warps around what is being decoded
 
-    # ---- slots -------------------------------------------------------------------------------------------------------
+    # ---- entries -----------------------------------------------------------------------------------------------------
 
     def new(self, value: Any = None) -> int:
         self.program.template.append(value)
@@ -136,27 +136,27 @@ class Decoder:
         self.program.paths.append(path)
         return path
 
-    def unflatten(self, tree: Any, slots: Sequence[int]) -> Any:
-        """Decoded parameters with slots (or constants) as leaves."""
-        return tree.unflatten([self.leaf(s) for s in slots])
+    def unflatten(self, tree: Any, entries: Sequence[int]) -> Any:
+        """Decoded parameters with entries (or constants) as leaves."""
+        return tree.unflatten([self.leaf(s) for s in entries])
 
-    def unflatten_slots(self, tree: Any, slots: Sequence[int]) -> Any:
-        """[reference, transforms, operands...]: the transforms decoded for `path`, all else as slots."""
-        parts = tree.unflatten(list(slots))
-        decoded = tree.unflatten([self.leaf(s) for s in slots])
+    def unflatten_entries(self, tree: Any, entries: Sequence[int]) -> Any:
+        """[reference, transforms, operands...]: the transforms decoded for `path`, all else as entries."""
+        parts = tree.unflatten(list(entries))
+        decoded = tree.unflatten([self.leaf(s) for s in entries])
         return [parts[0], decoded[1], *parts[2:]]
 
     def leaves(self, tree: Any) -> Any:
-        """A device id whose slots are decoded: None, a scalar, a tuple or a dict."""
+        """A device id whose entries are decoded: None, a scalar, a tuple or a dict."""
         if isinstance(tree, dict):
             return {k: self.leaves(v) for k, v in tree.items()}
         if isinstance(tree, (tuple, list)):
             return tuple(self.leaves(v) for v in tree)
         return None if tree is None else self.leaf(tree)
 
-    def leaf(self, slot: int) -> Any:
-        value = self.program.template[slot]
-        return value if type(value) in (int, bool) else Slot(slot)
+    def leaf(self, entry: int) -> Any:
+        value = self.program.template[entry]
+        return value if type(value) in (int, bool) else Entry(entry)
 
     def move(self, sources: Sequence[int], targets: Sequence[int], eqn: Any) -> None:
         """Copies values at once, as the carry of a loop needs."""
@@ -183,7 +183,7 @@ class Decoder:
         return lambda pc: target.__setitem__(0, pc)
 
     def inline(self, jaxpr: Any, arguments: Sequence[int], constants: Sequence[int] | None = None) -> list[int]:
-        """Emits the equations of `jaxpr` on these slots; returns the slots of its results."""
+        """Emits the equations of `jaxpr` on these entries; returns the entries of its results."""
         closed_constants = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         if constants is None:
@@ -231,7 +231,7 @@ class Decoder:
             return outs
         (out,) = outs
         values = [self.leaf(i) for i in ins]
-        if all(type(v) is not Slot for v in values) and arithmetic.is_plain(eqn.outvars[0].aval):
+        if all(type(v) is not Entry for v in values) and arithmetic.is_plain(eqn.outvars[0].aval):
             return [self.constant(function(*values), eqn.outvars[0].aval)]
         if len(ins) == 1:
             (a,) = ins
@@ -255,10 +255,10 @@ class Decoder:
         return outs
 
 
-def predicate_of(d: Decoder, slots: list[int], present: bool) -> tuple[list[int], Any]:
+def predicate_of(d: Decoder, entries: list[int], present: bool) -> tuple[list[int], Any]:
     """Splits a trailing predicate operand off; without one the predicate is True."""
     if not present:
-        return slots, lambda env: True
-    *rest, last = slots
+        return entries, lambda env: True
+    *rest, last = entries
     leaf = d.leaf(last)
     return rest, lambda env: bool(value_of(leaf, env))

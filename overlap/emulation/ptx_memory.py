@@ -153,7 +153,7 @@ def _note_write(thread: Any, word: Semaphore, i: ptx.Instruction, scope: str) ->
                 f"{i.text!r} writes {word.name} of device {word.device} at scope {scope!r}, which stays on its device: "
                 "expected scope 'sys'"
             )
-        thread.machine.world.check_present(thread, word.device, f"writes {word.name}", asynchronous=False)
+        thread.machine.check_present(thread, word.device, f"writes {word.name}", asynchronous=False)
 
 
 def _store_words(

@@ -19,6 +19,9 @@ class Accessor(Protocol):
     """The thread that makes an access: its text names it in messages."""
 
     @property
+    def device(self) -> int: ...
+
+    @property
     def cta(self) -> object: ...
 
 

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from . import tensor_views
-from .clusters import twin
-from .device_ids import logical_device
+from .clusters import Cta, twin
+from .environment import Entry, value_of
 from .errors import ProtocolError
 from .memory import Buffer, Cells, Geometry, View
-from .slots import Slot, value_of
+from .mesh import Mesh
 
 _CACHE_LIMIT = 2048
+
+
+class Resolver(Protocol):
+    """A thread that resolves a reference: its values and its place."""
+
+    @property
+    def env(self) -> list[Any]: ...
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def cta(self) -> Cta: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
 
 
 class _Builder:
@@ -108,7 +124,7 @@ def _step_indexer(transform: Any):
         # What an earlier slice lost at the end of its array is out of bounds for this one too, if this one asks for it.
         b.requested, b.window = (tuple(requested), tuple(window)) if clipped else (None, None)
 
-    dynamic = [x.index for spec in specs for x in spec if type(x) is Slot]
+    dynamic = [x.index for spec in specs for x in spec if type(x) is Entry]
     return step, dynamic
 
 
@@ -211,7 +227,7 @@ def _extract(transform: Any):
 
 
 def _decode(transform: Any):
-    """(step, dynamic slots) of one transform; None for those that do not change what is denoted."""
+    """(step, dynamic entries) of one transform; None for those that do not change what is denoted."""
     name = type(transform).__name__
     if name == "NDIndexer":
         return _step_indexer(transform)
@@ -267,7 +283,7 @@ class RefPath:
         self._cache.clear()
         self._places.clear()
 
-    def resolve(self, thread: Any, base: Buffer | Cells) -> Any:
+    def resolve(self, thread: Resolver, base: Buffer | Cells) -> Any:
         """The view of a buffer, or the synchronisation object, that the reference denotes for `thread`."""
         env, base = thread.env, self._base(thread, base)
         key = (base.serial, *[env[i] for i in self._dynamic])
@@ -283,7 +299,7 @@ class RefPath:
                 self._cache[key] = found
         return found
 
-    def locate(self, thread: Any, base: Buffer | Cells) -> tuple[Buffer | Cells, int]:
+    def locate(self, thread: Resolver, base: Buffer | Cells) -> tuple[Buffer | Cells, int]:
         """The array that the reference points into, and how far: elements of synchronisation objects, else bytes."""
         env, base = thread.env, self._base(thread, base)
         key = (base.serial, *[env[i] for i in self._dynamic])
@@ -300,11 +316,11 @@ class RefPath:
             self._places[key] = found
         return base, found
 
-    def _base(self, thread: Any, base: Buffer | Cells) -> Any:
+    def _base(self, thread: Resolver, base: Buffer | Cells) -> Any:
         """What the reference is bound to: on this device or a peer, in this CTA or another one of the cluster."""
         env = thread.env
         if self._peer is not None:
-            base = base.on(logical_device(thread, *self._peer, env))
+            base = base.on(thread.mesh.logical_device(thread.device, *self._peer, env))
         if self._place is not None:
             if thread.cta.cluster is None:
                 raise ProtocolError(f"{base.name}: a cluster_ref in a kernel without clusters")

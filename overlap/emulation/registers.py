@@ -1,4 +1,4 @@
-"""The registers of inline PTX: slots of an emulated thread's environment, and what single threads differ by.
+"""The registers of inline PTX: entries of an emulated thread's environment, and what single threads differ by.
 
 They hold what the hardware's hold: integers from 0, and truth values. An emulated thread stands for a warp or a
 warpgroup, so what its threads differ by (their lane, their warp) has the value of the first; what depends on it is
@@ -35,7 +35,7 @@ def _time(thread: Any) -> int:
 
 
 def _cycles(thread: Any) -> int:
-    return thread.machine.world.now if CLOCK is None else CLOCK(thread)
+    return thread.simulation.now if CLOCK is None else CLOCK(thread)
 
 
 SPECIAL: dict[str, Getter] = {
@@ -54,10 +54,10 @@ VARIES = {"%laneid": {"lane"}, "%tid.x": {"lane", "warp"}, "%warpid": {"warp"}}
 
 
 class Frame:
-    """The registers of one text: slots, and what each of them differs by within an emulated thread."""
+    """The registers of one text: entries, and what each of them differs by within an emulated thread."""
 
-    def __init__(self, slots: dict[str, int], varies: dict[str, frozenset[str]], code: ptx.Code):
-        self.slots, self.varies = slots, varies
+    def __init__(self, entries: dict[str, int], varies: dict[str, frozenset[str]], code: ptx.Code):
+        self.entries, self.varies = entries, varies
         self._settle(code)
 
     def _settle(self, code: ptx.Code) -> None:
@@ -99,10 +99,10 @@ class Frame:
             return SPECIAL[operand.name]
         if not isinstance(operand, ptx.Register):
             raise Unreadable("an address where a value is expected")
-        slot, name = self.slots[operand.name], operand.name.split("'")[0]
+        entry, name = self.entries[operand.name], operand.name.split("'")[0]
 
         def read(thread: Any) -> Any:
-            value = thread.env[slot]
+            value = thread.env[entry]
             if value is None:
                 raise ProtocolError(f"the register {name} is read before anything has been written to it")
             return value
@@ -115,8 +115,8 @@ class Frame:
             return lambda thread, value: None
         if not isinstance(operand, ptx.Register):
             raise Unreadable("a result that is no register")
-        slot = self.slots[operand.name]
-        return lambda thread, value: thread.env.__setitem__(slot, value)
+        entry = self.entries[operand.name]
+        return lambda thread, value: thread.env.__setitem__(entry, value)
 
 
 def signed(value: int, bits: int) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .machine import Machine
 from .runs import Run
 from .sequence import Launch, World
 from .settings import Completion, Scheduler, Settings
@@ -65,10 +64,11 @@ def run_sequence(
     for each in launches:
         flags_at = chance.choice(_FLAG_SHIFTS)
         machines.append(
-            Machine(world, each.program, each.mesh_shape, each.devices, each.inputs, each.name, flags_at=flags_at)
+            world.add(each.program, each.mesh_shape, each.devices, each.inputs, each.name, flags_at=flags_at)
         )
-    world.run.begin(lambda: world.now)
+    simulation = world.simulation
+    simulation.run.begin(lambda: simulation.now)
     ended = world.execute()
-    if world.errors:
-        raise world.errors[0]
+    if simulation.errors:
+        raise simulation.errors[0]
     return [machine.outputs(ended=ended) for machine in machines]

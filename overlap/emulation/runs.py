@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,6 +16,32 @@ import numpy as np
 from . import interrupt
 from .errors import EmulationError
 from .settings import Settings
+from .sync import Semaphore
+
+
+class Actor(Protocol):
+    """A thread that does something worth an event."""
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def cta(self) -> Any: ...
+
+    @property
+    def warpgroup(self) -> int: ...
+
+    @property
+    def warp(self) -> int | None: ...
+
+    @property
+    def instruction(self) -> Any: ...
+
+    @property
+    def blocked(self) -> object: ...
+
+    @property
+    def blocked_at(self) -> int: ...
 
 
 @dataclasses.dataclass
@@ -91,7 +117,7 @@ class Run:
         if nbytes:
             self.counts["bytes"] += nbytes
 
-    def event(self, thread: Any, kind: str, source: Any, target: Any, peer: int | None) -> Event | None:
+    def event(self, thread: Actor, kind: str, source: Any, target: Any, peer: int | None) -> Event | None:
         if not self.settings.record:
             return None
         now = self._now()
@@ -107,11 +133,11 @@ class Run:
         if event is not None:
             event.end = self._now()
 
-    def signal_event(self, thread: Any, semaphore: Any) -> None:
+    def signal_event(self, thread: Actor, semaphore: Semaphore) -> None:
         if self.settings.record:
             self.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
 
-    def wait_event(self, thread: Any, name: str) -> None:
+    def wait_event(self, thread: Actor, name: str) -> None:
         if self.settings.record:
             event = self.event(thread, "wait", name, name, None)
             if event is not None and thread.blocked is not None:

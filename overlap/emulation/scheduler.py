@@ -116,5 +116,5 @@ class PctScheduler:
 SCHEDULERS = {"random": RandomScheduler, "pct": PctScheduler, "round_robin": RoundRobinScheduler}
 
 
-def make_scheduler(settings: Any, rng: random.Random) -> Any:
-    return SCHEDULERS[settings.scheduler](rng)
+def make_scheduler(name: str, rng: random.Random) -> Any:
+    return SCHEDULERS[name](rng)

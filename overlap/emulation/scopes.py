@@ -15,9 +15,9 @@ from .program import Decoder, handles
 from .sync import MBarrier, Semaphore
 
 
-def _allocate(cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> Any:
+def _allocate(machine: Any, cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> Any:
     """What a scoped reference of type `aval` is bound to, of a whole CTA or of one `thread` of it."""
-    machine, dtype, device = cta.machine, aval.dtype, cta.device
+    dtype, device = aval.dtype, cta.device
     kind = str(getattr(dtype, "name", dtype))
     shape = tuple(aval.shape)
     if "semaphore" in kind:
@@ -57,7 +57,7 @@ def _allocate_all(thread: Any, avals: list[Any], names: list[str], key: Any, vis
     """The allocations of a scope that all threads of a CTA share, the `visit`-th time that it enters."""
 
     def allocate(cta: Any) -> list[Any]:
-        return [_allocate(cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
+        return [_allocate(thread.machine, cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
 
     cluster = thread.cta.cluster
     return allocate(thread.cta) if cluster is None else cluster.enter(thread.cta, key, visit, allocate)
@@ -73,7 +73,7 @@ def _semaphores(
     peers = machine.globals.get(key)
     if peers is None:
         peers = machine.globals[key] = {}
-        for peer in machine.devices:
+        for peer in machine.mesh.devices:
             if first is None:
                 own = [Semaphore(_label(name, index) + f" of CTA {cta}", peer) for index in np.ndindex(*shape)]
                 machine.private += own
@@ -105,7 +105,7 @@ def _get_global(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         if key not in machine.globals:
             row = machine.globals[key] = {
                 device: Buffer(f"global {position}", "gmem", poison(shape, aval.dtype), device)
-                for device in machine.devices
+                for device in machine.mesh.devices
             }
             for buffer in row.values():
                 buffer.peers = row
@@ -128,8 +128,8 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     names = [n if n else f"scratch {i}" for i, n in enumerate(names)]
     if len(names) != len(avals):
         names = [f"scratch {i}" for i in range(len(avals))]
-    slots = [d.new() for _ in avals]
-    visit_slot = d.new()
+    entries = [d.new() for _ in avals]
+    visit_entry = d.new()
     key = d.here
     columns = tensor_memory.columns(avals)
     d.program.uses_tensor_memory |= columns > 0
@@ -145,9 +145,9 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 visit = thread.visits[key] = thread.visits.get(key, 0) + 1
                 made = _allocate_all(thread, avals, names, key, visit)
             else:
-                made = [_allocate(cta, aval, name, key, thread) for aval, name in zip(avals, names)]
-            for slot, value in zip(slots, made):
-                thread.env[slot] = value
+                made = [_allocate(thread.machine, cta, aval, name, key, thread) for aval, name in zip(avals, names)]
+            for entry, value in zip(entries, made):
+                thread.env[entry] = value
             return None
         # The hardware synchronises the block here, before the memory may be given out again.
         meeting = cta.meeting
@@ -171,18 +171,18 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             tensor_memory.occupy(cta, columns)
             made = _allocate_all(thread, avals, names, key, visit)
             scope = cta.scopes[(key, visit)] = [made, meeting.expected]
-        for slot, value in zip(slots, scope[0]):
-            thread.env[slot] = value
-        thread.env[visit_slot] = visit
+        for entry, value in zip(entries, scope[0]):
+            thread.env[entry] = value
+        thread.env[visit_entry] = visit
         return None
 
     d.emit(enter, eqn, "run_scoped", visible=collective)
-    results = d.inline(jaxpr, slots, ins)
+    results = d.inline(jaxpr, entries, ins)
 
     def leave(thread: Any) -> None:
         cta = thread.cta
         if collective:
-            where = (key, thread.env[visit_slot])
+            where = (key, thread.env[visit_entry])
             scope = cta.scopes[where]
             scope[1] -= 1
             if scope[1]:
@@ -190,7 +190,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             del cta.scopes[where]
             made = scope[0]
         else:
-            made = [thread.env[s] for s in slots]
+            made = [thread.env[s] for s in entries]
         cta.tensor_columns -= columns
         # The memory is given out again at the next allocation, or to another CTA when this one ends: not before.
         cta.freed += [value for value in made if isinstance(value, Buffer) and value.space in ("smem", "tmem")]
@@ -207,26 +207,26 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     names = [f"state {i}" for i in range(len(avals))]
     given = iter(ins)
     initial = [next(given) if is_set else None for is_set in eqn.params["is_initialized"]]
-    slots = [d.new() for _ in avals]
+    entries = [d.new() for _ in avals]
     key = d.here
 
     def enter(thread: Any) -> None:
         env = thread.env
-        for slot, aval, name, source in zip(slots, avals, names, initial):
+        for entry, aval, name, source in zip(entries, avals, names, initial):
             if not hasattr(aval, "inner_aval"):
-                env[slot] = env[source]
+                env[entry] = env[source]
                 continue
-            env[slot] = made = _allocate(thread.cta, aval, name, key, thread)
+            env[entry] = made = _allocate(thread.machine, thread.cta, aval, name, key, thread)
             if source is not None:
                 if isinstance(env[source], (Buffer, Cells)):
-                    env[slot] = env[source]
+                    env[entry] = env[source]
                 else:
                     made.data[...] = env[source]
             if isinstance(made, Buffer):
                 made.space = "regs"  # the state of one thread
 
     d.emit(enter, eqn, "run_state")
-    d.inline(jaxpr, slots)
+    d.inline(jaxpr, entries)
     outs = [d.new() for _ in eqn.outvars]
 
     accumulates = any("Accumulator" in type(a).__name__ for a in avals)
@@ -234,8 +234,8 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     def leave(thread: Any) -> None:
         if accumulates:  # the framework waits before it takes the value out of an accumulator
             thread.machine.engine.wait_wgmma(thread, 0)
-        for slot, out in zip(slots, outs):
-            value = thread.env[slot]
+        for entry, out in zip(entries, outs):
+            value = thread.env[entry]
             thread.env[out] = np.array(value.data) if isinstance(value, Buffer) else value
 
     d.emit(leave, eqn, "end of run_state", visible=accumulates)

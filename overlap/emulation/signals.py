@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import clusters
-from .device_ids import logical_device
+from .environment import value_of
 from .errors import ProtocolError
 from .program import Decoder, handles, predicate_of
 from .references import RefPath
-from .slots import value_of
 
 _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives one to all)"
 
@@ -38,7 +36,7 @@ def _arrive_at(thread: Any, barrier: Any) -> None:
     """Arrives on a barrier, and if it is a cluster barrier, on those of the peers as well."""
     for reached in barrier.reached:
         if reached.cta is not thread.cta:
-            clusters.note_use(thread, reached.cta, f"an arrival on {reached.name}", thread.component, thread.time)
+            reached.cta.note_use(thread, f"an arrival on {reached.name}", thread.component, thread.time)
         reached.arrive(thread.knowledge)
     thread.tick()
 
@@ -122,10 +120,10 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
     if device_id is not None:
         if scope == "gpu":
             raise ProtocolError("a signal at memory scope 'gpu' stays on its device: use 'sys' with a device_id")
-        target = logical_device(thread, device_id, id_type, thread.env)
+        target = machine.mesh.logical_device(thread.device, device_id, id_type, thread.env)
         base = base.on(target)
     semaphore = path.resolve(thread, base)
-    machine.world.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
+    machine.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
     if count < 0:
         raise NotImplementedError(f"a signal of {count}: negative counts are not emulated")
     event = (thread.component, thread.time)
@@ -140,7 +138,7 @@ def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: An
 @handles("semaphore_signal")
 def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     p = eqn.params
-    ref, transforms, count, device_id, core = d.unflatten_slots(p["args_tree"], ins)
+    ref, transforms, count, device_id, core = d.unflatten_entries(p["args_tree"], ins)
     if core is not None:
         raise NotImplementedError("core_index has no meaning on a GPU")
     path, amount = d.path(transforms), d.leaf(count)
@@ -162,7 +160,7 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 @handles("semaphore_signal_parallel")
 def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     # As separate signals in the order given; other threads may run in between.
-    refs, transforms, counts, device_ids = d.unflatten_slots(eqn.params["args_tree"], ins)
+    refs, transforms, counts, device_ids = d.unflatten_entries(eqn.params["args_tree"], ins)
     for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
         path, amount, target = d.path(steps), d.leaf(count), d.leaves(device_id)
 
@@ -175,7 +173,7 @@ def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_wait")
 def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, count, decrement = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, count, decrement = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, take = d.path(transforms), d.leaf(count), d.leaf(decrement)
     if path.is_remote:
         raise NotImplementedError("a remote semaphore cannot be waited for")
@@ -206,7 +204,7 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_read")
 def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
     def run(thread: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,19 +15,27 @@ from .errors import ProtocolError
 _HISTORY = 64  # values of earlier launches that a word keeps: more than a peer that lags behind can still look at
 
 
+class Waiter(Protocol):
+    """A thread that is blocked."""
+
+    def wake(self) -> None:
+        """Makes the thread runnable."""
+        ...
+
+
 class Waitable:
     """Something that threads block on."""
 
     __slots__ = ("waiters",)
 
     def __init__(self):
-        self.waiters: list[Any] = []
+        self.waiters: list[Waiter] = []
 
     def wake(self) -> None:
         if self.waiters:
             waiters, self.waiters = self.waiters, []
             for thread in waiters:
-                thread.machine.make_runnable(thread)
+                thread.wake()
 
 
 class Write:

@@ -13,10 +13,10 @@ import numpy as np
 
 from . import tensor_core
 from .clusters import twin
+from .environment import value_of
 from .errors import ProtocolError
 from .program import Decoder, handles, predicate_of
 from .references import RefPath
-from .slots import value_of
 
 
 def _issuers(thread: Any, axis: Any) -> Sequence[Any]:
@@ -51,14 +51,14 @@ def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     if p.get("sparse"):
         raise NotImplementedError("tcgen05_mma of a sparse operand is not emulated")
     acc, a, b, accumulate, *rest = ins
-    slots = {"acc": acc, "a": a, "b": b}
+    entries = {"acc": acc, "a": a, "b": b}
     barrier = rest.pop(0) if p["arrive"] else None
     if p["scaled"]:
-        slots |= {"a_scale": rest.pop(0), "b_scale": rest.pop(0)}
+        entries |= {"a_scale": rest.pop(0), "b_scale": rest.pop(0)}
     paths = {}
     for name in ("acc", "a", "b", "barrier", "a_scale", "b_scale"):
         paths[name], rest = _path(d, p[f"{name}_transforms_tree"], rest)
-    operands = [(paths[name], slot) for name, slot in slots.items()]
+    operands = [(paths[name], entry) for name, entry in entries.items()]
     adds, axis = d.leaf(accumulate), p["collective_axis"]
 
     def run(thread: Any) -> None:
@@ -66,7 +66,9 @@ def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         ctas = _issuers(thread, axis)
         if not ctas:
             return
-        views = [tensor_core.Operands(*(_at(thread, path, env[slot], cta) for path, slot in operands)) for cta in ctas]
+        views = [
+            tensor_core.Operands(*(_at(thread, path, env[entry], cta) for path, entry in operands)) for cta in ctas
+        ]
         tensor_core.multiply(thread, views, accumulate=bool(value_of(adds, env)))
         if barrier is not None:
             tensor_core.commit(thread, [_at(thread, paths["barrier"], env[barrier], cta) for cta in ctas])

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from . import clusters
+from . import clusters, multicast
 from .engines import Landing
 from .errors import ProtocolError
 from .program import Decoder, handles, predicate_of
@@ -67,7 +67,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             ctas = thread.cta.cluster.along(thread.cta, axes)
             nbytes *= len(ctas)  # the leader counts what all of them get
             if hasattr(tracking, "axis"):
-                source = clusters.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
+                source = multicast.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
         _check_shapes(source, target)
         if axes and not hasattr(tracking, "axis"):
             landings = _multicast(thread, axes, target, counting, lambda cta: (
@@ -101,8 +101,8 @@ def _multicast(thread: Any, axes: tuple[Any, ...], target: Any, where: Any, at: 
     ctas = cluster.along(thread.cta, axes)
     if len(ctas) == 1:
         return [Landing(target, where)]
-    part = clusters.share(target, target.shape, len(ctas), ctas.index(thread.cta))
-    return [Landing(clusters.part_of(view, part), barrier, part, target.shape) for view, barrier in map(at, ctas)]
+    part = multicast.share(target, target.shape, len(ctas), ctas.index(thread.cta))
+    return [Landing(multicast.part_of(view, part), barrier, part, target.shape) for view, barrier in map(at, ctas)]
 
 
 @handles("copy_smem_to_gmem")
