@@ -10,7 +10,10 @@ import numpy as np
 from . import clusters
 from .clocks import Knowledge
 from .engines import Arrival, Issued
+from .machine import Thread
+from .memory import View
 from .program import Decoder, handles
+from .sync import MBarrier
 
 _RESPONSE_BYTES = 16
 _UNDEFINED = -(1 << 31)  # the index of no cluster
@@ -19,7 +22,7 @@ _UNDEFINED = -(1 << 31)  # the index of no cluster
 class _Request:
     """A request to cancel the next cluster; its answer goes to all CTAs of the cluster that has asked."""
 
-    def __init__(self, thread: Any):
+    def __init__(self, thread: Thread):
         self._machine, self._device = thread.machine, thread.device
         self._answer: np.ndarray | None = None
 
@@ -46,7 +49,7 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     cluster_axes = [axis for axis in axes if axis != thread_axis]
     d.program.cancels_clusters = True
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env, cta = thread.env, thread.cta
         where = barrier_path.resolve(thread, env[barrier])
         is_first = thread_axis not in axes or thread.warpgroup == 0
@@ -66,7 +69,7 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return []
 
 
-def _respond(thread: Any, request: _Request, target: Any, barrier: Any) -> None:
+def _respond(thread: Thread, request: _Request, target: View, barrier: MBarrier) -> None:
     """Writes the answer to a request in one CTA, at a time of its own."""
     engine, knowledge = thread.machine.engine, thread.knowledge.copy()
     component, time = thread.pool.take(knowledge.seen)
@@ -92,7 +95,7 @@ def _query(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     outs = [d.new() for _ in eqn.outvars]
     places: Sequence[int] = [d.program.axis_names.index(name) for name in eqn.params["grid_names"]]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[result])
         thread.access(view, "load", write=False)
         cancelled, number, _, _ = view.read().reshape(-1).view(np.int32).tolist()

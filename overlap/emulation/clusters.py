@@ -145,7 +145,7 @@ class Cluster:
                 barrier.reached = [twins[rank].at(place) for rank in sorted(reached)]
 
 
-def twin(base: Any, cta: Cta) -> Any:
+def twin(base: Buffer | Cells, cta: Cta) -> Any:
     """The allocation of `cta` at the place of `base`."""
     if base.twins is None:
         raise ProtocolError(

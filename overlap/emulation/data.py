@@ -9,6 +9,7 @@ import numpy as np
 
 from . import arithmetic
 from .errors import ProtocolError
+from .machine import Thread
 from .program import Decoder, handles
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
@@ -27,7 +28,7 @@ def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     # Rows that nobody has written are NaN, and show wherever they get.
     by_rows = len(aval.shape) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, _GENERIC_LOAD, write=False, by_rows=by_rows and view.buffer.space == "smem")
         thread.env[out] = _finish(view.read().reshape(aval.shape), plain)
@@ -41,7 +42,7 @@ def _store(d: Decoder, eqn: Any, ref: int, value: int, leaves: list[int], *, add
     out = d.new()
     plain = bool(eqn.outvars) and arithmetic.is_plain(eqn.outvars[0].aval)
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
         new = env[value]
@@ -81,7 +82,7 @@ def _masked_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     ref, transforms, mask, other = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out, aval = d.path(transforms), d.new(), eqn.outvars[0].aval
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
         thread.access(view, _GENERIC_LOAD, write=False)
@@ -99,7 +100,7 @@ def _masked_swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     ref, transforms, value, mask = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
         old = view.read()
@@ -122,7 +123,7 @@ def _atomic(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     if name is None:
         raise NotImplementedError(f"the atomic operation {kind} is not emulated")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, f"atomic {name}", write=True, atomic=True)
         old = view.read()
@@ -146,7 +147,7 @@ def _wgmma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         at += n
     a_in_registers = not hasattr(eqn.invars[1].aval, "inner_aval")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         target = paths[0].resolve(thread, env[acc])
         left = env[a] if a_in_registers else paths[1].resolve(thread, env[a])
@@ -168,7 +169,7 @@ def _accumulator_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     (acc,) = ins
     wait_n, out = eqn.params.get("wait_n", 0), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         buffer = thread.env[acc]
         if wait_n is not None:
             thread.machine.engine.wait_wgmma(thread, wait_n)
@@ -188,7 +189,7 @@ def _accumulator_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 def _accumulator_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     acc, value = ins
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         buffer = thread.env[acc]
         if any(op.dst.buffer is buffer for op in thread.wgmmas):
             raise ProtocolError(f"the accumulator {buffer.name} is stored to while a wgmma on it is in flight")
@@ -221,7 +222,7 @@ def _same(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("delay")
 def _delay(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         thread.polled = True
 
     d.emit(run, eqn, visible=True)

@@ -19,6 +19,7 @@ from . import (  # noqa: F401
     tensor_memory,
     transfers,
 )
+from .machine import Thread
 from .program import Decoder, Program
 
 
@@ -49,6 +50,6 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tupl
     return program
 
 
-def _exit(thread: Any) -> bool:
+def _exit(thread: Thread) -> bool:
     thread.machine.leave(thread)
     return True

@@ -151,7 +151,7 @@ class Engine:
 
     def record(
         self,
-        op: Any,
+        op: Operation | Issued,
         view: View,
         what: str,
         component: int,
@@ -187,7 +187,7 @@ class Engine:
         thread: Issuer,
         src: View,
         landings: Sequence[Landing],
-        barrier: Any,
+        barrier: MBarrier | None,
         nbytes: int,
         remote: bool,
         undefined: bool,
@@ -304,7 +304,7 @@ class Engine:
 
     # ---- wgmma -------------------------------------------------------------------------------------------------------
 
-    def wgmma(self, thread: Issuer, accumulator: View, a: Any, b: View) -> None:
+    def wgmma(self, thread: Issuer, accumulator: View, a: View | np.ndarray, b: View) -> None:
         """Issues accumulator += a @ b; `a` is a view of shared memory or a value in registers."""
         op = Operation("wgmma", thread)
         op.dst = accumulator

@@ -20,7 +20,8 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from . import ptx, ptx_meaning, ptx_memory
-from .program import Decoder, Instruction, handles
+from .machine import Thread
+from .program import Decoder, Instruction, Program, handles
 from .references import RefPath
 from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 
@@ -139,7 +140,7 @@ class _Reader:
             raise Unreadable(f"a result of {dtype} is not emulated")
         get, bits = value.getter, 8 * dtype.itemsize
 
-        def run(thread: Any) -> None:
+        def run(thread: Thread) -> None:
             number = int(get(thread))
             if dtype.kind == "i":
                 number = (number & ((1 << bits) - 1)) - ((number >> (bits - 1) & 1) << bits)
@@ -255,7 +256,7 @@ class _Reader:
         """Emits the instructions of a text."""
         d, eqn = self._d, self._eqn
 
-        def enter(thread: Any) -> None:
+        def enter(thread: Thread) -> None:
             thread.orders.poll.begin(None)
             for entry in cleared:
                 thread.env[entry] = None
@@ -316,7 +317,7 @@ def _comparison(predicate: int, bits: int) -> Callable[[int, int], int]:
     return lambda a, b: int(getattr(int(a) ^ flip, name)(int(b) ^ flip))
 
 
-def _thread_number(operation: Any, program: Any) -> tuple[Any, frozenset[str]]:
+def _thread_number(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     if not _along_x(operation):
         return 0, _NOTHING
     return SPECIAL["%tid.x"], frozenset(VARIES["%tid.x"])
@@ -326,7 +327,7 @@ def _along_x(operation: Any) -> bool:
     return "dim<x>" in str(operation.attributes["dimension"]) or " x" in f" {operation.attributes['dimension']}"
 
 
-def _constant(operation: Any, program: Any) -> tuple[Any, frozenset[str]]:
+def _constant(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     attribute = operation.attributes["value"]
     if isinstance(attribute, ir.BoolAttr):
         return int(attribute.value), _NOTHING
@@ -336,7 +337,7 @@ def _constant(operation: Any, program: Any) -> tuple[Any, frozenset[str]]:
 
 
 # (value, or function of the thread; by what it differs within an emulated thread)
-_MADE: dict[str, Callable[[Any, Any], tuple[Any, frozenset[str]]]] = {
+_MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
     "arith.constant": _constant,
     "llvm.mlir.constant": _constant,
     "nvvm.elect.sync": lambda operation, program: (1, frozenset({"lane"})),

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import ptx, ptx_memory, registers
 from .errors import ProtocolError
+from .machine import Thread
 from .registers import Frame, Unreadable, typed, width_of
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     put_not = frame.set(targets[1]) if len(targets) > 1 else None
     text = i.text
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         holds = compare(a(thread), b(thread))
         also = True if third is None else third(thread)
         put(thread, holds if combine is None else combine(holds, also))
@@ -102,7 +103,7 @@ def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], bool | None]:
     """A jump to the program's instruction `place[0]`, from `here`; backwards it may be a wait."""
 
-    def run(thread: Any) -> bool | None:
+    def run(thread: Thread) -> bool | None:
         target = place[0]
         poll = thread.orders.poll
         if target <= here:
@@ -120,7 +121,7 @@ def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], b
     return run
 
 
-def _block(thread: Any) -> bool:
+def _block(thread: Thread) -> bool:
     """Suspends a thread whose loop finds nothing new until one of the words that it looks at changes."""
     poll = thread.orders.poll
     poll.is_blocked = True
@@ -144,11 +145,11 @@ def _shuffle(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     return lambda thread: put(thread, get(thread))
 
 
-def _trap(thread: Any) -> None:
+def _trap(thread: Thread) -> None:
     raise ProtocolError(f"the kernel trapped: {thread.instruction.name}")
 
 
-def _sleep(thread: Any) -> None:
+def _sleep(thread: Thread) -> None:
     thread.polled = True
 
 

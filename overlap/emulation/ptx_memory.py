@@ -14,6 +14,7 @@ import numpy as np
 from . import ptx
 from .clocks import EMPTY, covers
 from .errors import ProtocolError, RaceError
+from .machine import Thread
 from .memory import Buffer, Cells, View
 from .orders import Orders, fence_sc
 from .registers import LANES, WARPS, Frame, Unreadable, signed, typed, width_of
@@ -87,7 +88,7 @@ def _access(i: ptx.Instruction) -> tuple[str, str, str, str]:
     return order, scope, operation, kind
 
 
-def _require_scope(thread: Any, word: Semaphore, write: Write, scope: str) -> None:
+def _require_scope(thread: Thread, word: Semaphore, write: Write, scope: str) -> None:
     others = [device for device in write.local if device != thread.device]
     if scope != "sys" and others:
         raise ProtocolError(
@@ -102,7 +103,7 @@ def _require_scope(thread: Any, word: Semaphore, write: Write, scope: str) -> No
         )
 
 
-def _require_order(thread: Any, word: Semaphore, what: str, *, reads: bool) -> None:
+def _require_order(thread: Thread, word: Semaphore, what: str, *, reads: bool) -> None:
     """A plain access must come after all writes to the word (and, if it writes, after all reads)."""
     last = word.log[-1]
     if thread.machine.detector is None or last.by is None:
@@ -126,7 +127,7 @@ def load(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
         raise Unreadable(f"{i.text!r}: the address is missing")
     put, base, offset, nbytes = frame.set(target), frame.get(address.base), address.offset, width_of(kind) // 8
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         words = _words_at(base(thread) + offset, nbytes)
         orders: Orders = thread.orders
         if order == "weak":
@@ -145,7 +146,7 @@ def load(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     return run
 
 
-def _note_write(thread: Any, word: Semaphore, i: ptx.Instruction, scope: str) -> None:
+def _note_write(thread: Thread, word: Semaphore, i: ptx.Instruction, scope: str) -> None:
     """What holds before a write: the word's owner has begun, and the scope reaches it."""
     if word.device != thread.device:
         if scope in ("gpu", "cta"):
@@ -157,7 +158,7 @@ def _note_write(thread: Any, word: Semaphore, i: ptx.Instruction, scope: str) ->
 
 
 def _store_words(
-    thread: Any, words: list[Semaphore], value: int, order: str, scope: str, *, continues: bool = False
+    thread: Thread, words: list[Semaphore], value: int, order: str, scope: str, *, continues: bool = False
 ) -> None:
     clocks = {"local": EMPTY, "system": EMPTY}
     releases = order in ("release", "acq_rel")
@@ -176,7 +177,7 @@ def _store_words(
     thread.tick()
 
 
-def _bytes_at(thread: Any, address: int, nbytes: int, space: str) -> View:
+def _bytes_at(thread: Thread, address: int, nbytes: int, space: str) -> View:
     """Bytes of an array that is none of semaphores, of this thread's own device (and CTA, if it is shared memory)."""
     buffer, offset = _arrays.get(address >> 32), (address & 0xFFFFFFFF) - _MIDDLE
     if not isinstance(buffer, Buffer) or buffer.space != space or buffer.device != thread.device:
@@ -189,7 +190,7 @@ def _bytes_at(thread: Any, address: int, nbytes: int, space: str) -> View:
     return View(buffer, array, (1,), f"[bytes {offset} to {offset + nbytes}]")
 
 
-def _store_bytes(thread: Any, address: int, value: bytes, space: str) -> None:
+def _store_bytes(thread: Thread, address: int, value: bytes, space: str) -> None:
     view = _bytes_at(thread, address, len(value), space)
     thread.access(view, "store", write=True)
     view.array[:] = np.frombuffer(value, np.uint8)
@@ -202,7 +203,7 @@ def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     put, base, offset = frame.set(target), frame.get(address.base), address.offset
     nbytes = width_of(i.modifiers[-1]) // 8
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = _bytes_at(thread, base(thread) + offset, nbytes, "smem")
         thread.access(view, "load", write=False)
         put(thread, int.from_bytes(view.array.tobytes(), "little"))
@@ -220,7 +221,7 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
         raise Unreadable(f"{i.text!r}: the address is missing")
     base, offset, get, nbytes = frame.get(address.base), address.offset, typed(frame, value, kind), width_of(kind) // 8
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         where = base(thread) + offset
         if is_shared or (order == "weak" and isinstance(_arrays.get(where >> 32), Buffer)):
             _store_bytes(thread, where, get(thread).to_bytes(nbytes, "little"), "smem" if is_shared else "gmem")
@@ -262,7 +263,7 @@ def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[
     has_result, is_signed = target is not None, kind[0] == "s"
     one_lane, one_warp = "lane" in under, "warp" in under
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         times = (1 if one_lane else LANES) * (1 if one_warp or thread.warp is not None else WARPS)
         if times > 1 and (has_result or operation == "cas"):
             raise Unreadable(
@@ -312,7 +313,7 @@ def fence(i: ptx.Instruction) -> Callable[[Any], None]:
     if order not in ("acquire", "release", "acq_rel", "sc") or scope not in ("cta", "gpu", "sys"):
         raise Unreadable(f"{i.text!r} is not emulated")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         if order != "release":
             thread.orders.acquire(thread.knowledge, scope)
         if order == "sc":

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import ptx
 from .errors import ProtocolError
+from .machine import Thread
 
 Getter = Callable[[Any], Any]
 LANES, WARPS = 32, 4
@@ -26,15 +27,15 @@ class Unreadable(NotImplementedError):
     """An instruction that is not emulated."""
 
 
-def _hardware_thread(thread: Any) -> int:
+def _hardware_thread(thread: Thread) -> int:
     return (thread.warpgroup * WARPS + (thread.warp or 0)) * LANES
 
 
-def _time(thread: Any) -> int:
+def _time(thread: Thread) -> int:
     return 0 if CLOCK is None else CLOCK(thread)
 
 
-def _cycles(thread: Any) -> int:
+def _cycles(thread: Thread) -> int:
     return thread.simulation.now if CLOCK is None else CLOCK(thread)
 
 
@@ -101,7 +102,7 @@ class Frame:
             raise Unreadable("an address where a value is expected")
         entry, name = self.entries[operand.name], operand.name.split("'")[0]
 
-        def read(thread: Any) -> Any:
+        def read(thread: Thread) -> Any:
             value = thread.env[entry]
             if value is None:
                 raise ProtocolError(f"the register {name} is read before anything has been written to it")

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from . import tensor_memory
-from .clusters import cluster_arrivals
+from .clusters import Cta, cluster_arrivals
 from .errors import ProtocolError
+from .machine import Machine, Thread
 from .memory import Buffer, Cells, poison
 from .program import Decoder, handles
 from .sync import MBarrier, Semaphore
 
 
-def _allocate(machine: Any, cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> Any:
+def _allocate(machine: Machine, cta: Cta, aval: Any, name: str, key: Any, thread: Thread | None = None) -> Any:
     """What a scoped reference of type `aval` is bound to, of a whole CTA or of one `thread` of it."""
     dtype, device = aval.dtype, cta.device
     kind = str(getattr(dtype, "name", dtype))
@@ -38,12 +39,12 @@ def _allocate(machine: Any, cta: Any, aval: Any, name: str, key: Any, thread: An
     return Buffer(name, space, poison(shape, dtype), device, cta)
 
 
-def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: Any) -> Cells:
+def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: Thread | None) -> Cells:
     axes = getattr(dtype, "collective_axes", None)
     groups = tuple(group if isinstance(group, tuple) else (group,) for group in axes or ())
     if groups and (cta.cluster is None or thread is not None):
         raise ProtocolError(f"the cluster barrier {name} needs a kernel with clusters, and a scope of all its threads")
-    arrivals = dtype.num_arrivals * (cluster_arrivals(cta.cluster.axes, groups) if groups else 1)
+    arrivals = dtype.num_arrivals * (cluster_arrivals(cta.cluster.axes, groups) if cta.cluster and groups else 1)
     barriers = []
     for index in np.ndindex(*shape):
         label = _label(f"{'cluster ' if groups else ''}barrier {name}", index)
@@ -53,10 +54,10 @@ def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: A
     return Cells(name, shape, barriers.__getitem__, cta.device)
 
 
-def _allocate_all(thread: Any, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
+def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
     """The allocations of a scope that all threads of a CTA share, the `visit`-th time that it enters."""
 
-    def allocate(cta: Any) -> list[Any]:
+    def allocate(cta: Cta) -> list[Any]:
         return [_allocate(thread.machine, cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
 
     cluster = thread.cta.cluster
@@ -64,7 +65,14 @@ def _allocate_all(thread: Any, avals: list[Any], names: list[str], key: Any, vis
 
 
 def _semaphores(
-    machine: Any, device: int, key: Any, shape: tuple[int, ...], name: str, *, cta: Any = None, first: int | None = None
+    machine: Machine,
+    device: int,
+    key: Any,
+    shape: tuple[int, ...],
+    name: str,
+    *,
+    cta: int | None = None,
+    first: int | None = None,
 ) -> Cells:
     """The semaphores with this key, the same array on every device (addressable from all of them).
 
@@ -97,7 +105,7 @@ def _get_global(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     if is_semaphore:
         d.program.words += [_label(name, index) for index in np.ndindex(*aval.shape)]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         machine, shape = thread.machine, tuple(aval.shape)
         if is_semaphore:
             thread.env[out] = _semaphores(machine, thread.device, key, shape, name, first=first)
@@ -135,7 +143,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.program.uses_tensor_memory |= columns > 0
     d.program.ends_by_cluster |= any(tensor_memory.is_collective(aval) for aval in avals)
 
-    def enter(thread: Any) -> bool | None:
+    def enter(thread: Thread) -> bool | None:
         cta = thread.cta
         if not collective:
             tensor_memory.occupy(cta, columns)
@@ -179,7 +187,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.emit(enter, eqn, "run_scoped", visible=collective)
     results = d.inline(jaxpr, entries, ins)
 
-    def leave(thread: Any) -> None:
+    def leave(thread: Thread) -> None:
         cta = thread.cta
         if collective:
             where = (key, thread.env[visit_entry])
@@ -210,10 +218,10 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     entries = [d.new() for _ in avals]
     key = d.here
 
-    def enter(thread: Any) -> None:
+    def enter(thread: Thread) -> None:
         env = thread.env
         for entry, aval, name, source in zip(entries, avals, names, initial):
-            if not hasattr(aval, "inner_aval"):
+            if source is not None and not hasattr(aval, "inner_aval"):
                 env[entry] = env[source]
                 continue
             env[entry] = made = _allocate(thread.machine, thread.cta, aval, name, key, thread)
@@ -231,7 +239,7 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     accumulates = any("Accumulator" in type(a).__name__ for a in avals)
 
-    def leave(thread: Any) -> None:
+    def leave(thread: Thread) -> None:
         if accumulates:  # the framework waits before it takes the value out of an accumulator
             thread.machine.engine.wait_wgmma(thread, 0)
         for entry, out in zip(entries, outs):

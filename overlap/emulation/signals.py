@@ -6,8 +6,11 @@ from typing import Any
 
 from .environment import value_of
 from .errors import ProtocolError
+from .machine import Thread
+from .memory import Cells
 from .program import Decoder, handles, predicate_of
 from .references import RefPath
+from .sync import MBarrier
 
 _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives one to all)"
 
@@ -24,7 +27,7 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         if predicate(thread.env):
             _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
@@ -32,7 +35,7 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return []
 
 
-def _arrive_at(thread: Any, barrier: Any) -> None:
+def _arrive_at(thread: Thread, barrier: MBarrier) -> None:
     """Arrives on a barrier, and if it is a cluster barrier, on those of the peers as well."""
     for reached in barrier.reached:
         if reached.cta is not thread.cta:
@@ -41,7 +44,7 @@ def _arrive_at(thread: Any, barrier: Any) -> None:
     thread.tick()
 
 
-def _try_wait(thread: Any, barrier: Any) -> bool:
+def _try_wait(thread: Thread, barrier: MBarrier) -> bool:
     waits = thread.waits.get(barrier, 0)
     if isinstance(waits, tuple):
         raise ProtocolError(
@@ -55,7 +58,7 @@ def _try_wait(thread: Any, barrier: Any) -> bool:
     return True
 
 
-def _blocked_on(thread: Any, barrier: Any) -> bool:
+def _blocked_on(thread: Thread, barrier: MBarrier) -> bool:
     def why() -> str:
         return (
             f"waits for phase {thread.waits.get(barrier, 0)} of {barrier.name}, got {barrier.arrived} of "
@@ -70,7 +73,7 @@ def _wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
-    def run(thread: Any) -> bool | None:
+    def run(thread: Thread) -> bool | None:
         where = path.resolve(thread, thread.env[barrier])
         if _try_wait(thread, where):
             thread.machine.run.wait_event(thread, where.name)
@@ -86,7 +89,7 @@ def _arrive_and_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
-    def arrive(thread: Any) -> None:
+    def arrive(thread: Thread) -> None:
         _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
     d.emit(arrive, eqn, "barrier_arrive", visible=True)
@@ -98,7 +101,7 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path, out = _barrier_path(d, eqn, leaves), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         where = path.resolve(thread, thread.env[barrier])
         waits = thread.waits.get(where, 0)  # a test does not count as a wait: the phase stays as it is
         done = not isinstance(waits, tuple) and where.passed(waits)
@@ -115,7 +118,9 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 # ---- semaphores ------------------------------------------------------------------------------------------------------
 
 
-def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: Any, id_type: Any, scope: str) -> None:
+def _signal_one(
+    thread: Thread, base: Cells, path: RefPath, count: int, device_id: Any, id_type: Any, scope: str
+) -> None:
     machine = thread.machine
     if device_id is not None:
         if scope == "gpu":
@@ -150,7 +155,7 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     device_id = d.leaves(device_id)
     id_type, scope = p.get("device_id_type"), p.get("memory_scope", "sys")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         _signal_one(thread, thread.env[ref], path, amount, device_id, id_type, scope)
 
     d.emit(run, eqn, visible=True)
@@ -164,7 +169,9 @@ def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
         path, amount, target = d.path(steps), d.leaf(count), d.leaves(device_id)
 
-        def run(thread: Any, ref: int = ref, path: RefPath = path, amount: Any = amount, target: Any = target) -> None:
+        def run(
+            thread: Thread, ref: int = ref, path: RefPath = path, amount: Any = amount, target: Any = target
+        ) -> None:
             _signal_one(thread, thread.env[ref], path, int(value_of(amount, thread.env)), target, None, "sys")
 
         d.emit(run, eqn, visible=True)
@@ -179,7 +186,7 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         raise NotImplementedError("a remote semaphore cannot be waited for")
     scope = eqn.params.get("memory_scope", "sys")
 
-    def run(thread: Any) -> bool | None:
+    def run(thread: Thread) -> bool | None:
         env = thread.env
         semaphore = path.resolve(thread, env[ref])
         wanted = int(value_of(amount, env))
@@ -207,7 +214,7 @@ def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     ref, transforms = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         # A relaxed read: it orders nothing.
         thread.env[out] = path.resolve(thread, thread.env[ref]).value
         thread.polled = True

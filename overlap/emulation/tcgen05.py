@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from . import tensor_core
-from .clusters import twin
+from .clusters import Cta, twin
 from .environment import value_of
 from .errors import ProtocolError
+from .machine import Thread
+from .memory import Buffer, Cells
 from .program import Decoder, handles, predicate_of
 from .references import RefPath
 
 
-def _issuers(thread: Any, axis: Any) -> Sequence[Any]:
+def _issuers(thread: Thread, axis: Any) -> Sequence[Cta]:
     """The CTAs that an operation of `thread` works in: none if it is the second of a pair."""
     cta = thread.cta
     if axis is None:
@@ -34,7 +36,7 @@ def _issuers(thread: Any, axis: Any) -> Sequence[Any]:
     return pair if pair[0] is cta else ()
 
 
-def _at(thread: Any, path: Any, base: Any, cta: Any) -> Any:
+def _at(thread: Thread, path: RefPath, base: Buffer | Cells, cta: Cta) -> Any:
     """What a reference of `thread` denotes in `cta`, which is its own one or the other of the pair."""
     return path.resolve(thread, base if cta is thread.cta else twin(base, cta))
 
@@ -61,7 +63,7 @@ def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     operands = [(paths[name], entry) for name, entry in entries.items()]
     adds, axis = d.leaf(accumulate), p["collective_axis"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
         if not ctas:
@@ -85,7 +87,7 @@ def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path, _ = _path(d, p["barrier_transforms_tree"], leaves)
     axis = p["collective_axis"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         ctas = _issuers(thread, axis)
         if ctas and predicate(thread.env):
             tensor_core.commit(thread, [_at(thread, path, thread.env[barrier], cta) for cta in ctas])
@@ -101,7 +103,7 @@ def _copy(d: Decoder, eqn: Any, ins: list[int], convert: Callable[[np.ndarray], 
     target, _ = _path(d, p["tmem_tree"], leaves)
     axis = p["collective_axis"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
         if ctas:

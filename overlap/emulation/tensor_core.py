@@ -8,13 +8,14 @@ share one component of the vector clocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .engines import Arrival, matmul
 from .machine import Thread
 from .memory import View
+from .sync import MBarrier
 
 
 class Operands(NamedTuple):
@@ -105,7 +106,7 @@ def copy(thread: Thread, pairs: Sequence[tuple[View, View]], convert: Callable[[
     queue.append(move, at_once=engine.completes_at_once())
 
 
-def commit(thread: Thread, barriers: Sequence[Any]) -> None:
+def commit(thread: Thread, barriers: Sequence[MBarrier]) -> None:
     """Has all that `thread` has issued so far arrive once on each of these barriers when it is complete."""
     queue, engine = thread.tensor.queue, thread.machine.engine
     queue.check("a commit", collective=len(barriers) > 1)
@@ -114,7 +115,7 @@ def commit(thread: Thread, barriers: Sequence[Any]) -> None:
         if barrier.cta is not thread.cta and knowledge is not None:
             barrier.cta.note_use(thread, f"an arrival on {barrier.name}", queue.component, until)
 
-        def complete(barrier: Any = barrier) -> None:
+        def complete(barrier: MBarrier = barrier) -> None:
             queue.run_until(until)
             barrier.arrive(knowledge)
 

@@ -8,16 +8,20 @@ from typing import Any
 import jax
 
 from . import clusters, multicast
+from .clusters import Cta
 from .engines import Landing
 from .errors import ProtocolError
+from .machine import Thread
+from .memory import View
 from .program import Decoder, handles, predicate_of
+from .sync import MBarrier
 
 # Before jax 0.12 a copy whose predicate does not hold still arrives on its barrier, and a copy arrives from each CUDA
 # thread, also on a barrier that orders the tensor core, which counts one arrival.
 _ARRIVES_WITHOUT_COPY = _ARRIVES_FROM_EACH_THREAD = jax.__version_info__ < (0, 12)
 
 
-def _check_shapes(src: Any, dst: Any) -> None:
+def _check_shapes(src: View, dst: View) -> None:
     a, b = src.requested or src.shape, dst.requested or dst.shape
     if [n for n in a if n != 1] != [n for n in b if n != 1]:
         raise ProtocolError(f"a copy from {src} of shape {a} to {dst} of shape {b}: the shapes must be equal")
@@ -41,10 +45,10 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         at += tree.num_leaves
     src_path, dst_path, barrier_path = paths
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
 
-        def barrier_in(cta: Any) -> Any:
+        def barrier_in(cta: Cta) -> MBarrier:
             base = env[barrier] if cta is thread.cta else clusters.twin(env[barrier], cta)
             return barrier_path.resolve(thread, base)
 
@@ -63,8 +67,9 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             return
         source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
         nbytes = target.array.nbytes
-        if tracking is not None:
-            ctas = thread.cta.cluster.along(thread.cta, axes)
+        cluster = thread.cta.cluster
+        if tracking is not None and cluster is not None:
+            ctas = cluster.along(thread.cta, axes)
             nbytes *= len(ctas)  # the leader counts what all of them get
             if hasattr(tracking, "axis"):
                 source = multicast.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
@@ -85,7 +90,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return []
 
 
-def _leader(thread: Any, axes: tuple[Any, ...], barrier_in: Callable[[Any], Any]) -> Any:
+def _leader(thread: Thread, axes: tuple[Any, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:
     """The barrier that counts a copy whose progress the first CTA along `axes` tracks for all of them."""
     cluster = thread.cta.cluster
     if cluster is None:
@@ -93,7 +98,9 @@ def _leader(thread: Any, axes: tuple[Any, ...], barrier_in: Callable[[Any], Any]
     return barrier_in(cluster.along(thread.cta, axes)[0])
 
 
-def _multicast(thread: Any, axes: tuple[Any, ...], target: Any, where: Any, at: Any) -> list[Landing]:
+def _multicast(
+    thread: Thread, axes: tuple[Any, ...], target: View, where: MBarrier, at: Callable[[Cta], tuple[View, MBarrier]]
+) -> list[Landing]:
     """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, each with its barrier."""
     cluster = thread.cta.cluster
     if cluster is None:
@@ -115,7 +122,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     dst_path = d.path(d.unflatten(p["dst_transforms_treedef"], leaves[n:]), clip=True)
     reduction, commit = p["reduction_op"], p["commit_group"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         engine = thread.machine.engine
         if not predicate(env):

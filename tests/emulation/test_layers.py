@@ -10,26 +10,27 @@ from overlap import emulation
 PACKAGE = pathlib.Path(emulation.__file__).parent
 # From below. Modules of one layer do not import each other.
 LAYERS = {
-    # Know nothing of each other.
     "foundations": (
-        *("arithmetic", "clocks", "cores", "errors", "interrupt", "ptx", "scheduler", "shadow", "environment"),
+        *("arithmetic", "clocks", "cores", "environment", "errors", "interrupt", "ptx", "scheduler", "shadow"),
         "tensor_views",
     ),
     # Memory, words and barriers, the mesh, and what a user sets.
-    "objects": ("memory", "mesh", "sync", "settings", "core_counts", "registers"),
+    "objects": ("memory", "mesh", "sync", "settings", "core_counts"),
     "accesses": ("races", "devices", "multicast", "runs"),
     "messages": ("report",),
     # What all launches have in common.
     "simulation": ("simulation",),
     "groups and orders": ("clusters", "orders"),
-    # What happens later than it is issued; what references denote; what PTX does to words.
-    "engines": ("engines", "references", "ptx_memory"),
-    "programs": ("program", "tensor_queue", "ptx_meaning"),
-    # Threads, and one launch of one program.
+    # Operations that complete later than they are issued; what references denote.
+    "engines": ("engines", "references"),
+    "programs": ("program", "tensor_queue"),
+    # One launch of one program: its threads.
     "launch": ("machine",),
-    "tensor core": ("tensor_core", "deadlock"),
-    # The primitives: a handler makes instructions of an equation.
-    "handlers": (*("cluster_launch", "control", "data", "inline", "signals", "tcgen05", "tensor_memory", "transfers"),),
+    "tensor core": ("tensor_core", "deadlock", "registers"),
+    "words of PTX": ("ptx_memory",),
+    "instructions of PTX": ("ptx_meaning",),
+    # Each makes instructions of the equations of some primitives.
+    "handlers": ("cluster_launch", "control", "data", "inline", "signals", "tcgen05", "tensor_memory", "transfers"),
     "scopes": ("scopes",),
     # A sequence of launches; a kernel's program, by all handlers.
     "sequences": ("sequence", "decode"),
