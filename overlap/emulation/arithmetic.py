@@ -1,6 +1,6 @@
 """Primitives without side effects, in NumPy; scalar integers and booleans are plain Python values.
 
-What is not listed here goes through a cached `jax.jit` of the equation.
+A primitive that is not listed here runs as a compiled `jax.jit` of its equation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _IDENTITY = {
 
 
 def is_plain(aval: Any) -> bool:
-    """Whether values of this type are kept as Python ints and bools."""
+    """Whether the emulator keeps values of this type as Python ints and bools."""
     return getattr(aval, "shape", None) == () and getattr(aval, "dtype", None) is not None and _kind(aval) in "iub"
 
 
@@ -198,7 +198,7 @@ def _through_jax(eqn: Any) -> Callable[..., Any]:
 
 
 def implementation(eqn: Any) -> tuple[Callable[..., Any], bool]:
-    """(function of the operands, whether it returns a list) for an equation without side effects."""
+    """A function of the operands that computes an equation without side effects, and whether it returns a list."""
     scalar = _scalar(eqn)
     if scalar is not None:
         return scalar, False

@@ -41,9 +41,11 @@ class Cta:
         self.ended = False
         self.cluster: Cluster | None = None
         self.rank = 0  # in the cluster
-        self.peer_uses: dict[int, tuple[int, str, int]] = {}  # component -> what another CTA of the cluster does here
+        self.peer_uses: dict[
+            int, tuple[int, str, int]
+        ] = {}  # component -> (time, what another CTA does here, instruction)
         self.final = Knowledge()  # of the threads that have ended
-        self.freed: list[Buffer] = []  # memory whose scope has ended and that nobody has got since
+        self.freed: list[Buffer] = []  # memory of ended scopes, not given out again yet
         self.tensor_columns = 0  # of tensor memory, in use
 
     def note_use(self, thread: Visitor, what: str, component: int, time: int) -> None:
@@ -55,14 +57,19 @@ class Cta:
             self.peer_uses[component] = (time, what, thread.instruction.index)
 
     def check_left(self, thread: Visitor) -> None:
-        """Called when the CTA ends: all that its peers do with its barriers and memory must be over."""
+        """Checks, when the CTA ends, that its peers no longer use its barriers and memory."""
         for component, (time, what, instruction) in self.peer_uses.items():
             if not covers(self.final.seen, component, time):
                 error = ProtocolError(report.left_cluster(self, what))
                 self.simulation.fault(("cluster", instruction), error, thread)
 
     def reuse(self, knowledge: Knowledge, thread: Visitor) -> None:
-        """The freed memory may be given out now: whoever does that must know that all copies are done with it."""
+        """Checks that no copy or product still uses the freed memory, which may be given out again now.
+
+        Args:
+            knowledge: of those who give the memory out: it must cover all uses.
+            thread: named in a fault.
+        """
         freed, self.freed = self.freed, []
         if self.simulation.detector is None:
             return
@@ -86,13 +93,15 @@ class Cluster:
     def __init__(self, axes: dict[str, int], ctas: list[Cta]):
         self.axes, self.ctas = axes, ctas
         self.places = list(itertools.product(*(range(size) for size in axes.values())))
-        self._scopes: dict[Any, list[Any]] = {}  # (scope, visit) -> what its CTAs have not taken yet
+        self._scopes: dict[
+            Any, list[Any]
+        ] = {}  # (scope, visit) -> for each CTA, its allocations, until the CTA takes them
         self._shadows: dict[Any, Any] = {}  # of each scope's buffers: the next visit has the same bytes
         for rank, cta in enumerate(ctas):
             cta.cluster, cta.rank = self, rank
 
     def along(self, cta: Cta, axes: Sequence[Any]) -> list[Cta]:
-        """The CTAs whose places differ from that of `cta` along `axes` at most, row-major in the order of `axes`."""
+        """The CTAs that differ from `cta` in their indices along `axes` at most, row-major in the order of `axes`."""
         names = list(self.axes)
         for axis in axes:
             if axis not in names:
@@ -106,7 +115,7 @@ class Cluster:
         return found
 
     def at(self, cta: Cta, place: dict[Any, int]) -> Cta:
-        """The CTA at the place of `cta`, but for the axes in `place`."""
+        """The CTA with the indices `place` along the axes named there, and those of `cta` along the others."""
         for axis, index in place.items():
             if not 0 <= index < self.axes.get(axis, 0):
                 raise ProtocolError(f"{axis!r} = {index} is no place in a cluster of {self.axes}")
@@ -114,7 +123,7 @@ class Cluster:
         return self.ctas[self.places.index(tuple({**own, **place}.values()))]
 
     def enter(self, cta: Cta, key: Any, visit: int, allocate: Callable[[Cta], list[Any]]) -> list[Any]:
-        """The allocations of `cta` for one visit of a scope, made for the whole cluster by whoever comes first."""
+        """The allocations of `cta` for one visit of a scope. The first CTA that enters makes them for the whole cluster."""
         made = self._scopes.get((key, visit))
         if made is None:
             made = self._scopes[(key, visit)] = [allocate(each) for each in self.ctas]
@@ -140,7 +149,7 @@ class Cluster:
                 if not getattr(barrier, "collective", ()):
                     continue
                 last = 1 if barrier.leader_tracked else None
-                # Everyone whose place differs along one group of axes at most, each once.
+                # Each CTA that differs from the barrier's own along one group of axes at most, once.
                 reached = {each.rank for axes in barrier.collective for each in self.along(barrier.cta, axes)[:last]}
                 barrier.reached = [twins[rank].at(place) for rank in sorted(reached)]
 
@@ -156,6 +165,6 @@ def twin(base: Buffer | Cells, cta: Cta) -> Any:
 
 
 def cluster_arrivals(axes: dict[str, int], groups: Sequence[Any]) -> int:
-    """From how many CTAs a cluster barrier gets arrivals: those that differ along one group of axes at most."""
+    """How many CTAs arrive on a cluster barrier: those that differ from its own along one group of axes at most."""
     sizes = [math.prod(axes[axis] for axis in group) for group in groups]
     return sum(sizes) - len(sizes) + 1

@@ -1,4 +1,4 @@
-"""Control flow, calls, warps, and what a thread asks about itself."""
+"""Handlers of control flow, calls, maps over warps, and the indices of a thread."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     out = d.new()
 
     def run(thread: Thread) -> None:
-        # As Mosaic GPU's lowering looks names up: the warps' axis, then those of the mesh, then the kernel's.
+        # In the order of Mosaic GPU's lowering: the axis of the warps, the axes of the mesh, the axes of the kernel.
         mesh = thread.mesh
         if name in mesh.shape and not is_warp:
             thread.env[out] = mesh.place(thread.device)[list(mesh.shape).index(name)]

@@ -14,10 +14,11 @@ from .cores import core_count
 def core_count_of_devices() -> Iterator[None]:
     """While active, `device.core_count` of a CPU device is what `core_count()` returns.
 
-    A CPU device has no such attribute. For kernels of others that ask for it; your own call `core_count()`.
+    A CPU device has no such attribute. Use this for kernels that you cannot change; your
+    own kernels call `core_count()`.
 
     Raises:
-        RuntimeError: the default device has the attribute: it is no CPU device.
+        RuntimeError: the default device has the attribute already: it is not a CPU device, or this context is active.
 
     Example:
         >>> from overlap import emulation
@@ -29,7 +30,7 @@ def core_count_of_devices() -> Iterator[None]:
     kind = type(jax.local_devices()[0])
     if hasattr(jax.local_devices()[0], "core_count"):
         raise RuntimeError("core_count_of_devices() is for CPU devices, and is active once at a time")
-    # A class of jaxlib, common to all devices, so it is changed for as short as possible.
+    # The class belongs to jaxlib and is common to all devices, so it is changed for as short a time as possible.
     setattr(kind, "core_count", property(lambda device: core_count()))  # noqa: B010
     try:
         yield

@@ -1,4 +1,4 @@
-"""Loads and stores by threads themselves, accumulators and wgmma."""
+"""Handlers of loads and stores by threads themselves, of accumulators and of wgmma."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
     out, aval = d.new(), eqn.outvars[0].aval
     plain = arithmetic.is_plain(aval)
-    # Rows that nobody has written are NaN, and show wherever they get.
+    # Rows that nobody has written hold NaN, which shows in all that is computed from them.
     by_rows = len(aval.shape) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
     def run(thread: Thread) -> None:
@@ -62,7 +62,7 @@ def _store(d: Decoder, eqn: Any, ref: int, value: int, leaves: list[int], *, add
 
 @handles("swap")
 def _swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    # `ref[...] = x` is a swap whose result nobody uses: then nothing is read.
+    # `ref[...] = x` is a swap whose result nobody uses. Such a swap reads nothing.
     return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=d.is_used(eqn.outvars[0]))
 
 

@@ -1,6 +1,6 @@
 """Decodes a kernel: what `plgpu.kernel` binds becomes a `Program`.
 
-The modules imported here for nothing else register the handlers of the primitives (`program.handles`).
+The modules of handlers are imported here only because they register their handlers (`program.handles`).
 """
 
 from __future__ import annotations

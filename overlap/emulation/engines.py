@@ -1,7 +1,7 @@
 """Asynchronous engines: TMA loads, TMA stores and wgmma, which complete later than they are issued.
 
-When, within what the rules allow, is the completion mode: ``eager`` at once, ``random`` at any later step, ``late``
-only when somebody has to have it: a store at the wait for it, a load when no thread can run without one.
+The completion mode says when, within the rules. ``eager``: at once. ``random``: at any later step, by chance. ``late``:
+when somebody needs it; a store completes at the wait for it, a load when no thread can run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SINGLE_THREADED = 1 << 18
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b in the dtype of `a`, by blocks of rows, each small enough to be computed by one thread.
+    """a @ b in the dtype of `a`, by blocks of rows that are small enough for BLAS to use one thread.
 
-    Floating-point products are summed in f64. In f32, BLAS gives a row other last bits in one place of a block than in
-    another, on some CPUs; a tensor core does not, and users compare bits.
+    Floating-point products are summed in f64. In f32, BLAS on some CPUs rounds a row differently at different places of
+    a block; a tensor core does not, and users compare results bit by bit.
     """
     dtype, (rows, k) = a.dtype, a.shape
     if dtype.kind == "f":
@@ -123,7 +123,7 @@ class Operation:
 
 
 class Issued(NamedTuple):
-    """An operation that has been issued, as the race detector wants it."""
+    """An operation that has been issued, with what `Engine.record` needs to know of it."""
 
     thread: Issuer
     instruction: Any
@@ -133,9 +133,9 @@ class Issued(NamedTuple):
 
 
 class Arrival:
-    """Something under way that ends with an arrival on a barrier, such as a commit."""
+    """An operation that ends with an arrival on a barrier, such as a commit."""
 
-    kind, stage = "arrival", 0  # as of a load that is not complete
+    kind, stage = "arrival", 0  # `stage` as in `Operation`
 
     def __init__(self, thread: Issuer, barrier: MBarrier, complete: Callable[[], None]):
         self.thread, self.barrier, self.complete = thread, barrier, complete
@@ -161,7 +161,7 @@ class Engine:
         atomic: bool = False,
         by_rows: bool = False,
     ) -> None:
-        """Checks and remembers what an operation does to memory."""
+        """Checks and remembers an access that an operation makes to memory."""
         simulation = self._simulation
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
@@ -192,9 +192,16 @@ class Engine:
         remote: bool,
         undefined: bool,
     ) -> None:
-        """Issues a TMA load; `barrier` is to count `nbytes`, of which peers may send a part (None: a peer's is).
+        """Issues a TMA load.
 
-        `undefined`: what lies out of bounds is not even zero.
+        Args:
+            thread: the issuer.
+            src: the source.
+            landings: the destinations: one, or one for each CTA of a multicast load.
+            barrier: this CTA's barrier, which expects `nbytes`; None if a peer's barrier counts the load.
+            nbytes: the bytes that `barrier` expects; peers may send a part of them.
+            remote: whether the source is on another device.
+            undefined: whether elements out of bounds are undefined, and not zero.
         """
         run = self._simulation.run
         ops = []
@@ -238,7 +245,9 @@ class Engine:
             op.stage = 2
             self._simulation.run.event_end(op.event)
             knowledge = op.knowledge
-            if op.barrier.cta is not op.thread.cta:  # a peer learns of this copy, not of what its issuer did before
+            if (
+                op.barrier.cta is not op.thread.cta
+            ):  # a peer learns of this copy, and not of earlier actions of the issuer
                 knowledge = Knowledge()
                 knowledge.note(op.component, op.time)
             op.barrier.landed(op.nbytes, knowledge)
@@ -358,7 +367,7 @@ class Engine:
             self._flying.pop()
 
     def complete_awaited(self) -> bool:
-        """Nothing can run: completes one load, preferably one that somebody waits for. False if there is none."""
+        """Completes one load when no thread can run, preferably an awaited one. Returns False if there is none."""
         loads = [i for i, op in enumerate(self._flying) if op.kind != "store"]
         awaited = [i for i in loads if self._flying[i].barrier.waiters]
         choices = awaited or loads
@@ -368,7 +377,7 @@ class Engine:
         return True
 
     def finish(self, machine: object, device: int) -> None:
-        """Completes all that is left of a launch on a device when its last thread has gone."""
+        """Completes all operations of a launch on a device whose last thread has ended."""
 
         def is_left(op: Operation) -> bool:
             return op.thread.machine is machine and op.thread.device == device
