@@ -123,7 +123,7 @@ class Cluster:
         return self.ctas[self.places.index(tuple({**own, **place}.values()))]
 
     def enter(self, cta: Cta, key: Any, visit: int, allocate: Callable[[Cta], list[Any]]) -> list[Any]:
-        """The allocations of `cta` for one visit of a scope. The first CTA that enters makes them for the whole cluster."""
+        """The allocations of `cta` for one visit of a scope; the first CTA that enters makes them for all."""
         made = self._scopes.get((key, visit))
         if made is None:
             made = self._scopes[(key, visit)] = [allocate(each) for each in self.ctas]

@@ -1,9 +1,11 @@
-"""Inline code (`plgpu.inline_mgpu`): the function is run as Mosaic GPU runs it, and what it emits is interpreted.
+"""Inline code (`plgpu.inline_mgpu`): the decoder calls the function, as Mosaic GPU does, and translates its code.
 
-The function gets references and scalars of a module that is thrown away. Its PTX (`ptx`, `ptx_meaning`) and the few
-other operations that lead to operands become instructions of the emulated program. What cannot be read is an error when
-the kernel is decoded, with the instruction and the line of the call. An emulated thread stands for a warp or a
-warpgroup; a predicate that elects one thread is therefore true, and known to elect (`registers.Frame`).
+The function gets references and scalars of a temporary MLIR module. Its PTX (`ptx`, `ptx_meaning`), and the few other
+operations that compute operands, become instructions of the emulated program. Code that is not understood is an error
+while the kernel is decoded, which names the instruction and the line of the call.
+
+An emulated thread stands for a warp or a warpgroup. So a predicate that elects one CUDA thread is true, and the decoder
+notes that it elects (`registers.Frame`).
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ from .references import RefPath
 from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 
 _NOTHING: frozenset[str] = frozenset()
-_ARCHITECTURE = (9, 0)  # to functions that ask; what they emit for others says the same
+_ARCHITECTURE = (9, 0)  # what functions that ask are told; their code for others means the same
 _DYNAMIC = -(1 << 31)  # an index of `llvm.getelementptr` that is an operand
 
 
 @functools.cache
 def _mlir_context() -> ir.Context:
-    """One for all calls: to make it takes longer than to read most of them."""
+    """The context of all calls. Making one takes longer than translating most inline code."""
     return mlir.make_ir_context()
 
 
 class _Context:
-    """Takes the place of Mosaic GPU's launch context: there is none here.
+    """Stands in for Mosaic GPU's launch context.
 
     Attributes:
-        device_ids: of the devices of the mesh, in order; the code may depend on them.
+        device_ids: the ids of the mesh's devices, in order, on which the code may depend.
     """
 
     def __init__(self, device_ids: tuple[int, ...]):
@@ -51,7 +53,13 @@ class _Context:
 
 
 class _Value:
-    """An MLIR value: a number, or the entry that holds it; and by what it differs within an emulated thread."""
+    """An MLIR value.
+
+    Attributes:
+        number: the value, if the decoder knows it.
+        entry: of the environment that holds the value, if only a running thread knows it.
+        varies: what the value depends on within an emulated thread: ``"lane"``, ``"warp"``.
+    """
 
     def __init__(self, number: int | None, entry: int | None = None, varies: frozenset[str] = _NOTHING):
         self.number, self.entry, self.varies = number, entry, varies
@@ -181,7 +189,7 @@ class _Reader:
 
     def _extract(self, operation: Any) -> None:
         (source,), (field, *_) = operation.operands, list(operation.attributes["position"])
-        if source not in self._references:  # of several results
+        if source not in self._references:  # one of several results of inline PTX
             self._values[operation.results[0]] = self._values[source][field]
         elif field == 1:
             entry, path = self._references[source]
@@ -190,7 +198,7 @@ class _Reader:
                     lambda thread: ptx_memory.address_of(*path.locate(thread, thread.env[entry])), "address", _NOTHING
                 )
             self._values[operation.results[0]] = self._addresses[entry, id(path)]
-        elif field == 2:  # Elements from there to the slice: the address is that of the slice itself.
+        elif field == 2:  # The offset of the slice from the address: 0, as the address is that of the slice.
             self._values[operation.results[0]] = _Value(0)
         else:
             raise Unreadable("it asks for the strides of a reference")
@@ -262,7 +270,7 @@ class _Reader:
                 thread.env[entry] = None
 
         d.emit(enter, eqn, "inline code")
-        chosen: list[tuple[int, frozenset[str]]] = []  # branches by lane or warp: (target, by what)
+        chosen: list[tuple[int, frozenset[str]]] = []  # branches so far: (target, what the choice depends on)
         jumps, places = [], []
         for index, i in enumerate(code.instructions):
             places.append(d.here)
@@ -303,14 +311,14 @@ def _is_reference(aval: Any) -> bool:
 
 
 def _bits(kind: Any) -> int:
-    """Of an integer or an address."""
+    """The number of bits of an integer or an address."""
     if isinstance(kind, ir.IntegerType):
         return kind.width
     return 64
 
 
 def _comparison(predicate: int, bits: int) -> Callable[[int, int], int]:
-    """Of `arith.cmpi`: eq, ne, then lt, le, gt, ge of signed and of unsigned numbers."""
+    """The comparison of `arith.cmpi`: eq, ne, then lt, le, gt, ge of signed numbers, then of unsigned ones."""
     names = ("__eq__", "__ne__", *(("__lt__", "__le__", "__gt__", "__ge__") * 2))
     flip = 1 << (bits - 1) if 2 <= predicate < 6 else 0  # signed: the order of the numbers with the first bit flipped
     name = names[predicate]
@@ -336,7 +344,7 @@ def _constant(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     return attribute.value & ((1 << _bits(operation.results[0].type)) - 1), _NOTHING
 
 
-# (value, or function of the thread; by what it differs within an emulated thread)
+# Operations without operands. Each gives (the value or a function of the thread, what the value varies by).
 _MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
     "arith.constant": _constant,
     "llvm.mlir.constant": _constant,
@@ -347,7 +355,7 @@ _MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
         _NOTHING,
     ),
 }
-# (function, the second operand with which it returns the first)
+# Operations that compute: (the function, the second operand with which the result is the first operand).
 _COMPUTED: dict[str, tuple[Callable[..., int], int | None]] = {
     **dict.fromkeys(("arith.addi", "llvm.add"), (lambda a, b: a + b, 0)),
     **dict.fromkeys(("arith.subi", "llvm.sub"), (lambda a, b: a - b, 0)),
@@ -368,7 +376,7 @@ _COMPUTED: dict[str, tuple[Callable[..., int], int | None]] = {
         ("arith.index_cast", "arith.index_castui", "arith.extui", "arith.trunci", "llvm.zext", "llvm.trunc",
          "llvm.ptrtoint", "llvm.inttoptr"), (lambda a: a, None),
     ),
-    # A warp's number, which all lanes get from the first.
+    # Used to give a warp's number to all lanes: lane 0's value.
     "nvvm.shfl.sync": (lambda mask, value, lane, limit: value, None),
 }  # fmt: skip
 _EFFECTLESS = {"nvvm.bar.warp.sync"}

@@ -1,4 +1,4 @@
-"""One launch of one kernel on the devices of its mesh: their CTAs, and the threads of these."""
+"""One launch of one kernel: its CTAs on the devices of a mesh, and their threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tensor_queue import TensorThread
 
 
 class Thread:
-    """A warpgroup, or one warp of it inside `plgpu.warp_map`: an environment and a place in the program."""
+    """A warpgroup, or a warp of it inside `plgpu.warp_map`: an environment, and a place in the program."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Thread:
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
         self.orders = Orders()
-        # A warp of a later map comes after the same warp of the one before, and so takes over its component.
+        # A warp of a map runs after the same warp of an earlier map, whose component it takes over.
         self.component = machine.simulation.components.new() if before is None else before.component
         self.time = 1 if before is None else before.time + 1
         self.pool = ComponentPool(machine.simulation.components) if before is None else before.pool
@@ -65,7 +65,7 @@ class Thread:
         self.knowledge.note(self.component, self.time)
 
     def tick(self) -> None:
-        """Ends an interval: what comes after is not covered by snapshots taken before."""
+        """Begins a new interval: clocks that were taken before do not cover what the thread does from now on."""
         if self.machine.detector is not None:
             self.time += 1
             self.knowledge.note(self.component, self.time)
@@ -130,7 +130,7 @@ class Thread:
 
     @property
     def in_launch(self) -> str:
-        """The thread, and of several launches the one that it is in."""
+        """The thread's name; with several launches also the launch."""
         launches = self.simulation.launches
         return (
             str(self)
@@ -154,13 +154,13 @@ class Machine:
 
     Attributes:
         mesh: the devices; a device is known by its number in the sequence.
-        number: of the launch within the sequence, from 1.
-        ordinals: for each device, the how manieth of its launches this is, from 1.
+        number: the launch's number in the sequence, from 1.
+        ordinals: for each device, this launch's number among the launches of that device, from 1.
         arrived: the devices that have come to this launch.
-        buffers: for each device, what the kernel's parameters denote.
-        values: for each device, what they hold when it begins; None: nothing.
+        buffers: for each device, the buffers (or plain values) of the kernel's parameters.
+        values: for each device, the contents of its buffers when the launch begins; None for undefined contents.
         private: semaphores that belong to single CTAs.
-        results: for each position, the outputs; set when the launch has ended there.
+        results: the outputs of each device on which the launch has ended and given up its memory.
     """
 
     def __init__(
@@ -205,11 +205,11 @@ class Machine:
         self.exit_seen = {device: Knowledge() for device in mesh.devices}
 
     def word(self, device: int, first: int, place: int) -> Semaphore:
-        """Of the semaphores of a device that all its CTAs share, the one at `place` behind the `first` of an array."""
+        """A semaphore that all CTAs of `device` share: `place` behind the `first` one of an array."""
         return self._devices[device].word(self.flags.first + first + place)
 
     def semaphores(self, devices: Collection[int]) -> Iterator[Semaphore]:
-        """All of them on these devices that anybody has used."""
+        """The launch's semaphores on these devices, as far as anybody has used them."""
         yield from (semaphore for semaphore in self.private if semaphore.device in devices)
         for device in devices:
             yield from (word for _, word in self._devices[device].words(self.flags))
@@ -242,13 +242,13 @@ class Machine:
         self.simulation.scheduler.admit(thread)
 
     def begin(self, device: int, known: Knowledge) -> None:
-        """Starts the launch on a device, whose threads know so much then."""
+        """Starts the launch on a device; its threads begin with the knowledge `known`."""
         self._start[device] = known
         self.queue(device)
         self.launch(device)
 
     def queue(self, device: int) -> None:
-        """Makes the CTAs of a launch on a device."""
+        """Makes the CTAs of the launch on a device, none of which runs yet."""
         grid = itertools.product(*(range(n) for n in self.program.grid))
         threads = self.program.num_threads or 1
         self.ctas[device] = [Cta(self.simulation, threads, device, i, place) for i, place in enumerate(grid)]
@@ -260,7 +260,7 @@ class Machine:
 
     @property
     def resident(self) -> int | None:
-        """How many CTAs fit on a device. A kernel that takes over waiting clusters has one CTA per core by default."""
+        """How many CTAs fit on a device (None: all). By default a kernel with cluster launch control has one per core."""
         if self.simulation.settings.resident is None and self.program.cancels_clusters:
             together = math.prod(self.program.cluster.values())
             return max(self.simulation.settings.cores // together, 1) * together
@@ -303,14 +303,14 @@ class Machine:
             self.start(thread)
 
     def leave(self, thread: Thread) -> None:
-        """A thread ends: its CTA may end with it, and another start in its place."""
+        """Ends a thread. Its CTA ends with its last thread, and another CTA starts."""
         thread.done = True
         if thread.warp is None:
             self.exit_seen[thread.device].join(thread.knowledge)
             cta = thread.cta
             cta.final.join(thread.knowledge)
             cta.running -= 1
-            # Mosaic has a barrier of the whole cluster at the end of a kernel whose CTAs share tensor memory.
+            # Mosaic ends a kernel whose CTAs share tensor memory with a barrier of the whole cluster.
             leaving = cta.cluster.ctas if self.program.ends_by_cluster and cta.cluster else [cta]
             if all(each.running == 0 for each in leaving):
                 for each in leaving:
@@ -326,7 +326,7 @@ class Machine:
                     self._on_end(self, thread.device)
 
     def take_results(self, device: int) -> None:
-        """The launch has ended on a device, whose memory is another one's from now on."""
+        """Keeps the results on a device where the launch has ended, and gives up the memory to other launches."""
         first = len(self.program.input_is_ref)
         self.results[device] = [buffer.data.copy() for buffer in self.buffers[device][first:]]
         for buffer in self.buffers[device]:
@@ -334,7 +334,7 @@ class Machine:
                 buffer.data[...] = poison(buffer.data.shape, buffer.data.dtype)
 
     def outputs(self, *, ended: bool) -> list[list[np.ndarray]]:
-        """For each position, the results; worthless ones unless it has `ended` well."""
+        """The results for each position; undefined values unless the launch has `ended`."""
         first = len(self.program.input_is_ref)
         if not ended:
             return [[poison(a.shape, a.dtype) for a in self.program.out_avals] for _ in self.mesh.devices]
@@ -346,9 +346,10 @@ class Machine:
     # ---- faults ------------------------------------------------------------------------------------------------------
 
     def check_present(self, thread: Thread, device: int, what: str, *, asynchronous: bool) -> None:
-        """That `thread` may touch the memory of `device`: it knows that its launch has begun there, and not ended.
+        """Checks that `thread` may touch the memory of `device`, where this launch must have begun and not ended.
 
-        `asynchronous`: by the copy engine, for which that knowledge needs a proxy fence behind it.
+        The thread must know that the launch has begun there. An `asynchronous` access, by the copy engine, needs a
+        proxy fence after that knowledge.
         """
         if device == thread.device or self.detector is None:
             return
@@ -362,7 +363,7 @@ class Machine:
             self.fault(("left", thread.instruction.index), ProtocolError(report.has_left(thread, device, what)), thread)
 
     def check_remote_uses(self) -> None:
-        """That no device may have left while a peer still used its memory."""
+        """Checks that no device can leave while a peer still uses its memory."""
         for device, uses in self.remote_uses.items():
             for access in uses.values():
                 if not covers(self.exit_seen[device].seen, access.component, access.time):
@@ -370,7 +371,7 @@ class Machine:
                     self.fault(key, RaceError(report.left_early(device, access), "exit"))
 
     def check_signals(self, device: int) -> None:
-        """That no signal of a peer may come after the launch has ended on a device."""
+        """Checks that no signal of a peer can come after the launch has ended on a device."""
         if self.detector is None:
             return
         for semaphore in self.semaphores([device]):

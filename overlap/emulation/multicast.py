@@ -1,4 +1,4 @@
-"""How a copy that goes to several CTAs of a cluster is cut into the parts that each of them issues."""
+"""How a copy to several CTAs of a cluster is cut into parts, of which each CTA issues one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .memory import View
 def share(view: View, shape: tuple[int, ...], parts: int, index: int) -> tuple[slice, ...]:
     """The part of a multicast copy that CTA `index` of `parts` issues, as slices of the logical shape.
 
-    As Mosaic cuts it: along the first dimension of the (tiled) shape in memory that is divisible.
+    Mosaic cuts along the first dimension of the (tiled) shape in memory that is divisible by `parts`.
     """
     slices = [slice(0, size) for size in shape]
     inner = [math.prod(view.array.shape[sum(view.groups[:d]) :][1:n]) for d, n in enumerate(view.groups)]
@@ -35,7 +35,7 @@ def share(view: View, shape: tuple[int, ...], parts: int, index: int) -> tuple[s
 
 
 def slab(view: View, axis: int, parts: int, index: int) -> View:
-    """One of `parts` equal slabs along a dimension of a part of global memory, which may go over the edge of it."""
+    """One of `parts` equal slabs, along a dimension, of a view of global memory that may reach out of bounds."""
     asked = view.requested or view.shape
     if asked[axis] % parts:
         raise ProtocolError(f"{view} of shape {asked} cannot be cut into {parts} equal parts along dimension {axis}")
@@ -55,7 +55,7 @@ def slab(view: View, axis: int, parts: int, index: int) -> View:
 
 
 def part_of(view: View, part: tuple[slice, ...]) -> View:
-    """The part of a view that `slices` of its logical shape select."""
+    """The part of a view that the slices `part` of its logical shape select."""
     key: list[Any] = []
     at = 0
     for cut, n in zip(part, view.groups):
