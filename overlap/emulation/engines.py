@@ -245,9 +245,8 @@ class Engine:
             op.stage = 2
             self._simulation.run.event_end(op.event)
             knowledge = op.knowledge
-            if (
-                op.barrier.cta is not op.thread.cta
-            ):  # a peer learns of this copy, and not of earlier actions of the issuer
+            if op.barrier.cta is not op.thread.cta:
+                # A peer learns of this copy, and not of earlier actions of the issuer.
                 knowledge = Knowledge()
                 knowledge.note(op.component, op.time)
             op.barrier.landed(op.nbytes, knowledge)

@@ -260,7 +260,7 @@ class Machine:
 
     @property
     def resident(self) -> int | None:
-        """How many CTAs fit on a device (None: all). By default a kernel with cluster launch control has one per core."""
+        """How many CTAs fit on a device (None: all); with cluster launch control, one per core by default."""
         if self.simulation.settings.resident is None and self.program.cancels_clusters:
             together = math.prod(self.program.cluster.values())
             return max(self.simulation.settings.cores // together, 1) * together

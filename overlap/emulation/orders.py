@@ -145,7 +145,7 @@ class Orders:
 
 
 def fence_sc(thread: Reader, scope: str) -> None:
-    """A sequentially consistent fence: ordered after all earlier ones with which it shares a scope."""
+    """A sequentially consistent fence: after each earlier one, if the scope of either includes the other's thread."""
     clocks, knowledge = thread.simulation.fences, thread.knowledge
     scopes = {"cta": (), "gpu": (thread.device,), "sys": (thread.device, "sys")}[scope]
     for each in scopes:

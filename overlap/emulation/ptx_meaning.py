@@ -1,7 +1,7 @@
 """What the instructions of inline PTX do to an emulated thread, which stands for the warp or warpgroup that runs them.
 
-A loop that only looks at words blocks the thread until one of them changes, as a wait does: tries take time, and time
-stands still.
+A loop that only reads words blocks its thread until one of the words changes, as a wait does. A loop that counts its
+tries blocks too: tries take time, and time stands still by default (`registers.CLOCK`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
 
 def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], bool | None]:
-    """A jump to the program's instruction `place[0]`, from `here`; backwards it may be a wait."""
+    """A jump from the program's instruction `here` to `place[0]`. A jump backwards may be that of a polling loop."""
 
     def run(thread: Thread) -> bool | None:
         target = place[0]
@@ -122,7 +122,7 @@ def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], b
 
 
 def _block(thread: Thread) -> bool:
-    """Suspends a thread whose loop finds nothing new until one of the words that it looks at changes."""
+    """Suspends a thread whose polling loop finds nothing new, until one of the words that it reads changes."""
     poll = thread.orders.poll
     poll.is_blocked = True
     words, tests = dict(poll.found), tuple(poll.tests)
@@ -138,7 +138,7 @@ def _block(thread: Thread) -> bool:
 
 
 def _shuffle(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
-    """All lanes get the value of lane 0, which an emulated thread stands for."""
+    """All lanes get the value of lane 0, which is the value that an emulated thread has."""
     if i.modifiers != ("sync", "idx", "b32") or i.operands[2] != 0:
         raise Unreadable(f"{i.text!r} is not emulated")
     put, get = frame.set(i.operands[0]), frame.get(i.operands[1])
@@ -160,9 +160,12 @@ VISIBLE = {"ld", "st", "atom", "red", "nanosleep"}
 
 
 def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Any], Any]:
-    """The function that runs an instruction that is no branch, its guard left aside.
+    """The function that runs an instruction other than a branch, without its guard.
 
-    `under`: what the threads that run it have been chosen by, a lane or a warp.
+    Args:
+        frame: the registers.
+        i: the instruction.
+        under: what decides which CUDA threads run the instruction: ``"lane"``, ``"warp"``.
     """
     try:
         if i.name in _ARITHMETIC:
@@ -184,7 +187,7 @@ def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable
 
 
 def guarded(frame: Frame, i: ptx.Instruction, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run`, if the instruction's guard lets it."""
+    """`run`, under the instruction's guard."""
     if i.guard is None:
         return run
     get, negated = frame.get(i.guard), i.negated

@@ -1,6 +1,6 @@
 """Loads, stores, atomic operations and fences of inline PTX, on the words of semaphores.
 
-An address is a number: each array of words begins at a number of its own. What each access orders is in `orders`.
+An address is a number; each array has a range of numbers of its own. What each access orders is in `orders`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .registers import LANES, WARPS, Frame, Unreadable, signed, typed, width_of
 from .sync import Semaphore, Write, next_serial
 
 _WORD_BYTES = 4
-_MIDDLE = 1 << 31  # of the numbers for one array, so that offsets may be negative
+_MIDDLE = 1 << 31  # the number of an array's first byte among its numbers, so that offsets may be negative
 _arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -44,7 +44,7 @@ def _words_at(address: int, nbytes: int) -> list[Semaphore]:
 
 
 def _require_place(array: Cells | Buffer, offset: int, nbytes: int, total: int, size: str) -> None:
-    """Whether an array of `total` bytes (`size`: in words) has an aligned place for so many at byte `offset`."""
+    """Checks that `nbytes` at byte `offset` are aligned and inside an array of `total` bytes (`size`: as text)."""
     if offset % nbytes:
         raise ProtocolError(f"byte {offset} of {array.name} is no address for {nbytes} bytes: it must be a multiple")
     if not 0 <= offset <= total - nbytes:
@@ -95,7 +95,7 @@ def _require_scope(thread: Thread, word: Semaphore, write: Write, scope: str) ->
             f"an access of scope {scope!r} to {word.name} of device {word.device} meets a value that device "
             f"{others[0]} has written: expected scope 'sys' on both sides"
         )
-    # What another launch has left there, or does there, is anything: nobody relies on it, whatever its scope.
+    # Nobody relies on a value that another launch has written there, so its scope does not matter.
     if write.within not in (None, thread.device) and write.launch in (None, thread.machine.number):
         raise ProtocolError(
             f"an access to {word.name} of device {word.device} meets a value that device {write.within} has written at "
@@ -147,7 +147,7 @@ def load(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
 
 def _note_write(thread: Thread, word: Semaphore, i: ptx.Instruction, scope: str) -> None:
-    """What holds before a write: the word's owner has begun, and the scope reaches it."""
+    """Checks, before a write, that the word's owner has begun the launch and that the scope reaches the owner."""
     if word.device != thread.device:
         if scope in ("gpu", "cta"):
             raise ProtocolError(
@@ -178,7 +178,7 @@ def _store_words(
 
 
 def _bytes_at(thread: Thread, address: int, nbytes: int, space: str) -> View:
-    """Bytes of an array that is none of semaphores, of this thread's own device (and CTA, if it is shared memory)."""
+    """A view of bytes of a buffer of this thread's own device (and own CTA, if in shared memory)."""
     buffer, offset = _arrays.get(address >> 32), (address & 0xFFFFFFFF) - _MIDDLE
     if not isinstance(buffer, Buffer) or buffer.space != space or buffer.device != thread.device:
         what = "nothing" if buffer is None else f"{buffer.name} of device {buffer.device}"
@@ -237,7 +237,7 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
 
 def _new_value(operation: str, old: int, a: int, b: int, times: int, bits: int) -> int | None:
-    """What an atomic operation stores, if `times` threads do it one after the other; None: nothing."""
+    """What an atomic operation stores if `times` threads run it one after the other; None if it stores nothing."""
     if operation == "add":
         return old + times * a
     if operation == "cas":

@@ -1,4 +1,4 @@
-"""Who runs next. All choices come from one seeded generator, so a run repeats exactly."""
+"""Schedulers: which thread runs next. All choices come from one seeded generator, so a run repeats exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _FairScheduler:
-    """Keeps the runnable threads, each at most once; which of them is next is the subclass's business."""
+    """Keeps the runnable threads, each at most once. A subclass chooses the next one."""
 
     def __init__(self, ready: Any):
         self._ready = ready
@@ -89,7 +89,7 @@ class PctScheduler:
     def ready(self, thread: Any) -> None:
         if id(thread) in self._member:
             return
-        if thread.polled:  # it found nothing to do: let the others run
+        if thread.polled:  # the thread polls: let the others run
             thread.polled = False
             self._lower(thread)
         self._member.add(id(thread))

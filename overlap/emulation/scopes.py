@@ -1,4 +1,4 @@
-"""Memory that a kernel asks for: scoped, global, or as the state of a computation."""
+"""Handlers of allocations: in a scope, in global memory, and as the state of `run_state`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sync import MBarrier, Semaphore
 
 
 def _allocate(machine: Machine, cta: Cta, aval: Any, name: str, key: Any, thread: Thread | None = None) -> Any:
-    """What a scoped reference of type `aval` is bound to, of a whole CTA or of one `thread` of it."""
+    """Allocates what a scoped reference of type `aval` is bound to, for a whole CTA or for one `thread` of it."""
     dtype, device = aval.dtype, cta.device
     kind = str(getattr(dtype, "name", dtype))
     shape = tuple(aval.shape)
@@ -55,7 +55,7 @@ def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: T
 
 
 def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
-    """The allocations of a scope that all threads of a CTA share, the `visit`-th time that it enters."""
+    """The allocations of a scope that all threads of a CTA share, when they enter it for the `visit`-th time."""
 
     def allocate(cta: Cta) -> list[Any]:
         return [_allocate(thread.machine, cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
@@ -74,9 +74,16 @@ def _semaphores(
     cta: int | None = None,
     first: int | None = None,
 ) -> Cells:
-    """The semaphores with this key, the same array on every device (addressable from all of them).
+    """The semaphores with this key: an array on every device, each of which is addressable from all devices.
 
-    They are a `cta`'s own, or all CTAs', `first` being the place of the first one in the launch's memory for these.
+    Args:
+        machine: the launch.
+        device: the device whose array is returned.
+        key: identifies the allocation.
+        shape: of the array.
+        name: of the array, for messages.
+        cta: the CTA that the semaphores belong to, if `first` is None.
+        first: the place of the first semaphore among those of the launch that all CTAs share; None: one CTA's own.
     """
     peers = machine.globals.get(key)
     if peers is None:
@@ -231,7 +238,7 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 else:
                     made.data[...] = env[source]
             if isinstance(made, Buffer):
-                made.space = "regs"  # the state of one thread
+                made.space = "regs"  # the state belongs to one thread
 
     d.emit(enter, eqn, "run_state")
     d.inline(jaxpr, entries)

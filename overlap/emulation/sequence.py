@@ -1,15 +1,14 @@
-"""Launches of kernels one after the other, each device at its own pace, on memory that they share.
+"""Sequences of launches on shared memory, which each device runs at its own pace.
 
-A launch begins on each device for itself: the framework zeroes the device's semaphores, and starts its CTAs. If it runs
-a barrier before the kernel (as it does unless told not to), the first CTA of any device starts after all devices have
-come that far; else a kernel that touches a peer's memory has to see for itself that the peer has begun. To prove that
-it does, launches follow each other here: of one kernel or of several, along different axes, on different meshes of the
-same devices. Each device goes on to its next launch as soon as it is done with the last, or much later: when, is up to
-the scheduler.
+A launch begins on each device separately: the framework zeroes the device's semaphores, and starts its CTAs. By default
+the framework runs a barrier before the kernel, so that no CTA starts before all devices have come that far. Without the
+barrier, a kernel that touches a peer's memory must check that the peer has begun. A sequence of launches proves that
+the kernel does: launches of one kernel or of several, along different axes, on different meshes of the same devices.
+Each device begins its next launch as soon as it has ended the last one, or much later; the scheduler chooses.
 
-Global memory is used again, as a framework does: each launch gets its operands, results and semaphores at addresses
-that launches before it had. What a device's memory holds before it has begun a launch is what another launch has left
-there; afterwards it is worth nothing.
+As in a framework, global memory is reused: each launch has its operands, results and semaphores at addresses of earlier
+launches. Before a device begins a launch, its memory holds what another launch has left there. When a launch has ended,
+its memory holds undefined values.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from .settings import Settings
 from .shadow import Shadow
 from .simulation import Simulation
 
-_ALIGNMENT = 256  # of what a launch has in global memory
+_ALIGNMENT = 256  # of a launch's buffers in global memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One launch of one kernel, to be run (again) in a sequence.
+    """One launch of one kernel, kept so that `run_sequence` can run it again.
 
     Attributes:
         program: the decoded kernel.
-        name: of the kernel.
-        mesh_shape: sizes of the mesh's axes.
+        name: the kernel's name.
+        mesh_shape: the sizes of the mesh's axes.
         devices: for each position of the mesh, row-major, which device of the sequence it is.
         inputs: for each position, the operands' values.
         outputs: for each position, the results' values as first computed.
@@ -58,7 +57,7 @@ class Launch:
 
 
 class World:
-    """Runs a sequence of launches: its devices, its clock, and what all launches have in common."""
+    """The devices and a sequence of launches, which it runs."""
 
     def __init__(self, settings: Settings, run: Run, name: str, repetition: int = 0, *, is_replay: bool = False):
         self.simulation = Simulation(settings, run, name, repetition, is_replay=is_replay)
@@ -115,7 +114,7 @@ class World:
         return machine
 
     def _lay_out(self) -> None:
-        """Gives each launch its place in global memory: at the beginning, as all others."""
+        """Gives the buffers of each launch their addresses: all launches begin at the same one."""
         for device in self._devices.values():
             placed: list[tuple[Buffer, int]] = []
             size = 0
@@ -134,7 +133,7 @@ class World:
     # ---- launches on a device ----------------------------------------------------------------------------------------
 
     def _start_next(self, device: Device) -> None:
-        """The framework gets to a device's next launch."""
+        """The framework comes to a device's next launch."""
         machine = self._launches[device.index][device.begun]
         device.begun += 1
         self._prepare(machine, device)
@@ -185,7 +184,7 @@ class World:
         """Runs all launches to their ends or to the first fatal fault; returns whether they came to their ends.
 
         Raises:
-            KeyboardInterrupt: soon after `stopped()`, which is asked now and then.
+            KeyboardInterrupt: soon after `stopped()` has become true.
         """
         simulation, engine, devices = self.simulation, self._engine, self._devices.values()
         scheduler, limit = simulation.scheduler, simulation.settings.step_limit
@@ -228,10 +227,9 @@ class World:
         return True
 
     def _let_go(self) -> None:
-        """Gives up what only a running launch needs.
+        """Drops what only a running launch needs, so that the launches can be freed.
 
-        Its arrays of semaphores and barriers lead back to it, and the garbage collector does not look into NumPy's
-        arrays of objects: it would stay in memory for ever.
+        The values of threads, and views that are cached with the program, lead back to the launches.
         """
         for thread in self.simulation.threads:
             thread.env.clear()
@@ -243,10 +241,10 @@ class World:
                 cta.cluster = None
 
     def _check_end(self) -> None:
-        """What must hold when all has ended: nobody touches a device's memory that may have left."""
+        """Checks what must hold at the end: no device can leave while its memory is used, and no read was undefined."""
         simulation = self.simulation
         detector = simulation.detector
-        # A word that launches share counts once, for the last of them.
+        # A word that launches share is warned of once, for the last of them.
         for semaphore in {id(each): each for m in self.machines for each in m.semaphores(m.mesh.devices)}.values():
             if semaphore.total and not semaphore.waited:
                 where = f"{semaphore.name} of device {semaphore.device}"

@@ -1,4 +1,4 @@
-"""mbarriers inside a CTA and semaphores within and between devices."""
+"""Handlers of mbarriers inside a CTA, and of semaphores within and between devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _arrive_at(thread: Thread, barrier: MBarrier) -> None:
-    """Arrives on a barrier, and if it is a cluster barrier, on those of the peers as well."""
+    """Arrives on a barrier; on a cluster barrier, also on the barriers of the peers."""
     for reached in barrier.reached:
         if reached.cta is not thread.cta:
             reached.cta.note_use(thread, f"an arrival on {reached.name}", thread.component, thread.time)
@@ -164,7 +164,7 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_signal_parallel")
 def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    # As separate signals in the order given; other threads may run in between.
+    # Separate signals, in the order given: other threads may run in between.
     refs, transforms, counts, device_ids = d.unflatten_entries(eqn.params["args_tree"], ins)
     for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
         path, amount, target = d.path(steps), d.leaf(count), d.leaves(device_id)

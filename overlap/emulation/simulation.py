@@ -39,7 +39,7 @@ class Simulation:
         fences: for each scope of sequentially consistent fences, the clock of the last ones.
         launches: how many launches there are.
         errors: the faults found, in order.
-        warnings: what looks odd and is no fault.
+        warnings: oddities that are no faults.
         detector: finds races; None if `detect_races` is off.
     """
 

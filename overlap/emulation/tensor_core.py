@@ -19,7 +19,7 @@ from .sync import MBarrier
 
 
 class Operands(NamedTuple):
-    """What an mma reads and writes in one CTA; the scales if it is block-scaled."""
+    """The memory that an mma reads and writes in one CTA; the scales are None unless it is block-scaled."""
 
     accumulator: View
     a: View
@@ -42,7 +42,7 @@ def multiply(thread: Thread, ctas: Sequence[Operands], *, accumulate: bool) -> N
         if own.a_scale is not None and own.b_scale is not None:
             record(own.a_scale, "left scales")
             record(own.b_scale, "right scales")
-        # One access is enough for both, except that a sum must not begin with what nobody has written.
+        # The write stands for the read of an accumulating mma too, unless nobody has written the accumulator yet.
         if accumulate and thread.machine.detector is not None and not own.accumulator.cells()[0].all():
             record(own.accumulator, "accumulator (accumulate=True)")
         record(own.accumulator, "accumulator", write=True)
@@ -85,7 +85,7 @@ def _per_element(scales: np.ndarray, rows: int, k: int) -> np.ndarray:
 
 
 def _of_columns(scales: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The scales of the right operand's columns. With 64 rows in each CTA of a pair, the halves lie 128 rows apart."""
+    """The scales of the right operand's columns; with 64 rows in each CTA of a pair, the halves lie 128 rows apart."""
     half = columns // 2
     return scales if rows != 64 else np.concatenate([scales[:half], scales[128 : 128 + half]])
 
@@ -107,7 +107,7 @@ def copy(thread: Thread, pairs: Sequence[tuple[View, View]], convert: Callable[[
 
 
 def commit(thread: Thread, barriers: Sequence[MBarrier]) -> None:
-    """Has all that `thread` has issued so far arrive once on each of these barriers when it is complete."""
+    """Issues an arrival on each of these barriers, for when all that `thread` has issued so far is complete."""
     queue, engine = thread.tensor.queue, thread.machine.engine
     queue.check("a commit", collective=len(barriers) > 1)
     until, knowledge = queue.time, queue.knowledge

@@ -1,7 +1,7 @@
-"""Tensor memory (Blackwell): what a CTA may allocate, and the loads and stores of its warpgroups.
+"""Tensor memory (Blackwell): how much a CTA may allocate, and handlers of loads and stores of its warpgroups.
 
-A load's value is there at once, but the read counts as under way until `wait_load_tmem`. A store is seen by nobody
-until `commit_tmem`. Both waits cover what the calling thread itself has issued.
+A load has its value at once, but the read counts as under way until `wait_load_tmem`. Others see a store only after
+`commit_tmem`. Both waits cover the operations that the calling thread itself has issued.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_collective(aval: Any) -> bool:
 
 
 def occupy(cta: Cta, count: int) -> None:
-    """Notes that a scope of `cta` begins to use so many columns."""
+    """Notes that a scope of `cta` begins to use `count` columns."""
     cta.tensor_columns += count
     if count and cta.tensor_columns > COLUMNS:
         raise ProtocolError(

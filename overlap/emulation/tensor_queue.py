@@ -20,9 +20,9 @@ class TensorThread:
     """What one thread has under way in tensor memory and the tensor core.
 
     Attributes:
-        loads: (component, time) of those not waited for.
-        stores: ((component, time), where, what) of those not committed; `where` is None if it has been written.
-        queue: the operations that it has issued to the tensor core.
+        loads: (component, time) of the loads not waited for.
+        stores: ((component, time), view, value) of the stores not committed; `view` is None if they are written.
+        queue: the operations that the thread has issued to the tensor core.
     """
 
     __slots__ = ("loads", "queue", "stores")
@@ -37,7 +37,8 @@ class TensorQueue:
     """The operations that one thread has issued to the tensor core, in order.
 
     Attributes:
-        knowledge: what has happened before the last of them is complete; None if there is none.
+        component, time: of the last operation in the vector clocks.
+        knowledge: what has happened when the last operation is complete; None if there is none.
     """
 
     __slots__ = ("_collective", "_components", "_pending", "component", "knowledge", "time")
@@ -51,7 +52,7 @@ class TensorQueue:
         self._collective: bool | None = None
 
     def check(self, what: str, *, collective: bool) -> None:
-        """The hardware knows operations of one CTA and of a pair, and a commit tracks those of its own kind."""
+        """Checks that all operations are of one CTA, or all of a pair: a commit tracks only those of its own kind."""
         if self._collective is not None and self._collective != collective:
             kinds = ("without", "with")
             raise ProtocolError(
@@ -60,6 +61,7 @@ class TensorQueue:
             )
 
     def issue(self, thread: Issuer, what: str, *, collective: bool) -> Issued:
+        """Issues an operation, of one CTA or (`collective`) of a pair; `append` says what it does."""
         self.check(what, collective=collective)
         self._collective = collective
         if self.component < 0:
@@ -70,7 +72,7 @@ class TensorQueue:
         return Issued(thread, thread.instruction, known, self.component, self.time)
 
     def append(self, run: Callable[[], None], *, at_once: bool) -> None:
-        """Has the operation issued last do `run` when its turn comes."""
+        """Has the last operation issued do `run` when its turn comes, or now (`at_once`)."""
         self._pending.append((self.time, run))
         if at_once:
             self.run_until(self.time)

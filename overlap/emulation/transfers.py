@@ -1,4 +1,4 @@
-"""TMA copies between global and shared memory, and the waits for them."""
+"""Handlers of TMA copies between global and shared memory, and of the waits for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .memory import View
 from .program import Decoder, handles, predicate_of
 from .sync import MBarrier
 
-# Before jax 0.12 a copy whose predicate does not hold still arrives on its barrier, and a copy arrives from each CUDA
-# thread, also on a barrier that orders the tensor core, which counts one arrival.
+# Before jax 0.12, a copy whose predicate is false still arrives on its barrier. And each CUDA thread arrives for a
+# copy, also on a barrier that orders the tensor core, which expects one arrival.
 _ARRIVES_WITHOUT_COPY = _ARRIVES_FROM_EACH_THREAD = jax.__version_info__ < (0, 12)
 
 
@@ -70,7 +70,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         cluster = thread.cta.cluster
         if tracking is not None and cluster is not None:
             ctas = cluster.along(thread.cta, axes)
-            nbytes *= len(ctas)  # the leader counts what all of them get
+            nbytes *= len(ctas)  # the leader counts the bytes of all CTAs
             if hasattr(tracking, "axis"):
                 source = multicast.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
         _check_shapes(source, target)
@@ -91,7 +91,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _leader(thread: Thread, axes: tuple[Any, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:
-    """The barrier that counts a copy whose progress the first CTA along `axes` tracks for all of them."""
+    """The barrier of the first CTA along `axes`, which counts the copy for all of them."""
     cluster = thread.cta.cluster
     if cluster is None:
         raise ProtocolError(f"a copy that is tracked along {axes} in a kernel without clusters")
@@ -132,7 +132,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
         _check_shapes(source, target)
         if target.requested is not None and len(target.requested) == 1 and target.buffer.data.ndim > 1:
-            # What is one piece of memory is copied as such, which is clipped at the end of the whole array alone.
+            # The hardware copies a contiguous piece of memory, and clips it only at the end of the whole array.
             raise ProtocolError(
                 f"a copy of {target.requested[0]} elements to {target} goes beyond the end of a row: it is one piece "
                 "of memory, so it overwrites what lies behind that row"
