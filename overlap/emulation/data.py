@@ -13,6 +13,10 @@ from .machine import Thread
 from .program import Decoder, handles
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
+_ATOMICS = {
+    "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum,
+    "max": np.maximum,
+}  # fmt: skip
 
 
 def _finish(value: np.ndarray, plain: bool) -> Any:
@@ -117,9 +121,7 @@ def _atomic(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     ref, transforms, value, *_ = d.unflatten_entries(eqn.params["args_tree"], ins)
     path = d.path(transforms)
     kind = getattr(eqn.params["atomic_type"], "name", str(eqn.params["atomic_type"])).lower()
-    functions = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum,
-                 "max": np.maximum}  # fmt: skip
-    name = next((n for n in functions if n in kind), None)
+    name = next((n for n in _ATOMICS if n in kind), None)
     if name is None:
         raise NotImplementedError(f"the atomic operation {kind} is not emulated")
 
@@ -127,7 +129,7 @@ def _atomic(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, f"atomic {name}", write=True, atomic=True)
         old = view.read()
-        view.write(functions[name](old, np.asarray(thread.env[value], old.dtype)))
+        view.write(_ATOMICS[name](old, np.asarray(thread.env[value], old.dtype)))
 
     d.emit(run, eqn, "atomic", visible=True)
     return [d.new() for _ in eqn.outvars]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .arithmetic import matmul
 from .clocks import ComponentPool, Knowledge
 from .clusters import Cta
 from .errors import ProtocolError
@@ -21,27 +22,10 @@ from .simulation import Simulation
 from .sync import MBarrier
 
 _EARLY = 0.25  # the chance, per step, that some operation completes in random mode
-
-
-# OpenBLAS starts threads above this many multiplications. They spin while they wait, which on a machine with few, busy
-# cores makes a product of 20 us take milliseconds.
-_SINGLE_THREADED = 1 << 18
-
-
-def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b in the dtype of `a`, by blocks of rows that are small enough for BLAS to use one thread.
-
-    Floating-point products are summed in f64. In f32, BLAS on some CPUs rounds a row differently at different places of
-    a block; a tensor core does not, and users compare results bit by bit.
-    """
-    dtype, (rows, k) = a.dtype, a.shape
-    if dtype.kind == "f":
-        a, b = a.astype(np.float64), b.astype(np.float64)
-    block = max(_SINGLE_THREADED // max(k * b.shape[1], 1), 1)
-    while rows % block:
-        block -= 1
-    with np.errstate(all="ignore"):
-        return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1]).astype(dtype)
+_REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
 
 
 class Issuer(Actor, Protocol):
@@ -168,9 +152,17 @@ class Engine:
         if simulation.detector is None:
             return
         access = Access(
-            op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic,
+            op.thread,
+            view,
+            what,
+            op.instruction,
+            component,
+            time,
+            write=write,
+            asynchronous=True,
+            atomic=atomic,
             by_rows=by_rows,
-        )  # fmt: skip
+        )
         simulation.detector.access(access, op.knowledge)
         op.thread.note_remote(access)
         if view.buffer.space in ("smem", "tmem"):
@@ -266,8 +258,7 @@ class Engine:
             op.dst.write(op.value)
             return
         old = op.dst.read()
-        function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-                    "xor": np.bitwise_xor}.get(op.reduction)  # fmt: skip
+        function = _REDUCTIONS.get(op.reduction)
         if function is None:
             raise NotImplementedError(f"the TMA reduction {op.reduction!r} is not emulated")
         op.dst.write(function(old, np.asarray(op.value).reshape(old.shape)).astype(old.dtype))

@@ -90,9 +90,16 @@ class Thread:
         detector = self.machine.detector
         if detector is not None and view.buffer.space != "regs":
             access = Access(
-                self, view, what, self.instruction, self.component, self.time, write=write, atomic=atomic,
+                self,
+                view,
+                what,
+                self.instruction,
+                self.component,
+                self.time,
+                write=write,
+                atomic=atomic,
                 by_rows=by_rows,
-            )  # fmt: skip
+            )
             detector.access(access, self.knowledge)
             self.note_remote(access)
 

@@ -168,9 +168,7 @@ def _store_words(
     for n, word in enumerate(words):
         part = (value >> 32 * n) & 0xFFFFFFFF
         thread.orders.poll.has_news |= part != word.value
-        word.write(
-            part, thread.device, by=event, continues=continues, scope=scope or "sys", serial=serial, **clocks
-        )  # fmt: skip
+        word.write(part, thread.device, by=event, continues=continues, scope=scope or "sys", serial=serial, **clocks)
         thread.orders.saw(thread, word, word.log[-1])
         if word.device != thread.device:
             word.expect_seen((thread, *event, thread.instruction))

@@ -57,9 +57,13 @@ def run_sequence(
                 "devices of a mesh whose other axes are not manual: expected a shard_map over all axes"
             )
     settings = Settings(
-        completion=completion, scheduler=scheduler, seed=seed, detect_races=detect_races, resident=resident,
+        completion=completion,
+        scheduler=scheduler,
+        seed=seed,
+        detect_races=detect_races,
+        resident=resident,
         step_limit=step_limit,
-    )  # fmt: skip
+    )
     world = World(settings, Run(settings), ", ".join(launch.name for launch in launches), is_replay=True)
     chance = random.Random(seed)
     machines = []

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .engines import Arrival, matmul
+from .arithmetic import matmul
+from .engines import Arrival
 from .machine import Thread
 from .memory import View
 from .sync import MBarrier

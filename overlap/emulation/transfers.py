@@ -75,10 +75,16 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 source = multicast.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
         _check_shapes(source, target)
         if axes and not hasattr(tracking, "axis"):
-            landings = _multicast(thread, axes, target, counting, lambda cta: (
-                dst_path.resolve(thread, clusters.twin(env[dst], cta)),
-                barrier_in(cta) if tracking is None else counting,
-            ))  # fmt: skip
+            landings = _multicast(
+                thread,
+                axes,
+                target,
+                counting,
+                lambda cta: (
+                    dst_path.resolve(thread, clusters.twin(env[dst], cta)),
+                    barrier_in(cta) if tracking is None else counting,
+                ),
+            )
         else:
             landings = [Landing(target, counting)]
         remote = source.buffer.device != thread.device
