@@ -1,7 +1,7 @@
 """Run Mosaic GPU kernels of several devices on the CPU, and find their races and deadlocks.
 
-A wing of its own: it imports nothing of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md. Its names are
-loaded at their first use.
+The emulator imports nothing else of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md. The public names load
+at their first use. tests/emulation/test_emulator_layers.py has the layers of the modules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "run_sequence",
 ]
 
-# The module of each name: the imports above, for when the program runs.
+# The module of each name: the imports above, for run time.
 _HOMES = {
     "DeadlockError": "errors",
     "EmulationError": "errors",

@@ -1,6 +1,6 @@
 """Primitives without side effects, in NumPy; scalar integers and booleans are plain Python values.
 
-What is not listed here goes through a cached `jax.jit` of the equation.
+A primitive that is not listed here runs as a compiled `jax.jit` of its equation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _IDENTITY = {
 
 
 def is_plain(aval: Any) -> bool:
-    """Whether values of this type are kept as Python ints and bools."""
+    """Whether the emulator keeps values of this type as Python ints and bools."""
     return getattr(aval, "shape", None) == () and getattr(aval, "dtype", None) is not None and _kind(aval) in "iub"
 
 
@@ -186,6 +186,32 @@ _ARRAY: dict[str, Callable[..., Any]] = {
 _ARRAY["broadcasted_iota"] = _ARRAY["iota"]
 
 
+# ---- products --------------------------------------------------------------------------------------------------------
+
+# OpenBLAS starts threads above this many multiplications. They spin while they wait, which on a machine with few, busy
+# cores makes a product of 20 us take milliseconds.
+_SINGLE_THREADED = 1 << 18
+
+
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b in the dtype of `a`, by blocks of rows that are small enough for BLAS to use one thread.
+
+    Floating-point products are summed in f64. In f32, BLAS on some CPUs rounds a row differently at different places of
+    a block; a tensor core does not, and users compare results bit by bit.
+    """
+    dtype, (rows, k) = a.dtype, a.shape
+    if dtype.kind == "f":
+        a, b = a.astype(np.float64), b.astype(np.float64)
+    block = max(_SINGLE_THREADED // max(k * b.shape[1], 1), 1)
+    while rows % block:
+        block -= 1
+    with np.errstate(all="ignore"):
+        return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1]).astype(dtype)
+
+
+# ---- equations -------------------------------------------------------------------------------------------------------
+
+
 def _through_jax(eqn: Any) -> Callable[..., Any]:
     primitive, params = eqn.primitive, eqn.params
     compiled = jax.jit(lambda *args: primitive.bind(*args, **params))
@@ -198,7 +224,7 @@ def _through_jax(eqn: Any) -> Callable[..., Any]:
 
 
 def implementation(eqn: Any) -> tuple[Callable[..., Any], bool]:
-    """(function of the operands, whether it returns a list) for an equation without side effects."""
+    """A function of the operands that computes an equation without side effects, and whether it returns a list."""
     scalar = _scalar(eqn)
     if scalar is not None:
         return scalar, False

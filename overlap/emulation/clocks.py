@@ -1,8 +1,8 @@
-"""Vector clocks: who knows that what has happened.
+"""Vector clocks: which events each thread knows to have happened.
 
-A *component* is a sequence of events that are ordered among themselves: one per thread, and pooled ones for
-asynchronous operations. A clock maps components to times. All clock arrays are immutable by convention (a
-change makes a new array), so that a snapshot is a reference.
+A *component* is a sequence of events in a fixed order. Each thread has a component; asynchronous operations share
+components of a pool. A clock is an array that holds, for each component, the time of the last event known. Clock arrays
+are never changed in place (a change makes a new array), so a reference to one is a snapshot.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def with_time(clock: np.ndarray, component: int, time: int) -> np.ndarray:
 
 
 def covers(clock: np.ndarray, component: int, time: int) -> bool:
-    """Whether the event (`component`, `time`) happened before the holder of `clock` went on."""
+    """Whether a thread with this `clock` knows that the event (`component`, `time`) has happened."""
     return component < clock.size and bool(clock[component] >= time)
 
 
 class Knowledge:
-    """What one thread (or one operation) may rely on.
+    """The events that one thread, or one asynchronous operation, may rely on.
 
     Attributes:
         seen: everything that happened before, in the sense of happens-before.
         smem: the part of `seen` that a proxy fence has made visible to the asynchronous proxy in shared memory.
         gmem: the same for global memory.
-        tensor: the part of `seen` that tensor memory is ordered with: what has come through barriers that order the
-            tensor core. None in kernels without tensor memory.
+        tensor: the part of `seen` that accesses to tensor memory are ordered after: the thread's own events, and those
+            known through barriers that order the tensor core. None in kernels without tensor memory.
     """
 
     __slots__ = ("gmem", "seen", "smem", "tensor")
@@ -71,7 +71,7 @@ class Knowledge:
         return Knowledge(self.seen, self.smem, self.gmem, self.tensor)
 
     def join(self, other: Knowledge, *, orders_tensor_core: bool = True) -> None:
-        """Learns all that `other` knows: what passes through a barrier inside one CTA, where fences carry over."""
+        """Adds all that `other` knows, its proxy fences included, as a barrier inside one CTA does."""
         self.seen = join(self.seen, other.seen)
         self.smem = join(self.smem, other.smem)
         self.gmem = join(self.gmem, other.gmem)
@@ -79,10 +79,11 @@ class Knowledge:
             self.tensor = other.tensor if self.tensor is None else join(self.tensor, other.tensor)
 
     def learn(self, seen: np.ndarray) -> None:
-        """Learns an order alone: what passes through a semaphore. Fences of the other side do not carry over."""
+        """Adds the events of `seen`, as a semaphore does: proxy fences of the other side do not count here."""
         self.seen = join(self.seen, seen)
 
     def note(self, component: int, time: int) -> None:
+        """Adds one event."""
         self.seen = with_time(self.seen, component, time)
         if self.tensor is not None:
             self.tensor = with_time(self.tensor, component, time)
@@ -98,7 +99,7 @@ class Knowledge:
 
 
 class Components:
-    """Hands out components. An operation may reuse one whose last use happened before it, so few are needed."""
+    """Hands out the numbers of components."""
 
     def __init__(self):
         self.count = 0
@@ -109,7 +110,10 @@ class Components:
 
 
 class ComponentPool:
-    """The components of the asynchronous operations that one thread issues."""
+    """The components of the asynchronous operations that one thread issues.
+
+    An operation reuses a component whose last operation happened before it, so few components are needed.
+    """
 
     def __init__(self, components: Components):
         self._components = components

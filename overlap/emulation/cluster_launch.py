@@ -9,21 +9,25 @@ import numpy as np
 
 from . import clusters
 from .clocks import Knowledge
+from .engines import Arrival, Issued
+from .machine import Thread
+from .memory import View
 from .program import Decoder, handles
-from .tensor_core import Arrival, Issued
+from .sync import MBarrier
 
 _RESPONSE_BYTES = 16
-_UNDEFINED = -(1 << 31)  # the index of no cluster
+_UNDEFINED = -(1 << 31)  # the index that a query returns if no cluster was cancelled
 
 
 class _Request:
-    """A request to cancel the next cluster; its answer goes to all CTAs of the cluster that has asked."""
+    """A request to cancel the next cluster. All CTAs of the asking cluster get the same answer."""
 
-    def __init__(self, thread: Any):
+    def __init__(self, thread: Thread):
         self._machine, self._device = thread.machine, thread.device
         self._answer: np.ndarray | None = None
 
     def answer(self) -> np.ndarray:
+        """(whether a cluster was cancelled, its number, 0, 0). The first call cancels the cluster."""
         if self._answer is None:
             place = self._machine.cancel(self._device)
             number = -1 if place is None else [cta.coordinates for cta in self._machine.ctas[self._device]].index(place)
@@ -46,7 +50,7 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     cluster_axes = [axis for axis in axes if axis != thread_axis]
     d.program.cancels_clusters = True
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env, cta = thread.env, thread.cta
         where = barrier_path.resolve(thread, env[barrier])
         is_first = thread_axis not in axes or thread.warpgroup == 0
@@ -66,14 +70,14 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return []
 
 
-def _respond(thread: Any, request: _Request, target: Any, barrier: Any) -> None:
-    """Writes the answer to a request in one CTA, at a time of its own."""
+def _respond(thread: Thread, request: _Request, target: View, barrier: MBarrier) -> None:
+    """Has the answer to a request written to one CTA, at a later time than to other CTAs perhaps."""
     engine, knowledge = thread.machine.engine, thread.knowledge.copy()
     component, time = thread.pool.take(knowledge.seen)
     knowledge.note(component, time)
     op = Issued(thread, thread.instruction, knowledge, component, time)
     engine.record(op, target, "cluster launch control, write", component, time, write=True)
-    if barrier.cta is not thread.cta:  # a peer learns of this answer, not of what its issuer did before
+    if barrier.cta is not thread.cta:  # a peer learns of this answer, and not of earlier actions of the issuer
         knowledge = Knowledge()
         knowledge.note(component, time)
 
@@ -92,7 +96,7 @@ def _query(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     outs = [d.new() for _ in eqn.outvars]
     places: Sequence[int] = [d.program.axis_names.index(name) for name in eqn.params["grid_names"]]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[result])
         thread.access(view, "load", write=False)
         cancelled, number, _, _ = view.read().reshape(-1).view(np.int32).tolist()

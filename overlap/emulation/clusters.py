@@ -1,4 +1,4 @@
-"""Clusters: CTAs that are launched together and reach each other's shared memory and barriers.
+"""CTAs, and clusters: CTAs that are launched together and reach each other's shared memory and barriers.
 
 An allocation of a CTA has a *twin* in each CTA of its cluster, at the same place of its shared memory: a multicast
 copy writes all twins, an arrival on a cluster barrier counts on several. Twins are made together when the first CTA
@@ -10,15 +10,81 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import report
-from .clocks import covers
+from .clocks import Knowledge, covers
 from .errors import ProtocolError
-from .memory import Buffer, Cells, View
+from .memory import Buffer, Cells
+from .simulation import Simulation
+from .sync import Meeting
 
-if TYPE_CHECKING:
-    from .machine import Cta, Machine, Thread
+
+class Visitor(Protocol):
+    """A thread, of a CTA or of one of its peers in the cluster."""
+
+    @property
+    def instruction(self) -> Any: ...
+
+    @property
+    def where(self) -> str: ...
+
+
+class Cta:
+    """One block of the grid on one device."""
+
+    def __init__(self, simulation: Simulation, num_threads: int, device: int, index: int, coordinates: tuple[int, ...]):
+        self.simulation, self.device, self.index, self.coordinates = simulation, device, index, coordinates
+        self.scopes: dict[Any, Any] = {}  # live collective allocations
+        self.meeting = Meeting(num_threads)
+        self.running = 0
+        self.ended = False
+        self.cluster: Cluster | None = None
+        self.rank = 0  # in the cluster
+        self.peer_uses: dict[
+            int, tuple[int, str, int]
+        ] = {}  # component -> (time, what another CTA does here, instruction)
+        self.final = Knowledge()  # of the threads that have ended
+        self.freed: list[Buffer] = []  # memory of ended scopes, not given out again yet
+        self.tensor_columns = 0  # of tensor memory, in use
+
+    def note_use(self, thread: Visitor, what: str, component: int, time: int) -> None:
+        """Remembers that a thread of another CTA reaches into this one, which must not end before that is over."""
+        what = f"{what} by {thread} at {thread.instruction.source}"
+        if self.ended:
+            raise ProtocolError(report.left_cluster(self, what))
+        if self.simulation.detector is not None:
+            self.peer_uses[component] = (time, what, thread.instruction.index)
+
+    def check_left(self, thread: Visitor) -> None:
+        """Checks, when the CTA ends, that its peers no longer use its barriers and memory."""
+        for component, (time, what, instruction) in self.peer_uses.items():
+            if not covers(self.final.seen, component, time):
+                error = ProtocolError(report.left_cluster(self, what))
+                self.simulation.fault(("cluster", instruction), error, thread)
+
+    def reuse(self, knowledge: Knowledge, thread: Visitor) -> None:
+        """Checks that no copy or product still uses the freed memory, which may be given out again now.
+
+        Args:
+            knowledge: of those who give the memory out: it must cover all uses.
+            thread: named in a fault.
+        """
+        freed, self.freed = self.freed, []
+        if self.simulation.detector is None:
+            return
+        for buffer in freed:
+            for access in buffer.async_uses.values():
+                # The CTA may end before it has waited for its last loads from tensor memory: their values are there.
+                if self.ended and not (access.asynchronous or access.write):
+                    continue
+                if not covers(knowledge.seen, access.component, access.time):
+                    key = ("freed", access.instruction.index)
+                    self.simulation.fault(key, ProtocolError(report.freed_early(self, access)), thread)
+
+    def __str__(self) -> str:
+        where = self.coordinates[0] if len(self.coordinates) == 1 else self.coordinates or 0
+        return f"device {self.device}, CTA {where}"
 
 
 class Cluster:
@@ -27,13 +93,15 @@ class Cluster:
     def __init__(self, axes: dict[str, int], ctas: list[Cta]):
         self.axes, self.ctas = axes, ctas
         self.places = list(itertools.product(*(range(size) for size in axes.values())))
-        self._scopes: dict[Any, list[Any]] = {}  # (scope, visit) -> what its CTAs have not taken yet
+        self._scopes: dict[
+            Any, list[Any]
+        ] = {}  # (scope, visit) -> for each CTA, its allocations, until the CTA takes them
         self._shadows: dict[Any, Any] = {}  # of each scope's buffers: the next visit has the same bytes
         for rank, cta in enumerate(ctas):
             cta.cluster, cta.rank = self, rank
 
     def along(self, cta: Cta, axes: Sequence[Any]) -> list[Cta]:
-        """The CTAs whose places differ from that of `cta` along `axes` at most, row-major in the order of `axes`."""
+        """The CTAs that differ from `cta` in their indices along `axes` at most, row-major in the order of `axes`."""
         names = list(self.axes)
         for axis in axes:
             if axis not in names:
@@ -47,7 +115,7 @@ class Cluster:
         return found
 
     def at(self, cta: Cta, place: dict[Any, int]) -> Cta:
-        """The CTA at the place of `cta`, but for the axes in `place`."""
+        """The CTA with the indices `place` along the axes named there, and those of `cta` along the others."""
         for axis, index in place.items():
             if not 0 <= index < self.axes.get(axis, 0):
                 raise ProtocolError(f"{axis!r} = {index} is no place in a cluster of {self.axes}")
@@ -55,7 +123,7 @@ class Cluster:
         return self.ctas[self.places.index(tuple({**own, **place}.values()))]
 
     def enter(self, cta: Cta, key: Any, visit: int, allocate: Callable[[Cta], list[Any]]) -> list[Any]:
-        """The allocations of `cta` for one visit of a scope, made for the whole cluster by whoever comes first."""
+        """The allocations of `cta` for one visit of a scope; the first CTA that enters makes them for all."""
         made = self._scopes.get((key, visit))
         if made is None:
             made = self._scopes[(key, visit)] = [allocate(each) for each in self.ctas]
@@ -81,12 +149,12 @@ class Cluster:
                 if not getattr(barrier, "collective", ()):
                     continue
                 last = 1 if barrier.leader_tracked else None
-                # Everyone whose place differs along one group of axes at most, each once.
+                # Each CTA that differs from the barrier's own along one group of axes at most, once.
                 reached = {each.rank for axes in barrier.collective for each in self.along(barrier.cta, axes)[:last]}
                 barrier.reached = [twins[rank].at(place) for rank in sorted(reached)]
 
 
-def twin(base: Any, cta: Cta) -> Any:
+def twin(base: Buffer | Cells, cta: Cta) -> Any:
     """The allocation of `cta` at the place of `base`."""
     if base.twins is None:
         raise ProtocolError(
@@ -97,85 +165,6 @@ def twin(base: Any, cta: Cta) -> Any:
 
 
 def cluster_arrivals(axes: dict[str, int], groups: Sequence[Any]) -> int:
-    """From how many CTAs a cluster barrier gets arrivals: those that differ along one group of axes at most."""
+    """How many CTAs arrive on a cluster barrier: those that differ from its own along one group of axes at most."""
     sizes = [math.prod(axes[axis] for axis in group) for group in groups]
     return sum(sizes) - len(sizes) + 1
-
-
-def note_use(thread: Thread, cta: Cta, what: str, component: int, time: int) -> None:
-    """Remembers that `thread` reaches into `cta`, which must not have ended and must not end before."""
-    what = f"{what} by {thread} at {thread.instruction.source}"
-    if cta.ended:
-        raise ProtocolError(report.left_cluster(cta, what))
-    if thread.machine.detector is not None:
-        cta.peer_uses[component] = (time, what, thread.instruction.index)
-
-
-def check_left(machine: Machine, cta: Cta, thread: Thread) -> None:
-    """Called when `cta` ends: all that its peers do with its barriers and memory must be over."""
-    for component, (time, what, instruction) in cta.peer_uses.items():
-        if not covers(cta.final.seen, component, time):
-            machine.fault(("cluster", instruction), ProtocolError(report.left_cluster(cta, what)), thread)
-
-
-def share(view: View, shape: tuple[int, ...], parts: int, index: int) -> tuple[slice, ...]:
-    """The part of a multicast copy that CTA `index` of `parts` issues, as slices of the logical shape.
-
-    As Mosaic cuts it: along the first dimension of the (tiled) shape in memory that is divisible.
-    """
-    slices = [slice(0, size) for size in shape]
-    inner = [math.prod(view.array.shape[sum(view.groups[:d]) :][1:n]) for d, n in enumerate(view.groups)]
-    # Outer dimensions first, then those within a tile: (dimension, size, elements of the dimension per step).
-    order = [(d, view.array.shape[sum(view.groups[:d])], inner[d]) for d in range(len(shape))]
-    order += [(d, inner[d], 1) for d, n in enumerate(view.groups) if n > 1]
-    for d, size, step in order:
-        first = slices[d].start
-        if size % parts == 0:
-            length = size // parts * step
-            slices[d] = slice(first + index * length, first + (index + 1) * length)
-            return tuple(slices)
-        if parts % size:
-            break
-        if size > 1:
-            first += index % size * step
-            slices[d] = slice(first, first + step)
-            index, parts = index // size, parts // size
-    raise ProtocolError(f"a multicast copy to {view} of shape {shape} cannot be cut into {parts} equal parts")
-
-
-def slab(view: View, axis: int, parts: int, index: int) -> View:
-    """One of `parts` equal slabs along a dimension of a part of global memory, which may go over the edge of it."""
-    asked = view.requested or view.shape
-    if asked[axis] % parts:
-        raise ProtocolError(f"{view} of shape {asked} cannot be cut into {parts} equal parts along dimension {axis}")
-    size = asked[axis] // parts
-    first = index * size
-    there = slice(0, asked[axis]) if view.window is None else view.window[axis]  # the part that is in bounds
-    low = min(max(there.start, first), there.stop)
-    high = max(min(there.stop, first + size), low)
-    key = [slice(None)] * view.array.ndim
-    key[axis] = slice(low - there.start, high - there.start)
-    part = View(view.buffer, view.array[tuple(key)], view.groups, f"{view.text}[part {index} of {parts}]")
-    if view.requested is not None and view.window is not None:
-        part.requested = (*asked[:axis], size, *asked[axis + 1 :])
-        inside = slice(low - first, high - first) if high > low else slice(0, 0)
-        part.window = (*view.window[:axis], inside, *view.window[axis + 1 :])
-    return part
-
-
-def part_of(view: View, part: tuple[slice, ...]) -> View:
-    """The part of a view that `slices` of its logical shape select."""
-    key: list[Any] = []
-    at = 0
-    for cut, n in zip(part, view.groups):
-        sizes = view.array.shape[at : at + n]
-        at += n
-        inner = math.prod(sizes[1:])
-        whole = cut.start % inner == 0 and cut.stop % inner == 0
-        outer = slice(cut.start // inner, cut.stop // inner if whole else cut.start // inner + 1)
-        key.append(outer)
-        if n > 1:
-            key.append(slice(None) if whole else slice(cut.start % inner, (cut.stop - 1) % inner + 1))
-            key += [slice(None)] * (n - 2)
-    text = view.text + "[" + ", ".join(f"{cut.start}:{cut.stop}" for cut in part) + "]"
-    return View(view.buffer, view.array[tuple(key)], view.groups, text)

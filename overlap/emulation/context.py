@@ -16,9 +16,9 @@ from .settings import Completion, Scheduler, Settings
 
 
 def _raise_if_interrupted(run: Run) -> None:
-    """After Ctrl-C the launches of a run have no results, whatever the code inside the context has made of them."""
+    """Raises KeyboardInterrupt if Ctrl-C has stopped launches of this run, which therefore have no results."""
     while interrupt.pending():
-        time.sleep(0.001)  # KeyboardInterrupt comes here.
+        time.sleep(0.001)  # KeyboardInterrupt is raised here.
     if interrupt.stopped(run.interrupts):
         raise KeyboardInterrupt
 
@@ -43,25 +43,26 @@ def emulate(
     for another seed.
 
     Args:
-        cores: what `core_count()` returns, and `device.core_count` of CPU devices.
+        cores: the number of cores of a device: what `core_count()` returns, and `core_count` of CPU devices.
         completion: when asynchronous copies and wgmma complete: as ``"late"`` as the rules allow, at ``"random"``
             moments or at once (``"eager"``).
         scheduler: ``"pct"`` (random priorities with rare changes), ``"random"`` or ``"round_robin"``.
-        seed: of all random choices; the same seed gives the same run.
+        seed: seeds all random choices; the same seed gives the same run.
         detect_races: whether to keep vector clocks. Deadlocks and broken protocols are found without.
         resident: how many CTAs fit on a device at a time; the others start when one leaves. None: all.
         step_limit: an error after this many scheduler steps in one launch. None: no limit.
         record: whether to keep a list of events in `run.events`.
-        laps: how often in a row each launch is run, on the same memory and, if the kernel skips the framework's
-            barrier, by each device on its own once it is done with the one before. All but the last have inputs of NaN.
+        laps: how many times in a row each launch runs, on the same memory and semaphores. All but the last time its
+            inputs are NaN. If the kernel skips the framework's barrier, each device begins again for itself, as soon as
+            it has ended the launch before or later.
         keep: whether to keep all launches in `run.launches`, with their operands and results.
 
     Yields:
-        A `Run`. On exit all computations under way are waited for and the first error is raised; `run.check()` does the
-        same earlier.
+        A `Run`. On exit, `emulate` waits for all computations under way and raises the first error; `run.check()` does
+        so earlier.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed. The launches under way stop; the next emulation works as ever.
+        KeyboardInterrupt: Ctrl-C was pressed. The launches under way stop; later ones run as usual.
 
     Example:
         >>> from overlap import emulation
@@ -77,18 +78,18 @@ def emulate(
                 yield run
         except Exception as consequence:
             drain()
-            # A wrong number is most likely the consequence of a fault that was found: that is what to report.
+            # A wrong number most likely follows from a fault that was found. Report the fault.
             _raise_if_interrupted(run)
             if run.errors:
                 raise run.errors[0] from consequence
             raise
         except KeyboardInterrupt:
-            if not interrupt.stopped(run.interrupts):  # It came from another handler than ours.
+            if not interrupt.stopped(run.interrupts):  # The interrupt came from another handler than ours.
                 interrupt.note()
             drain()
             raise
         else:
-            drain()  # what was started inside the context has to end inside it
+            drain()  # what starts inside the context ends inside it
             _raise_if_interrupted(run)
     if run.errors:
         raise run.errors[0]

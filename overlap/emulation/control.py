@@ -1,4 +1,4 @@
-"""Control flow, calls, warps, and what a thread asks about itself."""
+"""Handlers of control flow, calls, maps over warps, and the indices of a thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ProtocolError
+from .machine import Thread
 from .program import Decoder, handles
 from .sync import Meeting
 
@@ -39,7 +40,7 @@ def _cond(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     targets: list[int] = []
     last = len(branches) - 1
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         thread.pc = targets[min(max(int(thread.env[index]), 0), last)]
 
     d.emit(run, eqn, "branch")
@@ -63,7 +64,7 @@ def _while(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     (test,) = d.inline(p["cond_jaxpr"], [*ins[:nc], *carry])
     target = [0]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         if not thread.env[test]:
             thread.pc = target[0]
 
@@ -92,7 +93,7 @@ def _scan(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     y_avals = [v.aval for v in eqn.outvars[ncarry:]]
     x_plain = [np.dtype(v.aval.dtype).kind in "iub" and v.aval.ndim == 1 for v in eqn.invars[nconsts + ncarry :]]
 
-    def begin(thread: Any) -> None:
+    def begin(thread: Thread) -> None:
         thread.env[counter] = 0
         for y, aval in zip(ys, y_avals):
             thread.env[y] = np.zeros(aval.shape, aval.dtype)
@@ -101,7 +102,7 @@ def _scan(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     start = d.here
     target = [0]
 
-    def test(thread: Any) -> None:
+    def test(thread: Thread) -> None:
         env = thread.env
         i = env[counter]
         if i >= length:
@@ -114,7 +115,7 @@ def _scan(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.emit(test, eqn, "test")
     outs = d.inline(p["jaxpr"], [*consts, *carry, *rows])
 
-    def collect(thread: Any) -> None:
+    def collect(thread: Thread) -> None:
         env = thread.env
         i = env[counter]
         env[counter] = i + 1
@@ -133,15 +134,15 @@ def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     name, is_warp = eqn.params["axis_name"], eqn.params["axis_name"] in d.warp_axes
     out = d.new()
 
-    def run(thread: Any) -> None:
-        # As Mosaic GPU's lowering looks names up: the warps' axis, then those of the mesh, then the kernel's.
-        mesh = thread.machine.mesh_shape
-        if name in mesh and not is_warp:
-            thread.env[out] = thread.machine.place(thread.device)[list(mesh).index(name)]
+    def run(thread: Thread) -> None:
+        # In the order of Mosaic GPU's lowering: the axis of the warps, the axes of the mesh, the axes of the kernel.
+        mesh = thread.mesh
+        if name in mesh.shape and not is_warp:
+            thread.env[out] = mesh.place(thread.device)[list(mesh.shape).index(name)]
         elif name in thread.axes:
             thread.env[out] = thread.axes[name]
         else:
-            available = [*mesh, *(axis for axis in thread.axes if axis not in mesh)]
+            available = [*mesh.shape, *(axis for axis in thread.axes if axis not in mesh.shape)]
             raise ProtocolError(f"axis_index of {name!r}: the kernel has the axes {available}")
 
     d.emit(run, eqn)
@@ -152,7 +153,7 @@ def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 def _program_id(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     axis, out, names = eqn.params["axis"], d.new(), d.program.axis_names
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         thread.env[out] = thread.axes[names[axis]]
 
     d.emit(run, eqn)
@@ -177,7 +178,7 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     meeting = d.new()
     after = [0]
 
-    def fork(thread: Any) -> None:
+    def fork(thread: Thread) -> None:
         meet = Meeting(warps)
         thread.env[meeting] = meet
         earlier = thread.children or [None] * warps
@@ -201,7 +202,7 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.inline(jaxpr, [] if constants else ins, constants)
     d.warp_axes.pop()
 
-    def end(thread: Any) -> bool:
+    def end(thread: Thread) -> bool:
         thread.machine.leave(thread)
         thread.env[meeting].arrive(thread.knowledge)
         return True
@@ -209,7 +210,7 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.emit(end, eqn, "end of warp_map", visible=True)
     after[0] = d.here
 
-    def join(thread: Any) -> bool | None:
+    def join(thread: Thread) -> bool | None:
         meet = thread.env[meeting]
         if meet.generation == 0:
             return thread.block(meet, lambda: f"waits for its warps, {meet.arrived} of {warps} have ended")

@@ -1,4 +1,4 @@
-"""How many cores an emulated device has. Apart from the rest, since it must be there before anything is traced."""
+"""How many cores an emulated device has. This module loads without the rest of the emulator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ cores = jax.make_user_context(DEFAULT_CORES)
 def core_count() -> int:
     """How many cores (CTAs that fit) a CPU device pretends to have; 4 outside `emulate`.
 
-    The value is part of the cache key of `jax.jit`, so it may be asked for while a function is traced.
+    The value is part of the cache key of `jax.jit`, so a function may depend on it while it is traced.
     """
     return cores.value

@@ -1,4 +1,4 @@
-"""Loads and stores by threads themselves, accumulators and wgmma."""
+"""Handlers of loads and stores by threads themselves, of accumulators and of wgmma."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import numpy as np
 
 from . import arithmetic
 from .errors import ProtocolError
+from .machine import Thread
 from .program import Decoder, handles
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
+_ATOMICS = {
+    "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum,
+    "max": np.maximum,
+}  # fmt: skip
 
 
 def _finish(value: np.ndarray, plain: bool) -> Any:
@@ -24,10 +29,10 @@ def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
     out, aval = d.new(), eqn.outvars[0].aval
     plain = arithmetic.is_plain(aval)
-    # Rows that nobody has written are NaN, and show wherever they get.
+    # Rows that nobody has written hold NaN, which shows in all that is computed from them.
     by_rows = len(aval.shape) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, _GENERIC_LOAD, write=False, by_rows=by_rows and view.buffer.space == "smem")
         thread.env[out] = _finish(view.read().reshape(aval.shape), plain)
@@ -41,7 +46,7 @@ def _store(d: Decoder, eqn: Any, ref: int, value: int, leaves: list[int], *, add
     out = d.new()
     plain = bool(eqn.outvars) and arithmetic.is_plain(eqn.outvars[0].aval)
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
         new = env[value]
@@ -61,7 +66,7 @@ def _store(d: Decoder, eqn: Any, ref: int, value: int, leaves: list[int], *, add
 
 @handles("swap")
 def _swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    # `ref[...] = x` is a swap whose result nobody uses: then nothing is read.
+    # `ref[...] = x` is a swap whose result nobody uses. Such a swap reads nothing.
     return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=d.is_used(eqn.outvars[0]))
 
 
@@ -78,10 +83,10 @@ def _addupdate(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("masked_load")
 def _masked_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, mask, other = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, mask, other = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out, aval = d.path(transforms), d.new(), eqn.outvars[0].aval
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
         thread.access(view, _GENERIC_LOAD, write=False)
@@ -96,10 +101,10 @@ def _masked_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("masked_swap")
 def _masked_swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, value, mask = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, value, mask = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
         old = view.read()
@@ -113,20 +118,18 @@ def _masked_swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("mgpu_atomic_store")
 def _atomic(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, value, *_ = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, value, *_ = d.unflatten_entries(eqn.params["args_tree"], ins)
     path = d.path(transforms)
     kind = getattr(eqn.params["atomic_type"], "name", str(eqn.params["atomic_type"])).lower()
-    functions = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum,
-                 "max": np.maximum}  # fmt: skip
-    name = next((n for n in functions if n in kind), None)
+    name = next((n for n in _ATOMICS if n in kind), None)
     if name is None:
         raise NotImplementedError(f"the atomic operation {kind} is not emulated")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, f"atomic {name}", write=True, atomic=True)
         old = view.read()
-        view.write(functions[name](old, np.asarray(thread.env[value], old.dtype)))
+        view.write(_ATOMICS[name](old, np.asarray(thread.env[value], old.dtype)))
 
     d.emit(run, eqn, "atomic", visible=True)
     return [d.new() for _ in eqn.outvars]
@@ -146,7 +149,7 @@ def _wgmma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         at += n
     a_in_registers = not hasattr(eqn.invars[1].aval, "inner_aval")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         target = paths[0].resolve(thread, env[acc])
         left = env[a] if a_in_registers else paths[1].resolve(thread, env[a])
@@ -168,7 +171,7 @@ def _accumulator_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     (acc,) = ins
     wait_n, out = eqn.params.get("wait_n", 0), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         buffer = thread.env[acc]
         if wait_n is not None:
             thread.machine.engine.wait_wgmma(thread, wait_n)
@@ -188,7 +191,7 @@ def _accumulator_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 def _accumulator_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     acc, value = ins
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         buffer = thread.env[acc]
         if any(op.dst.buffer is buffer for op in thread.wgmmas):
             raise ProtocolError(f"the accumulator {buffer.name} is stored to while a wgmma on it is in flight")
@@ -221,7 +224,7 @@ def _same(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("delay")
 def _delay(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         thread.polled = True
 
     d.emit(run, eqn, visible=True)

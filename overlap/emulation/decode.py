@@ -1,6 +1,6 @@
 """Decodes a kernel: what `plgpu.kernel` binds becomes a `Program`.
 
-The modules imported here for nothing else register the handlers of the primitives (`program.handles`).
+The modules of handlers are imported here only because they register their handlers (`program.handles`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from . import (  # noqa: F401
     tensor_memory,
     transfers,
 )
+from .machine import Thread
 from .program import Decoder, Program
 
 
@@ -50,6 +51,6 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tupl
     return program
 
 
-def _exit(thread: Any) -> bool:
+def _exit(thread: Thread) -> bool:
     thread.machine.leave(thread)
     return True

@@ -1,55 +1,69 @@
 """Asynchronous engines: TMA loads, TMA stores and wgmma, which complete later than they are issued.
 
-When, within what the rules allow, is the completion mode: ``eager`` at once, ``random`` at any later step, ``late``
-only when somebody has to have it: a store at the wait for it, a load when no thread can run without one.
+The completion mode says when, within the rules. ``eager``: at once. ``random``: at any later step, by chance. ``late``:
+when somebody needs it; a store completes at the wait for it, a load when no thread can run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .clocks import Knowledge
-from .clusters import note_use
+from .arithmetic import matmul
+from .clocks import ComponentPool, Knowledge
+from .clusters import Cta
 from .errors import ProtocolError
+from .memory import View
 from .races import Access
-
-if TYPE_CHECKING:
-    from .machine import Machine, Thread
-    from .memory import View
-    from .sequence import World
+from .runs import Actor
+from .simulation import Simulation
+from .sync import MBarrier
 
 _EARLY = 0.25  # the chance, per step, that some operation completes in random mode
+_REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
 
 
-# OpenBLAS starts threads above this many multiplications. They spin while they wait, which on a machine with few, busy
-# cores makes a product of 20 us take milliseconds.
-_SINGLE_THREADED = 1 << 18
+class Issuer(Actor, Protocol):
+    """The thread that issues an asynchronous operation.
 
-
-def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b in the dtype of `a`, by blocks of rows, each small enough to be computed by one thread.
-
-    Floating-point products are summed in f64. In f32, BLAS gives a row other last bits in one place of a block than in
-    another, on some CPUs; a tensor core does not, and users compare bits.
+    Attributes:
+        open_stores: TMA stores that are not yet committed.
+        groups: committed groups of stores, oldest first.
+        wgmmas: wgmma operations in flight, oldest first.
     """
-    dtype, (rows, k) = a.dtype, a.shape
-    if dtype.kind == "f":
-        a, b = a.astype(np.float64), b.astype(np.float64)
-    block = max(_SINGLE_THREADED // max(k * b.shape[1], 1), 1)
-    while rows % block:
-        block -= 1
-    with np.errstate(all="ignore"):
-        return (a.reshape(rows // block, block, k) @ b).reshape(rows, b.shape[1]).astype(dtype)
+
+    knowledge: Knowledge
+    open_stores: list[Any]
+    groups: list[list[Any]]
+    wgmmas: list[Any]
+
+    @property
+    def machine(self) -> object: ...
+
+    @property
+    def cta(self) -> Cta: ...
+
+    @property
+    def pool(self) -> ComponentPool: ...
+
+    @property
+    def where(self) -> str: ...
+
+    def tick(self) -> None: ...
+
+    def note_remote(self, access: Access) -> None: ...
 
 
 class Landing(NamedTuple):
     """Where a load, or this CTA's part of a multicast load, is written, and the barrier that counts its bytes there."""
 
     view: View
-    barrier: Any
+    barrier: MBarrier
     part: tuple[slice, ...] | None = None  # of what is loaded, in the shape `whole`
     whole: tuple[int, ...] = ()
 
@@ -66,7 +80,6 @@ class Operation:
         "dst",
         "event",
         "instruction",
-        "issued",
         "kind",
         "knowledge",
         "landing",
@@ -83,28 +96,46 @@ class Operation:
         "write_time",
     )
 
-    def __init__(self, kind: str, thread: Thread):
+    def __init__(self, kind: str, thread: Issuer):
         self.kind, self.thread, self.instruction = kind, thread, thread.instruction
         self.knowledge: Knowledge = thread.knowledge.copy()
         self.component, self.time = thread.pool.take(self.knowledge.seen)
         self.knowledge.note(self.component, self.time)
-        self.issued = thread.machine.world.now
         self.stage = 0  # stages completed
         self.event: Any = None
         self.barrier: Any = None
 
 
+class Issued(NamedTuple):
+    """An operation that has been issued, with what `Engine.record` needs to know of it."""
+
+    thread: Issuer
+    instruction: Any
+    knowledge: Knowledge
+    component: int
+    time: int
+
+
+class Arrival:
+    """An operation that ends with an arrival on a barrier, such as a commit."""
+
+    kind, stage = "arrival", 0  # `stage` as in `Operation`
+
+    def __init__(self, thread: Issuer, barrier: MBarrier, complete: Callable[[], None]):
+        self.thread, self.barrier, self.complete = thread, barrier, complete
+
+
 class Engine:
     """All operations in flight in one launch."""
 
-    def __init__(self, world: World):
-        self._world = world
-        self.mode = world.settings.completion
+    def __init__(self, simulation: Simulation):
+        self._simulation = simulation
+        self.mode = simulation.settings.completion
         self._flying: list[Any] = []  # loads, stores and arrivals
 
     def record(
         self,
-        op: Any,
+        op: Operation | Issued,
         view: View,
         what: str,
         component: int,
@@ -114,38 +145,57 @@ class Engine:
         atomic: bool = False,
         by_rows: bool = False,
     ) -> None:
-        """Checks and remembers what an operation does to memory."""
-        world = self._world
+        """Checks and remembers an access that an operation makes to memory."""
+        simulation = self._simulation
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
-        if world.detector is None:
+        if simulation.detector is None:
             return
         access = Access(
-            op.thread, view, what, op.instruction, component, time, write=write, asynchronous=True, atomic=atomic,
+            op.thread,
+            view,
+            what,
+            op.instruction,
+            component,
+            time,
+            write=write,
+            asynchronous=True,
+            atomic=atomic,
             by_rows=by_rows,
-        )  # fmt: skip
-        world.detector.access(access, op.knowledge)
-        op.thread.machine.note_remote(op.thread, access)
+        )
+        simulation.detector.access(access, op.knowledge)
+        op.thread.note_remote(access)
         if view.buffer.space in ("smem", "tmem"):
             view.buffer.async_uses[component] = access
+
+    def completes_at_once(self) -> bool:
+        """Whether a product that is issued now is complete at once: never in late mode, by chance in random mode."""
+        return self.mode == "eager" or (self.mode == "random" and self._simulation.random.random() < 0.5)
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
     def load(
         self,
-        thread: Thread,
+        thread: Issuer,
         src: View,
         landings: Sequence[Landing],
-        barrier: Any,
+        barrier: MBarrier | None,
         nbytes: int,
         remote: bool,
         undefined: bool,
     ) -> None:
-        """Issues a TMA load; `barrier` is to count `nbytes`, of which peers may send a part (None: a peer's is).
+        """Issues a TMA load.
 
-        `undefined`: what lies out of bounds is not even zero.
+        Args:
+            thread: the issuer.
+            src: the source.
+            landings: the destinations: one, or one for each CTA of a multicast load.
+            barrier: this CTA's barrier, which expects `nbytes`; None if a peer's barrier counts the load.
+            nbytes: the bytes that `barrier` expects; peers may send a part of them.
+            remote: whether the source is on another device.
+            undefined: whether elements out of bounds are undefined, and not zero.
         """
-        run = self._world.run
+        run = self._simulation.run
         ops = []
         for landing in landings:
             dst, part = landing.view, landing.part
@@ -156,7 +206,7 @@ class Engine:
             what = "TMA load, write" if part is None else "multicast TMA load, write"
             self.record(op, dst, what, op.component, op.time, write=True)
             if op.barrier.cta is not thread.cta:
-                note_use(thread, op.barrier.cta, f"{what}, arrival on {op.barrier.name}", op.component, op.time)
+                op.barrier.cta.note_use(thread, f"{what}, arrival on {op.barrier.name}", op.component, op.time)
             run.count("copies", op.nbytes)
             op.event = run.event(thread, "remote_copy" if remote else "copy", src, dst, src.buffer.device)
             ops.append(op)
@@ -185,9 +235,10 @@ class Engine:
             part = op.landing.part
             op.dst.write(value if part is None else value.reshape(op.landing.whole)[part])
             op.stage = 2
-            self._world.run.event_end(op.event)
+            self._simulation.run.event_end(op.event)
             knowledge = op.knowledge
-            if op.barrier.cta is not op.thread.cta:  # a peer learns of this copy, not of what its issuer did before
+            if op.barrier.cta is not op.thread.cta:
+                # A peer learns of this copy, and not of earlier actions of the issuer.
                 knowledge = Knowledge()
                 knowledge.note(op.component, op.time)
             op.barrier.landed(op.nbytes, knowledge)
@@ -199,7 +250,7 @@ class Engine:
         if op.stage == 1:
             self._store_value(op)
             op.stage = 2
-            self._world.run.event_end(op.event)
+            self._simulation.run.event_end(op.event)
         return True
 
     def _store_value(self, op: Operation) -> None:
@@ -207,15 +258,14 @@ class Engine:
             op.dst.write(op.value)
             return
         old = op.dst.read()
-        function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-                    "xor": np.bitwise_xor}.get(op.reduction)  # fmt: skip
+        function = _REDUCTIONS.get(op.reduction)
         if function is None:
             raise NotImplementedError(f"the TMA reduction {op.reduction!r} is not emulated")
         op.dst.write(function(old, np.asarray(op.value).reshape(old.shape)).astype(old.dtype))
 
     # ---- stores ------------------------------------------------------------------------------------------------------
 
-    def store(self, thread: Thread, src: View, dst: View, reduction: str | None, commit: bool, remote: bool) -> None:
+    def store(self, thread: Issuer, src: View, dst: View, reduction: str | None, commit: bool, remote: bool) -> None:
         """Issues a TMA store, in the thread's open group."""
         op = Operation("store", thread)
         op.src, op.dst, op.reduction, op.value = src, dst, reduction, None
@@ -228,16 +278,16 @@ class Engine:
         thread.open_stores.append(op)
         if commit:
             self.commit(thread)
-        self._world.run.count("copies", src.array.nbytes)
-        op.event = self._world.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
+        self._simulation.run.count("copies", src.array.nbytes)
+        op.event = self._simulation.run.event(thread, "remote_copy" if remote else "copy", src, dst, dst.buffer.device)
         self.fly(op)
 
-    def commit(self, thread: Thread) -> None:
+    def commit(self, thread: Issuer) -> None:
         if thread.open_stores:
             thread.groups.append(thread.open_stores)
             thread.open_stores = []
 
-    def wait_stores(self, thread: Thread, allowed: int, read_only: bool) -> None:
+    def wait_stores(self, thread: Issuer, allowed: int, read_only: bool) -> None:
         """Waits until at most `allowed` groups are pending: read from shared memory, or wholly written."""
         done = max(len(thread.groups) - allowed, 0)
         for group in thread.groups[:done]:
@@ -253,7 +303,7 @@ class Engine:
 
     # ---- wgmma -------------------------------------------------------------------------------------------------------
 
-    def wgmma(self, thread: Thread, accumulator: View, a: Any, b: View) -> None:
+    def wgmma(self, thread: Issuer, accumulator: View, a: View | np.ndarray, b: View) -> None:
         """Issues accumulator += a @ b; `a` is a view of shared memory or a value in registers."""
         op = Operation("wgmma", thread)
         op.dst = accumulator
@@ -264,13 +314,13 @@ class Engine:
                 self.record(op, operand, what, op.component, op.time, write=False, by_rows=operand is a)
         thread.tick()
         thread.wgmmas.append(op)
-        run = self._world.run
+        run = self._simulation.run
         run.count("wgmmas")
         op.event = run.event(thread, "wgmma", a if not isinstance(a, np.ndarray) else b, b, None)
-        if self.mode == "eager" or (self.mode == "random" and self._world.random.random() < 0.5):
+        if self.completes_at_once():
             self._multiply(thread, len(thread.wgmmas))
 
-    def _multiply(self, thread: Thread, count: int) -> None:
+    def _multiply(self, thread: Issuer, count: int) -> None:
         for op in thread.wgmmas[:count]:
             if op.stage == 2:
                 continue
@@ -281,9 +331,9 @@ class Engine:
                 product = matmul(a.astype(wide), b.astype(wide))
                 target[...] = (target + product.reshape(target.shape)).astype(target.dtype)
             op.stage = 2
-            self._world.run.event_end(op.event)
+            self._simulation.run.event_end(op.event)
 
-    def wait_wgmma(self, thread: Thread, allowed: int) -> None:
+    def wait_wgmma(self, thread: Issuer, allowed: int) -> None:
         done = len(thread.wgmmas) - allowed
         if done <= 0:
             return
@@ -296,9 +346,9 @@ class Engine:
 
     def maybe_complete(self) -> None:
         """In random mode, completes a stage of some operation now and then."""
-        if self.mode != "random" or not self._flying or self._world.random.random() > _EARLY:
+        if self.mode != "random" or not self._flying or self._simulation.random.random() > _EARLY:
             return
-        self._complete(int(self._world.random.random() * len(self._flying)))
+        self._complete(int(self._simulation.random.random() * len(self._flying)))
 
     def _complete(self, position: int) -> None:
         op = self._flying[position]
@@ -307,17 +357,17 @@ class Engine:
             self._flying.pop()
 
     def complete_awaited(self) -> bool:
-        """Nothing can run: completes one load, preferably one that somebody waits for. False if there is none."""
+        """Completes one load when no thread can run, preferably an awaited one. Returns False if there is none."""
         loads = [i for i, op in enumerate(self._flying) if op.kind != "store"]
         awaited = [i for i in loads if self._flying[i].barrier.waiters]
         choices = awaited or loads
         if not choices:
             return False
-        self._complete(self._world.random.choice(choices))
+        self._complete(self._simulation.random.choice(choices))
         return True
 
-    def finish(self, machine: Machine, device: int) -> None:
-        """Completes all that is left of a launch on a device when its last thread has gone."""
+    def finish(self, machine: object, device: int) -> None:
+        """Completes all operations of a launch on a device whose last thread has ended."""
 
         def is_left(op: Operation) -> bool:
             return op.thread.machine is machine and op.thread.device == device

@@ -1,4 +1,4 @@
-"""What the emulator can find wrong with a kernel."""
+"""The faults of a kernel that the emulator finds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ class EmulationError(RuntimeError):
 
 
 class RaceError(EmulationError):
-    """Two accesses to the same memory, at least one a write, that nothing orders.
+    """Nothing orders two accesses to the same memory, of which at least one is a write.
 
     Attributes:
-        kind: ``"data"`` when no chain of signals and waits orders the two accesses, ``"proxy"`` when one does but the
-            later access goes through the asynchronous proxy (TMA, wgmma) and no proxy fence stands in between,
-            ``"tensor"`` when one does but not for tensor memory, as a barrier lacks ``orders_tensor_core``, and
-            ``"exit"`` when a device may end its kernel before a peer is done with its memory.
+        kind: ``"data"``: no chain of signals and waits orders the two accesses. ``"proxy"``: a chain orders them, but
+            the later access goes through the asynchronous proxy (TMA, wgmma) and the chain has no proxy fence.
+            ``"tensor"``: a chain orders them, but not for tensor memory, since a barrier of the chain lacks
+            ``orders_tensor_core``. ``"exit"``: a device may end its kernel before a peer is done with its memory.
     """
 
     def __init__(self, message: str, kind: str = "data"):
@@ -27,7 +27,7 @@ class DeadlockError(EmulationError):
 
 
 class ProtocolError(EmulationError):
-    """A rule of a synchronisation object or of memory was broken.
+    """The kernel has broken a rule of a synchronisation object or of memory.
 
     Examples: a missed barrier phase, an access out of bounds, shared memory left while a copy still uses it, a signal
     that may arrive after its owner has left.

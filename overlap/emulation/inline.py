@@ -1,9 +1,11 @@
-"""Inline code (`plgpu.inline_mgpu`): the function is run as Mosaic GPU runs it, and what it emits is interpreted.
+"""Inline code (`plgpu.inline_mgpu`): the decoder calls the function, as Mosaic GPU does, and translates its code.
 
-The function gets references and scalars of a module that is thrown away. Its PTX (`ptx`, `ptx_meaning`) and the few
-other operations that lead to operands become instructions of the emulated program. What cannot be read is an error when
-the kernel is decoded, with the instruction and the line of the call. An emulated thread stands for a warp or a
-warpgroup; a predicate that elects one thread is therefore true, and known to elect (`registers.Frame`).
+The function gets references and scalars of a temporary MLIR module. Its PTX (`ptx`, `ptx_meaning`), and the few other
+operations that compute operands, become instructions of the emulated program. Code that is not understood is an error
+while the kernel is decoded, which names the instruction and the line of the call.
+
+An emulated thread stands for a warp or a warpgroup. So a predicate that elects one CUDA thread is true, and the decoder
+notes that it elects (`registers.Frame`).
 """
 
 from __future__ import annotations
@@ -20,26 +22,27 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from . import ptx, ptx_meaning, ptx_memory
-from .program import Decoder, Instruction, handles
+from .machine import Thread
+from .program import Decoder, Instruction, Program, handles
 from .references import RefPath
 from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 
 _NOTHING: frozenset[str] = frozenset()
-_ARCHITECTURE = (9, 0)  # to functions that ask; what they emit for others says the same
+_ARCHITECTURE = (9, 0)  # what functions that ask are told; their code for others means the same
 _DYNAMIC = -(1 << 31)  # an index of `llvm.getelementptr` that is an operand
 
 
 @functools.cache
 def _mlir_context() -> ir.Context:
-    """One for all calls: to make it takes longer than to read most of them."""
+    """The context of all calls. Making one takes longer than translating most inline code."""
     return mlir.make_ir_context()
 
 
 class _Context:
-    """Takes the place of Mosaic GPU's launch context: there is none here.
+    """Stands in for Mosaic GPU's launch context.
 
     Attributes:
-        device_ids: of the devices of the mesh, in order; the code may depend on them.
+        device_ids: the ids of the mesh's devices, in order, on which the code may depend.
     """
 
     def __init__(self, device_ids: tuple[int, ...]):
@@ -50,15 +53,21 @@ class _Context:
 
 
 class _Value:
-    """An MLIR value: a number, or the slot that holds it; and by what it differs within an emulated thread."""
+    """An MLIR value.
 
-    def __init__(self, number: int | None, slot: int | None = None, varies: frozenset[str] = _NOTHING):
-        self.number, self.slot, self.varies = number, slot, varies
+    Attributes:
+        number: the value, if the decoder knows it.
+        entry: of the environment that holds the value, if only a running thread knows it.
+        varies: what the value depends on within an emulated thread: ``"lane"``, ``"warp"``.
+    """
+
+    def __init__(self, number: int | None, entry: int | None = None, varies: frozenset[str] = _NOTHING):
+        self.number, self.entry, self.varies = number, entry, varies
 
     @property
     def getter(self) -> Callable[[Any], Any]:
-        number, slot = self.number, self.slot
-        return (lambda thread: number) if slot is None else (lambda thread: thread.env[slot])
+        number, entry = self.number, self.entry
+        return (lambda thread: number) if entry is None else (lambda thread: thread.env[entry])
 
 
 @handles("inline_mgpu")
@@ -90,14 +99,14 @@ class _Reader:
         self._module, block = _module([self._type(v.aval, t) for v, t in zip(self._eqn.invars, self._transforms)])
         leaves = []
         with ir.InsertionPoint(block):
-            for value, variable, slot, transforms in zip(
+            for value, variable, entry, transforms in zip(
                 block.arguments, self._eqn.invars, self._ins, self._transforms
             ):
                 if _is_reference(variable.aval):
-                    self._references[value] = (slot, self._d.path(transforms or ()))
+                    self._references[value] = (entry, self._d.path(transforms or ()))
                     leaves.append(value)
                 else:
-                    self._values[value] = self._scalar(slot, variable.aval.dtype)
+                    self._values[value] = self._scalar(entry, variable.aval.dtype)
                     signed = mgpu_utils.is_signed(variable.aval.dtype)
                     leaves.append(mgpu.FragmentedArray.splat(value, (), is_signed=signed))
             result = p["mgpu_fn"](_Context(self._d.program.device_ids), *jax.tree.unflatten(p["pytree_args"], leaves))
@@ -124,12 +133,12 @@ class _Reader:
         layout = ir.StridedLayoutAttr.get(ir.ShapedType.get_dynamic_stride_or_offset(), strides)
         return ir.MemRefType.get(shape, element, layout)
 
-    def _scalar(self, slot: int, dtype: Any) -> _Value:
+    def _scalar(self, entry: int, dtype: Any) -> _Value:
         dtype = np.dtype(dtype)
         if dtype.kind not in "iub":
             raise Unreadable(f"a scalar argument of {dtype} is not emulated")
         mask = (1 << (1 if dtype.kind == "b" else 8 * dtype.itemsize)) - 1
-        return self._emit(lambda thread: int(thread.env[slot]) & mask, "argument", _NOTHING)
+        return self._emit(lambda thread: int(thread.env[entry]) & mask, "argument", _NOTHING)
 
     def _result(self, array: Any, aval: Any) -> int:
         if not isinstance(array, mgpu.FragmentedArray) or aval.shape or array.registers.size != 1:
@@ -139,7 +148,7 @@ class _Reader:
             raise Unreadable(f"a result of {dtype} is not emulated")
         get, bits = value.getter, 8 * dtype.itemsize
 
-        def run(thread: Any) -> None:
+        def run(thread: Thread) -> None:
             number = int(get(thread))
             if dtype.kind == "i":
                 number = (number & ((1 << bits) - 1)) - ((number >> (bits - 1) & 1) << bits)
@@ -151,9 +160,9 @@ class _Reader:
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def _emit(self, get: Callable[[Any], Any], name: str, varies: frozenset[str]) -> _Value:
-        slot = self._d.new()
-        self._d.emit(lambda thread: thread.env.__setitem__(slot, get(thread)), self._eqn, name)
-        return _Value(None, slot, varies)
+        entry = self._d.new()
+        self._d.emit(lambda thread: thread.env.__setitem__(entry, get(thread)), self._eqn, name)
+        return _Value(None, entry, varies)
 
     def _operation(self, operation: Any) -> None:
         name = operation.operation.name
@@ -180,16 +189,16 @@ class _Reader:
 
     def _extract(self, operation: Any) -> None:
         (source,), (field, *_) = operation.operands, list(operation.attributes["position"])
-        if source not in self._references:  # of several results
+        if source not in self._references:  # one of several results of inline PTX
             self._values[operation.results[0]] = self._values[source][field]
         elif field == 1:
-            slot, path = self._references[source]
-            if (slot, id(path)) not in self._addresses:
-                self._addresses[slot, id(path)] = self._emit(
-                    lambda thread: ptx_memory.address_of(*path.locate(thread, thread.env[slot])), "address", _NOTHING
+            entry, path = self._references[source]
+            if (entry, id(path)) not in self._addresses:
+                self._addresses[entry, id(path)] = self._emit(
+                    lambda thread: ptx_memory.address_of(*path.locate(thread, thread.env[entry])), "address", _NOTHING
                 )
-            self._values[operation.results[0]] = self._addresses[slot, id(path)]
-        elif field == 2:  # Elements from there to the slice: the address is that of the slice itself.
+            self._values[operation.results[0]] = self._addresses[entry, id(path)]
+        elif field == 2:  # The offset of the slice from the address: 0, as the address is that of the slice.
             self._values[operation.results[0]] = _Value(0)
         else:
             raise Unreadable("it asks for the strides of a reference")
@@ -204,7 +213,7 @@ class _Reader:
         mask = (1 << _bits(result.type)) - 1
         if "predicate" in operation.attributes:
             function = _comparison(operation.attributes["predicate"].value, _bits(operation.operands[0].type))
-        if all(value.slot is None for value in operands):
+        if all(value.entry is None for value in operands):
             self._values[result] = _Value(function(*(value.number for value in operands)) & mask, None, varies)
             return
         getters = [value.getter for value in operands]
@@ -231,20 +240,20 @@ class _Reader:
         constraints = operation.attributes["constraints"].value.split(",")
         results = sum(c.startswith("=") for c in constraints)
         d = self._d
-        slots = {name: d.new() for name in code.registers}
+        entries = {name: d.new() for name in code.registers}
         values = [_Value(None, d.new()) for _ in range(results)]
         values += [self._values[value] for value in operation.operands]
         varies = {}
         for n, value in enumerate(values):
-            slots[f"${n}"] = d.new(value.number) if value.slot is None else value.slot
+            entries[f"${n}"] = d.new(value.number) if value.entry is None else value.entry
             varies[f"${n}"] = value.varies
         for i in code.instructions:
             for operand in (i.guard, *i.operands):
                 operand = getattr(operand, "register", getattr(operand, "base", operand))
-                if isinstance(operand, ptx.Register) and operand.name not in slots:
+                if isinstance(operand, ptx.Register) and operand.name not in entries:
                     raise Unreadable(f"{i.text!r} names the operand {operand.name}, and there are {len(values)}")
-        frame = Frame(slots, varies, code)
-        cleared = [*(slots[name] for name in code.registers), *(slots[f"${n}"] for n in range(results))]
+        frame = Frame(entries, varies, code)
+        cleared = [*(entries[name] for name in code.registers), *(entries[f"${n}"] for n in range(results))]
         self._run(code, frame, cleared)
         for n in range(results):
             values[n].varies = frame.varies[f"${n}"]
@@ -255,13 +264,13 @@ class _Reader:
         """Emits the instructions of a text."""
         d, eqn = self._d, self._eqn
 
-        def enter(thread: Any) -> None:
+        def enter(thread: Thread) -> None:
             thread.orders.poll.begin(None)
-            for slot in cleared:
-                thread.env[slot] = None
+            for entry in cleared:
+                thread.env[entry] = None
 
         d.emit(enter, eqn, "inline code")
-        chosen: list[tuple[int, frozenset[str]]] = []  # branches by lane or warp: (target, by what)
+        chosen: list[tuple[int, frozenset[str]]] = []  # branches so far: (target, what the choice depends on)
         jumps, places = [], []
         for index, i in enumerate(code.instructions):
             places.append(d.here)
@@ -302,21 +311,21 @@ def _is_reference(aval: Any) -> bool:
 
 
 def _bits(kind: Any) -> int:
-    """Of an integer or an address."""
+    """The number of bits of an integer or an address."""
     if isinstance(kind, ir.IntegerType):
         return kind.width
     return 64
 
 
 def _comparison(predicate: int, bits: int) -> Callable[[int, int], int]:
-    """Of `arith.cmpi`: eq, ne, then lt, le, gt, ge of signed and of unsigned numbers."""
+    """The comparison of `arith.cmpi`: eq, ne, then lt, le, gt, ge of signed numbers, then of unsigned ones."""
     names = ("__eq__", "__ne__", *(("__lt__", "__le__", "__gt__", "__ge__") * 2))
     flip = 1 << (bits - 1) if 2 <= predicate < 6 else 0  # signed: the order of the numbers with the first bit flipped
     name = names[predicate]
     return lambda a, b: int(getattr(int(a) ^ flip, name)(int(b) ^ flip))
 
 
-def _thread_number(operation: Any, program: Any) -> tuple[Any, frozenset[str]]:
+def _thread_number(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     if not _along_x(operation):
         return 0, _NOTHING
     return SPECIAL["%tid.x"], frozenset(VARIES["%tid.x"])
@@ -326,7 +335,7 @@ def _along_x(operation: Any) -> bool:
     return "dim<x>" in str(operation.attributes["dimension"]) or " x" in f" {operation.attributes['dimension']}"
 
 
-def _constant(operation: Any, program: Any) -> tuple[Any, frozenset[str]]:
+def _constant(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     attribute = operation.attributes["value"]
     if isinstance(attribute, ir.BoolAttr):
         return int(attribute.value), _NOTHING
@@ -335,8 +344,8 @@ def _constant(operation: Any, program: Any) -> tuple[Any, frozenset[str]]:
     return attribute.value & ((1 << _bits(operation.results[0].type)) - 1), _NOTHING
 
 
-# (value, or function of the thread; by what it differs within an emulated thread)
-_MADE: dict[str, Callable[[Any, Any], tuple[Any, frozenset[str]]]] = {
+# Operations without operands. Each gives (the value or a function of the thread, what the value varies by).
+_MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
     "arith.constant": _constant,
     "llvm.mlir.constant": _constant,
     "nvvm.elect.sync": lambda operation, program: (1, frozenset({"lane"})),
@@ -346,7 +355,7 @@ _MADE: dict[str, Callable[[Any, Any], tuple[Any, frozenset[str]]]] = {
         _NOTHING,
     ),
 }
-# (function, the second operand with which it returns the first)
+# Operations that compute: (the function, the second operand with which the result is the first operand).
 _COMPUTED: dict[str, tuple[Callable[..., int], int | None]] = {
     **dict.fromkeys(("arith.addi", "llvm.add"), (lambda a, b: a + b, 0)),
     **dict.fromkeys(("arith.subi", "llvm.sub"), (lambda a, b: a - b, 0)),
@@ -367,7 +376,7 @@ _COMPUTED: dict[str, tuple[Callable[..., int], int | None]] = {
         ("arith.index_cast", "arith.index_castui", "arith.extui", "arith.trunci", "llvm.zext", "llvm.trunc",
          "llvm.ptrtoint", "llvm.inttoptr"), (lambda a: a, None),
     ),
-    # A warp's number, which all lanes get from the first.
+    # Used to give a warp's number to all lanes: lane 0's value.
     "nvvm.shfl.sync": (lambda mask, value, lane, limit: value, None),
 }  # fmt: skip
 _EFFECTLESS = {"nvvm.bar.warp.sync"}

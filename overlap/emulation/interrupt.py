@@ -1,13 +1,13 @@
 """Ctrl-C during an emulated launch: the launch stops, and KeyboardInterrupt comes out in the caller's own code.
 
-Emulated kernels run inside callbacks of XLA, mostly in XLA's threads. With Python's own handler of SIGINT such a launch
-would go on to its end after the KeyboardInterrupt; where the callback runs in the main thread, XLA would turn the
+Emulated kernels run inside callbacks of XLA, mostly in XLA's threads. With Python's own handler of SIGINT a launch
+would run to its end after the KeyboardInterrupt. Where the callback runs in the main thread, XLA would turn the
 KeyboardInterrupt into an error of the callback. So the first use of the emulator replaces Python's own handler by one
 that:
 
   - tells all launches under way to stop, and
-  - raises KeyboardInterrupt as Python's own does; but not inside a callback, where it waits until the main thread has
-    left that. Until then every launch stops at once, so that a loop of launches ends soon.
+  - raises KeyboardInterrupt, as Python's own handler does. If the main thread is inside a callback, the handler waits
+    until the main thread has left it. Until then every launch stops at once, so that a loop of launches ends soon.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _pending = False  # the main thread was in a callback, and its KeyboardInterrupt
 
 
 def count() -> int:
-    """How many interrupts there have been: a launch keeps the number at its beginning, for `stopped`."""
+    """How many interrupts there have been. A launch keeps this number from its beginning, for `stopped`."""
     return _interrupts
 
 
 def stopped(count_before: int) -> bool:
-    """Whether a launch must stop that began when `count()` was `count_before`."""
+    """Whether a launch that began when `count()` was `count_before` must stop."""
     return _pending or _interrupts != count_before
 
 
@@ -67,7 +67,7 @@ def defer() -> None:
 def _interrupt_again() -> None:
     global _pending
     time.sleep(_RETRY_S)
-    # Before the signal: its handler, whoever's it is now, runs at once, and may defer again.
+    # Before the signal, since the handler that is installed by now runs at once, and may defer again.
     _pending = False
     _thread.interrupt_main()
 

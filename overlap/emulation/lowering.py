@@ -1,7 +1,7 @@
 """How kernels reach the emulator: a CPU lowering of the primitive that `plgpu.kernel` binds.
 
-Each device's program calls back to the host once per launch. The callbacks of all devices of the mesh meet; the last to
-arrive runs the emulation of all of them, and each takes its own outputs home.
+Each device's program calls back to the host once per launch. The callbacks of all devices of the mesh meet. The last
+one to arrive emulates the launch on all devices; then each callback returns the outputs of its device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from jax.interpreters import mlir
 from . import interrupt, runs
 from .decode import decode
 from .errors import EmulationError
-from .machine import Machine
 from .memory import poison
 from .program import Program
 from .sequence import Launch, World
 
-# A launch that some devices do not reach: said after the first, given up after the second.
+# If some devices do not reach a launch: a warning after the first time, an error after the second.
 _REPORT_AFTER_S, _MEETING_TIMEOUT_S = 30.0, 600.0
 _logger = logging.getLogger(__name__)
 _enable_lock = threading.Lock()
@@ -61,11 +60,11 @@ def enable() -> None:
         if not _enabled:
             mlir.register_lowering(_kernel_primitive(), _lower, platform="cpu")
             _enabled = True
-    interrupt.install()  # Each time, since the first call may come from another thread than the main one.
+    interrupt.install()  # At each call, since only the main thread can install it.
 
 
 class _Meeting:
-    """One launch that some devices have reached and others not yet."""
+    """One launch, until all devices have reached it and it has ended."""
 
     def __init__(self, count: int):
         self.inputs: dict[int, list[np.ndarray]] = {}
@@ -112,7 +111,7 @@ class _Launcher:
         return meeting.outputs[device]
 
     def _is_done(self, meeting: _Meeting) -> bool:
-        """Waits until the launch has ended; says who is missing if that takes long."""
+        """Waits until the launch has ended, and logs which devices are missing if that takes long."""
         if meeting.done.wait(_REPORT_AFTER_S):
             return True
         with self._lock:
@@ -141,22 +140,21 @@ class _Launcher:
             world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
             devices = range(self._devices)
             for lap in range(laps):
-                Machine(
-                    world, self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1
-                )
-            run.begin(lambda: world.now)
+                world.add(self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1)
+            simulation = world.simulation
+            run.begin(lambda: simulation.now)
             outputs = world.machines[-1].outputs(ended=world.execute(lambda: interrupt.stopped(interrupts)))
-            run.steps += world.now
-            errors = world.errors
+            run.steps += simulation.now
+            errors = simulation.errors
             if in_context:
-                run.warnings += world.warnings
+                run.warnings += simulation.warnings
                 if run.settings.keep:
                     of_mesh = tuple(self._program.device_ids)
                     run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))
         except KeyboardInterrupt:
-            if not interrupt.stopped(interrupts):  # Another handler of SIGINT than ours has raised it in this callback.
+            if not interrupt.stopped(interrupts):  # Not our handler of SIGINT has raised it in this callback.
                 interrupt.defer()
-            # An error ends the program that the launch is in, but the main thread would see it before its interrupt.
+            # An error would end the program, but the main thread would see the error before its KeyboardInterrupt.
             silent = in_context or interrupt.pending()
             errors = [] if silent else [EmulationError(f"kernel {self._name!r}: ended by Ctrl-C")]
             outputs = self._no_outputs()
@@ -185,7 +183,7 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
     axes = {axis: size for axis, size in mesh.shape.items() if axis in manual} if mesh is not None else {}
-    # An abstract mesh names no devices; then those of this process are meant, if there is one process.
+    # An abstract mesh names no devices: it then means the devices of this process, the only one.
     devices = np.ravel(mesh.devices) if isinstance(mesh, jax.sharding.Mesh) else jax.devices() if mesh else ()
     if any(d.process_index != jax.process_index() for d in devices):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")

@@ -1,30 +1,32 @@
-"""One launch of one kernel on the devices of its mesh: their CTAs, and the threads of these."""
+"""One launch of one kernel: its CTAs on the devices of a mesh, and their threads."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from . import report
 from .clocks import EMPTY, ComponentPool, Knowledge, covers
-from .clusters import Cluster, check_left, note_use
+from .clusters import Cluster, Cta
+from .devices import Device, Flags
+from .engines import Engine
 from .errors import ProtocolError, RaceError
-from .memory import Buffer, poison
+from .memory import Buffer, View, poison
+from .mesh import Mesh
 from .orders import Orders
+from .program import Instruction, Program
 from .races import Access
-from .sync import Meeting, Semaphore, Waitable
-from .tensor_core import TensorThread
-
-if TYPE_CHECKING:
-    from .sequence import World
+from .simulation import Simulation
+from .sync import Semaphore, Waitable
+from .tensor_queue import TensorThread
 
 
 class Thread:
-    """A warpgroup, or one warp of it inside `plgpu.warp_map`: an environment and a place in the program."""
+    """A warpgroup, or a warp of it inside `plgpu.warp_map`: an environment, and a place in the program."""
 
     def __init__(
         self,
@@ -37,14 +39,15 @@ class Thread:
         before: Thread | None = None,
     ):
         self.machine, self.cta, self.device = machine, cta, cta.device
+        self.simulation, self.mesh = machine.simulation, machine.mesh
         self.warpgroup, self.warp = warpgroup, warp
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
         self.orders = Orders()
-        # A warp of a later map comes after the same warp of the one before, and so takes over its component.
-        self.component = machine.components.new() if before is None else before.component
+        # A warp of a map runs after the same warp of an earlier map, whose component it takes over.
+        self.component = machine.simulation.components.new() if before is None else before.component
         self.time = 1 if before is None else before.time + 1
-        self.pool = ComponentPool(machine.components) if before is None else before.pool
+        self.pool = ComponentPool(machine.simulation.components) if before is None else before.pool
         self.open_stores: list[Any] = []  # not yet committed
         self.groups: list[list[Any]] = []  # committed, oldest first
         self.wgmmas: list[Any] = []  # in flight, oldest first
@@ -53,7 +56,7 @@ class Thread:
         self.axes: dict[Any, int] = {}
         self.visits: dict[int, int] = {}  # instruction -> times, for allocations in loops
         self.children: list[Thread] = []  # the warps of the last map
-        self.tensor = TensorThread() if before is None else before.tensor
+        self.tensor = TensorThread(machine.simulation.components) if before is None else before.tensor
         self.done = False
         self.blocked: tuple[Waitable, Callable[[], str]] | None = None
         self.blocked_at = 0
@@ -62,7 +65,7 @@ class Thread:
         self.knowledge.note(self.component, self.time)
 
     def tick(self) -> None:
-        """Ends an interval: what comes after is not covered by snapshots taken before."""
+        """Begins a new interval: clocks that were taken before do not cover what the thread does from now on."""
         if self.machine.detector is not None:
             self.time += 1
             self.knowledge.note(self.component, self.time)
@@ -70,23 +73,35 @@ class Thread:
     def block(self, on: Waitable, why: Callable[[], str]) -> bool:
         """Suspends the thread at the current instruction until `on` changes; `why` describes the wait."""
         if self.blocked is None:
-            self.blocked_at = self.machine.world.now
+            self.blocked_at = self.simulation.now
         self.blocked = (on, why)
         on.waiters.append(self)
         return True
 
-    def access(self, view: Any, what: str, *, write: bool, atomic: bool = False, by_rows: bool = False) -> None:
+    def wake(self) -> None:
+        """Makes the thread runnable, if it is blocked."""
+        if self.blocked is not None and not self.done:
+            self.simulation.scheduler.ready(self)
+
+    def access(self, view: View, what: str, *, write: bool, atomic: bool = False, by_rows: bool = False) -> None:
         """Checks and records an access of this thread itself (generic proxy)."""
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
         detector = self.machine.detector
         if detector is not None and view.buffer.space != "regs":
             access = Access(
-                self, view, what, self.instruction, self.component, self.time, write=write, atomic=atomic,
+                self,
+                view,
+                what,
+                self.instruction,
+                self.component,
+                self.time,
+                write=write,
+                atomic=atomic,
                 by_rows=by_rows,
-            )  # fmt: skip
+            )
             detector.access(access, self.knowledge)
-            self.machine.note_remote(self, access)
+            self.note_remote(access)
 
     def turn(self) -> bool:
         """Runs up to the next visible instruction; returns whether the thread can go on."""
@@ -106,9 +121,33 @@ class Thread:
             self.blocked = None
             pc = self.pc
 
+    def note_remote(self, access: Access) -> None:
+        """Remembers an access to memory of another device or CTA: that one must not leave before."""
+        buffer = access.view.buffer
+        if buffer.space in ("smem", "tmem") and buffer.cta is not self.cta:
+            buffer.cta.note_use(self, f"{access.what} of {access.view}", access.component, access.time)
+        if buffer.space == "gmem" and buffer.device != self.device:
+            what = f"uses {access.view}"
+            self.machine.check_present(self, buffer.device, what, asynchronous=access.asynchronous)
+            self.machine.remote_uses[buffer.device][access.component] = access
+
     @property
-    def instruction(self) -> Any:
+    def instruction(self) -> Instruction:
         return self.machine.program.instructions[self.pc - 1]
+
+    @property
+    def in_launch(self) -> str:
+        """The thread's name; with several launches also the launch."""
+        launches = self.simulation.launches
+        return (
+            str(self)
+            if launches == 1
+            else f"{self}, in launch {self.machine.number} of {launches} ({self.machine.name})"
+        )
+
+    @property
+    def where(self) -> str:
+        return f"{self.in_launch}, at {self.instruction.source}"
 
     def __str__(self) -> str:
         if not self.machine.program.num_threads and self.warp is None:
@@ -117,83 +156,47 @@ class Thread:
         return f"{self.cta}, warpgroup {self.warpgroup}{warp}"
 
 
-class Cta:
-    """One block of the grid on one device."""
-
-    def __init__(self, machine: Machine, device: int, index: int, coordinates: tuple[int, ...]):
-        self.machine, self.device, self.index, self.coordinates = machine, device, index, coordinates
-        self.scopes: dict[Any, Any] = {}  # live collective allocations
-        self.meeting = Meeting(machine.program.num_threads or 1)
-        self.running = 0
-        self.ended = False
-        self.cluster: Cluster | None = None
-        self.rank = 0  # in the cluster
-        self.peer_uses: dict[int, tuple[int, str, int]] = {}  # component -> what another CTA of the cluster does here
-        self.final = Knowledge()  # of the threads that have ended
-        self.freed: list[Buffer] = []  # memory whose scope has ended and that nobody has got since
-        self.tensor_columns = 0  # of tensor memory, in use
-
-    def reuse(self, knowledge: Knowledge, thread: Thread) -> None:
-        """The freed memory may be given out now: whoever does that must know that all copies are done with it."""
-        freed, self.freed = self.freed, []
-        if self.machine.detector is None:
-            return
-        for buffer in freed:
-            for access in buffer.async_uses.values():
-                # The CTA may end before it has waited for its last loads from tensor memory: their values are there.
-                if self.ended and not (access.asynchronous or access.write):
-                    continue
-                if not covers(knowledge.seen, access.component, access.time):
-                    key = ("freed", access.instruction.index)
-                    self.machine.fault(key, ProtocolError(report.freed_early(self, access)), thread)
-
-    def __str__(self) -> str:
-        where = self.coordinates[0] if len(self.coordinates) == 1 else self.coordinates or 0
-        return f"device {self.device}, CTA {where}"
-
-
 class Machine:
     """One launch of one program on the devices of a mesh.
 
     Attributes:
-        devices: for each position of the mesh, row-major, which of the world's devices it is. Everywhere else a device
-            is known by that number, and positions are only what a kernel computes with.
-        number: of the launch within the sequence, from 1.
-        flags_at: where in the memory for semaphores its own begin.
-        ordinals: for each device, the how manieth of its launches this is, from 1.
+        mesh: the devices; a device is known by its number in the sequence.
+        number: the launch's number in the sequence, from 1.
+        ordinals: for each device, this launch's number among the launches of that device, from 1.
         arrived: the devices that have come to this launch.
-        buffers: for each device, what the kernel's parameters denote.
-        values: for each device, what they hold when it begins; None: nothing.
+        buffers: for each device, the buffers (or plain values) of the kernel's parameters.
+        values: for each device, the contents of its buffers when the launch begins; None for undefined contents.
         private: semaphores that belong to single CTAs.
-        results: for each position, the outputs; set when the launch has ended there.
+        results: the outputs of each device on which the launch has ended and given up its memory.
     """
 
     def __init__(
         self,
-        world: World,
-        program: Any,
-        mesh_shape: dict[str, int],
-        devices: tuple[int, ...],
+        simulation: Simulation,
+        engine: Engine,
+        devices: Mapping[int, Device],
+        program: Program,
+        mesh: Mesh,
         inputs: list[list[np.ndarray]],
         name: str,
         *,
-        flags_at: int = 0,
-        is_real: bool = True,
+        flags_at: int,
+        is_real: bool,
+        on_end: Callable[[Machine, int], None],
     ):
-        self.world, self.program, self.name = world, program, name
-        self.mesh_shape, self.devices, self.flags_at = mesh_shape, devices, flags_at
-        self._position = {device: position for position, device in enumerate(devices)}
-        self.coordinates = list(itertools.product(*(range(n) for n in mesh_shape.values())))
-        self.settings, self.run, self.random = world.settings, world.run, world.random
-        self.components, self.detector = world.components, world.detector
-        self.engine, self.scheduler, self.fault = world.engine, world.scheduler, world.fault
-        self.number = 0  # set when the world has it
-        self.ordinals: dict[int, int] = {}
+        self.simulation, self.engine, self.program, self.name = simulation, engine, program, name
+        self.mesh, self._devices, self._on_end = mesh, devices, on_end
+        # Shorter names for what each instruction asks for.
+        self.run, self.detector, self.fault = simulation.run, simulation.detector, simulation.fault
+        simulation.launches += 1
+        self.number = simulation.launches
+        self.flags = Flags(flags_at, program.words, self.number)
+        self.ordinals = {device: devices[device].launches for device in mesh.devices}
         self.arrived: list[int] = []
         self.globals: dict[Any, dict[int, Any]] = {}
         self.private: list[Semaphore] = []
-        self.remote_uses: dict[int, dict[int, Access]] = {device: {} for device in devices}  # by component
-        self.buffers = {device: self._bind(device, values) for device, values in zip(devices, inputs)}
+        self.remote_uses: dict[int, dict[int, Access]] = {device: {} for device in mesh.devices}  # by component
+        self.buffers = {device: self._bind(device, values) for device, values in zip(mesh.devices, inputs)}
         self.values = {
             device: [b.data if isinstance(b, Buffer) and b.is_operand and is_real else None for b in row]
             for device, row in self.buffers.items()
@@ -201,27 +204,22 @@ class Machine:
         for row in zip(*self.buffers.values()):
             for buffer in row:
                 if isinstance(buffer, Buffer):
-                    buffer.peers = dict(zip(devices, row))
+                    buffer.peers = dict(zip(mesh.devices, row))
         self.results: dict[int, list[np.ndarray]] = {}
-        self.ctas: dict[int, list[Cta]] = {device: [] for device in devices}
-        self.queued: dict[int, list[Cta]] = {device: [] for device in devices}
+        self.ctas: dict[int, list[Cta]] = {device: [] for device in mesh.devices}
+        self.queued: dict[int, list[Cta]] = {device: [] for device in mesh.devices}
         self._start: dict[int, Knowledge] = {}
-        self.exit_seen = {device: Knowledge() for device in devices}
-        world.add(self)
+        self.exit_seen = {device: Knowledge() for device in mesh.devices}
 
     def word(self, device: int, first: int, place: int) -> Semaphore:
-        """Of the semaphores of a device that all its CTAs share, the one at `place` behind the `first` of an array."""
-        return self.world.devices[device].word(self.flags_at + first + place)
+        """A semaphore that all CTAs of `device` share: `place` behind the `first` one of an array."""
+        return self._devices[device].word(self.flags.first + first + place)
 
     def semaphores(self, devices: Collection[int]) -> Iterator[Semaphore]:
-        """All of them on these devices that anybody has used."""
+        """The launch's semaphores on these devices, as far as anybody has used them."""
         yield from (semaphore for semaphore in self.private if semaphore.device in devices)
         for device in devices:
-            yield from (word for _, word in self.world.devices[device].words(self))
-
-    def place(self, device: int) -> tuple[int, ...]:
-        """A device's coordinates in the mesh."""
-        return self.coordinates[self._position[device]]
+            yield from (word for _, word in self._devices[device].words(self.flags))
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -244,36 +242,23 @@ class Machine:
                 out.append(Buffer(f"output {o}", "gmem", poison(aval.shape, aval.dtype), device))
         return out
 
-    def note_remote(self, thread: Thread, access: Access) -> None:
-        """Remembers that `thread` touches memory of another device or CTA: that one must not leave before."""
-        buffer = access.view.buffer
-        if buffer.space in ("smem", "tmem") and buffer.cta is not thread.cta:
-            note_use(thread, buffer.cta, f"{access.what} of {access.view}", access.component, access.time)
-        if buffer.space == "gmem" and buffer.device != thread.device:
-            what = f"uses {access.view}"
-            self.world.check_present(thread, buffer.device, what, asynchronous=access.asynchronous)
-            self.remote_uses[buffer.device][access.component] = access
-
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def start(self, thread: Thread) -> None:
-        self.world.threads.append(thread)
-        self.scheduler.admit(thread)
-
-    def make_runnable(self, thread: Thread) -> None:
-        if thread.blocked is not None and not thread.done:
-            self.scheduler.ready(thread)
+        self.simulation.threads.append(thread)
+        self.simulation.scheduler.admit(thread)
 
     def begin(self, device: int, known: Knowledge) -> None:
-        """Starts the launch on a device, whose threads know so much then."""
+        """Starts the launch on a device; its threads begin with the knowledge `known`."""
         self._start[device] = known
         self.queue(device)
         self.launch(device)
 
     def queue(self, device: int) -> None:
-        """Makes the CTAs of a launch on a device."""
+        """Makes the CTAs of the launch on a device, none of which runs yet."""
         grid = itertools.product(*(range(n) for n in self.program.grid))
-        self.ctas[device] = [Cta(self, device, i, c) for i, c in enumerate(grid)]
+        threads = self.program.num_threads or 1
+        self.ctas[device] = [Cta(self.simulation, threads, device, i, place) for i, place in enumerate(grid)]
         if self.program.cluster:
             size = math.prod(self.program.cluster.values())
             for first in range(0, len(self.ctas[device]), size):
@@ -282,11 +267,11 @@ class Machine:
 
     @property
     def resident(self) -> int | None:
-        """How many CTAs fit on a device. A kernel that takes over waiting clusters has one CTA per core by default."""
-        if self.settings.resident is None and self.program.cancels_clusters:
+        """How many CTAs fit on a device (None: all); with cluster launch control, one per core by default."""
+        if self.simulation.settings.resident is None and self.program.cancels_clusters:
             together = math.prod(self.program.cluster.values())
-            return max(self.settings.cores // together, 1) * together
-        return self.settings.resident
+            return max(self.simulation.settings.cores // together, 1) * together
+        return self.simulation.settings.resident
 
     def cancel(self, device: int) -> tuple[int, ...] | None:
         """Takes the next cluster off the queue: the coordinates of its first CTA, None if all have been launched."""
@@ -313,26 +298,26 @@ class Machine:
     def _launch_cta(self, device: int, cta: Cta) -> None:
         for warpgroup in range(self.program.num_threads or 1):
             env = list(self.program.template)
-            for slot, buffer in zip(self.program.parameters, self.buffers[device]):
-                env[slot] = buffer
+            for entry, buffer in zip(self.program.parameters, self.buffers[device]):
+                env[entry] = buffer
             thread = Thread(self, cta, warpgroup, None, env, 0)
             thread.knowledge.join(self._start[device])
             if self.program.uses_tensor_memory and thread.knowledge.tensor is None:
                 thread.knowledge.tensor = EMPTY
-            thread.axes = dict(zip(self.mesh_shape, self.place(device)))
+            thread.axes = dict(zip(self.mesh.shape, self.mesh.place(device)))
             thread.axes.update(zip(self.program.axis_names, (*cta.coordinates, warpgroup)))
             cta.running += 1
             self.start(thread)
 
     def leave(self, thread: Thread) -> None:
-        """A thread ends: its CTA may end with it, and another start in its place."""
+        """Ends a thread. Its CTA ends with its last thread, and another CTA starts."""
         thread.done = True
         if thread.warp is None:
             self.exit_seen[thread.device].join(thread.knowledge)
             cta = thread.cta
             cta.final.join(thread.knowledge)
             cta.running -= 1
-            # Mosaic has a barrier of the whole cluster at the end of a kernel whose CTAs share tensor memory.
+            # Mosaic ends a kernel whose CTAs share tensor memory with a barrier of the whole cluster.
             leaving = cta.cluster.ctas if self.program.ends_by_cluster and cta.cluster else [cta]
             if all(each.running == 0 for each in leaving):
                 for each in leaving:
@@ -340,15 +325,15 @@ class Machine:
                     each.ended = True
                 for each in leaving:
                     each.final.join(cta.final)
-                    check_left(self, each, thread)
+                    each.check_left(thread)
                     each.reuse(each.final, thread)
                 self.launch(thread.device)
                 if all(cta.ended for cta in self.ctas[thread.device]):
                     self.engine.finish(self, thread.device)
-                    self.world.devices[thread.device].end(self)
+                    self._on_end(self, thread.device)
 
     def take_results(self, device: int) -> None:
-        """The launch has ended on a device, whose memory is another one's from now on."""
+        """Keeps the results on a device where the launch has ended, and gives up the memory to other launches."""
         first = len(self.program.input_is_ref)
         self.results[device] = [buffer.data.copy() for buffer in self.buffers[device][first:]]
         for buffer in self.buffers[device]:
@@ -356,18 +341,36 @@ class Machine:
                 buffer.data[...] = poison(buffer.data.shape, buffer.data.dtype)
 
     def outputs(self, *, ended: bool) -> list[list[np.ndarray]]:
-        """For each position, the results; worthless ones unless it has `ended` well."""
+        """The results for each position; undefined values unless the launch has `ended`."""
         first = len(self.program.input_is_ref)
         if not ended:
-            return [[poison(a.shape, a.dtype) for a in self.program.out_avals] for _ in self.devices]
+            return [[poison(a.shape, a.dtype) for a in self.program.out_avals] for _ in self.mesh.devices]
         return [
-            self.results[d] if d in self.results else [b.data for b in self.buffers[d][first:]] for d in self.devices
+            self.results[d] if d in self.results else [b.data for b in self.buffers[d][first:]]
+            for d in self.mesh.devices
         ]
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
+    def check_present(self, thread: Thread, device: int, what: str, *, asynchronous: bool) -> None:
+        """Checks that `thread` may touch the memory of `device`, where this launch must have begun and not ended.
+
+        The thread must know that the launch has begun there. An `asynchronous` access, by the copy engine, needs a
+        proxy fence after that knowledge.
+        """
+        if device == thread.device or self.detector is None:
+            return
+        owner, knowledge = self._devices[device], thread.knowledge
+        begun = (owner.component, self.ordinals[device])
+        if not covers(knowledge.gmem if asynchronous else knowledge.seen, *begun):
+            key = ("begun", thread.instruction.index)
+            lacks_fence = covers(knowledge.seen, *begun)
+            self.fault(key, ProtocolError(report.not_begun(thread, device, what, lacks_fence)), thread)
+        elif owner.ended >= self.ordinals[device]:
+            self.fault(("left", thread.instruction.index), ProtocolError(report.has_left(thread, device, what)), thread)
+
     def check_remote_uses(self) -> None:
-        """That no device may have left while a peer still used its memory."""
+        """Checks that no device can leave while a peer still uses its memory."""
         for device, uses in self.remote_uses.items():
             for access in uses.values():
                 if not covers(self.exit_seen[device].seen, access.component, access.time):
@@ -375,7 +378,7 @@ class Machine:
                     self.fault(key, RaceError(report.left_early(device, access), "exit"))
 
     def check_signals(self, device: int) -> None:
-        """That no signal of a peer may come after the launch has ended on a device."""
+        """Checks that no signal of a peer can come after the launch has ended on a device."""
         if self.detector is None:
             return
         for semaphore in self.semaphores([device]):

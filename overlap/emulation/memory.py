@@ -1,4 +1,4 @@
-"""Buffers, and views of them: what a reference with its transforms denotes."""
+"""Buffers, arrays of synchronisation objects, and views of buffers, which references with transforms denote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _serials = itertools.count()
 
 
 def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array that no kernel should ever be seen to read: NaN, or the most negative integer."""
+    """An array of undefined contents: NaN, or the most negative integer."""
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return np.ones(shape, dtype)
@@ -51,9 +51,9 @@ class Buffer:
         self.written = written  # it has contents from the start
         self.is_operand = False
         self.serial = next(_serials)
-        self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # of which array, and its bytes
+        self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # (the array, its bytes)
         self.shadow = Shadow(max(data.nbytes, 1))
-        # The last asynchronous access of each component, for "left while a copy is in flight".
+        # The last asynchronous access of each component, to find memory that is freed while a copy uses it.
         self.async_uses: dict[int, Any] = {}
 
     @property
@@ -80,8 +80,8 @@ class Cells:
     """An array of synchronisation objects (semaphores or mbarriers) that refs can index.
 
     Attributes:
-        places: the array, with the place of each object in it (row-major) instead of the object.
-        at: from a place to the object, which may be made then: of the flags of a kernel, a run uses a small part.
+        places: an array of the same shape that holds each object's place (its row-major index).
+        at: gives the object at a place. It may make the object then, since a run uses few of a kernel's flags.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], at: Callable[[int], Any], device: int, peers: Any = None):
@@ -123,7 +123,7 @@ class View:
         self.shape = shape
 
     def read(self, fill_undefined: bool = False) -> np.ndarray:
-        """A copy of the contents, in the logical shape; what lies out of bounds reads as zero (or as undefined)."""
+        """A copy of the contents, in the logical shape. Elements out of bounds are zero, or undefined."""
         inside = np.array(self.array).reshape(self.shape)
         if self.requested is None:
             return inside
@@ -133,7 +133,7 @@ class View:
         return whole
 
     def write(self, value: np.ndarray) -> None:
-        """Stores `value`; what lies out of bounds is dropped."""
+        """Stores `value`, except for elements out of bounds."""
         if self.requested is not None:
             value = np.asarray(value).reshape(self.requested)[self.window]
         self.array[...] = np.asarray(value, self.array.dtype).reshape(self.array.shape)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from . import arithmetic
-from .device_ids import multicast_devices
 from .errors import ProtocolError
 from .program import Decoder, handles
 from .signals import signal_device
@@ -31,7 +30,7 @@ def _views(thread: Any, path: Any, buffer: Any, axes: Any) -> list[Any]:
     """What the reference denotes on each device."""
     if buffer.peers is None:
         raise ProtocolError(f"multimem needs memory that all devices have (operands, results), got {buffer.name}")
-    return [path.resolve(thread, buffer.on(device)) for device in multicast_devices(thread, axes)]
+    return [path.resolve(thread, buffer.on(device)) for device in thread.machine.mesh.multicast_devices(axes)]
 
 
 @handles("multimem_store")
@@ -80,13 +79,13 @@ def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_signal_multicast")
 def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, count = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, count = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, axes = d.path(transforms), d.leaf(count), eqn.params["collective_axes"]
     if not isinstance(amount, int):
         raise NotImplementedError("the value of semaphore_signal_multicast must be a constant, as Mosaic GPU needs it")
 
     def run(thread: Any) -> None:
-        for device in multicast_devices(thread, axes):
+        for device in thread.machine.mesh.multicast_devices(axes):
             signal_device(thread, thread.env[ref].on(device), path, amount, "sys")
         thread.tick()
 

@@ -1,9 +1,9 @@
-"""The decoder: a kernel's jaxpr becomes a flat list of small functions with jumps.
+"""Programs: a kernel's jaxpr as a flat list of small functions with jumps, and the decoder that emits them.
 
-Every variable gets a slot in the thread's environment, calls are inlined, loops and branches become jumps. A thread is
-then a program counter and a list of values, which a scheduler can stop anywhere. The handlers of the primitives are in
-`control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `tensor_memory`, `tcgen05` and `cluster_launch`; they
-register themselves with `handles`.
+Every variable gets an entry in the thread's environment. Calls are inlined; loops and branches become jumps. A thread
+is then a program counter and a list of values, and a scheduler can stop it between instructions. The handlers of the
+primitives are in `control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `tensor_memory`, `tcgen05` and
+`cluster_launch`; they register themselves with `handles`, and `decode` imports them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from . import arithmetic
+from .environment import Entry, value_of
 from .references import RefPath
-from .slots import Slot, value_of
 
 Function = Callable[[Any], Any]
 _HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
 def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers `handler(decoder, eqn, ins) -> slots of the outputs` for primitives of these names."""
+    """Registers `handler(decoder, eqn, ins)` for primitives of these names.
+
+    `ins` are the entries of the operands; the handler returns those of the outputs.
+    """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
@@ -36,7 +39,7 @@ def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Instruction:
-    """Where an instruction comes from, for messages."""
+    """Where an instruction comes from, for messages and events."""
 
     __slots__ = ("_source", "eqn", "index", "name")
 
@@ -54,34 +57,47 @@ class Instruction:
 
     @property
     def scope(self) -> str:
-        """The named scopes around it."""
+        """The named scopes around the instruction."""
         return str(self.eqn.source_info.name_stack) if self.eqn is not None else ""
 
 
 class Program:
-    """A decoded kernel."""
+    """A decoded kernel.
+
+    Attributes:
+        functions: the instructions; each takes a thread, and returns True if the thread cannot go on.
+        visible: for each instruction, whether other threads can observe it. The scheduler stops only before these.
+        instructions: where each comes from.
+        template: the initial environment: constants, and None.
+        parameters: the entries of the kernel's parameters.
+        aliases: input -> the output that uses the same memory.
+        grid: the sizes of the grid's axes; those of the cluster come last.
+        axis_names, axis_sizes: of the grid, the cluster and the threads.
+        words: the names of the semaphores that all CTAs share, as they lie in memory.
+        device_ids: of the mesh's devices, in order.
+    """
 
     def __init__(self):
         self.functions: list[Function] = []
         self.visible: list[bool] = []
         self.instructions: list[Instruction] = []
-        self.template: list[Any] = []  # the initial environment: constants, and None
+        self.template: list[Any] = []
         self.paths: list[RefPath] = []
         self.parameters: list[int] = []
         self.input_is_ref: list[bool] = []
         self.out_avals: tuple[Any, ...] = ()
         self.aliases: dict[int, int] = {}
-        self.grid: tuple[int, ...] = ()  # the axes of the cluster come last
+        self.grid: tuple[int, ...] = ()
         self.cluster: dict[Any, int] = {}
         self.axis_names: tuple[Any, ...] = ()
         self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
         self.has_barrier = True  # over all devices, before each launch
-        self.words: list[str] = []  # the names of all semaphores that the CTAs share, as they lie in memory
-        self.device_ids: tuple[int, ...] = ()  # of the mesh, in order
+        self.words: list[str] = []
+        self.device_ids: tuple[int, ...] = ()
         self.uses_tensor_memory = False
         self.ends_by_cluster = False  # its CTAs share tensor memory, which a cluster gives back together
-        self.cancels_clusters = False  # by cluster launch control
+        self.cancels_clusters = False  # it uses cluster launch control
 
     def forget_views(self) -> None:
         for path in self.paths:
@@ -98,13 +114,15 @@ class Decoder:
         self._used: set[Any] = set()
         self.warp_axes: list[Any] = []  # of the maps over warps around what is being decoded
 
-    # ---- slots -------------------------------------------------------------------------------------------------------
+    # ---- entries -----------------------------------------------------------------------------------------------------
 
     def new(self, value: Any = None) -> int:
+        """A new entry, which holds `value` in the initial environment."""
         self.program.template.append(value)
         return len(self.program.template) - 1
 
     def constant(self, value: Any, aval: Any) -> int:
+        """The entry of a constant."""
         if arithmetic.is_plain(aval):
             value = np.asarray(value).item()
             key = (type(value), value)
@@ -114,6 +132,7 @@ class Decoder:
         return self.new(np.asarray(value, aval.dtype) if hasattr(aval, "dtype") else value)
 
     def read(self, atom: Any) -> int:
+        """The entry of a variable or literal of a jaxpr."""
         if isinstance(atom, jex_core.Literal):
             return self.constant(atom.val, atom.aval)
         return self.scope[atom]
@@ -141,30 +160,31 @@ class Decoder:
         self.program.paths.append(path)
         return path
 
-    def unflatten(self, tree: Any, slots: Sequence[int]) -> Any:
-        """Decoded parameters with slots (or constants) as leaves."""
-        return tree.unflatten([self.leaf(s) for s in slots])
+    def unflatten(self, tree: Any, entries: Sequence[int]) -> Any:
+        """Decoded parameters with entries (or constants) as leaves."""
+        return tree.unflatten([self.leaf(s) for s in entries])
 
-    def unflatten_slots(self, tree: Any, slots: Sequence[int]) -> Any:
-        """[reference, transforms, operands...]: the transforms decoded for `path`, all else as slots."""
-        parts = tree.unflatten(list(slots))
-        decoded = tree.unflatten([self.leaf(s) for s in slots])
+    def unflatten_entries(self, tree: Any, entries: Sequence[int]) -> Any:
+        """[reference, transforms, operands...]: the transforms are decoded for `path`, all else are entries."""
+        parts = tree.unflatten(list(entries))
+        decoded = tree.unflatten([self.leaf(s) for s in entries])
         return [parts[0], decoded[1], *parts[2:]]
 
     def leaves(self, tree: Any) -> Any:
-        """A device id whose slots are decoded: None, a scalar, a tuple or a dict."""
+        """A device id whose entries are decoded: None, a scalar, a tuple or a dict."""
         if isinstance(tree, dict):
             return {k: self.leaves(v) for k, v in tree.items()}
         if isinstance(tree, (tuple, list)):
             return tuple(self.leaves(v) for v in tree)
         return None if tree is None else self.leaf(tree)
 
-    def leaf(self, slot: int) -> Any:
-        value = self.program.template[slot]
-        return value if type(value) in (int, bool) else Slot(slot)
+    def leaf(self, entry: int) -> Any:
+        """An entry as a decoded parameter: the value if it is a constant scalar, else an `Entry`."""
+        value = self.program.template[entry]
+        return value if type(value) in (int, bool) else Entry(entry)
 
     def move(self, sources: Sequence[int], targets: Sequence[int], eqn: Any) -> None:
-        """Copies values at once, as the carry of a loop needs."""
+        """Emits a copy of values that reads all of them before it writes any, as a loop's carry needs."""
         pairs = [(s, t) for s, t in zip(sources, targets) if s != t]
         if not pairs:
             return
@@ -188,7 +208,7 @@ class Decoder:
         return lambda pc: target.__setitem__(0, pc)
 
     def inline(self, jaxpr: Any, arguments: Sequence[int], constants: Sequence[int] | None = None) -> list[int]:
-        """Emits the equations of `jaxpr` on these slots; returns the slots of its results."""
+        """Emits the equations of `jaxpr` on these entries; returns the entries of its results."""
         closed_constants = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         if constants is None:
@@ -236,7 +256,7 @@ class Decoder:
             return outs
         (out,) = outs
         values = [self.leaf(i) for i in ins]
-        if all(type(v) is not Slot for v in values) and arithmetic.is_plain(eqn.outvars[0].aval):
+        if all(type(v) is not Entry for v in values) and arithmetic.is_plain(eqn.outvars[0].aval):
             return [self.constant(function(*values), eqn.outvars[0].aval)]
         if len(ins) == 1:
             (a,) = ins
@@ -260,10 +280,10 @@ class Decoder:
         return outs
 
 
-def predicate_of(d: Decoder, slots: list[int], present: bool) -> tuple[list[int], Any]:
+def predicate_of(d: Decoder, entries: list[int], present: bool) -> tuple[list[int], Any]:
     """Splits a trailing predicate operand off; without one the predicate is True."""
     if not present:
-        return slots, lambda env: True
-    *rest, last = slots
+        return entries, lambda env: True
+    *rest, last = entries
     leaf = d.leaf(last)
     return rest, lambda env: bool(value_of(leaf, env))

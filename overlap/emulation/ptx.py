@@ -1,7 +1,7 @@
 """The text of inline PTX: instructions with their operands, guards, labels and registers. `ptx_meaning` runs them.
 
-It reads the templates that LLVM takes: `$0`, `$1`, … stand for the operands, results first. A name that no `.reg`
-declares, a label that nobody sets and a line that is no instruction are errors here, as they are to `ptxas`.
+The texts are LLVM's templates, in which `$0`, `$1`, … stand for the operands, results first. As in `ptxas`, it is an
+error to use a register without `.reg` or a label that is not set, and so is a line that is no instruction.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Not:
     register: Register
 
 
-# A number is an immediate operand, None the operand `_`, which nothing is written to.
+# A number is an immediate operand; None is the operand `_`, which drops a result.
 Operand = Register | Special | Address | Not | int | None
 
 
@@ -60,9 +60,9 @@ class Instruction:
     Attributes:
         name: the first word of its opcode; `modifiers` are the others.
         operands: in the order of the text.
-        guard: it runs only if this predicate holds (or, `negated`, does not).
-        target: of a branch, the index of the instruction that it leads to.
-        text: as it was written.
+        guard: the instruction runs only if this predicate holds (if `negated`: does not hold).
+        target: of a branch, the index of the instruction to go on with.
+        text: the instruction as it was written.
     """
 
     name: str
@@ -102,7 +102,7 @@ def parse(text: str) -> Code:
     """Reads a text.
 
     Raises:
-        PtxError: it is not PTX as far as this reader knows.
+        PtxError: the text is not PTX, or PTX that this module cannot read.
     """
     plain = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S).replace("$$", "$")
     scope = outermost = _Scope(0, None)

@@ -1,7 +1,7 @@
 """What the instructions of inline PTX do to an emulated thread, which stands for the warp or warpgroup that runs them.
 
-A loop that only looks at words blocks the thread until one of them changes, as a wait does: tries take time, and time
-stands still.
+A loop that only reads words blocks its thread until one of the words changes, as a wait does. A loop that counts its
+tries blocks too: tries take time, and time stands still by default (`registers.CLOCK`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from . import ptx, ptx_memory, registers
 from .errors import ProtocolError
+from .machine import Thread
 from .registers import Frame, Unreadable, typed, width_of
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     put_not = frame.set(targets[1]) if len(targets) > 1 else None
     text = i.text
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         holds = compare(a(thread), b(thread))
         also = True if third is None else third(thread)
         put(thread, holds if combine is None else combine(holds, also))
@@ -100,9 +101,9 @@ def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
 
 def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], bool | None]:
-    """A jump to the program's instruction `place[0]`, from `here`; backwards it may be a wait."""
+    """A jump from the program's instruction `here` to `place[0]`. A jump backwards may be that of a polling loop."""
 
-    def run(thread: Any) -> bool | None:
+    def run(thread: Thread) -> bool | None:
         target = place[0]
         poll = thread.orders.poll
         if target <= here:
@@ -120,8 +121,8 @@ def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], b
     return run
 
 
-def _block(thread: Any) -> bool:
-    """Suspends a thread whose loop finds nothing new until one of the words that it looks at changes."""
+def _block(thread: Thread) -> bool:
+    """Suspends a thread whose polling loop finds nothing new, until one of the words that it reads changes."""
     poll = thread.orders.poll
     poll.is_blocked = True
     words, tests = dict(poll.found), tuple(poll.tests)
@@ -137,18 +138,18 @@ def _block(thread: Any) -> bool:
 
 
 def _shuffle(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
-    """All lanes get the value of lane 0, which an emulated thread stands for."""
+    """All lanes get the value of lane 0, which is the value that an emulated thread has."""
     if i.modifiers != ("sync", "idx", "b32") or i.operands[2] != 0:
         raise Unreadable(f"{i.text!r} is not emulated")
     put, get = frame.set(i.operands[0]), frame.get(i.operands[1])
     return lambda thread: put(thread, get(thread))
 
 
-def _trap(thread: Any) -> None:
+def _trap(thread: Thread) -> None:
     raise ProtocolError(f"the kernel trapped: {thread.instruction.name}")
 
 
-def _sleep(thread: Any) -> None:
+def _sleep(thread: Thread) -> None:
     thread.polled = True
 
 
@@ -159,9 +160,12 @@ VISIBLE = {"ld", "st", "atom", "red", "nanosleep"}
 
 
 def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Any], Any]:
-    """The function that runs an instruction that is no branch, its guard left aside.
+    """The function that runs an instruction other than a branch, without its guard.
 
-    `under`: what the threads that run it have been chosen by, a lane or a warp.
+    Args:
+        frame: the registers.
+        i: the instruction.
+        under: what decides which CUDA threads run the instruction: ``"lane"``, ``"warp"``.
     """
     try:
         if i.name in _ARITHMETIC:
@@ -183,7 +187,7 @@ def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable
 
 
 def guarded(frame: Frame, i: ptx.Instruction, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run`, if the instruction's guard lets it."""
+    """`run`, under the instruction's guard."""
     if i.guard is None:
         return run
     get, negated = frame.get(i.guard), i.negated

@@ -1,6 +1,6 @@
 """Loads, stores, atomic operations and fences of inline PTX, on the words of semaphores.
 
-An address is a number: each array of words begins at a number of its own. What each access orders is in `orders`.
+An address is a number; each array has a range of numbers of its own. What each access orders is in `orders`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import numpy as np
 from . import ptx
 from .clocks import EMPTY, covers
 from .errors import ProtocolError, RaceError
+from .machine import Thread
 from .memory import Buffer, Cells, View
 from .orders import Orders, fence_sc
 from .registers import LANES, WARPS, Frame, Unreadable, signed, typed, width_of
 from .sync import Semaphore, Write, next_serial
 
 _WORD_BYTES = 4
-_MIDDLE = 1 << 31  # of the numbers for one array, so that offsets may be negative
+_MIDDLE = 1 << 31  # the number of an array's first byte among its numbers, so that offsets may be negative
 _arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -43,7 +44,7 @@ def _words_at(address: int, nbytes: int) -> list[Semaphore]:
 
 
 def _require_place(array: Cells | Buffer, offset: int, nbytes: int, total: int, size: str) -> None:
-    """Whether an array of `total` bytes (`size`: in words) has an aligned place for so many at byte `offset`."""
+    """Checks that `nbytes` at byte `offset` are aligned and inside an array of `total` bytes (`size`: as text)."""
     if offset % nbytes:
         raise ProtocolError(f"byte {offset} of {array.name} is no address for {nbytes} bytes: it must be a multiple")
     if not 0 <= offset <= total - nbytes:
@@ -87,14 +88,14 @@ def _access(i: ptx.Instruction) -> tuple[str, str, str, str]:
     return order, scope, operation, kind
 
 
-def _require_scope(thread: Any, word: Semaphore, write: Write, scope: str) -> None:
+def _require_scope(thread: Thread, word: Semaphore, write: Write, scope: str) -> None:
     others = [device for device in write.local if device != thread.device]
     if scope != "sys" and others:
         raise ProtocolError(
             f"an access of scope {scope!r} to {word.name} of device {word.device} meets a value that device "
             f"{others[0]} has written: expected scope 'sys' on both sides"
         )
-    # What another launch has left there, or does there, is anything: nobody relies on it, whatever its scope.
+    # Nobody relies on a value that another launch has written there, so its scope does not matter.
     if write.within not in (None, thread.device) and write.launch in (None, thread.machine.number):
         raise ProtocolError(
             f"an access to {word.name} of device {word.device} meets a value that device {write.within} has written at "
@@ -102,7 +103,7 @@ def _require_scope(thread: Any, word: Semaphore, write: Write, scope: str) -> No
         )
 
 
-def _require_order(thread: Any, word: Semaphore, what: str, *, reads: bool) -> None:
+def _require_order(thread: Thread, word: Semaphore, what: str, *, reads: bool) -> None:
     """A plain access must come after all writes to the word (and, if it writes, after all reads)."""
     last = word.log[-1]
     if thread.machine.detector is None or last.by is None:
@@ -126,7 +127,7 @@ def load(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
         raise Unreadable(f"{i.text!r}: the address is missing")
     put, base, offset, nbytes = frame.set(target), frame.get(address.base), address.offset, width_of(kind) // 8
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         words = _words_at(base(thread) + offset, nbytes)
         orders: Orders = thread.orders
         if order == "weak":
@@ -145,19 +146,19 @@ def load(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     return run
 
 
-def _note_write(thread: Any, word: Semaphore, i: ptx.Instruction, scope: str) -> None:
-    """What holds before a write: the word's owner has begun, and the scope reaches it."""
+def _note_write(thread: Thread, word: Semaphore, i: ptx.Instruction, scope: str) -> None:
+    """Checks, before a write, that the word's owner has begun the launch and that the scope reaches the owner."""
     if word.device != thread.device:
         if scope in ("gpu", "cta"):
             raise ProtocolError(
                 f"{i.text!r} writes {word.name} of device {word.device} at scope {scope!r}, which stays on its device: "
                 "expected scope 'sys'"
             )
-        thread.machine.world.check_present(thread, word.device, f"writes {word.name}", asynchronous=False)
+        thread.machine.check_present(thread, word.device, f"writes {word.name}", asynchronous=False)
 
 
 def _store_words(
-    thread: Any, words: list[Semaphore], value: int, order: str, scope: str, *, continues: bool = False
+    thread: Thread, words: list[Semaphore], value: int, order: str, scope: str, *, continues: bool = False
 ) -> None:
     clocks = {"local": EMPTY, "system": EMPTY}
     releases = order in ("release", "acq_rel")
@@ -167,17 +168,15 @@ def _store_words(
     for n, word in enumerate(words):
         part = (value >> 32 * n) & 0xFFFFFFFF
         thread.orders.poll.has_news |= part != word.value
-        word.write(
-            part, thread.device, by=event, continues=continues, scope=scope or "sys", serial=serial, **clocks
-        )  # fmt: skip
+        word.write(part, thread.device, by=event, continues=continues, scope=scope or "sys", serial=serial, **clocks)
         thread.orders.saw(thread, word, word.log[-1])
         if word.device != thread.device:
             word.expect_seen((thread, *event, thread.instruction))
     thread.tick()
 
 
-def _bytes_at(thread: Any, address: int, nbytes: int, space: str) -> View:
-    """Bytes of an array that is none of semaphores, of this thread's own device (and CTA, if it is shared memory)."""
+def _bytes_at(thread: Thread, address: int, nbytes: int, space: str) -> View:
+    """A view of bytes of a buffer of this thread's own device (and own CTA, if in shared memory)."""
     buffer, offset = _arrays.get(address >> 32), (address & 0xFFFFFFFF) - _MIDDLE
     if not isinstance(buffer, Buffer) or buffer.space != space or buffer.device != thread.device:
         what = "nothing" if buffer is None else f"{buffer.name} of device {buffer.device}"
@@ -189,7 +188,7 @@ def _bytes_at(thread: Any, address: int, nbytes: int, space: str) -> View:
     return View(buffer, array, (1,), f"[bytes {offset} to {offset + nbytes}]")
 
 
-def _store_bytes(thread: Any, address: int, value: bytes, space: str) -> None:
+def _store_bytes(thread: Thread, address: int, value: bytes, space: str) -> None:
     view = _bytes_at(thread, address, len(value), space)
     thread.access(view, "store", write=True)
     view.array[:] = np.frombuffer(value, np.uint8)
@@ -202,7 +201,7 @@ def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     put, base, offset = frame.set(target), frame.get(address.base), address.offset
     nbytes = width_of(i.modifiers[-1]) // 8
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = _bytes_at(thread, base(thread) + offset, nbytes, "smem")
         thread.access(view, "load", write=False)
         put(thread, int.from_bytes(view.array.tobytes(), "little"))
@@ -220,7 +219,7 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
         raise Unreadable(f"{i.text!r}: the address is missing")
     base, offset, get, nbytes = frame.get(address.base), address.offset, typed(frame, value, kind), width_of(kind) // 8
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         where = base(thread) + offset
         if is_shared or (order == "weak" and isinstance(_arrays.get(where >> 32), Buffer)):
             _store_bytes(thread, where, get(thread).to_bytes(nbytes, "little"), "smem" if is_shared else "gmem")
@@ -236,7 +235,7 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
 
 def _new_value(operation: str, old: int, a: int, b: int, times: int, bits: int) -> int | None:
-    """What an atomic operation stores, if `times` threads do it one after the other; None: nothing."""
+    """What an atomic operation stores if `times` threads run it one after the other; None if it stores nothing."""
     if operation == "add":
         return old + times * a
     if operation == "cas":
@@ -262,7 +261,7 @@ def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[
     has_result, is_signed = target is not None, kind[0] == "s"
     one_lane, one_warp = "lane" in under, "warp" in under
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         times = (1 if one_lane else LANES) * (1 if one_warp or thread.warp is not None else WARPS)
         if times > 1 and (has_result or operation == "cas"):
             raise Unreadable(
@@ -312,7 +311,7 @@ def fence(i: ptx.Instruction) -> Callable[[Any], None]:
     if order not in ("acquire", "release", "acq_rel", "sc") or scope not in ("cta", "gpu", "sys"):
         raise Unreadable(f"{i.text!r} is not emulated")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         if order != "release":
             thread.orders.acquire(thread.knowledge, scope)
         if order == "sc":

@@ -19,6 +19,9 @@ class Accessor(Protocol):
     """The thread that makes an access: its text names it in messages."""
 
     @property
+    def device(self) -> int: ...
+
+    @property
     def cta(self) -> object: ...
 
 
@@ -26,7 +29,7 @@ class Access:
     """One access to memory, as the shadow remembers it.
 
     Attributes:
-        by_rows: of a read: each row is meant to go into the same row of a result and nowhere else.
+        by_rows: of a read: each row takes part only in the same row of a result.
     """
 
     __slots__ = (
@@ -81,11 +84,11 @@ class RaceDetector:
     def __init__(self, report: Callable[[str, Access, Access], None]):
         self._sets: list[dict[int, Access]] = [{}]
         self._report = report
-        # instruction -> a read of memory that nobody had written before, and whether that is true of all of it
+        # instruction -> (a read of memory that nobody had written, whether that holds for all of that memory)
         self.unwritten: dict[int, tuple[Access, bool]] = {}
 
     def access(self, access: Access, knowledge: Knowledge) -> None:
-        """Checks `access`, by someone with `knowledge`, and remembers it."""
+        """Checks an access by a thread or operation with this `knowledge`, and remembers it."""
         view = access.view
         if not view.array.size:
             return
@@ -121,10 +124,10 @@ class RaceDetector:
 
     @staticmethod
     def _is_row_by_row(access: Access, old_writes: list[int]) -> bool:
-        """Whether a read finds whole rows that somebody has written and others that nobody has, which stay apart.
+        """Whether a read by rows finds each row either written as a whole or not at all.
 
-        A tile at the end of an operand, or a part of one, is loaded without the rows that it does not have. They get
-        into the same rows of the result, as NaN, and are dropped when that is stored.
+        A tile at the end of an operand is loaded without the rows out of bounds. Those rows, as NaN, get only into the
+        same rows of the result, which are dropped when the result is stored.
         """
         if not access.by_rows or old_writes == [0]:
             return False
@@ -141,7 +144,7 @@ class RaceDetector:
             cells[cells == old] = number
 
     def _check(self, prior: Access, access: Access, knowledge: Knowledge) -> None:
-        if prior.component == access.component:  # one thread, or operations that were ordered when the second began
+        if prior.component == access.component:  # one thread, or operations in order
             return
         if prior.atomic and access.atomic:
             return
@@ -154,8 +157,8 @@ class RaceDetector:
             return
         if not (access.asynchronous and prior.write):
             return
-        # The asynchronous proxy is ordered with itself within one CTA, and, in shared memory, within one cluster; all
-        # else needs a proxy fence on the way.
+        # Accesses through the asynchronous proxy need no proxy fence between them within one CTA, nor in shared memory
+        # within one cluster. All others do.
         shared = access.view.buffer.space == "smem"
         if prior.asynchronous and (shared or prior.thread.cta is access.thread.cta):
             return

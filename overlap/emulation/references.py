@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from . import tensor_views
-from .clusters import twin
-from .device_ids import logical_device
+from .clusters import Cta, twin
+from .environment import Entry, value_of
 from .errors import ProtocolError
 from .memory import Buffer, Cells, Geometry, View
-from .slots import Slot, value_of
+from .mesh import Mesh
 
 _CACHE_LIMIT = 2048
 
 
+class Resolver(Protocol):
+    """A thread that resolves a reference."""
+
+    @property
+    def env(self) -> list[Any]: ...
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def cta(self) -> Cta: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+
 class _Builder:
-    """The state of a resolution: the array so far, and how many of its axes make each logical dimension."""
+    """The state of a resolution: the array so far, and how many of its axes form each logical dimension."""
 
     __slots__ = ("array", "groups", "name", "requested", "text", "window")
 
@@ -105,10 +121,10 @@ def _step_indexer(transform: Any):
         b.text += f"[{', '.join(texts)}]" if texts else ""
         if b.window is not None and any(cut.start for cut in b.window):
             raise NotImplementedError(f"{b.name}{b.text}: the slice of a slice that begins before its array")
-        # What an earlier slice lost at the end of its array is out of bounds for this one too, if this one asks for it.
+        # Elements that an earlier slice lost at the end of its array are out of bounds for this slice too.
         b.requested, b.window = (tuple(requested), tuple(window)) if clipped else (None, None)
 
-    dynamic = [x.index for spec in specs for x in spec if type(x) is Slot]
+    dynamic = [x.index for spec in specs for x in spec if type(x) is Entry]
     return step, dynamic
 
 
@@ -211,7 +227,7 @@ def _extract(transform: Any):
 
 
 def _decode(transform: Any):
-    """(step, dynamic slots) of one transform; None for those that do not change what is denoted."""
+    """(step, entries that the step reads) of one transform; None for a transform without effect here."""
     name = type(transform).__name__
     if name == "NDIndexer":
         return _step_indexer(transform)
@@ -235,7 +251,7 @@ def _decode(transform: Any):
 
 
 class RefPath:
-    """A chain of transforms, ready to be applied to what a reference is bound to."""
+    """A chain of transforms, ready to be applied to the buffer or array that a reference is bound to."""
 
     def __init__(self, transforms: Any, clip: bool = False):
         self._steps = []
@@ -246,7 +262,7 @@ class RefPath:
         self._clip = clip
         self._cache: dict[Any, Any] = {}
         self._places: dict[Any, int] = {}
-        self._geometries: dict[Any, Geometry] = {}  # by the form of an array, and indices; they outlive a launch
+        self._geometries: dict[Any, Geometry] = {}  # by (shape, dtype, indices); kept for later launches
         for transform in transforms or ():
             if type(transform).__name__ == "PeerMemRef":
                 self._peer = (transform.device_id, transform.device_id_type)
@@ -271,7 +287,7 @@ class RefPath:
         self._cache.clear()
         self._places.clear()
 
-    def resolve(self, thread: Any, base: Buffer | Cells) -> Any:
+    def resolve(self, thread: Resolver, base: Buffer | Cells) -> Any:
         """The view of a buffer, or the synchronisation object, that the reference denotes for `thread`."""
         env, base = thread.env, self._base(thread, base)
         key = (base.serial, *[env[i] for i in self._dynamic])
@@ -287,8 +303,8 @@ class RefPath:
                 self._cache[key] = found
         return found
 
-    def locate(self, thread: Any, base: Buffer | Cells) -> tuple[Buffer | Cells, int]:
-        """The array that the reference points into, and how far: elements of synchronisation objects, else bytes."""
+    def locate(self, thread: Resolver, base: Buffer | Cells) -> tuple[Buffer | Cells, int]:
+        """The array that the reference points into, and the offset: in objects of `Cells`, in bytes of a `Buffer`."""
         env, base = thread.env, self._base(thread, base)
         key = (base.serial, *[env[i] for i in self._dynamic])
         try:
@@ -304,11 +320,11 @@ class RefPath:
             self._places[key] = found
         return base, found
 
-    def _base(self, thread: Any, base: Buffer | Cells) -> Any:
-        """What the reference is bound to: on this device or a peer, in this CTA or another one of the cluster."""
+    def _base(self, thread: Resolver, base: Buffer | Cells) -> Any:
+        """The buffer or array of the device and CTA that the reference names."""
         env = thread.env
         if self._peer is not None:
-            base = base.on(logical_device(thread, *self._peer, env))
+            base = base.on(thread.mesh.logical_device(thread.device, *self._peer, env))
         if self._place is not None:
             if thread.cta.cluster is None:
                 raise ProtocolError(f"{base.name}: a cluster_ref in a kernel without clusters")
@@ -333,7 +349,7 @@ class RefPath:
         return view
 
     def _view(self, base: Buffer | Cells, env: list, indices: tuple[Any, ...]) -> Any:
-        """What `_build` makes, from the geometry of such a view if another launch or CTA has made one before."""
+        """The same as `_build`, faster if another launch or CTA has made a view of the same geometry before."""
         if isinstance(base, Cells) or not base.data.flags.c_contiguous or not base.data.size:
             return self._build(base, env)
         shape, dtype = base.data.shape, base.data.dtype

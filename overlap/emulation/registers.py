@@ -1,8 +1,9 @@
-"""The registers of inline PTX: slots of an emulated thread's environment, and what single threads differ by.
+"""The registers of inline PTX: entries of an emulated thread's environment, and which ones vary between CUDA threads.
 
-They hold what the hardware's hold: integers from 0, and truth values. An emulated thread stands for a warp or a
-warpgroup, so what its threads differ by (their lane, their warp) has the value of the first; what depends on it is
-noted, so that an instruction behind such a predicate is known to run in one thread.
+A register holds an integer from 0, or a truth value. An emulated thread stands for the CUDA threads of a warp or a
+warpgroup. Where these differ (in their lane or warp), a register has the value of the first CUDA thread. The decoder
+notes which registers depend on the lane or warp. So an instruction under a predicate that depends on the lane counts as
+run by one lane.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 
 from . import ptx
 from .errors import ProtocolError
+from .machine import Thread
 
 Getter = Callable[[Any], Any]
 LANES, WARPS = 32, 4
 
-# Of a thread, in nanoseconds, if time is to pass. It stands still by default: then no wait runs out, and who waits for
-# what nobody does is in a deadlock. A loop that only looks at words blocks its thread unless there is a clock. What
-# counts cycles (%clock) counts the scheduler's steps by default.
+# Gives a thread's time in nanoseconds. By default (None) time stands still: no wait runs out, so a thread that waits
+# for something that never comes is in a deadlock. A loop that only reads words blocks its thread unless there is a
+# clock. %clock counts the scheduler's steps by default.
 CLOCK: Callable[[Any], int] | None = None
 
 
@@ -26,16 +28,16 @@ class Unreadable(NotImplementedError):
     """An instruction that is not emulated."""
 
 
-def _hardware_thread(thread: Any) -> int:
+def _hardware_thread(thread: Thread) -> int:
     return (thread.warpgroup * WARPS + (thread.warp or 0)) * LANES
 
 
-def _time(thread: Any) -> int:
+def _time(thread: Thread) -> int:
     return 0 if CLOCK is None else CLOCK(thread)
 
 
-def _cycles(thread: Any) -> int:
-    return thread.machine.world.now if CLOCK is None else CLOCK(thread)
+def _cycles(thread: Thread) -> int:
+    return thread.simulation.now if CLOCK is None else CLOCK(thread)
 
 
 SPECIAL: dict[str, Getter] = {
@@ -49,24 +51,30 @@ SPECIAL: dict[str, Getter] = {
     "%clock64": _cycles,
     "%clock": lambda thread: _cycles(thread) & 0xFFFFFFFF,
 }
-# What tells a thread of the hardware from the others of its emulated one: its lane, its warp.
+# The special registers that differ between the CUDA threads of an emulated thread, and what they depend on.
 VARIES = {"%laneid": {"lane"}, "%tid.x": {"lane", "warp"}, "%warpid": {"warp"}}
 
 
 class Frame:
-    """The registers of one text: slots, and what each of them differs by within an emulated thread."""
+    """The registers of one text.
 
-    def __init__(self, slots: dict[str, int], varies: dict[str, frozenset[str]], code: ptx.Code):
-        self.slots, self.varies = slots, varies
+    Attributes:
+        entries: for each register, its entry in the environment.
+        varies: for each register, what its value depends on within an emulated thread: ``"lane"``, ``"warp"``.
+    """
+
+    def __init__(self, entries: dict[str, int], varies: dict[str, frozenset[str]], code: ptx.Code):
+        self.entries, self.varies = entries, varies
         self._settle(code)
 
     def _settle(self, code: ptx.Code) -> None:
+        """Extends `varies` from operands to results, until nothing changes."""
         changed = True
         while changed:
             changed = False
             for i in code.instructions:
                 target = i.operands[0] if i.operands else None
-                # All lanes get one lane's value from a shuffle.
+                # A shuffle gives the same value to all lanes.
                 if i.name in ("st", "red", "shfl") or not isinstance(target, ptx.Register):
                     continue
                 sources = self.of_guard(i).union(*(self.of(operand) for operand in i.operands[1:]))
@@ -99,10 +107,10 @@ class Frame:
             return SPECIAL[operand.name]
         if not isinstance(operand, ptx.Register):
             raise Unreadable("an address where a value is expected")
-        slot, name = self.slots[operand.name], operand.name.split("'")[0]
+        entry, name = self.entries[operand.name], operand.name.split("'")[0]
 
-        def read(thread: Any) -> Any:
-            value = thread.env[slot]
+        def read(thread: Thread) -> Any:
+            value = thread.env[entry]
             if value is None:
                 raise ProtocolError(f"the register {name} is read before anything has been written to it")
             return value
@@ -115,8 +123,8 @@ class Frame:
             return lambda thread, value: None
         if not isinstance(operand, ptx.Register):
             raise Unreadable("a result that is no register")
-        slot = self.slots[operand.name]
-        return lambda thread, value: thread.env.__setitem__(slot, value)
+        entry = self.entries[operand.name]
+        return lambda thread, value: thread.env.__setitem__(entry, value)
 
 
 def signed(value: int, bits: int) -> int:
@@ -124,7 +132,7 @@ def signed(value: int, bits: int) -> int:
 
 
 def width_of(kind: str) -> int:
-    """Bits of a type; 1 of a predicate."""
+    """The bits of a type; 1 for a predicate."""
     if kind == "pred":
         return 1
     if kind not in ("b32", "u32", "s32", "b64", "u64", "s64"):
@@ -133,7 +141,7 @@ def width_of(kind: str) -> int:
 
 
 def typed(frame: Frame, operand: ptx.Operand, kind: str) -> Getter:
-    """An operand as a number of this type."""
+    """Reads an operand as a number of this type."""
     get, bits = frame.get(operand), width_of(kind)
     if bits == 1:
         return get

@@ -1,4 +1,4 @@
-"""Runs launches that were kept, in any order and number, as a sequence on memory that they share."""
+"""`run_sequence`: runs kept launches as a sequence, in any order and number, on memory that they share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .machine import Machine
 from .runs import Run
 from .sequence import Launch, World
 from .settings import Completion, Scheduler, Settings
 
-_FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)
+_FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)  # one of these, by chance, is the address of a launch's first semaphore
 
 
 def run_sequence(
@@ -27,20 +26,22 @@ def run_sequence(
 ) -> list[list[list[np.ndarray]]]:
     """Runs launches one after the other, each device at its own pace, and returns the results of each.
 
-    They may be of different kernels, along different axes and on different meshes, also permuted ones and those of a
-    part of the devices. Each device runs those that it is a member of, in the order given, with whatever delay the
-    scheduler chooses between them. All have their operands, results and semaphores at the same addresses of a device's
-    memory, or nearly: semaphores are shifted by some words by chance. So they find there what the launch before has
-    left.
+    The launches may be of different kernels, along different axes, and on different meshes: of permuted devices, or of
+    a part of them. Each device runs its launches in the order given; the scheduler chooses the delays between them. All
+    launches have their operands and results at the same addresses of a device's memory, and their semaphores at nearly
+    the same addresses (shifted by a few words, by chance). So a launch finds there what the one before has left.
 
     Args:
-        launches: of `Run.launches` (`emulate(keep=True)`).
-        completion, scheduler, seed, detect_races, resident, step_limit: as of `emulate`.
+        launches: from `Run.launches` (`emulate(keep=True)`).
+        completion, scheduler, seed, detect_races, resident, step_limit: see `emulate`.
+
+    Returns:
+        For each launch, for each position of its mesh, the outputs.
 
     Raises:
-        EmulationError: the first fault. It names the launch that each thread was in, the first one being number 1.
-        NotImplementedError: a launch along a part of its mesh's axes (a partly manual `shard_map`) was kept: which
-            devices ran it is not known.
+        EmulationError: the first fault. The message names the launch of each thread, by its number from 1.
+        NotImplementedError: a launch ran along a part of its mesh's axes (a partly manual `shard_map`), so that its
+            devices are not known.
 
     Example:
         >>> with emulation.emulate(cores=2, keep=True) as run:
@@ -56,19 +57,24 @@ def run_sequence(
                 "devices of a mesh whose other axes are not manual: expected a shard_map over all axes"
             )
     settings = Settings(
-        completion=completion, scheduler=scheduler, seed=seed, detect_races=detect_races, resident=resident,
+        completion=completion,
+        scheduler=scheduler,
+        seed=seed,
+        detect_races=detect_races,
+        resident=resident,
         step_limit=step_limit,
-    )  # fmt: skip
+    )
     world = World(settings, Run(settings), ", ".join(launch.name for launch in launches), is_replay=True)
     chance = random.Random(seed)
     machines = []
     for each in launches:
         flags_at = chance.choice(_FLAG_SHIFTS)
         machines.append(
-            Machine(world, each.program, each.mesh_shape, each.devices, each.inputs, each.name, flags_at=flags_at)
+            world.add(each.program, each.mesh_shape, each.devices, each.inputs, each.name, flags_at=flags_at)
         )
-    world.run.begin(lambda: world.now)
+    simulation = world.simulation
+    simulation.run.begin(lambda: simulation.now)
     ended = world.execute()
-    if world.errors:
-        raise world.errors[0]
+    if simulation.errors:
+        raise simulation.errors[0]
     return [machine.outputs(ended=ended) for machine in machines]

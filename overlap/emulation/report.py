@@ -1,13 +1,16 @@
-"""The words of the faults."""
+"""The messages of faults."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_MOST = 64  # waiters listed
+from .races import Access
+from .settings import Settings
+from .sync import Semaphore
+
 _WAIT = "a completed wait for the operation, a signal or arrival after that, and a wait for the signal"
 _COMMIT = "a tcgen05_commit_arrive after the operation, in all CTAs that take part, and a wait for its barrier"
-# By what an access is called: what orders others after it.
+# For accesses that other accesses are ordered after in a special way: that way.
 _ORDERS = {
     "tcgen05 mma": _COMMIT,
     "tcgen05 copy": _COMMIT,
@@ -16,29 +19,21 @@ _ORDERS = {
 }
 
 
-def how_to_repeat(world: Any) -> str:
-    """The settings that repeat a run exactly."""
-    s = world.settings
-    if world.is_replay:
+def how_to_repeat(settings: Settings, name: str, *, is_replay: bool) -> str:
+    """The call that repeats a run exactly."""
+    s = settings
+    if is_replay:
         return (
-            f"[launches of {world.name}; repeat with run_sequence(launches, {s.completion!r}, {s.scheduler!r}, "
+            f"[launches of {name}; repeat with run_sequence(launches, {s.completion!r}, {s.scheduler!r}, "
             f"{s.seed}, detect_races={s.detect_races}, resident={s.resident})]"
         )
     return (
-        f"[kernel {world.name!r}; repeat with emulate(cores={s.cores}, completion={s.completion!r}, "
+        f"[kernel {name!r}; repeat with emulate(cores={s.cores}, completion={s.completion!r}, "
         f"scheduler={s.scheduler!r}, seed={s.seed}, resident={s.resident}, laps={s.laps})]"
     )
 
 
-def who(thread: Any) -> str:
-    """A thread, and of several launches the one that it is in."""
-    machines = thread.machine.world.machines
-    if len(machines) == 1:
-        return str(thread)
-    return f"{thread}, in launch {thread.machine.number} of {len(machines)} ({thread.machine.name})"
-
-
-def race(kind: str, prior: Any, access: Any) -> str:
+def race(kind: str, prior: Access, access: Access) -> str:
     """Two accesses that nothing orders, or that lack a proxy fence."""
     name = access.view.buffer.name
     if kind == "proxy":
@@ -62,8 +57,8 @@ def race(kind: str, prior: Any, access: Any) -> str:
     )
 
 
-def not_begun(thread: Any, device: int, what: str, lacks_fence: bool) -> str:
-    """The memory of a peer that may still be in an earlier launch, or none."""
+def not_begun(thread: object, device: int, what: str, lacks_fence: bool) -> str:
+    """An access to a peer that may not have begun the launch."""
     if lacks_fence:
         return (
             f"too early (missing proxy fence): {thread} {what} of device {device} through the copy engine, and has "
@@ -75,16 +70,16 @@ def not_begun(thread: Any, device: int, what: str, lacks_fence: bool) -> str:
     )
 
 
-def has_left(thread: Any, device: int, what: str) -> str:
-    """The memory of a peer that has ended the launch."""
+def has_left(thread: object, device: int, what: str) -> str:
+    """An access to a peer that has ended the launch."""
     return (
         f"too late: {thread} {what} of device {device}, which has left the kernel. Expected: device {device} waits for "
         "something that comes after this"
     )
 
 
-def left_early(device: int, access: Any) -> str:
-    """A device may end its kernel while a peer still uses its memory."""
+def left_early(device: int, access: Access) -> str:
+    """A device that may end its kernel while a peer still uses its memory."""
     return (
         f"device {device} may leave the kernel before\n  {access}\n  is complete (missing exit handshake, or too "
         f"weak a wait before it). Expected: {access.thread} waits for its copy, then signals device {device}, and "
@@ -92,8 +87,8 @@ def left_early(device: int, access: Any) -> str:
     )
 
 
-def freed_early(cta: Any, access: Any) -> str:
-    """Memory of a CTA that goes to somebody else while a copy or a product uses it."""
+def freed_early(cta: object, access: Access) -> str:
+    """Memory of a CTA that is given out again while a copy or a product uses it."""
     kind = "tensor" if access.view.buffer.space == "tmem" else "shared"
     return (
         f"{kind} memory freed too early:\n  {access}\n  may still be in flight when the memory of "
@@ -101,24 +96,24 @@ def freed_early(cta: Any, access: Any) -> str:
     )
 
 
-def left_cluster(cta: Any, what: str) -> str:
-    """A CTA of a cluster ends while a peer still reaches into it."""
+def left_cluster(cta: object, what: str) -> str:
+    """A CTA of a cluster that ends while a peer still reaches into it."""
     return (
         f"left the cluster too early: {cta} may end before\n  {what}\n  is over, which reaches into its shared memory. "
         f"Expected: {cta} waits for that (or for a barrier that its peers arrive on after it) before it ends"
     )
 
 
-def unwritten(access: Any, wholly: bool) -> str:
-    """A read of memory that holds nothing yet, or only in part of what is read."""
+def unwritten(access: Access, wholly: bool) -> str:
+    """A read of memory that nobody has written before, `wholly` or in part."""
     got = "none of it" if wholly else "a part of it"
     return (
         f"read of memory that nobody has written:\n  {access}\n  Expected: written before in this launch; got {got} "
-        "(the wrong peer, shard or slot?)"
+        "(the wrong peer, shard or stage?)"
     )
 
 
-def late_signal(semaphore: Any, thread: Any, instruction: Any) -> str:
+def late_signal(semaphore: Semaphore, thread: object, instruction: Any) -> str:
     """A signal that its owner does not wait for."""
     owner = f"device {semaphore.device}"
     return (
@@ -126,32 +121,3 @@ def late_signal(semaphore: Any, thread: Any, instruction: Any) -> str:
         f"needs it. It may arrive after {owner} has left the kernel and its semaphores have been reset for the next "
         "launch"
     )
-
-
-def deadlock(world: Any) -> str:
-    """Every waiter, and the CTAs that never started."""
-    waiting = [t for t in world.threads if not t.done]
-    lines = [f"deadlock: {len(waiting)} threads wait and nothing is in flight that could wake one"]
-    for thread in waiting[:_MOST]:
-        why = thread.blocked[1]() if thread.blocked else "is not blocked"
-        source = thread.machine.program.instructions[thread.pc].source
-        lines.append(f"  {who(thread)}: {why} (at {source}, since step {thread.blocked_at})")
-    if len(waiting) > _MOST:
-        lines.append(f"  ... and {len(waiting) - _MOST} more")
-    for machine in world.machines:
-        missing = [device for device in machine.devices if device not in machine.arrived]
-        if machine.program.has_barrier and machine.arrived and missing:
-            lines.append(
-                f"  devices {machine.arrived} wait at the framework's barrier before launch {machine.number} "
-                f"({machine.name}) for devices {missing}"
-            )
-        for device, queue in machine.queued.items():
-            if not queue:
-                continue
-            names = ", ".join(str(cta).split(", ", 1)[1] for cta in queue[:8]) + (", ..." if len(queue) > 8 else "")
-            fit = machine.resident
-            of = f" of launch {machine.number} ({machine.name})" if len(world.machines) > 1 else ""
-            lines.append(
-                f"  device {device}: {len(queue)} CTAs{of} were never launched ({names}), as only {fit} fit at a time"
-            )
-    return "\n".join(lines)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -16,6 +16,32 @@ import numpy as np
 from . import interrupt
 from .errors import EmulationError
 from .settings import Settings
+from .sync import Semaphore
+
+
+class Actor(Protocol):
+    """A thread that does something worth an event."""
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def cta(self) -> Any: ...
+
+    @property
+    def warpgroup(self) -> int: ...
+
+    @property
+    def warp(self) -> int | None: ...
+
+    @property
+    def instruction(self) -> Any: ...
+
+    @property
+    def blocked(self) -> object: ...
+
+    @property
+    def blocked_at(self) -> int: ...
 
 
 @dataclasses.dataclass
@@ -23,13 +49,13 @@ class Event:
     """Something a thread did, for a timeline.
 
     Attributes:
-        device, cta, thread: who; `thread` is ``"wg2"`` or ``"wg2.warp1"``.
+        device, cta, thread: which thread; `thread` is ``"wg2"`` or ``"wg2.warp1"``.
         kind: ``"copy"``, ``"remote_copy"``, ``"wgmma"``, ``"mma"``, ``"signal"`` or ``"wait"``.
-        source, target: what was read and written, with slices; for signals and waits the flag.
+        source, target: the memory read and written, with slices; for signals and waits the flag.
         peer: the other device of a remote copy or signal, else None.
         start, end: scheduler steps (logical time); a copy ends when it completes, a wait when it is over.
         launch: the number of the launch in this run, from 0.
-        scope: the `jax.named_scope`s around it in the kernel, joined by ``/``.
+        scope: the kernel's `jax.named_scope`s around the instruction, joined by ``/``.
     """
 
     device: int
@@ -50,7 +76,7 @@ class Run:
 
     Attributes:
         errors: all faults, in the order found.
-        warnings: what looks odd and is no fault.
+        warnings: oddities that are no faults.
         counts: launches, copies, bytes (copied), wgmmas, mmas (tcgen05), signals.
         steps: scheduler steps in all.
         events: a list of `Event` if ``record=True``.
@@ -78,7 +104,7 @@ class Run:
     # ---- called by the machine ---------------------------------------------------------------------------------------
 
     def repetition(self, launcher: Any) -> int:
-        """How often this kernel has run before in this run: each repetition gets a schedule of its own."""
+        """How often this kernel has been launched in this run before. Each repetition gets a schedule of its own."""
         self._repetitions[launcher] += 1
         return self._repetitions[launcher] - 1
 
@@ -91,7 +117,7 @@ class Run:
         if nbytes:
             self.counts["bytes"] += nbytes
 
-    def event(self, thread: Any, kind: str, source: Any, target: Any, peer: int | None) -> Event | None:
+    def event(self, thread: Actor, kind: str, source: Any, target: Any, peer: int | None) -> Event | None:
         if not self.settings.record:
             return None
         now = self._now()
@@ -107,11 +133,11 @@ class Run:
         if event is not None:
             event.end = self._now()
 
-    def signal_event(self, thread: Any, semaphore: Any) -> None:
+    def signal_event(self, thread: Actor, semaphore: Semaphore) -> None:
         if self.settings.record:
             self.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
 
-    def wait_event(self, thread: Any, name: str) -> None:
+    def wait_event(self, thread: Actor, name: str) -> None:
         if self.settings.record:
             event = self.event(thread, "wait", name, name, None)
             if event is not None and thread.blocked is not None:
@@ -120,7 +146,7 @@ class Run:
 
 _lock = threading.Lock()
 _active: list[Run] = []
-_background = Run(Settings())  # of kernels that run outside any context
+_background = Run(Settings())  # the run of kernels outside any context
 
 
 @functools.cache
@@ -142,7 +168,7 @@ def drain() -> None:
     # also fails after a fault outside any context (see `lowering`): once on jax 0.12, for ever on 0.11.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.effects_barrier()
-    # In a thread of its own, which has neither the caller's mesh nor its other contexts.
+    # In another thread, which has neither the caller's mesh nor the caller's other contexts.
     fence = threading.Thread(target=_run_fence)
     fence.start()
     fence.join()

@@ -1,4 +1,4 @@
-"""Who runs next. All choices come from one seeded generator, so a run repeats exactly."""
+"""Schedulers: which thread runs next. All choices come from one seeded generator, so a run repeats exactly."""
 
 from __future__ import annotations
 
@@ -6,25 +6,53 @@ import collections
 import heapq
 import itertools
 import random
-from typing import Any
+from typing import Any, Protocol
+
+
+class Runnable(Protocol):
+    """A thread, or a device whose turn starts its next launch.
+
+    Attributes:
+        priority: for `PctScheduler`, which sets it.
+        polled: whether the last turn found nothing to do.
+    """
+
+    priority: float
+    polled: bool
+
+
+class Scheduler(Protocol):
+    """Chooses which runnable thread takes the next turn."""
+
+    def admit(self, thread: Runnable) -> None:
+        """Adds a new thread, which can run."""
+        ...
+
+    def ready(self, thread: Runnable) -> None:
+        """Adds a thread that can run again; does nothing if it is there already."""
+        ...
+
+    def pick(self) -> Any:
+        """Takes out the thread that runs next; None if no thread can run."""
+        ...
 
 
 class _FairScheduler:
-    """Keeps the runnable threads, each at most once; which of them is next is the subclass's business."""
+    """Keeps the runnable threads, each at most once. A subclass chooses the next one."""
 
     def __init__(self, ready: Any):
         self._ready = ready
         self._member: set[int] = set()
 
-    def admit(self, thread: Any) -> None:
+    def admit(self, thread: Runnable) -> None:
         self.ready(thread)
 
-    def ready(self, thread: Any) -> None:
+    def ready(self, thread: Runnable) -> None:
         if id(thread) not in self._member:
             self._member.add(id(thread))
             self._ready.append(thread)
 
-    def pick(self) -> Any | None:
+    def pick(self) -> Any:
         if not self._ready:
             return None
         thread = self._take()
@@ -73,7 +101,7 @@ class PctScheduler:
 
     def __init__(self, rng: random.Random):
         self._rng = rng
-        self._heap: list[tuple[float, int, Any]] = []
+        self._heap: list[tuple[float, int, Runnable]] = []
         self._member: set[int] = set()
         self._order = itertools.count()
         self._lowest = 0.0
@@ -82,24 +110,24 @@ class PctScheduler:
     def _draw(self) -> int:
         return 1 + int(self._rng.expovariate(1 / self._MEAN_STEPS))
 
-    def admit(self, thread: Any) -> None:
+    def admit(self, thread: Runnable) -> None:
         thread.priority = 1.0 + self._rng.random()
         self.ready(thread)
 
-    def ready(self, thread: Any) -> None:
+    def ready(self, thread: Runnable) -> None:
         if id(thread) in self._member:
             return
-        if thread.polled:  # it found nothing to do: let the others run
+        if thread.polled:  # the thread polls: let the others run
             thread.polled = False
             self._lower(thread)
         self._member.add(id(thread))
         heapq.heappush(self._heap, (-thread.priority, next(self._order), thread))
 
-    def _lower(self, thread: Any) -> None:
+    def _lower(self, thread: Runnable) -> None:
         self._lowest -= 1.0
         thread.priority = self._lowest
 
-    def pick(self) -> Any | None:
+    def pick(self) -> Any:
         if not self._heap:
             return None
         self._countdown -= 1
@@ -116,5 +144,6 @@ class PctScheduler:
 SCHEDULERS = {"random": RandomScheduler, "pct": PctScheduler, "round_robin": RoundRobinScheduler}
 
 
-def make_scheduler(settings: Any, rng: random.Random) -> Any:
-    return SCHEDULERS[settings.scheduler](rng)
+def make_scheduler(name: str, rng: random.Random) -> Scheduler:
+    """The scheduler of this name, which draws its choices from `rng`."""
+    return SCHEDULERS[name](rng)

@@ -1,4 +1,4 @@
-"""Memory that a kernel asks for: scoped, global, or as the state of a computation."""
+"""Handlers of allocations: in a scope, in global memory, and as the state of `run_state`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 
 from . import tensor_memory
-from .clusters import cluster_arrivals
+from .clusters import Cta, cluster_arrivals
 from .errors import ProtocolError
+from .machine import Machine, Thread
 from .memory import Buffer, Cells, poison
 from .program import Decoder, handles
 from .sync import MBarrier, Semaphore
 
 
-def _allocate(cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> Any:
-    """What a scoped reference of type `aval` is bound to, of a whole CTA or of one `thread` of it."""
-    machine, dtype, device = cta.machine, aval.dtype, cta.device
+def _allocate(machine: Machine, cta: Cta, aval: Any, name: str, key: Any, thread: Thread | None = None) -> Any:
+    """Allocates what a scoped reference of type `aval` is bound to, for a whole CTA or for one `thread` of it."""
+    dtype, device = aval.dtype, cta.device
     kind = str(getattr(dtype, "name", dtype))
     shape = tuple(aval.shape)
     if "semaphore" in kind:
@@ -38,12 +39,12 @@ def _allocate(cta: Any, aval: Any, name: str, key: Any, thread: Any = None) -> A
     return Buffer(name, space, poison(shape, dtype), device, cta)
 
 
-def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: Any) -> Cells:
+def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: Thread | None) -> Cells:
     axes = getattr(dtype, "collective_axes", None)
     groups = tuple(group if isinstance(group, tuple) else (group,) for group in axes or ())
     if groups and (cta.cluster is None or thread is not None):
         raise ProtocolError(f"the cluster barrier {name} needs a kernel with clusters, and a scope of all its threads")
-    arrivals = dtype.num_arrivals * (cluster_arrivals(cta.cluster.axes, groups) if groups else 1)
+    arrivals = dtype.num_arrivals * (cluster_arrivals(cta.cluster.axes, groups) if cta.cluster and groups else 1)
     barriers = []
     for index in np.ndindex(*shape):
         label = _label(f"{'cluster ' if groups else ''}barrier {name}", index)
@@ -53,27 +54,41 @@ def _barriers(cta: Any, dtype: Any, name: str, shape: tuple[int, ...], thread: A
     return Cells(name, shape, barriers.__getitem__, cta.device)
 
 
-def _allocate_all(thread: Any, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
-    """The allocations of a scope that all threads of a CTA share, the `visit`-th time that it enters."""
+def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
+    """The allocations of a scope that all threads of a CTA share, when they enter it for the `visit`-th time."""
 
-    def allocate(cta: Any) -> list[Any]:
-        return [_allocate(cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
+    def allocate(cta: Cta) -> list[Any]:
+        return [_allocate(thread.machine, cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
 
     cluster = thread.cta.cluster
     return allocate(thread.cta) if cluster is None else cluster.enter(thread.cta, key, visit, allocate)
 
 
 def _semaphores(
-    machine: Any, device: int, key: Any, shape: tuple[int, ...], name: str, *, cta: Any = None, first: int | None = None
+    machine: Machine,
+    device: int,
+    key: Any,
+    shape: tuple[int, ...],
+    name: str,
+    *,
+    cta: int | None = None,
+    first: int | None = None,
 ) -> Cells:
-    """The semaphores with this key, the same array on every device (addressable from all of them).
+    """The semaphores with this key: an array on every device, each of which is addressable from all devices.
 
-    They are a `cta`'s own, or all CTAs', `first` being the place of the first one in the launch's memory for these.
+    Args:
+        machine: the launch.
+        device: the device whose array is returned.
+        key: identifies the allocation.
+        shape: of the array.
+        name: of the array, for messages.
+        cta: the CTA that the semaphores belong to, if `first` is None.
+        first: the place of the first semaphore among those of the launch that all CTAs share; None: one CTA's own.
     """
     peers = machine.globals.get(key)
     if peers is None:
         peers = machine.globals[key] = {}
-        for peer in machine.devices:
+        for peer in machine.mesh.devices:
             if first is None:
                 own = [Semaphore(_label(name, index) + f" of CTA {cta}", peer) for index in np.ndindex(*shape)]
                 machine.private += own
@@ -97,7 +112,7 @@ def _get_global(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     if is_semaphore:
         d.program.words += [_label(name, index) for index in np.ndindex(*aval.shape)]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         machine, shape = thread.machine, tuple(aval.shape)
         if is_semaphore:
             thread.env[out] = _semaphores(machine, thread.device, key, shape, name, first=first)
@@ -105,7 +120,7 @@ def _get_global(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         if key not in machine.globals:
             row = machine.globals[key] = {
                 device: Buffer(f"global {position}", "gmem", poison(shape, aval.dtype), device)
-                for device in machine.devices
+                for device in machine.mesh.devices
             }
             for buffer in row.values():
                 buffer.peers = row
@@ -128,14 +143,14 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     names = [n if n else f"scratch {i}" for i, n in enumerate(names)]
     if len(names) != len(avals):
         names = [f"scratch {i}" for i in range(len(avals))]
-    slots = [d.new() for _ in avals]
-    visit_slot = d.new()
+    entries = [d.new() for _ in avals]
+    visit_entry = d.new()
     key = d.here
     columns = tensor_memory.columns(avals)
     d.program.uses_tensor_memory |= columns > 0
     d.program.ends_by_cluster |= any(tensor_memory.is_collective(aval) for aval in avals)
 
-    def enter(thread: Any) -> bool | None:
+    def enter(thread: Thread) -> bool | None:
         cta = thread.cta
         if not collective:
             tensor_memory.occupy(cta, columns)
@@ -145,9 +160,9 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 visit = thread.visits[key] = thread.visits.get(key, 0) + 1
                 made = _allocate_all(thread, avals, names, key, visit)
             else:
-                made = [_allocate(cta, aval, name, key, thread) for aval, name in zip(avals, names)]
-            for slot, value in zip(slots, made):
-                thread.env[slot] = value
+                made = [_allocate(thread.machine, cta, aval, name, key, thread) for aval, name in zip(avals, names)]
+            for entry, value in zip(entries, made):
+                thread.env[entry] = value
             return None
         # The hardware synchronises the block here, before the memory may be given out again.
         meeting = cta.meeting
@@ -171,18 +186,18 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             tensor_memory.occupy(cta, columns)
             made = _allocate_all(thread, avals, names, key, visit)
             scope = cta.scopes[(key, visit)] = [made, meeting.expected]
-        for slot, value in zip(slots, scope[0]):
-            thread.env[slot] = value
-        thread.env[visit_slot] = visit
+        for entry, value in zip(entries, scope[0]):
+            thread.env[entry] = value
+        thread.env[visit_entry] = visit
         return None
 
     d.emit(enter, eqn, "run_scoped", visible=collective)
-    results = d.inline(jaxpr, slots, ins)
+    results = d.inline(jaxpr, entries, ins)
 
-    def leave(thread: Any) -> None:
+    def leave(thread: Thread) -> None:
         cta = thread.cta
         if collective:
-            where = (key, thread.env[visit_slot])
+            where = (key, thread.env[visit_entry])
             scope = cta.scopes[where]
             scope[1] -= 1
             if scope[1]:
@@ -190,7 +205,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             del cta.scopes[where]
             made = scope[0]
         else:
-            made = [thread.env[s] for s in slots]
+            made = [thread.env[s] for s in entries]
         cta.tensor_columns -= columns
         # The memory is given out again at the next allocation, or to another CTA when this one ends: not before.
         cta.freed += [value for value in made if isinstance(value, Buffer) and value.space in ("smem", "tmem")]
@@ -207,35 +222,35 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     names = [f"state {i}" for i in range(len(avals))]
     given = iter(ins)
     initial = [next(given) if is_set else None for is_set in eqn.params["is_initialized"]]
-    slots = [d.new() for _ in avals]
+    entries = [d.new() for _ in avals]
     key = d.here
 
-    def enter(thread: Any) -> None:
+    def enter(thread: Thread) -> None:
         env = thread.env
-        for slot, aval, name, source in zip(slots, avals, names, initial):
-            if not hasattr(aval, "inner_aval"):
-                env[slot] = env[source]
+        for entry, aval, name, source in zip(entries, avals, names, initial):
+            if source is not None and not hasattr(aval, "inner_aval"):
+                env[entry] = env[source]
                 continue
-            env[slot] = made = _allocate(thread.cta, aval, name, key, thread)
+            env[entry] = made = _allocate(thread.machine, thread.cta, aval, name, key, thread)
             if source is not None:
                 if isinstance(env[source], (Buffer, Cells)):
-                    env[slot] = env[source]
+                    env[entry] = env[source]
                 else:
                     made.data[...] = env[source]
             if isinstance(made, Buffer):
-                made.space = "regs"  # the state of one thread
+                made.space = "regs"  # the state belongs to one thread
 
     d.emit(enter, eqn, "run_state")
-    d.inline(jaxpr, slots)
+    d.inline(jaxpr, entries)
     outs = [d.new() for _ in eqn.outvars]
 
     accumulates = any("Accumulator" in type(a).__name__ for a in avals)
 
-    def leave(thread: Any) -> None:
+    def leave(thread: Thread) -> None:
         if accumulates:  # the framework waits before it takes the value out of an accumulator
             thread.machine.engine.wait_wgmma(thread, 0)
-        for slot, out in zip(slots, outs):
-            value = thread.env[slot]
+        for entry, out in zip(entries, outs):
+            value = thread.env[entry]
             thread.env[out] = np.array(value.data) if isinstance(value, Buffer) else value
 
     d.emit(leave, eqn, "end of run_state", visible=accumulates)

@@ -1,15 +1,16 @@
-"""mbarriers inside a CTA and semaphores within and between devices."""
+"""Handlers of mbarriers inside a CTA, and of semaphores within and between devices."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import clusters
-from .device_ids import logical_device
+from .environment import value_of
 from .errors import ProtocolError
+from .machine import Thread
+from .memory import Cells
 from .program import Decoder, handles, predicate_of
 from .references import RefPath
-from .slots import value_of
+from .sync import MBarrier
 
 _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives one to all)"
 
@@ -26,7 +27,7 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         if predicate(thread.env):
             _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
@@ -34,16 +35,16 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return []
 
 
-def _arrive_at(thread: Any, barrier: Any) -> None:
-    """Arrives on a barrier, and if it is a cluster barrier, on those of the peers as well."""
+def _arrive_at(thread: Thread, barrier: MBarrier) -> None:
+    """Arrives on a barrier; on a cluster barrier, also on the barriers of the peers."""
     for reached in barrier.reached:
         if reached.cta is not thread.cta:
-            clusters.note_use(thread, reached.cta, f"an arrival on {reached.name}", thread.component, thread.time)
+            reached.cta.note_use(thread, f"an arrival on {reached.name}", thread.component, thread.time)
         reached.arrive(thread.knowledge)
     thread.tick()
 
 
-def _try_wait(thread: Any, barrier: Any) -> bool:
+def _try_wait(thread: Thread, barrier: MBarrier) -> bool:
     waits = thread.waits.get(barrier, 0)
     if isinstance(waits, tuple):
         raise ProtocolError(
@@ -57,7 +58,7 @@ def _try_wait(thread: Any, barrier: Any) -> bool:
     return True
 
 
-def _blocked_on(thread: Any, barrier: Any) -> bool:
+def _blocked_on(thread: Thread, barrier: MBarrier) -> bool:
     def why() -> str:
         return (
             f"waits for phase {thread.waits.get(barrier, 0)} of {barrier.name}, got {barrier.arrived} of "
@@ -72,7 +73,7 @@ def _wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
-    def run(thread: Any) -> bool | None:
+    def run(thread: Thread) -> bool | None:
         where = path.resolve(thread, thread.env[barrier])
         if _try_wait(thread, where):
             thread.machine.run.wait_event(thread, where.name)
@@ -88,7 +89,7 @@ def _arrive_and_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
-    def arrive(thread: Any) -> None:
+    def arrive(thread: Thread) -> None:
         _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
     d.emit(arrive, eqn, "barrier_arrive", visible=True)
@@ -100,7 +101,7 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path, out = _barrier_path(d, eqn, leaves), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         where = path.resolve(thread, thread.env[barrier])
         waits = thread.waits.get(where, 0)  # a test does not count as a wait: the phase stays as it is
         done = not isinstance(waits, tuple) and where.passed(waits)
@@ -117,24 +118,26 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 # ---- semaphores ------------------------------------------------------------------------------------------------------
 
 
-def _signal_one(thread: Any, base: Any, path: RefPath, count: int, device_id: Any, id_type: Any, scope: str) -> None:
+def _signal_one(
+    thread: Thread, base: Cells, path: RefPath, count: int, device_id: Any, id_type: Any, scope: str
+) -> None:
     if device_id is not None:
         if scope == "gpu":
             raise ProtocolError("a signal at memory scope 'gpu' stays on its device: use 'sys' with a device_id")
-        target = logical_device(thread, device_id, id_type, thread.env)
+        target = thread.machine.mesh.logical_device(thread.device, device_id, id_type, thread.env)
         base = base.on(target)
     signal_device(thread, base, path, count, scope)
     thread.tick()
 
 
-def signal_device(thread: Any, base: Any, path: RefPath, count: int, scope: str) -> None:
+def signal_device(thread: Thread, base: Cells, path: RefPath, count: int, scope: str) -> None:
     """Signals the semaphore at `path` in the array `base`, which may be another device's.
 
     The caller ends the thread's interval after that (`Thread.tick`).
     """
     machine = thread.machine
     semaphore = path.resolve(thread, base)
-    machine.world.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
+    machine.check_present(thread, semaphore.device, f"signals {semaphore.name}", asynchronous=False)
     if count < 0:
         raise NotImplementedError(f"a signal of {count}: negative counts are not emulated")
     event = (thread.component, thread.time)
@@ -148,7 +151,7 @@ def signal_device(thread: Any, base: Any, path: RefPath, count: int, scope: str)
 @handles("semaphore_signal")
 def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     p = eqn.params
-    ref, transforms, count, device_id, core = d.unflatten_slots(p["args_tree"], ins)
+    ref, transforms, count, device_id, core = d.unflatten_entries(p["args_tree"], ins)
     if core is not None:
         raise NotImplementedError("core_index has no meaning on a GPU")
     path, amount = d.path(transforms), d.leaf(count)
@@ -160,7 +163,7 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     device_id = d.leaves(device_id)
     id_type, scope = p.get("device_id_type"), p.get("memory_scope", "sys")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         _signal_one(thread, thread.env[ref], path, amount, device_id, id_type, scope)
 
     d.emit(run, eqn, visible=True)
@@ -169,12 +172,14 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_signal_parallel")
 def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    # As separate signals in the order given; other threads may run in between.
-    refs, transforms, counts, device_ids = d.unflatten_slots(eqn.params["args_tree"], ins)
+    # Separate signals, in the order given: other threads may run in between.
+    refs, transforms, counts, device_ids = d.unflatten_entries(eqn.params["args_tree"], ins)
     for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
         path, amount, target = d.path(steps), d.leaf(count), d.leaves(device_id)
 
-        def run(thread: Any, ref: int = ref, path: RefPath = path, amount: Any = amount, target: Any = target) -> None:
+        def run(
+            thread: Thread, ref: int = ref, path: RefPath = path, amount: Any = amount, target: Any = target
+        ) -> None:
             _signal_one(thread, thread.env[ref], path, int(value_of(amount, thread.env)), target, None, "sys")
 
         d.emit(run, eqn, visible=True)
@@ -183,13 +188,13 @@ def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_wait")
 def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms, count, decrement = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms, count, decrement = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, take = d.path(transforms), d.leaf(count), d.leaf(decrement)
     if path.is_remote:
         raise NotImplementedError("a remote semaphore cannot be waited for")
     scope = eqn.params.get("memory_scope", "sys")
 
-    def run(thread: Any) -> bool | None:
+    def run(thread: Thread) -> bool | None:
         env = thread.env
         semaphore = path.resolve(thread, env[ref])
         wanted = int(value_of(amount, env))
@@ -214,10 +219,10 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_read")
 def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    ref, transforms = d.unflatten_slots(eqn.params["args_tree"], ins)
+    ref, transforms = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         # A relaxed read: it orders nothing.
         thread.env[out] = path.resolve(thread, thread.env[ref]).value
         thread.polled = True

@@ -5,14 +5,22 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from .clocks import EMPTY, Knowledge, covers, join
 from .errors import ProtocolError
 
-_HISTORY = 64  # values of earlier launches that a word keeps: more than a peer that lags behind can still look at
+_HISTORY = 64  # values of earlier launches that a word keeps: more than a peer that lags behind can read
+
+
+class Waiter(Protocol):
+    """A thread that is blocked."""
+
+    def wake(self) -> None:
+        """Makes the thread runnable."""
+        ...
 
 
 class Waitable:
@@ -21,29 +29,29 @@ class Waitable:
     __slots__ = ("waiters",)
 
     def __init__(self):
-        self.waiters: list[Any] = []
+        self.waiters: list[Waiter] = []
 
     def wake(self) -> None:
         if self.waiters:
             waiters, self.waiters = self.waiters, []
             for thread in waiters:
-                thread.machine.make_runnable(thread)
+                thread.wake()
 
 
 class Write:
     """A value that a word of memory has had, and what comes with reading it.
 
     Attributes:
-        serial: its place among all writes to all words.
-        value: of the word from now on.
-        total: what has been added since the word was last stored to; waits that decrement take nothing from it.
+        serial: the write's place in the order of all writes to all words.
+        value: the word's value from now on.
+        total: the sum of all additions since the last store to the word; waits that decrement do not lower it.
         system: the clock that a reader on any device gains, if it acquires at system scope.
-        local: for each device that has a part in the value, the clock that a reader there gains at GPU scope.
-        by: the event of the write, (component, time); None if everybody knows of it.
-        within: the device within which it was written, at a scope that goes no further; None at system scope.
+        local: for each device that has contributed to the value, the clock that a reader there gains at GPU scope.
+        by: the event of the write, (component, time); None if all threads know of it.
+        within: the writer's device, if the write has a scope inside that device; None at system scope.
         launch: the number of the launch that the word belonged to when it was written.
         is_zeroing: whether the framework has written it before a launch.
-        readers: for each component that has read it, the time when it first did.
+        readers: for each component that has read the write, the time of its first read.
     """
 
     __slots__ = ("by", "is_zeroing", "launch", "local", "readers", "serial", "system", "total", "value", "within")
@@ -66,7 +74,7 @@ class Write:
         self.readers: dict[int, int] = {}
 
     def is_known(self, seen: np.ndarray) -> bool:
-        """Whether who has `seen` so much may read no older value: the write, or a read of it, happened before."""
+        """Whether a thread with the clock `seen` may read no older value: it knows of the write, or of a read of it."""
         if self.by is None or covers(seen, *self.by):
             return True
         return any(covers(seen, component, time) for component, time in self.readers.items())
@@ -76,12 +84,12 @@ _serials = itertools.count(1)
 
 
 def next_serial() -> int:
-    """A place after all earlier writes; two words that are written at once share one."""
+    """A serial after all earlier writes. Two words that are written at once share a serial."""
     return next(_serials)
 
 
 def next_serials(count: int) -> int:
-    """The first of `count` places in a row, after all earlier writes."""
+    """The first of `count` serials in a row, after all earlier writes."""
     first = next(_serials)
     collections.deque(itertools.islice(_serials, count), maxlen=0)
     return first
@@ -92,15 +100,15 @@ def _serial_of(write: Write) -> int:
 
 
 class Semaphore(Waitable):
-    """A word of 32 bits in a device's global memory: a counter to some, a flag or a key to others.
+    """A word of 32 bits in a device's global memory, which kernels use as a counter, a flag or a key.
 
-    It keeps a log of its values. A wait acquires only the first prefix of the log that satisfies it: it may have
-    returned as soon as that had arrived, whatever else has come since. A load of inline code reads the oldest value
-    that it may, and the next time the one after that (`orders.Orders.read`).
+    The word keeps a log of its values. A wait acquires only the first prefix of the log that satisfies the wait, since
+    the wait may have ended as soon as that prefix had arrived. A load of inline code reads the oldest value that it
+    may, and the next value when it is repeated (`orders.Orders.read`).
 
     Attributes:
-        waited: whether anybody has waited for it or read it.
-        launch: the number of the launch that it belongs to at present; None if it always belongs to the same one.
+        waited: whether anybody has waited for the word or read it.
+        launch: the number of the launch that the word belongs to now; None if it always belongs to the same one.
     """
 
     __slots__ = ("_first", "_unseen", "device", "launch", "log", "name", "taken", "waited")
@@ -115,7 +123,7 @@ class Semaphore(Waitable):
         self.zero(serial=serial)
 
     def zero(self, by: tuple[int, int] | None = None, serial: int | None = None) -> None:
-        """What the framework does before each launch, as an event of its own or (None) with everybody's knowledge."""
+        """Zeroes the word before a launch: as the event `by`, or (None) so that all threads know of it."""
         last = self.log[-1] if self.log else None
         if by is not None and last is not None and last.is_zeroing and not last.readers:
             # Nobody has touched the word since.
@@ -138,12 +146,12 @@ class Semaphore(Waitable):
 
     @property
     def stored_at(self) -> int:
-        """The serial of the last store, or of whatever else has made the value smaller: earlier values are gone."""
+        """The serial of the last store, or atomic operation that lowered the value: earlier values are gone."""
         return self.log[self._first].serial
 
     @property
     def unseen(self) -> list[Any]:
-        """Signals from other devices that no thread of this device is known to have seen."""
+        """Signals from other devices that no thread of this device has read."""
         return list(self._unseen.values())
 
     def expect_seen(self, what: Any) -> None:
@@ -151,7 +159,7 @@ class Semaphore(Waitable):
         self._unseen[self.log[-1].serial] = what
 
     def note_read(self, write: Write, component: int, time: int, device: int) -> None:
-        """Someone on `device` has read `write`."""
+        """Notes that a thread or operation of `device` has read `write`."""
         self.waited = True
         write.readers.setdefault(component, time)
         if device == self.device and self._unseen:
@@ -167,7 +175,7 @@ class Semaphore(Waitable):
         return self.log[max(bisect.bisect_right(self.log, serial, key=_serial_of) - 1, 0)]
 
     def oldest(self, seen: np.ndarray) -> Write:
-        """The oldest value that may still be read by who has `seen` so much."""
+        """The oldest value that a thread with the clock `seen` may still read."""
         return next((write for write in reversed(self.log) if write.is_known(seen)), self.log[0])
 
     def write(
@@ -182,9 +190,17 @@ class Semaphore(Waitable):
         scope: str = "sys",
         serial: int | None = None,
     ) -> None:
-        """A store by a thread of `device`, or an atomic operation, which `continues` what the word carried.
+        """Adds a write to the log: a store by a thread of `device`, or an atomic operation.
 
-        `system` and `local` are the clocks that it releases, to all and to its own device.
+        Args:
+            value: the new value.
+            device: the writer's device.
+            system: the clock that the write releases to all devices.
+            local: the clock that the write releases to its own device.
+            by: the event of the write.
+            continues: whether the word goes on carrying what it carried before, as with an atomic operation.
+            scope: of the write.
+            serial: of the write; None: the next one.
         """
         last, value = self.log[-1], value & 0xFFFFFFFF
         parts = {device: local}
@@ -218,7 +234,7 @@ class Semaphore(Waitable):
         if self.value < value:
             return None
         need = self.taken + value
-        # Totals rise, as the log is looked at from its last store on.
+        # From the last store on, totals never fall.
         found = self.log[bisect.bisect_left(self.log, need, lo=self._first, key=lambda write: write.total)]
         if need > 0:
             others = [device for device in found.local if device != self.device]
@@ -243,8 +259,8 @@ class MBarrier(Waitable):
     Attributes:
         collective: of a cluster barrier, the groups of axes along which an arrival reaches other CTAs; else empty.
         leader_tracked: of a cluster barrier, whether an arrival counts on the leader's barrier alone.
-        reached: the barriers that an arrival counts on.
-        orders_tensor_core: whether what a wait orders includes accesses to tensor memory.
+        reached: the barriers on which an arrival counts.
+        orders_tensor_core: whether a wait also orders accesses to tensor memory.
     """
 
     __slots__ = (
@@ -270,7 +286,7 @@ class MBarrier(Waitable):
         self.orders_tensor_core = False
         self.reached = [self]
         self.arrived = 0
-        self.bytes = 0  # below 0 while a peer's part of a multicast copy is here before the wait for it is announced
+        self.bytes = 0  # negative while a peer's part of a multicast copy has landed before this CTA expects it
         self.phase = 0  # phases completed
         self.pending = Knowledge()
         self.phases: dict[int, Knowledge] = {}
@@ -295,7 +311,7 @@ class MBarrier(Waitable):
                 f"{self.name} of {self.cta}: {self.arrived} arrivals in phase {self.phase}, expected "
                 f"{self.arrivals}; someone arrives twice in one phase"
             )
-        # As in hardware, an arrival beyond the expected ones of a phase whose bytes are outstanding has no place to go.
+        # As in hardware, no arrival beyond the expected ones may come while bytes of the phase are outstanding.
         if self.arrived == self.arrivals and self.bytes == 0:
             self.phases[self.phase] = self.pending
             self.phases.pop(self.phase - 2, None)

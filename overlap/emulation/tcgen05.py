@@ -1,7 +1,7 @@
-"""The instructions for the tensor core (`tcgen05`): mma, copies to tensor memory, and commits.
+"""Handlers of the tensor core's instructions (`tcgen05`): mma, copies to tensor memory, and commits.
 
-With a `collective_axis` the pair of CTAs along that axis works together. Then only the first of the two issues; the
-same call in the other one does nothing.
+With a `collective_axis`, the pair of CTAs along that axis works together. Only the first CTA of the pair issues the
+operation; the same call in the second one does nothing.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 
 from . import tensor_core
-from .clusters import twin
+from .clusters import Cta, twin
+from .environment import value_of
 from .errors import ProtocolError
+from .machine import Thread
+from .memory import Buffer, Cells
 from .program import Decoder, handles, predicate_of
 from .references import RefPath
-from .slots import value_of
 
 
-def _issuers(thread: Any, axis: Any) -> Sequence[Any]:
-    """The CTAs that an operation of `thread` works in: none if it is the second of a pair."""
+def _issuers(thread: Thread, axis: Any) -> Sequence[Cta]:
+    """The CTAs in which an operation of `thread` works; none if the thread's CTA is the second one of a pair."""
     cta = thread.cta
     if axis is None:
         return (cta,)
@@ -34,13 +36,13 @@ def _issuers(thread: Any, axis: Any) -> Sequence[Any]:
     return pair if pair[0] is cta else ()
 
 
-def _at(thread: Any, path: Any, base: Any, cta: Any) -> Any:
-    """What a reference of `thread` denotes in `cta`, which is its own one or the other of the pair."""
+def _at(thread: Thread, path: RefPath, base: Buffer | Cells, cta: Cta) -> Any:
+    """What a reference of `thread` denotes in `cta`: the thread's own CTA, or the other one of the pair."""
     return path.resolve(thread, base if cta is thread.cta else twin(base, cta))
 
 
 def _path(d: Decoder, tree: Any, leaves: list[int]) -> tuple[RefPath, list[int]]:
-    """The path of an operand, whose transforms come first among `leaves`, and the leaves of the others."""
+    """The path of an operand whose transforms come first among `leaves`, and the remaining leaves."""
     count = 0 if tree is None else tree.num_leaves
     return d.path(() if tree is None else d.unflatten(tree, leaves[:count])), leaves[count:]
 
@@ -51,22 +53,24 @@ def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     if p.get("sparse"):
         raise NotImplementedError("tcgen05_mma of a sparse operand is not emulated")
     acc, a, b, accumulate, *rest = ins
-    slots = {"acc": acc, "a": a, "b": b}
+    entries = {"acc": acc, "a": a, "b": b}
     barrier = rest.pop(0) if p["arrive"] else None
     if p["scaled"]:
-        slots |= {"a_scale": rest.pop(0), "b_scale": rest.pop(0)}
+        entries |= {"a_scale": rest.pop(0), "b_scale": rest.pop(0)}
     paths = {}
     for name in ("acc", "a", "b", "barrier", "a_scale", "b_scale"):
         paths[name], rest = _path(d, p[f"{name}_transforms_tree"], rest)
-    operands = [(paths[name], slot) for name, slot in slots.items()]
+    operands = [(paths[name], entry) for name, entry in entries.items()]
     adds, axis = d.leaf(accumulate), p["collective_axis"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
         if not ctas:
             return
-        views = [tensor_core.Operands(*(_at(thread, path, env[slot], cta) for path, slot in operands)) for cta in ctas]
+        views = [
+            tensor_core.Operands(*(_at(thread, path, env[entry], cta) for path, entry in operands)) for cta in ctas
+        ]
         tensor_core.multiply(thread, views, accumulate=bool(value_of(adds, env)))
         if barrier is not None:
             tensor_core.commit(thread, [_at(thread, paths["barrier"], env[barrier], cta) for cta in ctas])
@@ -83,7 +87,7 @@ def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path, _ = _path(d, p["barrier_transforms_tree"], leaves)
     axis = p["collective_axis"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         ctas = _issuers(thread, axis)
         if ctas and predicate(thread.env):
             tensor_core.commit(thread, [_at(thread, path, thread.env[barrier], cta) for cta in ctas])
@@ -99,7 +103,7 @@ def _copy(d: Decoder, eqn: Any, ins: list[int], convert: Callable[[np.ndarray], 
     target, _ = _path(d, p["tmem_tree"], leaves)
     axis = p["collective_axis"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
         if ctas:
@@ -118,9 +122,9 @@ def _copy_operand(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 def _unpack_scales(packed: np.ndarray) -> np.ndarray:
     """[rows, blocks of k] from the order in which the scales lie in shared memory.
 
-    That is [tiles of 128 rows, groups of 4 blocks, 32, 16]: 32 rows, and for each of them those 32, 64 and 96 rows
-    further down, with 4 blocks each. The form of a pair with 64 rows in each CTA is [1, groups, 64, 16]: the first half
-    of the columns in 32 rows, then the second.
+    That order is [tiles of 128 rows, groups of 4 blocks, 32, 16]. The last dimension holds, for row r of the 32, the 4
+    blocks of the rows r, r + 32, r + 64 and r + 96. A pair with 64 rows in each CTA has [1, groups, 64, 16]: the first
+    half of the columns in 32 rows, then the second half.
     """
     tiles, groups, rows, _ = packed.shape
     split = packed.reshape(tiles, groups, rows // 32, 32, 4, 4).transpose(0, 2, 4, 3, 1, 5)

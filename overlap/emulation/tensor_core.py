@@ -7,108 +7,20 @@ share one component of the vector clocks.
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .clocks import Knowledge
-from .clusters import note_use
-from .engines import matmul
-from .errors import ProtocolError
-
-if TYPE_CHECKING:
-    from .memory import View
-
-
-class TensorThread:
-    """What one thread has under way in tensor memory and the tensor core.
-
-    Attributes:
-        loads: (component, time) of those not waited for.
-        stores: ((component, time), where, what) of those not committed; `where` is None if it has been written.
-        queue: the operations that it has issued to the tensor core.
-    """
-
-    __slots__ = ("loads", "queue", "stores")
-
-    def __init__(self):
-        self.loads: list[tuple[int, int]] = []
-        self.stores: list[tuple[tuple[int, int], Any, Any]] = []
-        self.queue = TensorQueue()
-
-
-class TensorQueue:
-    """The operations that one thread has issued to the tensor core, in order.
-
-    Attributes:
-        knowledge: what has happened before the last of them is complete; None if there is none.
-    """
-
-    __slots__ = ("_collective", "_pending", "component", "knowledge", "time")
-
-    def __init__(self):
-        self.component = -1
-        self.time = 0  # of the last operation
-        self.knowledge: Knowledge | None = None
-        self._pending: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
-        self._collective: bool | None = None
-
-    def check(self, what: str, *, collective: bool) -> None:
-        """The hardware knows operations of one CTA and of a pair, and a commit tracks those of its own kind."""
-        if self._collective is not None and self._collective != collective:
-            kinds = ("without", "with")
-            raise ProtocolError(
-                f"{what} {kinds[collective]} collective_axis, after operations {kinds[not collective]} it: all tcgen05 "
-                "operations of a kernel must be of one kind, and a commit tracks only those of its own"
-            )
-
-    def issue(self, thread: Any, what: str, *, collective: bool) -> Issued:
-        self.check(what, collective=collective)
-        self._collective = collective
-        if self.component < 0:
-            self.component = thread.machine.components.new()
-        self.time += 1
-        self.knowledge = known = thread.knowledge.copy()
-        known.note(self.component, self.time)
-        return Issued(thread, thread.instruction, known, self.component, self.time)
-
-    def append(self, thread: Any, run: Callable[[], None]) -> None:
-        """Has the operation issued last do `run` when its turn comes."""
-        self._pending.append((self.time, run))
-        engine = thread.machine.engine
-        if engine.mode == "eager" or (engine.mode == "random" and thread.machine.random.random() < 0.5):
-            self.run_until(self.time)
-
-    def run_until(self, time: int) -> None:
-        """Completes the operations up to that time."""
-        pending = self._pending
-        while pending and pending[0][0] <= time:
-            pending.popleft()[1]()
-
-
-class Issued(NamedTuple):
-    """An operation that has been issued, as the race detector wants it."""
-
-    thread: Any
-    instruction: Any
-    knowledge: Knowledge
-    component: int
-    time: int
-
-
-class Arrival:
-    """Something under way that ends with an arrival on a barrier, such as a commit."""
-
-    kind, stage = "arrival", 0  # as of a load that is not complete
-
-    def __init__(self, thread: Any, barrier: Any, complete: Callable[[], None]):
-        self.thread, self.barrier, self.complete = thread, barrier, complete
+from .arithmetic import matmul
+from .engines import Arrival
+from .machine import Thread
+from .memory import View
+from .sync import MBarrier
 
 
 class Operands(NamedTuple):
-    """What an mma reads and writes in one CTA; the scales if it is block-scaled."""
+    """The memory that an mma reads and writes in one CTA; the scales are None unless it is block-scaled."""
 
     accumulator: View
     a: View
@@ -117,7 +29,7 @@ class Operands(NamedTuple):
     b_scale: View | None = None
 
 
-def multiply(thread: Any, ctas: Sequence[Operands], *, accumulate: bool) -> None:
+def multiply(thread: Thread, ctas: Sequence[Operands], *, accumulate: bool) -> None:
     """Issues an mma of one CTA or of a pair: the rows of `a` and the accumulator are split, and the columns of `b`."""
     engine, queue = thread.machine.engine, thread.tensor.queue
     op = queue.issue(thread, "an mma", collective=len(ctas) > 1)
@@ -131,7 +43,7 @@ def multiply(thread: Any, ctas: Sequence[Operands], *, accumulate: bool) -> None
         if own.a_scale is not None and own.b_scale is not None:
             record(own.a_scale, "left scales")
             record(own.b_scale, "right scales")
-        # One access is enough for both, except that a sum must not begin with what nobody has written.
+        # The write stands for the read of an accumulating mma too, unless nobody has written the accumulator yet.
         if accumulate and thread.machine.detector is not None and not own.accumulator.cells()[0].all():
             record(own.accumulator, "accumulator (accumulate=True)")
         record(own.accumulator, "accumulator", write=True)
@@ -144,7 +56,7 @@ def multiply(thread: Any, ctas: Sequence[Operands], *, accumulate: bool) -> None
         _multiply(ctas, accumulate=accumulate)
         run.event_end(event)
 
-    queue.append(thread, compute)
+    queue.append(compute, at_once=engine.completes_at_once())
 
 
 def _multiply(ctas: Sequence[Operands], *, accumulate: bool) -> None:
@@ -174,12 +86,12 @@ def _per_element(scales: np.ndarray, rows: int, k: int) -> np.ndarray:
 
 
 def _of_columns(scales: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The scales of the right operand's columns. With 64 rows in each CTA of a pair, the halves lie 128 rows apart."""
+    """The scales of the right operand's columns; with 64 rows in each CTA of a pair, the halves lie 128 rows apart."""
     half = columns // 2
     return scales if rows != 64 else np.concatenate([scales[:half], scales[128 : 128 + half]])
 
 
-def copy(thread: Any, pairs: Sequence[tuple[View, View]], convert: Callable[[np.ndarray], np.ndarray]) -> None:
+def copy(thread: Thread, pairs: Sequence[tuple[View, View]], convert: Callable[[np.ndarray], np.ndarray]) -> None:
     """Issues a copy from shared to tensor memory, in each CTA that takes part."""
     engine, queue = thread.machine.engine, thread.tensor.queue
     op = queue.issue(thread, "a copy to tensor memory", collective=len(pairs) > 1)
@@ -192,19 +104,19 @@ def copy(thread: Any, pairs: Sequence[tuple[View, View]], convert: Callable[[np.
         for source, target in pairs:
             target.write(convert(source.read()))
 
-    queue.append(thread, move)
+    queue.append(move, at_once=engine.completes_at_once())
 
 
-def commit(thread: Any, barriers: Sequence[Any]) -> None:
-    """Has all that `thread` has issued so far arrive once on each of these barriers when it is complete."""
+def commit(thread: Thread, barriers: Sequence[MBarrier]) -> None:
+    """Issues an arrival on each of these barriers, for when all that `thread` has issued so far is complete."""
     queue, engine = thread.tensor.queue, thread.machine.engine
     queue.check("a commit", collective=len(barriers) > 1)
     until, knowledge = queue.time, queue.knowledge
     for barrier in barriers:
         if barrier.cta is not thread.cta and knowledge is not None:
-            note_use(thread, barrier.cta, f"an arrival on {barrier.name}", queue.component, until)
+            barrier.cta.note_use(thread, f"an arrival on {barrier.name}", queue.component, until)
 
-        def complete(barrier: Any = barrier) -> None:
+        def complete(barrier: MBarrier = barrier) -> None:
             queue.run_until(until)
             barrier.arrive(knowledge)
 

@@ -1,7 +1,7 @@
-"""Tensor memory (Blackwell): what a CTA may allocate, and the loads and stores of its warpgroups.
+"""Tensor memory (Blackwell): how much a CTA may allocate, and handlers of loads and stores of its warpgroups.
 
-A load's value is there at once, but the read counts as under way until `wait_load_tmem`. A store is seen by nobody
-until `commit_tmem`. Both waits cover what the calling thread itself has issued.
+A load has its value at once, but the read counts as under way until `wait_load_tmem`. Others see a store only after
+`commit_tmem`. Both waits cover the operations that the calling thread itself has issued.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from .clusters import Cta
 from .errors import ProtocolError
+from .machine import Thread
 from .memory import View
 from .program import Decoder, handles
 from .races import Access
@@ -29,8 +31,8 @@ def is_collective(aval: Any) -> bool:
     return str(getattr(ref, "memory_space", None)) == "tmem" and bool(ref.collective)
 
 
-def occupy(cta: Any, count: int) -> None:
-    """Notes that a scope of `cta` begins to use so many columns."""
+def occupy(cta: Cta, count: int) -> None:
+    """Notes that a scope of `cta` begins to use `count` columns."""
     cta.tensor_columns += count
     if count and cta.tensor_columns > COLUMNS:
         raise ProtocolError(
@@ -39,7 +41,7 @@ def occupy(cta: Any, count: int) -> None:
         )
 
 
-def _record(thread: Any, view: View, what: str, *, write: bool) -> tuple[int, int]:
+def _record(thread: Thread, view: View, what: str, *, write: bool) -> tuple[int, int]:
     """Checks an access that `thread` issues now and waits for later; returns its component and time."""
     machine = thread.machine
     if thread.warp is not None:
@@ -68,7 +70,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     outs = [d.new() for _ in eqn.outvars]
     shape = eqn.outvars[0].aval.shape
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.tensor.loads.append(_record(thread, view, "tensor memory load", write=False))
         thread.env[outs[0]] = value = view.read().reshape(shape)
@@ -81,7 +83,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("wait_load_tmem")
 def _wait_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         for component, time in thread.tensor.loads:
             thread.knowledge.note(component, time)
         thread.tensor.loads.clear()
@@ -95,7 +97,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     ref, value, *leaves = ins
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         view, new = path.resolve(thread, thread.env[ref]), np.asarray(thread.env[value])
         event = _record(thread, view, "tensor memory store", write=True)
         is_early = thread.machine.engine.mode == "eager"
@@ -109,7 +111,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("commit_tmem")
 def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         for (component, time), view, value in thread.tensor.stores:
             if view is not None:
                 view.write(value)

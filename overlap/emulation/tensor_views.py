@@ -1,7 +1,7 @@
 """How references denote parts of tensor memory: 128 lanes of columns, each of 32 bits.
 
-An allocation is an array of its logical shape. Only where allocations alias (`plgpu.RefUnion`) does it matter which
-columns a reference takes: there the array is one of 32-bit cells, and a reference is a view of its columns.
+An allocation is an array of its logical shape. Only where allocations alias (`plgpu.RefUnion`) do the columns of a
+reference matter: there the array consists of 32-bit cells, and a reference is a view of some columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def columns_of(aval: Any) -> int:
 
 
 def extract(transform: Any) -> Callable[[Any, list, bool], None]:
-    """A reference of a union: `shape` of `dtype` from column `offset` on, in the layout of that reference."""
+    """The step to one reference of a union: `shape` of `dtype` from column `offset` on, in that reference's layout."""
     dtype, (rows, minor), first = np.dtype(transform.dtype), transform.shape, int(transform.offset)
     bits, layout = _bits(transform.dtype), transform.layout
     count = layout.cols_in_shape((rows, minor), bits)
@@ -56,7 +56,7 @@ def extract(transform: Any) -> Callable[[Any, list, bool], None]:
 
 
 def expand(transform: Any) -> Callable[[Any, list, bool], None]:
-    """Leading dimensions, which lie side by side in the columns."""
+    """The step that adds leading dimensions, which lie side by side in the columns."""
     batch = tuple(transform.batch_shape)
 
     def step(b: Any, env: list, clip: bool) -> None:

@@ -1,4 +1,4 @@
-"""TMA copies between global and shared memory, and the waits for them."""
+"""Handlers of TMA copies between global and shared memory, and of the waits for them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from typing import Any
 
 import jax
 
-from . import clusters
-from .device_ids import multicast_devices
+from . import clusters, multicast
+from .clusters import Cta
 from .engines import Landing
 from .errors import ProtocolError
+from .machine import Thread
+from .memory import View
 from .program import Decoder, handles, predicate_of
+from .sync import MBarrier
 
-# Before jax 0.12 a copy whose predicate does not hold still arrives on its barrier, and a copy arrives from each CUDA
-# thread, also on a barrier that orders the tensor core, which counts one arrival.
+# Before jax 0.12, a copy whose predicate is false still arrives on its barrier. And each CUDA thread arrives for a
+# copy, also on a barrier that orders the tensor core, which expects one arrival.
 _ARRIVES_WITHOUT_COPY = _ARRIVES_FROM_EACH_THREAD = jax.__version_info__ < (0, 12)
 
 
-def _check_shapes(src: Any, dst: Any) -> None:
+def _check_shapes(src: View, dst: View) -> None:
     a, b = src.requested or src.shape, dst.requested or dst.shape
     if [n for n in a if n != 1] != [n for n in b if n != 1]:
         raise ProtocolError(f"a copy from {src} of shape {a} to {dst} of shape {b}: the shapes must be equal")
@@ -42,10 +45,10 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         at += tree.num_leaves
     src_path, dst_path, barrier_path = paths
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
 
-        def barrier_in(cta: Any) -> Any:
+        def barrier_in(cta: Cta) -> MBarrier:
             base = env[barrier] if cta is thread.cta else clusters.twin(env[barrier], cta)
             return barrier_path.resolve(thread, base)
 
@@ -64,17 +67,24 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             return
         source, target = src_path.resolve(thread, env[src]), dst_path.resolve(thread, env[dst])
         nbytes = target.array.nbytes
-        if tracking is not None:
-            ctas = thread.cta.cluster.along(thread.cta, axes)
-            nbytes *= len(ctas)  # the leader counts what all of them get
+        cluster = thread.cta.cluster
+        if tracking is not None and cluster is not None:
+            ctas = cluster.along(thread.cta, axes)
+            nbytes *= len(ctas)  # the leader counts the bytes of all CTAs
             if hasattr(tracking, "axis"):
-                source = clusters.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
+                source = multicast.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
         _check_shapes(source, target)
         if axes and not hasattr(tracking, "axis"):
-            landings = _multicast(thread, axes, target, counting, lambda cta: (
-                dst_path.resolve(thread, clusters.twin(env[dst], cta)),
-                barrier_in(cta) if tracking is None else counting,
-            ))  # fmt: skip
+            landings = _multicast(
+                thread,
+                axes,
+                target,
+                counting,
+                lambda cta: (
+                    dst_path.resolve(thread, clusters.twin(env[dst], cta)),
+                    barrier_in(cta) if tracking is None else counting,
+                ),
+            )
         else:
             landings = [Landing(target, counting)]
         remote = source.buffer.device != thread.device
@@ -86,15 +96,17 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return []
 
 
-def _leader(thread: Any, axes: tuple[Any, ...], barrier_in: Callable[[Any], Any]) -> Any:
-    """The barrier that counts a copy whose progress the first CTA along `axes` tracks for all of them."""
+def _leader(thread: Thread, axes: tuple[Any, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:
+    """The barrier of the first CTA along `axes`, which counts the copy for all of them."""
     cluster = thread.cta.cluster
     if cluster is None:
         raise ProtocolError(f"a copy that is tracked along {axes} in a kernel without clusters")
     return barrier_in(cluster.along(thread.cta, axes)[0])
 
 
-def _multicast(thread: Any, axes: tuple[Any, ...], target: Any, where: Any, at: Any) -> list[Landing]:
+def _multicast(
+    thread: Thread, axes: tuple[Any, ...], target: View, where: MBarrier, at: Callable[[Cta], tuple[View, MBarrier]]
+) -> list[Landing]:
     """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, each with its barrier."""
     cluster = thread.cta.cluster
     if cluster is None:
@@ -102,8 +114,8 @@ def _multicast(thread: Any, axes: tuple[Any, ...], target: Any, where: Any, at: 
     ctas = cluster.along(thread.cta, axes)
     if len(ctas) == 1:
         return [Landing(target, where)]
-    part = clusters.share(target, target.shape, len(ctas), ctas.index(thread.cta))
-    return [Landing(clusters.part_of(view, part), barrier, part, target.shape) for view, barrier in map(at, ctas)]
+    part = multicast.share(target, target.shape, len(ctas), ctas.index(thread.cta))
+    return [Landing(multicast.part_of(view, part), barrier, part, target.shape) for view, barrier in map(at, ctas)]
 
 
 @handles("copy_smem_to_gmem")
@@ -116,7 +128,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     dst_path = d.path(d.unflatten(p["dst_transforms_treedef"], leaves[n:]), clip=True, multicast=True)
     reduction, commit = p["reduction_op"], p["commit_group"]
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         env = thread.env
         engine = thread.machine.engine
         if not predicate(env):
@@ -126,12 +138,12 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         if dst_path.multicast is None:
             targets = [dst_path.resolve(thread, env[dst])]
         else:  # One copy that the switch of NVLink writes on all devices: one operation for each of them.
-            devices = multicast_devices(thread, dst_path.multicast)
+            devices = thread.machine.mesh.multicast_devices(dst_path.multicast)
             targets = [dst_path.resolve(thread, env[dst].on(device)) for device in devices]
         source, target = src_path.resolve(thread, env[src]), targets[0]
         _check_shapes(source, target)
         if target.requested is not None and len(target.requested) == 1 and target.buffer.data.ndim > 1:
-            # What is one piece of memory is copied as such, which is clipped at the end of the whole array alone.
+            # The hardware copies a contiguous piece of memory, and clips it only at the end of the whole array.
             raise ProtocolError(
                 f"a copy of {target.requested[0]} elements to {target} goes beyond the end of a row: it is one piece "
                 "of memory, so it overwrites what lies behind that row"

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import ProtocolError, emulate, engines
+from overlap.emulation import ProtocolError, arithmetic, emulate
 from tests.emulation.cases import TILED, normal
 from tests.emulation.cases import out_type as out
 from tests.emulation.cases import run_kernel as run
@@ -244,9 +244,9 @@ def test_a_product_does_not_depend_on_where_a_row_stands():
     """In f32, BLAS gives a row other last bits in another place, on some CPUs; a tensor core does not."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 48), (48, 72)))
-    whole = engines.matmul(a, b)
+    whole = arithmetic.matmul(a, b)
     assert whole.dtype == np.float32
     for first in range(1, 64, 5):
-        np.testing.assert_array_equal(engines.matmul(a[first:], b), whole[first:])
+        np.testing.assert_array_equal(arithmetic.matmul(a[first:], b), whole[first:])
     integers = np.full((2, 4), 2**14, np.int32)
-    assert engines.matmul(integers, integers.T)[0, 0] == 2**30
+    assert arithmetic.matmul(integers, integers.T)[0, 0] == 2**30
