@@ -84,7 +84,7 @@ def matmul(
     stages: int = 6,
     epilogue_tile_n: int = 64,
 ) -> jax.Array:
-    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster."""
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster."""
     t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
 
     def body(

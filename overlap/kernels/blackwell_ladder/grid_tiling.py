@@ -35,7 +35,7 @@ def matmul(
     minor: Literal["m", "n"] = "m",
     width: int = 8,
 ) -> jax.Array:
-    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster.
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster.
 
     `minor` is the dimension that runs fastest. `width` is how many tiles a band is wide along that dimension.
     """
