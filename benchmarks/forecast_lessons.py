@@ -35,15 +35,13 @@ class Lesson:
     Attributes:
       name: as in the tables.
       tile_m: rows of the accumulator of one CTA.
-      tile_n: columns of the accumulator of one CTA.
-      stages: pairs of operand tiles in shared memory. With 1, a copy begins when the product before it has ended.
-      epilogue: how the accumulator is stored: as a "whole", in "chunks", or by a "dedicated" warpgroup while the next
-        tile is computed.
-      chunk_n: columns of a chunk.
-      persistent: whether CTAs compute several tiles, and load the next tile during the epilogue.
-      cluster: how many CTAs, one above the other, share the right operand.
-      collective: how they share it. True: within one MMA, where each CTA holds and reads a part. False: each copy is
-        multicast to all of them.
+      tile_n: its columns.
+      stages: pairs of operand tiles in shared memory; 1: a copy begins when the product before it has ended.
+      epilogue: the accumulator leaves as a "whole", in "chunks", or by a "dedicated" warpgroup beside the next tile.
+      epilogue_tile_n: columns of a chunk.
+      persistent: CTAs take one tile after the other, and load the next one during the epilogue.
+      cluster: CTAs, one above the other, that share the right operand.
+      collective: they do so within one MMA: each holds and reads its part alone. Else the copy is multicast to both.
       minor: the dimension along which tiles are visited first. In a grid without bands it is assumed to be n.
       width: tiles per band along that dimension; None: all.
       published: the guide's tensor-core utilization, in percent.
@@ -54,7 +52,7 @@ class Lesson:
     tile_n: int = 128
     stages: int = 4
     epilogue: Epilogue = "whole"
-    chunk_n: int = 64
+    epilogue_tile_n: int = 64
     persistent: bool = False
     cluster: int = 1
     collective: bool = False
@@ -65,7 +63,7 @@ class Lesson:
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of one CTA."""
         columns = self.tile_n // self.cluster if self.collective else self.tile_n
-        out_columns = self.tile_n if self.epilogue == "whole" else 2 * self.chunk_n
+        out_columns = self.tile_n if self.epilogue == "whole" else 2 * self.epilogue_tile_n
         return self.stages * (self.tile_m + columns) * TILE_K_BYTES + self.tile_m * out_columns * itemsize
 
 

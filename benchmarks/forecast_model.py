@@ -65,7 +65,7 @@ def epilogue_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> float:
     store = elements * itemsize / chip.store_bytes_per_cycle
     if lesson.epilogue == "whole":
         return chip.drain_cycles + write + store
-    chunks = lesson.tile_n / lesson.chunk_n
+    chunks = lesson.tile_n / lesson.epilogue_tile_n
     return chip.drain_cycles + max(write, store) + min(write, store) / chunks
 
 
@@ -87,7 +87,7 @@ def _core_cycles(chip: Chip, lesson: Lesson, problem: Matmul) -> tuple[float, st
         if lesson.epilogue == "dedicated":
             return start + waves * max(mainloop, epilogue) + epilogue, slowest
         # The last two chunks are stored while the next tile's products run.
-        hidden = 2 * lesson.tile_m * lesson.chunk_n * problem.itemsize / chip.store_bytes_per_cycle
+        hidden = 2 * lesson.tile_m * lesson.epilogue_tile_n * problem.itemsize / chip.store_bytes_per_cycle
         return start + waves * (mainloop + epilogue - hidden) + hidden, slowest
     ctas_per_sm = _ctas_per_sm(chip, lesson, problem.itemsize)
     full_rounds, left = divmod(tiles, chip.sms // lesson.cluster * ctas_per_sm)

@@ -141,9 +141,9 @@ def test_the_interpreter_of_jax_agrees(name):
         ("warp_specialized", {"tile_n": 64, "stages": 2}),
         ("warp_specialized", {"tile_n": 256, "stages": 3}),
         ("tiled_epilogue", {"tile_n": 128, "stages": 6}),
-        ("tiled_epilogue", {"chunk_n": 128}),
+        ("tiled_epilogue", {"epilogue_tile_n": 128}),
         ("collective_mma", {"tile_k": 128, "stages": 3}),
-        ("persistent", {"chunk_n": 128, "stages": 2}),
+        ("persistent", {"epilogue_tile_n": 128, "stages": 2}),
         ("dedicated_epilogue", {"tile_n": 128, "stages": 5}),
         ("grid_tiling", {"tile_n": 128, "minor": "n", "width": 3}),
     ],
@@ -179,13 +179,13 @@ def test_wrong_calls_say_so(name, shapes, dtype, words):
         ({"tile_k": 32}, "`tile_k` must be a multiple of 64"),
         ({"tile_k": 0}, "tiles must be positive"),
         ({"stages": 1}, "`stages` must be at least 2"),
-        ({"chunk_n": 32}, "`chunk_n` must be a multiple of 64"),
+        ({"epilogue_tile_n": 32}, "`epilogue_tile_n` must be a multiple of 64"),
     ],
     ids=str,
 )
 @every_rung
 def test_wrong_knobs_say_so(name, knobs, words):
-    if "chunk_n" in knobs and name in ("basic", "warp_specialized"):
+    if "epilogue_tile_n" in knobs and name in ("basic", "warp_specialized"):
         pytest.skip("this lesson stores a tile at once")
     with pytest.raises(ValueError, match=words):
         BY_NAME[name].matmul(jnp.zeros((512, 128), jnp.float16), jnp.zeros((128, 512), jnp.float16), **knobs)
@@ -225,9 +225,9 @@ def test_a_stage_given_back_before_its_product_is_done_is_a_race(monkeypatch, co
 
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_an_accumulator_overwritten_before_it_was_read_is_a_race(monkeypatch, name):
-    def too_early(acc_tmem, out_gmem, chunks_smem, read):
+    def too_early(acc_tmem, out_gmem, epilogue_smem, read):
         plgpu.barrier_arrive(read)
-        tiled_epilogue.store_chunks(acc_tmem, out_gmem, chunks_smem)
+        tiled_epilogue.store_epilogue_tiles(acc_tmem, out_gmem, epilogue_smem)
 
     monkeypatch.setattr(persistent, "store_and_tell", too_early)
     monkeypatch.setattr(dedicated_epilogue, "store_and_tell", too_early)
@@ -236,8 +236,8 @@ def test_an_accumulator_overwritten_before_it_was_read_is_a_race(monkeypatch, na
 
 
 def test_loads_of_tensor_memory_that_nobody_waited_for_are_a_race(monkeypatch):
-    def without_wait(acc_tmem, out_gmem, chunks_smem, read):
-        tiled_epilogue.store_chunks(acc_tmem, out_gmem, chunks_smem)
+    def without_wait(acc_tmem, out_gmem, epilogue_smem, read):
+        tiled_epilogue.store_epilogue_tiles(acc_tmem, out_gmem, epilogue_smem)
         plgpu.barrier_arrive(read)
 
     monkeypatch.setattr(dedicated_epilogue, "store_and_tell", without_wait)
@@ -259,15 +259,15 @@ def test_one_read_barrier_for_both_halves_runs_ahead(monkeypatch):
 
 
 def test_an_epilogue_buffer_written_while_it_is_stored_is_a_race(monkeypatch):
-    def without_wait(acc_tmem, out_gmem, chunks_smem):
-        chunk_n = chunks_smem.shape[-1]
-        for i in range(acc_tmem.shape[1] // chunk_n):
-            columns, chunk_smem = slice(i * chunk_n, (i + 1) * chunk_n), chunks_smem.at[0]
-            chunk_smem[...] = plgpu.async_load_tmem(acc_tmem.at[:, columns]).astype(out_gmem.dtype)
+    def without_wait(acc_tmem, out_gmem, epilogue_smem):
+        epilogue_tile_n = epilogue_smem.shape[-1]
+        for i in range(acc_tmem.shape[1] // epilogue_tile_n):
+            columns, buffer_smem = slice(i * epilogue_tile_n, (i + 1) * epilogue_tile_n), epilogue_smem.at[0]
+            buffer_smem[...] = plgpu.async_load_tmem(acc_tmem.at[:, columns]).astype(out_gmem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(chunk_smem, out_gmem.at[:, columns])
+            plgpu.copy_smem_to_gmem(buffer_smem, out_gmem.at[:, columns])
 
-    monkeypatch.setattr(tiled_epilogue, "store_chunks", without_wait)
+    monkeypatch.setattr(tiled_epilogue, "store_epilogue_tiles", without_wait)
     with is_race("TMA store", "store of out_smem"):
         run_broken("tiled_epilogue")
 

@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused():
     case = Gathered(2)
     with emulating("blackwell"), pytest.raises(NotImplementedError, match="takes no `lhs_scale` and `rhs_scale` of"):
         case.function(ONE, transport="ring")(*case.given)
-    with pytest.raises(NotImplementedError, match="the tensor cores of Hopper take no scales of blocks"):
+    with pytest.raises(NotImplementedError, match="the tensor cores of Hopper take no block scales"):
         case.function(ONE)(*case.given)
 
 

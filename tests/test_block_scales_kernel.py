@@ -160,9 +160,7 @@ def test_wrong_configurations_and_devices():
         ValueError, match=r"needs 520 columns of tensor memory, and there are 512: reduce `stages` .33."
     ):
         limits.check_config(sizes, config(stages=33), B200)
-    with pytest.raises(
-        NotImplementedError, match=r'Hopper take no scales of blocks: .*implementation="xla", which runs'
-    ):
+    with pytest.raises(NotImplementedError, match=r'Hopper take no block scales: .*implementation="xla", which runs'):
         product("fused")
 
 
@@ -175,7 +173,7 @@ def test_xla_runs_what_the_kernel_cannot(monkeypatch):
         assert explained.implementation == "xla" and explained.config is None
         return explained.reason
 
-    assert "the tensor cores of Hopper take no scales of blocks" in reason(H200, product)
+    assert "the tensor cores of Hopper take no block scales" in reason(H200, product)
     assert "needs the rows of rhs to be multiples of 16 bytes, got n=120" in reason(B200, unaligned)
     assert reason(B200, product) == crossover.NOTHING_MEASURED
 

@@ -73,7 +73,7 @@ def test_no_race_under_any_schedule_tried(name, completion):
         ("pipelined", {"stages": 3, "in_flight": 1, "delay_release": 2}),
         ("warp_specialized", {"tile_n": 128, "stages": 2}),
         ("tiled_epilogue", {"tile_n": 128, "stages": 6}),
-        ("persistent", {"chunk_n": 128, "stages": 2}),
+        ("persistent", {"epilogue_tile_n": 128, "stages": 2}),
         ("cluster_multicast", {"tile_n": 128, "stages": 5}),
         ("grid_tiling", {"tile_n": 128, "minor": "n", "width": 3}),
         ("templated_epilogue", {"tile_n": 128}),

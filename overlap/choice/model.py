@@ -143,8 +143,7 @@ class _PerDepth:
         busy = _at_once(
             rates.overlap_exponent, multiplied / rates.tensor_core_rate, read / rates.smem_bytes_per_cycle, load
         )
-        # A stage is released one k step late, and only then filled again. So `stages - 1` k steps must cover the
-        # latency.
+        # A stage is given back one k step late, and then filled again.
         refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
         return _PerDepth(busy + step / config.tile_k, multiplied, loaded, read)
@@ -193,7 +192,7 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rat
         # When the last rows have arrived, the tiles of one shard are left to compute, or at least one tile.
         last = max(1 / problem.devices, work.k_steps / max(work.total_k_steps(0), work.k_steps))
         return max(us, gather_us + us * last) + APART_US * (problem.devices - 1)
-    # No product begins before all rows have arrived. Only the weights of the first stages are loaded until then.
+    # No product before the last rows. What fills the stages until then need not be waited for after that.
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     early_steps = min(config.stages, work.total_k_steps(0))
     early_us = early_steps * config.tile_k * config.tile_n * problem.itemsize * active / hbm_rate

@@ -1,4 +1,4 @@
-"""The tunable sizes of a matmul: those of all mainloops and, in a nested dataclass, those of a transport."""
+"""The tunable sizes of a matmul: of all mainloops and, in a nested dataclass, of a transport."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PullSizes:
 
     Attributes:
       chunk_bytes: the most bytes that the communicator warp of a CTA pulls in one copy.
-      chunk_buffers: chunk buffers in shared memory per CTA: so many copies are in flight at a time.
+      chunk_buffers: chunk buffers in shared memory per CTA. There is one copy in flight for each.
     """
 
     chunk_bytes: int = 8192

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 
 from overlap.primitives.types import GmemRef, Index, Predicate, SmemRef
 
-# An epilogue is called with blocks of at most so many rows of values.
+# The most rows of values with which an epilogue is called at a time.
 BLOCK_ROWS = 128
-# And of at least so many rows, except for the last block of a tile whose rows are no multiple of this.
+# The fewest rows, except for the last block of a tile whose rows are no multiple of this number.
 LEAST_BLOCK_ROWS = 64
 # epilogue(values, rows, columns, addend): see `Hooks.epilogue_at`.
 type Epilogue = Callable[[jax.Array, pl.Slice, pl.Slice, jax.Array | None], jax.Array]

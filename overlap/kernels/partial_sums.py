@@ -31,7 +31,7 @@ from overlap.primitives import semaphore_signal, semaphore_wait
 from overlap.primitives.integers import quotient
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
-# So many pieces at most are loaded at the same time: one round trip to the L2 instead of one for each piece.
+# The most pieces that are loaded at the same time: one round trip to the L2 instead of one for each piece.
 UNROLLED_PIECES = 4
 
 
@@ -82,7 +82,7 @@ class SharedPiece:
 
 
 def share(piece: Index, boxes: int, pieces: int) -> tuple[Index, Index]:
-    """Which boxes the CTA with piece `piece` of `pieces` finishes: the first one, and the one behind the last."""
+    """The boxes that the CTA with piece `piece` of `pieces` finishes, as (first, end) with `end` not included."""
     return quotient(piece * boxes + pieces - 1, pieces), quotient((piece + 1) * boxes + pieces - 1, pieces)
 
 

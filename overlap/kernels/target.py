@@ -44,7 +44,7 @@ class Target:
         return any(name in self.kind for name in BLACKWELL_NAMES)
 
 
-# What is appended to the kind of a CPU device, for the architecture that is emulated on it.
+# Suffixes of the kind of a CPU device, for the architecture that is emulated on it.
 _EMULATED_KINDS = {"hopper": "", "blackwell": " as NVIDIA B200"}
 # Part of the cache key of `jax.jit`, since the kernels of the architectures differ.
 _emulated = jax.make_user_context(None)

@@ -24,3 +24,5 @@ type TmemRef = Any
 type BarrierRef = Any
 # A semaphore in global memory, or an array of them. This library uses them as flags, which only grow.
 type SemaphoreRef = Any
+# A wgmma accumulator in the registers of a warpgroup (Hopper, `plgpu.WGMMAAccumulatorRef`).
+type AccumulatorRef = Any

@@ -140,13 +140,13 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         keywords = keywords | {"activation": applied}
         operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
 
-    def of_call(parts: dict[str, Any]) -> dict[str, Any]:
-        named = {name: x for name, x in parts.items() if "[" not in name}
-        return named | {"scalars": tuple(x for name, x in parts.items() if "[" in name)} | keywords
+    def of_call(shards: dict[str, Any]) -> dict[str, Any]:
+        named = {name: x for name, x in shards.items() if "[" not in name}
+        return named | {"scalars": tuple(x for name, x in shards.items() if "[" in name)} | keywords
 
     # Check the whole call, on types without a mesh.
     bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
-    jax.eval_shape(lambda parts: normalize(MATMUL, **of_call(parts)).operands, bare)
+    jax.eval_shape(lambda shards: normalize(MATMUL, **of_call(shards)).operands, bare)
     batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
     matrices = {
         "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
@@ -165,8 +165,8 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         own = own[len(own) - x.ndim :]
         return tuple(None if size == 1 else along for size, along in zip(x.shape, own, strict=True))
 
-    layout = sharded.product_sharding(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
-    return lambda run: layout.call(lambda **parts: run(**of_call(parts)), operands, (*batch, "m", "n"))
+    layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
+    return lambda run: layout.call(lambda **shards: run(**of_call(shards)), operands, (*batch, "m", "n"))
 
 
 def decide(

@@ -105,7 +105,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
 def _check_block_scales(config: Config) -> None:
     if config.tile_n > SCALE_TILE_ROWS:
         raise ValueError(
-            f"`tile_n` must be at most {SCALE_TILE_ROWS} for scales of blocks (in tensor memory they lie beside "
+            f"`tile_n` must be at most {SCALE_TILE_ROWS} for block scales (in tensor memory they lie beside "
             f"{ACCUMULATORS} accumulators, {SCALE_TILE_ROWS} columns of the right operand at a time), got "
             f"{config.tile_n}"
         )

@@ -72,9 +72,7 @@ PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP, MULTIPLIER_WARP = range(4)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Buffers(staging.Buffers):
-    """The mainloop's shared memory, its accumulators in tensor memory, and its barriers.
-
-    It adds to `staging.Buffers`:
+    """Shared memory and barriers of the mainloop, and its accumulators in tensor memory: adds to `staging.Buffers`.
 
     Attributes:
       accumulators: the two accumulators, [128, 2 · tile_n].
@@ -110,7 +108,7 @@ def _turn(ordinal: Index) -> Index:
 
 
 def _await_drained(buffers: Buffers, ordinal: Index) -> None:
-    """Waits until the epilogue has drained a piece's accumulator; for the first two pieces nothing is to be drained."""
+    """Waits until the epilogue has drained a piece's accumulator; the first two pieces need not wait."""
     pl.when(ordinal >= ACCUMULATORS)(lambda: plgpu.barrier_wait(buffers.drained.at[_turn(ordinal)]))
 
 
@@ -165,10 +163,7 @@ def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, pair: An
 
 
 def _wait_until_drained(pieces: Index, buffers: Buffers) -> None:
-    """Waits until both CTAs of a pair have drained the last accumulators.
-
-    Both CTAs arrive at the barriers of the first one, which must not end before they have.
-    """
+    """Keeps the first CTA of a pair alive until both CTAs have arrived at its barriers for the last accumulators."""
 
     @pl.loop(pieces, pieces + ACCUMULATORS)
     def _ordinal(ordinal: jax.Array) -> None:
@@ -300,13 +295,8 @@ def _drained(config: Config) -> Any:
         return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
     # Both CTAs arrive at the barriers of the first CTA, whose multiplier waits. Arrivals at barriers of the second CTA
     # would be of no use: its multiplier issues no products. If it waited all the same, it could fall two phases behind.
-    return plgpu.ClusterBarrier(
-        collective_axes=(RANK_AXIS,),
-        num_arrivals=1,
-        num_barriers=ACCUMULATORS,
-        orders_tensor_core=True,
-        leader_tracked=True,
-    )
+    both = {"collective_axes": (RANK_AXIS,), "leader_tracked": True}
+    return plgpu.ClusterBarrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True, **both)
 
 
 class Blackwell:

@@ -1,13 +1,13 @@
-"""The ladder for Blackwell: one matmul, seven times, each with one idea more than the one before.
+"""The ladder for Blackwell: one matmul, written seven times, each time with one idea more.
 
-They are the seven lessons of "Writing high-performance matrix multiplication kernels for Blackwell" in the JAX
-documentation, written like Hopper's ladder (`overlap/kernels/ladder/`) and with the pieces of it that fit. Read them in
-the order of `RUNGS`.
+The kernels follow the seven lessons of "Writing high-performance matrix multiplication kernels for Blackwell" in the
+JAX documentation. They are written like the rungs of Hopper's ladder (`overlap/kernels/ladder/`), and share code with
+them where that fits. Read them in the order of `RUNGS`.
 
 On a CPU they run inside `overlap.emulation.emulate()` (or after `overlap.emulation.enable()`).
 
-NOTHING OF THIS HAS RUN ON A BLACKWELL GPU. The lessons have run emulated and in JAX's interpreter, and are assembled
-for sm_100a (`tests/test_blackwell_ladder.py`). `GUIDE_UTILIZATION` are the guide's figures for its own kernels, not
+NONE OF THESE KERNELS HAS RUN ON A BLACKWELL GPU. They have run emulated and in JAX's interpreter, and are assembled for
+sm_100a (`tests/test_blackwell_ladder.py`). `GUIDE_UTILIZATION` has the guide's figures for the guide's own kernels, not
 measurements of these ones.
 """
 
@@ -27,7 +27,7 @@ from overlap.kernels.ladder import Rung
 RUNGS = (
     Rung("basic", basic.matmul, "One CTA per tile, one warpgroup, and the accumulator is in tensor memory."),
     Rung("warp_specialized", warp_specialized.matmul, "One warp copies, another one issues the products."),
-    Rung("tiled_epilogue", tiled_epilogue.matmul, "The output leaves in chunks, and tiles twice as wide fit."),
+    Rung("tiled_epilogue", tiled_epilogue.matmul, "The output leaves in small tiles, and tiles twice as wide fit."),
     Rung("collective_mma", collective_mma.matmul, "Two CTAs compute a product together, from half of each operand."),
     Rung("persistent", persistent.matmul, "As many clusters as fit, and each computes many tiles."),
     Rung("dedicated_epilogue", dedicated_epilogue.matmul, "A warpgroup stores one tile while the next is multiplied."),
@@ -35,7 +35,7 @@ RUNGS = (
 )
 
 # Tensor-core utilization in percent on a B200, 4096 × 8192 × 4096 float16 with normal operands, as the guide states it
-# for its own kernels. NOT ours: nothing of this folder has been measured.
+# for its own kernels. These are not ours: no kernel of this folder has been measured.
 GUIDE_UTILIZATION = {
     "basic": 37.62,
     "warp_specialized": 45.47,

@@ -8,13 +8,13 @@ of both. CTA 0 of the pair, the *leader*, issues it for the two:
     right      columns 0–127                          columns 128–255         (`CopyPartition.PARTITIONED(1)`)
     sum        rows 0–127, all 256 columns            rows 128–255, all 256 columns
 
-Who waits where:
+The barriers, and who waits at them:
 
     full      The copies of both CTAs count at the leader's barrier only, since only its MMA warp waits for them.
     consumed  A product arrives in both CTAs: each copies into its own half of the stage.
-    done      arrives in both as well: each stores its own rows.
+    done      The last product arrives in both CTAs as well: each stores its own rows.
 
-Neither CTA may end while the other one can still reach into its memory. The kernel sees to it: two CTAs that share
+Neither CTA may end while the other one can still access its memory. The compiler ensures this: two CTAs that share
 tensor memory wait for each other before they give it back.
 
 Gains: 32 KB per stage and CTA instead of 48 KB for the same number of products, so a third less traffic, and six stages
@@ -26,14 +26,13 @@ tcgen05.mma with .cta_group::2.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.blackwell_ladder.tiled_epilogue import chunk_type, store_chunks
+from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type, store_epilogue_tiles
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
 from overlap.kernels.blackwell_ladder.warp_specialized import (
     DONE,
@@ -45,12 +44,13 @@ from overlap.kernels.blackwell_ladder.warp_specialized import (
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
 from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
 CLUSTER = 2
 RANK_AXIS = kernel_axis("rank in the cluster")  # 0 is the leader.
 
 
-def copy_half(src_gmem: Any, dst_smem: Any, full: Any, dimension: int) -> None:
+def copy_half(src_gmem: GmemRef, dst_smem: SmemRef, full: BarrierRef, dimension: int) -> None:
     """Copies this CTA's half of a tile that the cluster shares along `dimension`; counts at the leader's `full`."""
     half = plgpu.CopyPartition.PARTITIONED(dimension)
     plgpu.copy_gmem_to_smem(src_gmem, dst_smem, full, collective_axes=(RANK_AXIS,), leader_tracked=half)
@@ -59,7 +59,7 @@ def copy_half(src_gmem: Any, dst_smem: Any, full: Any, dimension: int) -> None:
 load_halves = functools.partial(load_tiles, copy=copy_half)
 
 
-def multiply_halves(acc_tmem: Any, done: Any, pipeline: Pipeline, t: Tiling, *, first: Any = 0) -> None:
+def multiply_halves(acc_tmem: TmemRef, done: BarrierRef, pipeline: Pipeline, t: Tiling, *, first: Index = 0) -> None:
     """The MMA warp's part of the cluster's tile: the leader issues all products, the other CTA none."""
 
     @pl.when(lax.axis_index(RANK_AXIS) == 0)
@@ -67,7 +67,7 @@ def multiply_halves(acc_tmem: Any, done: Any, pipeline: Pipeline, t: Tiling, *, 
         multiply_tiles(acc_tmem, done, pipeline, t, first=first, collective_axis=RANK_AXIS)
 
 
-def own_part(out_gmem: Any, tile: tuple[Any, Any], t: Tiling) -> Any:
+def own_part(out_gmem: GmemRef, tile: tuple[Index, Index], t: Tiling) -> GmemRef:
     """The rows of the cluster's output tile whose sums are in this CTA's tensor memory."""
     cta_m = t.tile_m // CLUSTER
     row = tile[0] * CLUSTER + lax.axis_index(RANK_AXIS)
@@ -82,13 +82,19 @@ def matmul(
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 6,
-    chunk_n: int = 64,
+    epilogue_tile_n: int = 64,
 ) -> jax.Array:
-    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster."""
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster."""
     t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
 
     def body(
-        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, acc_tmem: Any, chunks_smem: Any, done: Any
+        lhs_gmem: GmemRef,
+        rhs_gmem: GmemRef,
+        out_gmem: GmemRef,
+        pipeline: Pipeline,
+        acc_tmem: TmemRef,
+        epilogue_smem: SmemRef,
+        done: BarrierRef,
     ) -> None:
         tile = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
         split_warps(
@@ -96,7 +102,7 @@ def matmul(
             lambda: multiply_halves(acc_tmem, done, pipeline, t),
         )
         plgpu.barrier_wait(done)
-        store_chunks(acc_tmem, own_part(out_gmem, tile, t), chunks_smem)
+        store_epilogue_tiles(acc_tmem, own_part(out_gmem, tile, t), epilogue_smem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
@@ -107,9 +113,11 @@ def matmul(
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
         scratch_types=[
-            pipeline_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER),
-            chunk_type(t, chunk_n, ctas=CLUSTER), DONE,
+            pipeline_types(t, stages, ctas=CLUSTER),
+            accumulator_type(t, ctas=CLUSTER),
+            epilogue_type(t, epilogue_tile_n, ctas=CLUSTER),
+            DONE,
         ],
         compiler_params=COMPILER_PARAMS,
         kernel_name="blackwell_ladder_collective_mma",
-    )(lhs, rhs)  # fmt: skip
+    )(lhs, rhs)

@@ -6,16 +6,16 @@ warpgroup multiplies tile i + 1 while the second one stores tile i:
     warpgroup 0   | tile 0 → half 0 . . | tile 1 → half 1 . . | tile 2 → half 0 . . |
     warpgroup 1                         | store half 0 |      | store half 1 |      | store half 0 |
 
-Its two barriers of lesson 4 become pairs, one for each half:
+Each of the two barriers of lesson 4 becomes a pair, with one barrier for each half:
 
     done[half]   the half holds the sum of its tile           (warpgroup 1 waits)
     read[half]   both CTAs have read the half                 (the leader's MMA warp waits, from the third tile on)
 
 One `read` for both halves would not do: the epilogue may arrive for tile i + 1 before the MMA warp waits for tile i,
-and a barrier that is two phases ahead looks like one that has not moved.
+and to a waiter a barrier that is two phases ahead looks as if it had not advanced at all.
 
 Gains: the tensor cores work through all tiles of a cluster without a pause, as long as an epilogue takes no longer than
-the products of a tile. What is left: the order of the tiles pays no heed to what is in L2. Source: "Writing
+the products of a tile. What is left: the order of the tiles does not depend on what is in L2. Source: "Writing
 high-performance matrix multiplication kernels for Blackwell" in the JAX documentation.
 """
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -38,7 +37,7 @@ from overlap.kernels.blackwell_ladder.collective_mma import (
     own_part,
 )
 from overlap.kernels.blackwell_ladder.persistent import CLUSTER_AXIS, num_clusters, read_barrier, store_and_tell
-from overlap.kernels.blackwell_ladder.tiled_epilogue import chunk_type
+from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
 from overlap.kernels.blackwell_ladder.warp_specialized import pipeline_types, split_warps
 from overlap.kernels.ladder.persistent import for_each_tile
@@ -46,6 +45,7 @@ from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
 from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
 HALVES = 2
 THREAD_AXIS = kernel_axis("warpgroup")
@@ -56,28 +56,34 @@ def double_buffered(
     t: Tiling,
     *,
     stages: int,
-    chunk_n: int,
+    epilogue_tile_n: int,
     name: str,
-    tile_at: Callable[[Any], tuple[Any, Any]] | None = None,
+    tile_at: Callable[[Index], tuple[Index, Index]] | None = None,
 ) -> Callable[..., jax.Array]:
     """The kernel; `tile_at` maps an index to (tile row, tile column), row by row if None (lesson 6)."""
     clusters, tiles = num_clusters(t), t.m_tiles * t.n_tiles
     tile_at = tile_at or (lambda index: (quotient(index, t.n_tiles), remainder(index, t.n_tiles)))
 
     def body(
-        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any,
-        pipeline: Pipeline, acc_tmem: Any, chunks_smem: Any, done: Any, read: Any,
-    ) -> None:  # fmt: skip
+        lhs_gmem: GmemRef,
+        rhs_gmem: GmemRef,
+        out_gmem: GmemRef,
+        pipeline: Pipeline,
+        acc_tmem: TmemRef,
+        epilogue_smem: SmemRef,
+        done: BarrierRef,
+        read: BarrierRef,
+    ) -> None:
         warpgroup = lax.axis_index(THREAD_AXIS)
         for_each_own_tile = functools.partial(for_each_tile, lax.axis_index(CLUSTER_AXIS), clusters, tiles)
 
-        def accumulator(half: Any) -> Any:
+        def accumulator(half: Index) -> TmemRef:
             return acc_tmem.at[:, pl.ds(half * t.tile_n, t.tile_n)]
 
-        def load(index: Any, ordinal: Any) -> None:
+        def load(index: Index, ordinal: Index) -> None:
             load_halves(lhs_gmem, rhs_gmem, tile_at(index), pipeline, t, first=ordinal * t.k_steps)
 
-        def multiply(index: Any, ordinal: Any) -> None:
+        def multiply(index: Index, ordinal: Index) -> None:
             half = remainder(ordinal, HALVES)
 
             @pl.when((ordinal >= HALVES) & (lax.axis_index(RANK_AXIS) == 0))
@@ -86,10 +92,10 @@ def double_buffered(
 
             multiply_halves(accumulator(half), done.at[half], pipeline, t, first=ordinal * t.k_steps)
 
-        def store(index: Any, ordinal: Any) -> None:
+        def store(index: Index, ordinal: Index) -> None:
             half = remainder(ordinal, HALVES)
             plgpu.barrier_wait(done.at[half])
-            store_and_tell(accumulator(half), own_part(out_gmem, tile_at(index), t), chunks_smem, read.at[half])
+            store_and_tell(accumulator(half), own_part(out_gmem, tile_at(index), t), epilogue_smem, read.at[half])
 
         @pl.when(warpgroup == PRODUCT_WARPGROUP)
         def _products() -> None:
@@ -110,13 +116,15 @@ def double_buffered(
         num_threads=2,
         thread_name=THREAD_AXIS,
         scratch_types=[
-            pipeline_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER, halves=HALVES),
-            chunk_type(t, chunk_n, ctas=CLUSTER),
-            plgpu.Barrier(num_barriers=HALVES, orders_tensor_core=True), read_barrier(HALVES),
+            pipeline_types(t, stages, ctas=CLUSTER),
+            accumulator_type(t, ctas=CLUSTER, halves=HALVES),
+            epilogue_type(t, epilogue_tile_n, ctas=CLUSTER),
+            plgpu.Barrier(num_barriers=HALVES, orders_tensor_core=True),
+            read_barrier(HALVES),
         ],
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
-    )  # fmt: skip
+    )
 
 
 def matmul(
@@ -127,9 +135,11 @@ def matmul(
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 6,
-    chunk_n: int = 64,
+    epilogue_tile_n: int = 64,
 ) -> jax.Array:
-    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster."""
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster."""
     t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
-    kernel = double_buffered(t, stages=stages, chunk_n=chunk_n, name="blackwell_ladder_dedicated_epilogue")
+    kernel = double_buffered(
+        t, stages=stages, epilogue_tile_n=epilogue_tile_n, name="blackwell_ladder_dedicated_epilogue"
+    )
     return kernel(lhs, rhs)

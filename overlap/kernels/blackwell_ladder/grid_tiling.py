@@ -1,4 +1,4 @@
-"""Lesson 6: grid tiling. The same kernel walks the output in bands, so that what it needs next is still in L2.
+"""Lesson 6: grid tiling. The same kernel visits the output tiles in bands, so that it finds operands in L2.
 
 At any moment the GPU computes one *wave*: on a B200, 74 tiles of 256 × 256. Row by row, with n = 8192, a wave is a bit
 more than two rows of 32 tiles: it reads 3 blocks of 256 rows of the left operand and all 32 blocks of 256 columns of
@@ -31,15 +31,17 @@ def matmul(
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 6,
-    chunk_n: int = 64,
+    epilogue_tile_n: int = 64,
     minor: Literal["m", "n"] = "m",
     width: int = 8,
 ) -> jax.Array:
-    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster.
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster.
 
-    `minor` is the dimension that runs fastest, `width` the tiles of a band along it.
+    `minor` is the dimension that runs fastest. `width` is how many tiles a band is wide along that dimension.
     """
     t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
     order = TileOrder(t.m_tiles, t.n_tiles, minor, width)
-    kernel = double_buffered(t, stages=stages, chunk_n=chunk_n, name="blackwell_ladder_grid_tiling", tile_at=order)
+    kernel = double_buffered(
+        t, stages=stages, epilogue_tile_n=epilogue_tile_n, name="blackwell_ladder_grid_tiling", tile_at=order
+    )
     return kernel(lhs, rhs)

@@ -1,13 +1,13 @@
-"""Lesson 4: persistent clusters. As many as fit on the GPU, and each computes every `clusters`-th output tile.
+"""Lesson 4: persistent clusters. As many clusters run as fit on the GPU; each computes every `clusters`-th output tile.
 
 A cluster's start (launch, barriers, allocation of tensor memory) is paid once and not per tile. Two things carry over
 from one tile to the next:
 
-    stages   are counted across tiles: `first` of them have been filled before, so only a cluster's first round through
-             the stages skips the wait for a free one.
+    stages   They are counted across tiles: `first` stages have been filled before. So only a cluster's first round
+             through the stages skips the waits for a free stage.
     read     The first product of the next tile overwrites the accumulator, in both CTAs. So the leader waits until both
-             have read theirs: each waits for its loads from tensor memory (`wait_load_tmem`), then arrives at `read`,
-             a cluster barrier on which an arrival counts in both CTAs.
+             CTAs have read theirs: each waits for its loads from tensor memory (`wait_load_tmem`), then arrives at
+             `read`, a cluster barrier on which an arrival counts in both CTAs.
 
 Gains: the start of all tiles but the first. What is left: the warpgroup that copies and multiplies also stores, so the
 tensor cores still wait for the whole epilogue. Source: "Writing high-performance matrix multiplication kernels for
@@ -30,7 +30,7 @@ from overlap.kernels.blackwell_ladder.collective_mma import (
     multiply_halves,
     own_part,
 )
-from overlap.kernels.blackwell_ladder.tiled_epilogue import chunk_type, store_chunks
+from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type, store_epilogue_tiles
 from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
 from overlap.kernels.blackwell_ladder.warp_specialized import DONE, pipeline_types, split_warps
 from overlap.kernels.ladder.persistent import for_each_tile
@@ -38,23 +38,24 @@ from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling, num_ctas
 from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
 CLUSTER_AXIS = kernel_axis("cluster")
 
 
 def num_clusters(t: Tiling) -> int:
-    """How many clusters to start: as many as run at the same time, and not more than there are tiles."""
+    """How many clusters to start: as many as run at the same time, and no more than there are tiles."""
     return max(1, min(num_ctas() // CLUSTER, t.m_tiles * t.n_tiles))
 
 
 def read_barrier(halves: int = 1) -> Any:
-    """Scratch type of a barrier for each half of the accumulator: both CTAs have read theirs."""
+    """Scratch type of the barriers `read`, one for each half of the accumulator: both CTAs have read the half."""
     return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_barriers=halves, orders_tensor_core=True)
 
 
-def store_and_tell(acc_tmem: Any, out_gmem: Any, chunks_smem: Any, read: Any) -> None:
-    """Stores the accumulator; arrives at `read` in both CTAs once this one's accumulator may be overwritten."""
-    store_chunks(acc_tmem, out_gmem, chunks_smem)
+def store_and_tell(acc_tmem: TmemRef, out_gmem: GmemRef, epilogue_smem: SmemRef, read: BarrierRef) -> None:
+    """Stores the accumulator, and arrives at `read` in both CTAs once this CTA's accumulator may be overwritten."""
+    store_epilogue_tiles(acc_tmem, out_gmem, epilogue_smem)
     plgpu.wait_load_tmem()
     plgpu.barrier_arrive(read)
 
@@ -67,17 +68,23 @@ def matmul(
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 6,
-    chunk_n: int = 64,
+    epilogue_tile_n: int = 64,
 ) -> jax.Array:
-    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, which are those of a cluster."""
+    """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster."""
     t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
     clusters, tiles = num_clusters(t), t.m_tiles * t.n_tiles
 
     def body(
-        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any,
-        pipeline: Pipeline, acc_tmem: Any, chunks_smem: Any, done: Any, read: Any,
-    ) -> None:  # fmt: skip
-        def compute(index: Any, ordinal: Any) -> None:
+        lhs_gmem: GmemRef,
+        rhs_gmem: GmemRef,
+        out_gmem: GmemRef,
+        pipeline: Pipeline,
+        acc_tmem: TmemRef,
+        epilogue_smem: SmemRef,
+        done: BarrierRef,
+        read: BarrierRef,
+    ) -> None:
+        def compute(index: Index, ordinal: Index) -> None:
             tile, first = (quotient(index, t.n_tiles), remainder(index, t.n_tiles)), ordinal * t.k_steps
 
             def multiply() -> None:
@@ -89,7 +96,7 @@ def matmul(
 
             split_warps(lambda: load_halves(lhs_gmem, rhs_gmem, tile, pipeline, t, first=first), multiply)
             plgpu.barrier_wait(done)
-            store_and_tell(acc_tmem, own_part(out_gmem, tile, t), chunks_smem, read.at[0])
+            store_and_tell(acc_tmem, own_part(out_gmem, tile, t), epilogue_smem, read.at[0])
 
         for_each_tile(lax.axis_index(CLUSTER_AXIS), clusters, tiles, compute)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -102,9 +109,12 @@ def matmul(
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
         scratch_types=[
-            pipeline_types(t, stages, ctas=CLUSTER), accumulator_type(t, ctas=CLUSTER),
-            chunk_type(t, chunk_n, ctas=CLUSTER), DONE, read_barrier(),
+            pipeline_types(t, stages, ctas=CLUSTER),
+            accumulator_type(t, ctas=CLUSTER),
+            epilogue_type(t, epilogue_tile_n, ctas=CLUSTER),
+            DONE,
+            read_barrier(),
         ],
         compiler_params=COMPILER_PARAMS,
         kernel_name="blackwell_ladder_persistent",
-    )(lhs, rhs)  # fmt: skip
+    )(lhs, rhs)

@@ -1,4 +1,4 @@
-"""What the lessons for Blackwell share: a problem cut into tiles that its tensor cores (tcgen05) can take."""
+"""Shared by the lessons for Blackwell: a problem cut into tiles that the tensor cores (tcgen05) can take."""
 
 from __future__ import annotations
 

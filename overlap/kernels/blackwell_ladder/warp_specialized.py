@@ -1,14 +1,15 @@
 """Lesson 1: warp specialization inside one warpgroup. Warp 0 copies, warp 1 issues the products.
 
-On Hopper a product takes a whole warpgroup, so copies got a warpgroup of their own. Here one thread issues it, so two
-warps of the same warpgroup are enough (`plgpu.warp_map`). They meet at two barriers per stage, as on Hopper:
+On Hopper a whole warpgroup issues a product, so copies have a warpgroup of their own. Here one thread issues a
+product, so two warps of the same warpgroup are enough (`plgpu.warp_map`). They synchronize at two barriers per stage,
+as on Hopper:
 
     full      both operand tiles have landed           (2 arrivals, one per copy; warp 1 waits)
     consumed  the tensor cores have read the stage     (1 arrival, of the product itself; warp 0 waits)
 
-Warp 1 never waits for a product: it issues all of them, each with its arrival at `consumed`, and behind the last one an
-arrival at `done`. There the four warps wait, which then store the tile together: each can read its own quarter of the
-lanes of tensor memory only.
+Warp 1 never waits for a product. It issues all of them, each with its arrival at `consumed`, and after the last one an
+arrival at `done`. All four warps wait at `done`, and then store the tile together, since each warp can read only its
+own quarter of the lanes of tensor memory.
 
 Gains: copies are issued on time whatever the tensor cores do, and products without a gap. What is left: nothing is
 multiplied while the output tile is stored, and its buffer takes the room of a stage. Source: "Writing high-performance
@@ -31,14 +32,15 @@ from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tilin
 from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives import converge_warp
 from overlap.primitives.integers import remainder
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
 COPY_WARP, MMA_WARP = 0, 1
 DONE = plgpu.Barrier(orders_tensor_core=True)
-Store = Callable[[Any, Any, Any], None]  # (accumulator, output, buffer)
+type Store = Callable[[TmemRef, GmemRef, SmemRef], None]  # (accumulator, output, buffer)
 
 
 def pipeline_types(t: Tiling, stages: int, *, ctas: int = 1) -> Any:
-    """Scratch types: what one CTA holds of `stages` pairs of operand tiles, and their barriers."""
+    """Scratch types of a CTA's pipeline: its part of `stages` pairs of operand tiles, and their barriers."""
     return Pipeline(
         lhs_smem=t.smem(stages, t.tile_m // ctas, t.tile_k),
         rhs_smem=t.smem(stages, t.tile_k, t.tile_n // ctas),
@@ -48,30 +50,31 @@ def pipeline_types(t: Tiling, stages: int, *, ctas: int = 1) -> Any:
 
 
 def load_tiles(
-    lhs_gmem: Any,
-    rhs_gmem: Any,
-    tile: tuple[Any, Any],
+    lhs_gmem: GmemRef,
+    rhs_gmem: GmemRef,
+    tile: tuple[Index, Index],
     pipeline: Pipeline,
     t: Tiling,
     *,
-    first: Any = 0,
+    first: Index = 0,
     copy: Callable[..., None] = lambda src, dst, full, dimension: plgpu.copy_gmem_to_smem(src, dst, full),
 ) -> None:
-    """The copy warp's part of an output tile.
+    """The copy warp's work on an output tile: loads its operand tiles, k step by k step.
 
     Args:
       lhs_gmem: [m, k].
       rhs_gmem: [k, n].
-      tile: tile row and tile column.
-      slots: where the operand tiles go.
+      tile: row and column of the output tile.
+      pipeline: where the operand tiles go.
       t: sizes.
       first: how many stages this CTA has filled before, for other output tiles.
-      copy: `copy(src, dst, full, dimension)`; `dimension` is that along which a cluster shares the tile (lesson 3).
+      copy: called as `copy(src, dst, full, dimension)`; `dimension` is the dimension along which a cluster shares the
+        tile (lesson 3).
     """
     m_slice, n_slice = pl.ds(tile[0] * t.tile_m, t.tile_m), pl.ds(tile[1] * t.tile_n, t.tile_n)
 
     @pl.loop(0, t.k_steps)
-    def _k_step(k: Any) -> None:
+    def _k_step(k: jax.Array) -> None:
         stage, k_slice = remainder(first + k, pipeline.stages), pl.ds(k * t.tile_k, t.tile_k)
         full = pipeline.full.at[stage]
 
@@ -84,21 +87,25 @@ def load_tiles(
 
 
 def multiply_tiles(
-    acc_tmem: Any, done: Any, pipeline: Pipeline, t: Tiling, *, first: Any = 0, collective_axis: Any = None
+    acc_tmem: TmemRef, done: BarrierRef, pipeline: Pipeline, t: Tiling, *, first: Index = 0, collective_axis: Any = None
 ) -> None:
-    """The MMA warp's part of an output tile: all its products; `done` is arrived at when the accumulator holds the sum.
+    """The MMA warp's work on an output tile: all its products. They arrive at `done` when the accumulator is complete.
 
     `collective_axis`: the cluster axis along which two CTAs compute the product together (lesson 3).
     """
 
     @pl.loop(0, t.k_steps)
-    def _k_step(k: Any) -> None:
+    def _k_step(k: jax.Array) -> None:
         stage = remainder(first + k, pipeline.stages)
         plgpu.barrier_wait(pipeline.full.at[stage])
         plgpu.tcgen05_mma(
-            acc_tmem, pipeline.lhs_smem.at[stage], pipeline.rhs_smem.at[stage], pipeline.consumed.at[stage],
-            accumulate=k > 0, collective_axis=collective_axis,
-        )  # fmt: skip
+            acc_tmem,
+            pipeline.lhs_smem.at[stage],
+            pipeline.rhs_smem.at[stage],
+            pipeline.consumed.at[stage],
+            accumulate=k > 0,
+            collective_axis=collective_axis,
+        )
 
     plgpu.tcgen05_commit_arrive(done, collective_axis=collective_axis)
 
@@ -107,17 +114,23 @@ def split_warps(copy: Callable[[], None], multiply: Callable[[], None]) -> None:
     """Runs `copy()` on one warp of this warpgroup and `multiply()` on another one, and waits for both."""
 
     @plgpu.warp_map
-    def _roles(warp: Any) -> None:
+    def _roles(warp: jax.Array) -> None:
         pl.when(warp == COPY_WARP)(copy)
         pl.when(warp == MMA_WARP)(multiply)
         converge_warp()
 
 
 def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
-    """The kernel: the CTA at (m, n) of the grid computes that tile, and `store` puts its accumulator away."""
+    """The kernel: the CTA at (m, n) of the grid computes that tile; `store` stores its accumulator."""
 
     def body(
-        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, acc_tmem: Any, out_smem: Any, done: Any
+        lhs_gmem: GmemRef,
+        rhs_gmem: GmemRef,
+        out_gmem: GmemRef,
+        pipeline: Pipeline,
+        acc_tmem: TmemRef,
+        out_smem: SmemRef,
+        done: BarrierRef,
     ) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
         split_warps(
@@ -140,7 +153,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
     )
 
 
-def store_accumulator(acc_tmem: Any, out_gmem: Any, out_smem: Any) -> None:
+def store_accumulator(acc_tmem: TmemRef, out_gmem: GmemRef, out_smem: SmemRef) -> None:
     """Tensor memory → registers → shared memory → output, all at once; the store may still be in flight."""
     store_tile(plgpu.async_load_tmem(acc_tmem), out_gmem, out_smem)
 

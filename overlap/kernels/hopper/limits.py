@@ -67,7 +67,7 @@ def check_types(sizes: Sizes) -> None:
     limits.check_dtypes(sizes)
     if sizes.block_scaled:
         raise NotImplementedError(
-            "the tensor cores of Hopper take no scales of blocks: use scales of rows and columns, or "
+            "the tensor cores of Hopper take no block scales: use scales of rows and columns, or "
             'implementation="xla", which runs by default'
         )
     layouts = sizes.layouts

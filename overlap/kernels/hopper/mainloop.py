@@ -72,7 +72,7 @@ from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import GmemRef, Index
+from overlap.primitives.types import AccumulatorRef, GmemRef, Index
 
 if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
@@ -85,8 +85,6 @@ REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56),
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
-# A wgmma accumulator in registers (`plgpu.WGMMAAccumulatorRef`).
-type AccumulatorRef = Any
 
 
 def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Index]:

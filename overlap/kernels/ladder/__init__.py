@@ -1,8 +1,8 @@
-"""The ladder: one matmul, eight times, each with one idea more than the one before (Hopper, float16 and bfloat16).
+"""The ladder: one matmul for Hopper, written eight times, each time with one idea more (float16 and bfloat16).
 
-Read the files in the order of `RUNGS`: each shows the one thing that is new and takes the rest from those below it.
-They are lessons, and kept apart from `overlap.matmul`, which has all of it and serves any shape. `benchmarks/ladder.py`
-measures them side by side, `tests/test_ladder.py` runs them emulated and assembles them.
+Read the files in the order of `RUNGS`. Each rung shows one new idea, and imports the rest from the rungs below it. The
+rungs are lessons. `overlap.matmul` does not use them: it has all of these ideas, and serves any shape.
+`benchmarks/ladder.py` measures the rungs side by side, `tests/test_ladder.py` runs them emulated and assembles them.
 
 Measured on an H200 at its power limit, 4096 × 8192 × 4096 float16, as fractions of cuBLAS (2026-11-21, spread ±3%):
 0.75, 0.84, 0.93, 0.93, 0.97, 0.99, 0.99, 1.04 (the last without an activation: the same kernel as the one before it).
@@ -29,12 +29,12 @@ from overlap.kernels.ladder import (
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One step of the ladder.
+    """One kernel of the ladder.
 
     Attributes:
-      name: as in the table and on the command line.
-      matmul: `matmul(lhs, rhs, **knobs) -> [m, n]`.
-      idea: what it adds, in one sentence.
+      name: the name in tables and on the command line.
+      matmul: the function `matmul(lhs, rhs, **sizes) -> [m, n]`.
+      idea: what this rung adds, in one sentence.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Rung:
 
 RUNGS = (
     Rung("basic", basic.matmul, "One CTA per tile, one warpgroup, copies and products in turn."),
-    Rung("pipelined", pipelined.matmul, "The next tiles travel while the tensor cores work; slots are released late."),
+    Rung("pipelined", pipelined.matmul, "The next tiles travel while the tensor cores work; stages are released late."),
     Rung("warp_specialized", warp_specialized.matmul, "One warpgroup copies, two multiply a tile twice as wide."),
-    Rung("tiled_epilogue", tiled_epilogue.matmul, "The output leaves in chunks, and a fourth stage fits."),
+    Rung("tiled_epilogue", tiled_epilogue.matmul, "The output leaves in small tiles, and a fourth stage fits."),
     Rung("persistent", persistent.matmul, "A CTA per SM loads the next tile while it stores this one."),
     Rung("cluster_multicast", cluster_multicast.matmul, "Two CTAs load the right operand once for both."),
     Rung("grid_tiling", grid_tiling.matmul, "Tiles are visited in bands, so that operands are found in L2."),

@@ -3,16 +3,14 @@
     for each k:  copy two operand tiles to shared memory  →  wait  →  multiply (wgmma)  →  wait
     then:        accumulator (registers)  →  shared memory  →  output
 
-It shows the four words that every later rung is made of: a TMA copy that counts on an mbarrier, the wait for it, an
-asynchronous wgmma whose accumulator stays in registers, and a TMA store of shared memory that has been committed.
+It shows the four operations that every later rung is made of: a TMA copy that counts on an mbarrier, the wait at that
+mbarrier, an asynchronous wgmma whose accumulator stays in registers, and a TMA store of committed shared memory.
 
-Gains: nothing yet. While the copies travel the tensor cores idle, and the other way round; only the CTAs that happen to
-share an SM hide a part of it. Source: "Writing Mosaic GPU kernels with Pallas" in the JAX documentation.
+Gains: nothing yet. While the copies travel, the tensor cores idle, and the other way round. Only CTAs that happen to
+share an SM hide a part of this. Source: "Writing Mosaic GPU kernels with Pallas" in the JAX documentation.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
+from overlap.primitives.types import AccumulatorRef, BarrierRef, GmemRef, SmemRef
 
 
-def store_tile(values: jax.Array, out_gmem: Any, out_smem: Any) -> None:
+def store_tile(values: jax.Array, out_gmem: GmemRef, out_smem: SmemRef) -> None:
     """Registers → shared memory → output, all at once; the store may still be in flight."""
     out_smem[...] = values.astype(out_gmem.dtype)
-    plgpu.commit_smem()  # The copy engine sees what threads wrote only past this fence.
+    plgpu.commit_smem()  # Before this fence, the copy engine may not see what threads wrote.
     plgpu.copy_smem_to_gmem(out_smem, out_gmem)
 
 
@@ -35,14 +34,20 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
     t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n)
 
     def body(
-        lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, lhs_smem: Any, rhs_smem: Any, out_smem: Any, full: Any
+        lhs_gmem: GmemRef,
+        rhs_gmem: GmemRef,
+        out_gmem: GmemRef,
+        lhs_smem: SmemRef,
+        rhs_smem: SmemRef,
+        out_smem: SmemRef,
+        full: BarrierRef,
     ) -> None:
         m_slice = pl.ds(lax.axis_index(M_AXIS) * tile_m, tile_m)
         n_slice = pl.ds(lax.axis_index(N_AXIS) * tile_n, tile_n)
 
-        def accumulate(acc: Any) -> jax.Array:
+        def accumulate(acc: AccumulatorRef) -> jax.Array:
             @pl.loop(0, t.k_steps)
-            def _k_step(k: Any) -> None:
+            def _k_step(k: jax.Array) -> None:
                 k_slice = pl.ds(k * t.tile_k, t.tile_k)
                 plgpu.copy_gmem_to_smem(lhs_gmem.at[m_slice, k_slice], lhs_smem, full)
                 plgpu.copy_gmem_to_smem(rhs_gmem.at[k_slice, n_slice], rhs_smem, full)
@@ -54,7 +59,7 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
 
         values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
         store_tile(values, out_gmem.at[m_slice, n_slice], out_smem)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Shared memory must outlive the copy that reads it.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Shared memory must outlive the store that reads it.
 
     return plgpu.kernel(
         body,
@@ -62,8 +67,11 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
         grid=(t.m_tiles, t.n_tiles),
         grid_names=(M_AXIS, N_AXIS),
         scratch_types=[
-            t.smem(tile_m, t.tile_k), t.smem(t.tile_k, tile_n), t.smem(tile_m, tile_n), plgpu.Barrier(num_arrivals=2),
+            t.smem(tile_m, t.tile_k),
+            t.smem(t.tile_k, tile_n),
+            t.smem(tile_m, tile_n),
+            plgpu.Barrier(num_arrivals=2),
         ],
         compiler_params=COMPILER_PARAMS,
         kernel_name="ladder_basic",
-    )(lhs, rhs)  # fmt: skip
+    )(lhs, rhs)

@@ -1,19 +1,19 @@
 """Rung 5: cluster multicast. Two CTAs, one above the other, share the right operand: each loads half of it for both.
 
-A cluster is a group of CTAs on neighbouring SMs that can write each other's shared memory. Here it is two CTAs with
-adjacent tile rows and the same tile column. A copy with `collective_axes` is *multicast*: each of the two issues it,
-each fetches one half of the slice, and both halves land in both CTAs and count on each one's own `full` barrier.
+A cluster is a group of CTAs on neighbouring SMs that can write each other's shared memory. Here a cluster is two CTAs
+with adjacent tile rows and the same tile column. A copy with `collective_axes` is *multicast*: each of the two CTAs
+issues it and fetches one half of the slice. Both halves land in both CTAs, and count on each CTA's own `full` barrier.
 
-Sharing a slot makes two rules:
+Two rules follow from multicast:
 
-    refill   A CTA's copy overwrites the slot of its peer as well. So a slot is free when the compute warpgroups of
-             *both* have given it back: `consumed` is a cluster barrier, on which an arrival counts in both CTAs.
-    leave    A CTA's shared memory must be there as long as its peer may reach into it. So the memory warpgroup ends
-             with waiting until the last slots have been given back by both.
+    refill   A CTA's copy overwrites the stage of the other CTA as well. So a stage is free when the compute warpgroups
+             of *both* CTAs have given it back: `consumed` is a cluster barrier, on which an arrival counts in both.
+    leave    A CTA must not end as long as the other CTA may write to its shared memory. So the memory warpgroup waits
+             at the end until both CTAs have given back the last stages.
 
-Gains: for a cluster tile of 256 × 256, 32 KB of the right operand come through L2 once instead of twice per step: a
-third less traffic in all. Measured: 0.97 → 0.99 of cuBLAS, and much more where each row lies across two lines of the
-cache: 4097 × 4104 × 4104 by `overlap.matmul`, 286 → 224 µs. Nothing here crosses NVLink. Source: PTX ISA,
+Gains: for a cluster tile of 256 × 256, 32 KB of the right operand come through L2 once instead of twice per k step: a
+third less traffic in all. Measured: 0.97 → 0.99 of cuBLAS, and much more where each row lies across two cache
+lines: 4097 × 4104 × 4104 by `overlap.matmul`, 286 → 224 µs. Nothing here crosses NVLink. Source: PTX ISA,
 cp.async.bulk.tensor with .multicast::cluster; CUTLASS's cluster shapes.
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -29,37 +28,46 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.ladder.persistent import for_each_tile
-from overlap.kernels.ladder.tiled_epilogue import chunk_type, store_chunks
+from overlap.kernels.ladder.tiled_epilogue import epilogue_type, store_epilogue_tiles
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling, num_ctas
 from overlap.kernels.ladder.warp_specialized import THREADS, Pipeline, accumulate_tile, load_tiles, split_roles
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.types import GmemRef, Index, SmemRef
 
 CLUSTER = 2
 CLUSTER_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the cluster")  # The rank says which tile row.
 
 
-def wait_until_peers_are_done(filled: Any, pipeline: Pipeline) -> None:
-    """The memory warpgroup's last act: all slots that were ever filled have been given back, by both CTAs."""
+def wait_until_peers_are_done(filled: Index, pipeline: Pipeline) -> None:
+    """The end of the memory warpgroup's work: waits until both CTAs have given back all stages that were filled."""
 
     @pl.loop(filled, filled + pipeline.stages)
-    def _stage(fill: Any) -> None:
+    def _stage(fill: jax.Array) -> None:
         @pl.when(fill >= pipeline.stages)
         def _wait() -> None:
             plgpu.barrier_wait(pipeline.consumed.at[remainder(fill, pipeline.stages)])
 
 
 def for_each_own_tile(
-    t: Tiling, mine: tuple[Any, Any], counts: tuple[int, int], tile_at: Callable[[Any], tuple[Any, Any]],
-    visit: Callable[[Any, Any, Any], None],
-) -> None:  # fmt: skip
-    """Calls `visit(row, column, first)` for each tile of this CTA; `first`: k steps that it has done before.
+    t: Tiling,
+    mine: tuple[Index, Index],
+    counts: tuple[int, int],
+    tile_at: Callable[[Index], tuple[Index, Index]],
+    visit: Callable[[Index, Index, Index], None],
+) -> None:
+    """Calls `visit(row, column, first)` for each tile of this CTA; `first`: how many k steps it has done before.
 
-    `mine`: this CTA's cluster, and its rank there; `counts`: how many clusters and pairs of tiles there are.
+    Args:
+      t: sizes.
+      mine: the index of this CTA's cluster, and the CTA's rank in it.
+      counts: how many clusters and how many pairs of tiles there are.
+      tile_at: as in `clustered`.
+      visit: called for each tile.
     """
     (cluster, rank), (clusters, pairs) = mine, counts
 
-    def at(index: Any, ordinal: Any) -> None:
+    def at(index: Index, ordinal: Index) -> None:
         pair_row, column = tile_at(index)
         visit(pair_row * CLUSTER + rank, column, ordinal * t.k_steps)
 
@@ -71,19 +79,23 @@ def clustered(
     *,
     stages: int,
     name: str,
-    chunk_n: int = 64,
-    tile_at: Callable[[Any], tuple[Any, Any]] | None = None,
+    epilogue_tile_n: int = 64,
+    tile_at: Callable[[Index], tuple[Index, Index]] | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Callable[..., jax.Array]:
-    """The kernel, with what the last two rungs change.
+    """The kernel of this rung, with parameters for what the next two rungs change.
 
     Args:
-      t: sizes; its rows of output tiles come in pairs, one pair to a cluster.
-      stages: slots.
-      name: of the kernel.
-      chunk_n: columns per store.
-      tile_at: from the index of a pair of tiles to (row of pairs, column of tiles); row by row if None (rung 6).
+      t: sizes; `m_tiles` must be even, since a cluster computes a pair of tiles.
+      stages: stages of the pipeline.
+      name: the name of the kernel.
+      epilogue_tile_n: columns per store.
+      tile_at: a function from the index of a pair of tiles to (row of pairs, column of tiles); None: row by row
+        (rung 6 changes this).
       activation: applied to the accumulator before it is stored (the templated epilogue).
+
+    Raises:
+      ValueError: the rows of output tiles cannot be paired.
     """
     if t.m_tiles % CLUSTER:
         raise ValueError(f"m must be a multiple of {CLUSTER * t.tile_m}, a cluster's rows, got m={t.m}")
@@ -91,26 +103,30 @@ def clustered(
     clusters = max(1, min(num_ctas() // CLUSTER, pairs))
     tile_at = tile_at or (lambda index: (quotient(index, t.n_tiles), remainder(index, t.n_tiles)))
 
-    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, chunks_smem: Any) -> None:
+    def body(
+        lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, pipeline: Pipeline, epilogue_smem: SmemRef
+    ) -> None:
         cluster, rank = lax.axis_index(CLUSTER_AXIS), lax.axis_index(RANK_AXIS)
 
         mine = functools.partial(for_each_own_tile, t, (cluster, rank), (clusters, pairs), tile_at)
 
         def memory() -> None:
             @mine
-            def _tile(row: Any, column: Any, first: Any) -> None:
+            def _tile(row: Index, column: Index, first: Index) -> None:
                 load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t, first=first, shared_by=RANK_AXIS)
 
             my_tiles = quotient(pairs - 1 - cluster, clusters) + 1
             wait_until_peers_are_done(my_tiles * t.k_steps, pipeline)
 
-        def compute(warpgroup: Any) -> None:
+        def compute(warpgroup: Index) -> None:
             @mine
-            def _tile(row: Any, column: Any, first: Any) -> None:
+            def _tile(row: Index, column: Index, first: Index) -> None:
                 values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), pipeline, t, first=first)
                 values = values if activation is None else activation(values)
                 rows = pl.ds(row * t.tile_m + warpgroup * t.wg_tile_m, t.wg_tile_m)
-                store_chunks(values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], chunks_smem.at[warpgroup])
+                store_epilogue_tiles(
+                    values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], epilogue_smem.at[warpgroup]
+                )
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -125,13 +141,15 @@ def clustered(
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
         **THREADS,
-        scratch_types=[Pipeline.types(t, stages, consumed), chunk_type(t, chunk_n)],
+        scratch_types=[Pipeline.types(t, stages, consumed), epilogue_type(t, epilogue_tile_n)],
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
     )
 
 
-def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 4, chunk_n: int = 64) -> jax.Array:
+def matmul(
+    lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 256, stages: int = 4, epilogue_tile_n: int = 64
+) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, m of twice its tile."""
     t = Tiling.of(lhs, rhs, tile_n=tile_n)
-    return clustered(t, stages=stages, chunk_n=chunk_n, name="ladder_cluster_multicast")(lhs, rhs)
+    return clustered(t, stages=stages, epilogue_tile_n=epilogue_tile_n, name="ladder_cluster_multicast")(lhs, rhs)

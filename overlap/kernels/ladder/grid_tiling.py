@@ -1,10 +1,10 @@
-"""Rung 6: grid tiling. The same kernel walks the output in bands, so that what it needs next is still in L2.
+"""Rung 6: grid tiling. The same kernel visits the output tiles in bands, so that it finds operands in L2.
 
 At any moment the GPU computes one *wave*: as many output tiles as there are SMs, here 66 pairs of them. Row by row,
 with n = 8192, a wave is two rows of pairs, each 32 tiles wide: it reads 2 blocks of 256 rows of the left operand and
 all 32 blocks of 256 columns of the right one. In bands of `width` = 8 rows of pairs it is 8 pairs high and 8 tiles
 wide, and reads 8 + 8 blocks for the same number of products. Every second band is walked backwards (a snake), so that
-it begins where the tiles are that the last one ended with.
+it begins with operand tiles that the band before it has just used.
 
 Gains: less traffic to memory for problems that do not fit into L2; nothing in the kernel changes but the function from
 an index to a tile. Measured at 4096 × 8192 × 4096, whose operands nearly fit: none (0.99 → 0.99 of cuBLAS).
@@ -33,7 +33,8 @@ def matmul(
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles, m of twice its tile.
 
-    `minor` is the dimension that runs fastest, `width` the tiles (pairs of them, along m) of a band along it.
+    `minor` is the dimension that runs fastest. `width` is how many tiles (along m: pairs of tiles) a band is wide along
+    that dimension.
     """
     t = Tiling.of(lhs, rhs, tile_n=tile_n)
     order = TileOrder(t.m_tiles // CLUSTER, t.n_tiles, minor, width)

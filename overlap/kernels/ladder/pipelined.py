@@ -4,18 +4,18 @@
 
     stages         how far the copies run ahead: enough of them to cover the latency of memory. Low values leave room
                    for a second CTA on the SM; where there is none, 4 to 6.
-    delay_release  by how many iterations a slot is given back late. A wgmma is asynchronous: with one left in flight,
-                   the tensor cores go from product to product without a gap, but the slot that it still reads must not
-                   be refilled. So as many as may be in flight, so late the release. Too small a delay is a data race
-                   that no test on a GPU is sure to see; the emulator names it (tests/test_ladder.py).
+    delay_release  how many iterations late a stage is given back. A wgmma is asynchronous: with one left in flight, the
+                   tensor cores go from product to product without a gap, but the stage that it still reads must not
+                   be refilled. So the delay must be at least the number of products in flight. Too small a delay is a
+                   data race that a test on a GPU may miss; the emulator reports it (tests/test_ladder.py).
 
-Gains: most of the copies' time. What is left: the warpgroup that multiplies also computes addresses and issues copies.
-Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
+Gains: most of the time of the copies. What is left: the warpgroup that multiplies also computes addresses and
+issues copies. Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
 from overlap.kernels.tma.staging import swizzled
+from overlap.primitives.types import AccumulatorRef, GmemRef, Index, SmemRef
 
 
 def matmul(
@@ -45,15 +46,15 @@ def matmul(
     t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n)
     delay = in_flight if delay_release is None else delay_release
 
-    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, out_smem: Any) -> None:
+    def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, out_smem: SmemRef) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
 
-        def accumulate(acc: Any) -> jax.Array:
-            def multiply(_: Any, lhs_smem: Any, rhs_smem: Any) -> None:
+        def accumulate(acc: AccumulatorRef) -> jax.Array:
+            def multiply(_: tuple[jax.Array], lhs_smem: SmemRef, rhs_smem: SmemRef) -> None:
                 plgpu.wgmma(acc, lhs_smem, rhs_smem)
                 plgpu.wgmma_wait(in_flight)
 
-            def operand(shape: tuple[int, int], index_map: Any) -> Any:
+            def operand(shape: tuple[int, int], index_map: Callable[[jax.Array], tuple[Index, Index]]) -> pl.BlockSpec:
                 return plgpu.BlockSpec(shape, index_map, transforms=swizzled(t.dtype), delay_release=delay)
 
             plgpu.emit_pipeline(

@@ -1,14 +1,16 @@
-"""Beyond the rungs: a templated epilogue. An activation is a Python function, and becomes a part of the kernel.
+"""Rung 7: a templated epilogue. An activation is a Python function, and becomes a part of the kernel.
 
-A kernel is a JAX program that is traced when it is called, so a function that it is given is simply inlined: no enum of
-known activations, no string, no second kernel. It sees the f32 accumulator in registers, before it is rounded.
+A kernel is a JAX program that is traced when it is called. So a function that is passed to it is inlined: no enum of
+known activations, no string, no second kernel is needed. The function gets the f32 accumulator in registers, before it
+is rounded.
 
     matmul(x, w, activation=jax.nn.silu)
     matmul(x, w, activation=lambda acc: jnp.maximum(acc, 0) ** 2)
 
-Gains: an elementwise kernel's pass over the output: one read and one write of [m, n]. What it costs is the time of the
-function itself, in the compute warpgroups, between two tiles' products.
-Constraints: elementwise, of operations that Mosaic GPU lowers. Source: "Pallas design" in the JAX documentation.
+Gains: the pass of a separate elementwise kernel over the output, one read and one write of [m, n]. It costs the time of
+the function itself, in the compute warpgroups, between the products of two tiles.
+Constraints: the function is elementwise, and made of operations that Mosaic GPU lowers.
+Source: "Pallas design" in the JAX documentation.
 """
 
 from __future__ import annotations

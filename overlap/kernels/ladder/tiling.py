@@ -1,4 +1,4 @@
-"""What all rungs of the ladder share: the sizes of a problem cut into tiles, and how a kernel is compiled."""
+"""Shared by all rungs of the ladder: a problem cut into tiles, and how a kernel is compiled."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from overlap.primitives.axes import kernel_axis
 
 COMPUTE_WARPGROUPS = 2  # From rung 2 on.
 SWIZZLE_BYTES = 128
-# References are sliced and swizzled as a whole, and the compiler distributes them over the 128 lanes of a warpgroup.
+# Code is written for a whole warpgroup, and the compiler distributes values over its 128 threads.
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
-# The axes of a grid with a CTA for each output tile. Objects, not words: a user's mesh may have an axis of any name.
+# The axes of a grid with a CTA for each output tile. They are objects and not strings, so that they differ from all
+# axis names of a user's mesh.
 M_AXIS, N_AXIS = kernel_axis("tile row"), kernel_axis("tile column")
 
 
@@ -32,7 +33,7 @@ class Tiling:
     m: int
     n: int
     k: int
-    dtype: Any
+    dtype: jnp.dtype
     tile_m: int
     tile_n: int
     tile_k: int
@@ -41,7 +42,7 @@ class Tiling:
     def of(cls, lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int, tile_k: int | None = None) -> Tiling:
         """The tiling of two operands, checked.
 
-        The default of `tile_m` is two warpgroups' rows, 2 × 64, and that of `tile_k` as wide as the swizzle: 128 bytes.
+        By default `tile_m` is 128, 64 rows for each of two warpgroups, and `tile_k` takes 128 bytes, as the swizzle.
         """
         if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
             raise ValueError(f"`lhs` and `rhs` must be [m, k] and [k, n], got {lhs.shape} and {rhs.shape}")
@@ -58,17 +59,17 @@ class Tiling:
 
     @property
     def m_tiles(self) -> int:
-        """Rows of output tiles."""
+        """How many rows of output tiles there are."""
         return self.m // self.tile_m
 
     @property
     def n_tiles(self) -> int:
-        """Columns of output tiles."""
+        """How many columns of output tiles there are."""
         return self.n // self.tile_n
 
     @property
     def k_steps(self) -> int:
-        """Products that make up an output tile."""
+        """How many k steps an output tile takes."""
         return self.k // self.tile_k
 
     @property
@@ -82,10 +83,10 @@ class Tiling:
         return jax.ShapeDtypeStruct((self.m, self.n), self.dtype)
 
     def smem(self, *shape: int) -> Any:
-        """Shared memory in the layout that TMA and wgmma agree on."""
+        """The type of a shared-memory buffer in the layout that both TMA and wgmma use."""
         return plgpu.SMEM(shape, self.dtype, transforms=swizzled(self.dtype))
 
 
 def num_ctas() -> int:
-    """How many CTAs run at the same time where one fills an SM; on a CPU, as many as the emulator says."""
+    """How many CTAs run at the same time if each fills an SM; on a CPU, as many as the emulator says."""
     return current_target().num_cores

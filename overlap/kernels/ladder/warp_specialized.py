@@ -1,17 +1,18 @@
 """Rung 2: warp specialization. One warpgroup copies, two multiply.
 
-The *memory* warpgroup runs as far ahead as the slots allow and gives its registers away; two *compute* warpgroups hold
-the upper and the lower half of a tile twice as wide, and share its right operand. They meet at two mbarriers per slot:
+The *memory* warpgroup runs as far ahead as the stages allow, and gives most of its registers away. The two *compute*
+warpgroups hold the upper and the lower half of a tile twice as wide as before, and share its right operand. The
+warpgroups synchronize at two mbarriers per stage:
 
     full      both operand tiles have landed     (2 arrivals, one per copy; the compute warpgroups wait)
-    consumed  nobody reads the slot any more     (2 arrivals, one per compute warpgroup; the memory warpgroup waits)
+    consumed  nobody reads the stage any more    (2 arrivals, one per compute warpgroup; the memory warpgroup waits)
 
-A compute warpgroup leaves one wgmma in flight, so it gives back slot k − 1 after it has issued slot k: rung 1's delayed
-release, written out.
+A compute warpgroup leaves one wgmma in flight. So it gives back the stage of k step k − 1 after it has issued the
+product of k step k. This is the delayed release of rung 1, written out.
 
 Gains: copies are issued on time whatever the tensor cores do, and tiles of 128 × 256 move a quarter fewer bytes per
-product than 128 × 128. What is left: nothing is multiplied while the output tile is stored, and storing takes more than
-a stage's worth of shared memory. Source: "Software pipelining with Mosaic GPU" in the JAX documentation; CUTLASS's
+product than 128 × 128. What is left: nothing is multiplied while the output tile is stored, and its buffer takes more
+shared memory than a stage. Source: "Software pipelining with Mosaic GPU" in the JAX documentation; CUTLASS's
 warp-specialized kernels.
 """
 
@@ -31,27 +32,35 @@ from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, M_AXIS, N_AXIS, Tiling
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
+from overlap.primitives.types import AccumulatorRef, BarrierRef, GmemRef, Index, SmemRef
 
 MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
 THREAD_AXIS = kernel_axis("warpgroup")
 THREADS: dict[str, Any] = {"num_threads": COMPUTE_WARPGROUPS + 1, "thread_name": THREAD_AXIS}
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
-Store = Callable[[jax.Array, Any, Any], None]  # (values, output, buffer)
+type Store = Callable[[jax.Array, GmemRef, SmemRef], None]  # (values, output, buffer)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Shared memory for operand tiles, `stages` of each, with two barriers per slot."""
+    """The shared-memory pipeline: `stages` pairs of operand tiles, with two barriers per stage.
 
-    lhs_smem: Any
-    rhs_smem: Any
-    full: Any
-    consumed: Any
+    Attributes:
+      lhs_smem: [stages, tile_m, tile_k].
+      rhs_smem: [stages, tile_k, tile_n].
+      full: barriers: the operand tiles of a stage have landed.
+      consumed: barriers: nobody reads a stage any more.
+    """
+
+    lhs_smem: SmemRef
+    rhs_smem: SmemRef
+    full: BarrierRef
+    consumed: BarrierRef
 
     @classmethod
     def types(cls, t: Tiling, stages: int, consumed: Any = None) -> Any:
-        """Slots of scratch types; `consumed` replaces the barrier of that name."""
+        """The scratch types of a pipeline; `consumed` is the type of that barrier, if it is not the usual one."""
         return cls(
             lhs_smem=t.smem(stages, t.tile_m, t.tile_k),
             rhs_smem=t.smem(stages, t.tile_k, t.tile_n),
@@ -61,38 +70,38 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """Slots in all."""
+        """How many stages there are."""
         return self.lhs_smem.shape[0]
 
 
 def load_tiles(
-    lhs_gmem: Any,
-    rhs_gmem: Any,
-    row: Any,
-    column: Any,
+    lhs_gmem: GmemRef,
+    rhs_gmem: GmemRef,
+    row: Index,
+    column: Index,
     pipeline: Pipeline,
     t: Tiling,
     *,
-    first: Any = 0,
+    first: Index = 0,
     shared_by: Any = None,
 ) -> None:
-    """The memory warpgroup's part of output tile (row, column).
+    """The memory warpgroup's work on an output tile: loads its operand tiles, k step by k step.
 
     Args:
       lhs_gmem: [m, k].
       rhs_gmem: [k, n].
-      row: tile row.
-      column: tile column.
-      slots: where the tiles go.
+      row: row of the output tile.
+      column: column of the output tile.
+      pipeline: where the operand tiles go.
       t: sizes.
-      first: how many slots this CTA has filled before, for other output tiles.
+      first: how many stages this CTA has filled before, for other output tiles.
       shared_by: the cluster axis along which CTAs share the right operand (rung 5).
     """
     m_slice, n_slice = pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n)
     shared = None if shared_by is None else (shared_by,)
 
     @pl.loop(0, t.k_steps)
-    def _k_step(k: Any) -> None:
+    def _k_step(k: jax.Array) -> None:
         stage, k_slice = remainder(first + k, pipeline.stages), pl.ds(k * t.tile_k, t.tile_k)
         full = pipeline.full.at[stage]
 
@@ -106,21 +115,21 @@ def load_tiles(
         )
 
 
-def accumulate_tile(wg_rows: Any, pipeline: Pipeline, t: Tiling, *, first: Any = 0) -> jax.Array:
-    """A compute warpgroup's part of an output tile, in f32; `wg_rows` are its rows within the tile."""
+def accumulate_tile(wg_rows: pl.Slice, pipeline: Pipeline, t: Tiling, *, first: Index = 0) -> jax.Array:
+    """A compute warpgroup's sums of an output tile, in f32; `wg_rows` are the warpgroup's rows within the tile."""
 
-    def multiply(k: Any, acc: Any) -> None:
+    def multiply(k: Index, acc: AccumulatorRef) -> None:
         stage = remainder(first + k, pipeline.stages)
         plgpu.barrier_wait(pipeline.full.at[stage])
         plgpu.wgmma(acc, pipeline.lhs_smem.at[stage, wg_rows], pipeline.rhs_smem.at[stage])
 
-    def accumulate(acc: Any) -> jax.Array:
+    def accumulate(acc: AccumulatorRef) -> jax.Array:
         multiply(0, acc)
 
         @pl.loop(1, t.k_steps)
-        def _k_step(k: Any) -> None:
+        def _k_step(k: jax.Array) -> None:
             multiply(k, acc)
-            # Invariant: the wgmma just issued may be in flight; all before it have read their slots.
+            # Invariant: the wgmma just issued may be in flight; all before it have read their stages.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(pipeline.consumed.at[remainder(first + k - 1, pipeline.stages)])
 
@@ -131,8 +140,8 @@ def accumulate_tile(wg_rows: Any, pipeline: Pipeline, t: Tiling, *, first: Any =
     return values
 
 
-def split_roles(memory: Any, compute: Any) -> None:
-    """Runs `memory()` on one warpgroup and `compute(warpgroup)` on the two others, which get most of its registers."""
+def split_roles(memory: Callable[[], None], compute: Callable[[jax.Array], None]) -> None:
+    """Runs `memory()` on one warpgroup, and `compute(warpgroup)` on the two others, which get most registers."""
     warpgroup = lax.axis_index(THREAD_AXIS)
 
     @pl.when(warpgroup == MEMORY_WARPGROUP)
@@ -147,12 +156,12 @@ def split_roles(memory: Any, compute: Any) -> None:
 
 
 def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
-    """The kernel: the CTA at (m, n) of the grid computes that tile; `store` puts a warpgroup's half of it away."""
+    """The kernel: the CTA at (m, n) of the grid computes that tile; `store` stores a warpgroup's half of it."""
 
-    def body(lhs_gmem: Any, rhs_gmem: Any, out_gmem: Any, pipeline: Pipeline, out_smem: Any) -> None:
+    def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, pipeline: Pipeline, out_smem: SmemRef) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
 
-        def compute(warpgroup: Any) -> None:
+        def compute(warpgroup: Index) -> None:
             values = accumulate_tile(pl.ds(warpgroup * t.wg_tile_m, t.wg_tile_m), pipeline, t)
             rows = pl.ds(row * t.tile_m + warpgroup * t.wg_tile_m, t.wg_tile_m)
             store(values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], out_smem.at[warpgroup])

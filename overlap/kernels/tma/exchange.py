@@ -34,9 +34,9 @@ from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.marks import Work
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
-# After so many k steps of the next tile the stores of a tile have landed: some 6 µs with the largest tile.
+# The stores of a tile have landed after this number of k steps of the next tile: some 6 µs with the largest tile.
 K_STEPS_UNTIL_LANDED = 8
-# Sums of at most so many terms are unrolled; more terms are summed in a loop.
+# Sums of at most this number of terms are unrolled; more terms are summed in a loop.
 UNROLLED_TERMS = 3
 
 

@@ -18,7 +18,7 @@ BARRIER_BYTES = 8
 TMA_BOX_LIMIT = 256
 SWIZZLE_ROWS = 8
 TILE_N_UNIT = 64
-# Reserved for the compiler's rounding: it aligns each buffer to at most so many bytes.
+# Reserved for the compiler, which aligns each buffer to at most this number of bytes.
 RESERVED_BYTES = 1024
 # The mail that says which tiles have been drawn: two numbers, padded to where the next buffer can begin; its barriers.
 MAIL_BYTES, MAIL_BARRIERS = 1024, 5

@@ -43,7 +43,7 @@ class WarpgroupTile:
     Attributes:
       rows: rows of the warpgroup tile.
       columns: columns of the warpgroup tile.
-      block_rows: an epilogue is called with blocks of so many rows of values.
+      block_rows: the number of rows of values with which an epilogue is called at a time.
       warpgroups: how many compute warpgroups there are.
       transposed: whether the values are in registers as [columns, rows].
     """
@@ -66,7 +66,7 @@ class Buffers:
 
     Attributes:
       lhs: the stages of the left operand: (box, mma, …), each [stages, ...].
-      rhs: the stages of the right operand, likewise (box, mma, …).
+      rhs: the stages of the right operand: (box, mma, …), each [stages, ...].
       out: the epilogue buffers, (box, mma, …): [warpgroups, epilogue buffers, boxes, rows, columns].
       full: barriers at which the copies of a stage arrive.
       consumed: barriers at which stages are given back.
@@ -177,7 +177,7 @@ class BufferPlan:
       mail_readers: how many roles read the mail that says which tile has been drawn.
       pairs: whether each CTA of a cluster loads a part of each operand, for a product that both compute together.
       terms_in_stages: whether terms (parts of a tile from peers) come through the stages of the operands.
-      copies_beside: how many copies a k step has beside those of its operand tiles.
+      copies_beside: how many copies a k step has in addition to the copies of its operand tiles.
       stored_barriers: how many tiles may have been stored before the forwarder looks at the first of them.
       taking_turns: how many warpgroups have tiles of their own, in turn. Each waits only for the operands of its own
         tiles, at barriers of its own. Barriers cannot be shared: whoever waits at a barrier must wait in each of its

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +108,8 @@ def store(
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
     if output.boxes is not None and flat_views:
-        direct_sends: Any = hooks.exchange and hooks.exchange.direct_sends
+        assert hooks.exchange is not None and hooks.exchange.direct_sends is not None
+        direct_sends = hooks.exchange.direct_sends
         exchange.send_boxes(
             output.boxes, direct_sends, tile, flat_views[0], buffers, output.wg_tile_index, index * boxes
         )
