@@ -18,8 +18,8 @@ well (the result is *replicated*), so that each device has all blocks. The sched
                        result → shared memory → the result on each peer
                    takes leave of the peers
 
-With the transport "ring" a peer's tile has a term as well, from step 1 on: what the device behind has computed of the
-same tile. So what is sent is the sum of all parts so far, and it is sent to the device before only. The owner adds the
+With the transport "ring" a peer's tile has a term as well, from step 1 on: what the device after it has computed of
+the same tile. So what is sent is the sum of all parts so far, and it is sent to the device before only. The owner adds the
 last of these sums to its own part.
 
 The compute warpgroups do not store tiles across NVLink: all CTAs finish their tiles at about the same time, so they
@@ -36,7 +36,7 @@ Why this is correct (`overlap/primitives` has the rest of the argument):
 - No CTA waits for a CTA that may not have started, since tiles and chunks are drawn. A peer's tile waits for nothing. A
   chunk waits for a tile that a running CTA draws before any own tile. An own tile waits for what running CTAs of the
   peers do before their own tiles.
-- With "ring" a tile waits for the same tile of the step before, on the device behind, and that tile has a lower number.
+- With "ring" a tile waits for the same tile of the step before, on the device after it, whose number is lower.
   So of the tiles that are not finished everywhere, the one with the lowest number waits for nothing unfinished.
 - The forwarder is told that a tile is stored within the k steps of the CTA's next tile, before that tile waits for its
   terms. A chunk is sent before its communicator waits for another tile.
