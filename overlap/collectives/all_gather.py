@@ -1,4 +1,4 @@
-"""What all operations that gather an operand along a mesh axis have in common."""
+"""The common base of the operations that gather an operand along a mesh axis."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.model import copied_sooner_than_received
@@ -34,11 +35,11 @@ class AllGather(Operation):
     """A product with one operand gathered: the left one along its rows (m), or the right one along n or k.
 
     Attributes:
-      ring: the devices.
-      along: in which dimension of the product the shards are put together.
+      group: the devices.
+      along: the dimension of the product along which the shards are gathered.
       transport: how the shards travel in the fused kernel.
-      transposes: the operands that the fused kernel takes transposed.
-      has_batch: whether it takes leading dimensions as such; else they are more rows.
+      transposes: the operands that may lie transposed in memory for the fused kernel: "lhs", "rhs".
+      has_batch: whether the fused kernel takes leading dimensions as a batch; else they are folded into the rows.
     """
 
     group: PeerGroup
@@ -63,14 +64,14 @@ class AllGather(Operation):
 
     # --- The choice ---
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
         batch, m, widths, _ = sizes(operands, layouts)
         k, _ = layouts.k_n(operands.rhs_list[0].shape)
         if not self.has_batch and batch is not None:
             batch, m = 1, batch * m
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
         op = self.name if self.along == "m" else f"{self.name}_{self.along}"
-        # Several right operands count as one.
+        # Several right operands count as one of their total width.
         scaled = operands.is_block_scaled
         return Problem(op, m, sum(widths), k, *dtypes, self.group.size, layout, max(batch or 1, 1), scaled)  # pyright: ignore[reportArgumentType]
 
@@ -109,7 +110,7 @@ class AllGather(Operation):
     def _check_operands(self, call: Call) -> None:
         """Raises NotImplementedError for forms of operands that no configuration takes."""
         if call.operands.lhs.dtype.itemsize == 1 and "rhs" not in self.transposes:
-            # (8-bit operands must have k along the rows of both.)
+            # The tensor cores need both 8-bit operands with k contiguous in memory, so `rhs` must be transposed.
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` takes no 8-bit operands yet, got {call.operands.lhs.dtype.name}: "
                 f"cast them, or {_XLA}"
@@ -154,13 +155,13 @@ class AllGather(Operation):
         self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
     ) -> Operands:
         if d_kept is not None and wanted.lhs is not None:
-            # The cotangent of the gathered operand may be the same on all devices, which add theirs up.
+            # The cotangent of the gathered operand may be typed as the same on all devices: each takes its share of it.
             axes = axes_of(operands.lhs, *operands.rhs_list, cotangents.lhs)
             d_lhs = cotangents.lhs + part_of(d_kept.astype(jnp.float32), axes)
             cotangents = dataclasses.replace(cotangents, lhs=d_lhs)
 
         def as_sent(x: Any, dtype: Any) -> Any:
-            # What is summed over devices travels in the dtype that is wanted, but for 8 bits, which are too few.
+            # Cotangents that are summed over devices travel in the dtype of the result. 8 bits would be too few.
             return None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
 
         if self.along == "m":
@@ -171,14 +172,15 @@ class AllGather(Operation):
         return self._move_shards(cotangents, layouts, self._scatter)
 
     def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
-        # Contracted are the rows of all shards: a product whose right operand is gathered along k.
+        # The contraction runs over the rows of all shards: this is a product whose right operand is gathered along k.
         from overlap.collectives.all_gather_rhs_matmul import AllGatherRhs
 
         if self.along != "m" or self.transport != "pull" or plan.layouts.transpose_lhs or g.dtype != lhs.dtype:
             return None
         contracted_batch = math.prod(lhs.shape[:-2])
         lhs, g = (x.reshape(-1, x.shape[-1]) for x in (lhs, g))
-        # The kernel gives the transpose, which may have to be copied. Only if that costs less than the gather is saved.
+        # The kernel computes the transpose. Unless `rhs` lies transposed, the result must be copied to be transposed
+        # back: use the kernel only if that copy costs less than the gather that it hides.
         itemsize = lhs.dtype.itemsize
         copied_bytes, received_bytes = lhs.shape[1] * g.shape[1] * itemsize, (self.group.size - 1) * lhs.size * itemsize
         if not plan.layouts.transpose_rhs and not copied_sooner_than_received(copied_bytes, received_bytes):
@@ -194,7 +196,8 @@ class AllGather(Operation):
         return found if found is None or plan.layouts.transpose_rhs else found.T
 
     def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
-        # Each of the two operations is the other's backward pass.
+        # The cotangent of `lhs` is a product and a reduce-scatter. The import is here because the modules need each
+        # other.
         from overlap.collectives.matmul_reduce_scatter import MatmulReduceScatter
 
         if self.along != "m" or plan.layouts.transpose_lhs or g.dtype != rhs.dtype or rhs.ndim > 2:
@@ -204,19 +207,19 @@ class AllGather(Operation):
         return backward(scatter, g, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
     def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
-        """`move(array, dimension)` of whatever is cut along the ring; dimensions count from the last one."""
+        """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""
         if self.along == "m":
             rows, own = -1 if layouts.transpose_lhs else -2, operands.row_scale
             return dataclasses.replace(operands, lhs=move(operands.lhs, rows), row_scale=move(own, -1))
-        is_second = (self.along == "n") != layouts.transpose_rhs
-        rhs_list = tuple(move(rhs, -1 if is_second else -2) for rhs in operands.rhs_list)
+        is_last = (self.along == "n") != layouts.transpose_rhs
+        rhs_list = tuple(move(rhs, -1 if is_last else -2) for rhs in operands.rhs_list)
         scales = operands.column_scales
         if self.along == "n" and scales is not None:
             scales = tuple(move(x, -1) for x in scales)
         return dataclasses.replace(operands, rhs_list=rhs_list, column_scales=scales)
 
     def _gather(self, x: Any, dimension: int) -> Any:
-        if x is None or x.shape[dimension] == 0:  # XLA does not gather nothing.
+        if x is None or x.shape[dimension] == 0:  # XLA rejects a gather of an empty dimension.
             return x
         return lax.all_gather(x, self.group.axis_name, axis=x.ndim + dimension, tiled=True)
 
@@ -245,7 +248,12 @@ class AllGather(Operation):
 
 
 def folded(operands: Operands, *, keep: bool) -> Operands:
-    """Operands whose scales of rows or blocks have the batch of the left one; `keep` it, or fold it into the rows."""
+    """Operands whose scales of rows or blocks have the leading dimensions of the left operand.
+
+    Args:
+      operands: the operands; scales may lack the leading dimensions.
+      keep: whether to keep the leading dimensions. Otherwise they are folded into the rows.
+    """
     lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
     if blocks is not None:
         blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))

@@ -1,11 +1,13 @@
 """All-gather of the left operand and matmul as one kernel.
 
 Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lhs) @ rhs. The kernel is in
-`gathered_lhs.py`, for few rows per shard in `joined.py`.
+`gathered_lhs.py`; for few rows per shard it is in `joined.py`.
 
-Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; devices that can address each other, as
-`overlap/primitives/clique.py` finds them. Source: the collective matmul of Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
+Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. The devices can address each other
+(`overlap/primitives/clique.py`).
+
+Source: the collective matmul of Wang et al., "Overlap Communication with Dependent Computation via Decomposition"
+(ASPLOS 2023), here without a barrier between its steps.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ TRANSPORTS: dict[str, Transport] = {"pull": PullTransport(), "ring": RingTranspo
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherLhs(AllGather):
-    """See `AllGather`.
+    """A product whose left operand is gathered. See `AllGather`.
 
     Attributes:
-      transport_reason: why the shards travel as they do.
+      transport_reason: why the transport is used.
       returns_gathered: whether the gathered left operand is a result as well.
     """
 
@@ -57,7 +59,7 @@ class AllGatherLhs(AllGather):
 
     @property
     def takes_block_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # (What passes on its neighbour's rows does not bring their scales.)
+        # Scales of blocks must travel with the rows, which the transport "ring" does not do.
         return TRANSPORTS[self.transport].brings_scales
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
@@ -84,7 +86,7 @@ class AllGatherLhs(AllGather):
         return outs, None if gathered is None else self.kept(gathered, operands.lhs)
 
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
-        """The same where there is nothing to gather: products, the batch folded into the rows."""
+        """Computes the products where there is nothing to gather; leading dimensions are folded into the rows."""
         of_rows, of_one = folded(operands, keep=False), dataclasses.replace(plan, operation=MATMUL)
         outs: list[Any] = []
         for index in range(len(of_rows.rhs_list)):
@@ -93,7 +95,10 @@ class AllGatherLhs(AllGather):
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        """Typed as what it is: the same on all devices of the ring, and elsewhere as the operand."""
+        """The gathered left operand, typed as the same on all devices of the group, or None if it is not a result.
+
+        Along other mesh axes its type varies as that of `lhs` does.
+        """
         if not self.returns_gathered:
             return None
         return same_along(gathered_lhs, {*self.group.names, *(axes_of(gathered_lhs) - axes_of(lhs))})
@@ -109,7 +114,7 @@ def prepare(
     mesh: Any = None,
     **keywords: Any,
 ) -> tuple[AllGatherLhs, Call]:
-    """A checked call of `all_gather_lhs_matmul`; see `overlap.frame.call`."""
+    """Checks the arguments of `all_gather_lhs_matmul` and brings them into one form; see `overlap.frame.call`."""
     returns = arguments.flag("return_gathered", return_gathered)
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
@@ -123,11 +128,14 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
     return call.explain(prepare, *args, **keywords)
 
 
-# --- The public function: its result is what `rhs` and `return_gathered` say ------------------------------------------
+# --- The public function: the type of its result depends on `rhs` and `return_gathered` -------------------------------
 
 
 class _Keywords[Each, EachScale](TypedDict, total=False):
-    """The keywords that all forms of a call have, with the types of what each right operand may have of its own."""
+    """The keywords of all overloads.
+
+    `Each` is the type of an array that each right operand has, and `EachScale` that of its scales.
+    """
 
     addend: Each | None
     bias: Each | None
@@ -146,7 +154,7 @@ _OfOne = _Keywords[AnyArray, Scale]
 _OfSeveral = _Keywords[Sequence[AnyArray | None], Scale | Sequence[Scale]]
 
 
-# A single right operand. (mypy does not try True and False for a `bool`, so that has a form of its own.)
+# A single right operand. mypy does not try True and False for a `bool`, so there is an overload for `bool`, too.
 @overload
 def all_gather_lhs_matmul(
     lhs: AnyArray,
@@ -176,7 +184,8 @@ def all_gather_lhs_matmul(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
-# A list of them. (A list of one kind of array is no list of both kinds: hence the type variable.)
+# A list of right operands. `list` is invariant, so a list of one kind of array is no list[AnyArray]: hence the type
+# variable.
 @overload
 def all_gather_lhs_matmul[Side: AnyArray](
     lhs: AnyArray,
@@ -206,7 +215,7 @@ def all_gather_lhs_matmul[Side: AnyArray](
 ) -> list[jax.Array] | tuple[list[jax.Array], jax.Array]: ...
 
 
-# A tuple of them.
+# A tuple of right operands.
 @overload
 def all_gather_lhs_matmul(
     lhs: AnyArray,
@@ -254,67 +263,77 @@ def all_gather_lhs_matmul(
 ) -> jax.Array | list[jax.Array] | tuple[Any, ...]:
     """Gathers `lhs` along a mesh axis and multiplies it by `rhs`, communication hidden behind computation.
 
-    To be called inside `jax.shard_map`; equals `lax.all_gather(lhs, axis_name, axis=-2, tiled=True) @ rhs`. Several
-    right operands (Q, K and V; gate and up) share one gather and one kernel.
+    Call it inside `jax.shard_map`. It equals `lax.all_gather(lhs, axis_name, axis=-2, tiled=True) @ rhs`. Several right
+    operands (Q, K and V; gate and up) share one gather and one kernel.
 
     Args:
       lhs: [..., m_shard, k] per shard; globally [..., D · m_shard, k], rows sharded over the D devices of `axis_name`.
-        In the fused kernel float16, bfloat16, or float8 (on Hopper with `transpose_rhs`), which then crosses the links
-        as such.
-        Where each leading index has few rows, those of all shards are computed as one product (`joined.py`).
-      rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype (float8 kinds
-        may be mixed). Or a list or tuple of such matrices, each with its own n_shard; nothing is concatenated. By XLA
-        also with leading dimensions: those of `lhs`, or `lhs` has none.
-      axis_name: the mesh axis to gather along, or a tuple of axes, whose devices then count row-major in the order of
-        the tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
-      addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard], added before the activation; for several right
-        operands a list of such, or None in the place of one. By XLA only.
-      bias: [n_shard], added to each row; for several right operands likewise a list. By XLA only.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`; of each result. By XLA only.
-      lhs_scale: a factor of the product, in float32: one value per row of this shard, gathered with the rows:
-        [m_shard, 1], the same for all leading indices, or [..., m_shard, 1]; or a scalar, which must be the same on all
+        The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`); float8 crosses the links
+        as float8. Where each leading index has few rows, the rows of all shards are computed as one product
+        (`joined.py`).
+      rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype as `lhs`
+        (float8 kinds may be mixed). Or a list or tuple of such matrices, each with its own n_shard; they are not
+        concatenated. With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if `lhs` has
+        none.
+      axis_name: the mesh axis to gather along, or a tuple of axes. The devices of a tuple of axes are counted row-major
+        in the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
+        any order.
+      addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard], added before the activation. For several right
+        operands, a list with an addend or None for each. Only XLA's implementation takes it.
+      bias: [n_shard], added to each row. For several right operands, a list with a bias or None for each. Only XLA's
+        implementation takes it.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result. Only XLA's
+        implementation takes it.
+      lhs_scale: a factor of the product, in float32. Either one value per row of this shard, gathered with the rows:
+        [m_shard, 1], the same for all leading indices, or [..., m_shard, 1]. Or a scalar, which must be the same on all
         devices of the axis.
       rhs_scale: a factor of the product, in float32: [n_shard] or [1, n_shard], one value per column of this device; or
-        a scalar. Several right operands have one scalar, or a list with one such entry for each. Or both are scales of
-        blocks, as in `matmul`: of the shards' shapes with k / 32 in place of k, those of `lhs` gathered with its rows
-        (by the transport "pull").
-      transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. By XLA only.
-      transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. It is read as it is.
-      return_gathered: whether to return the gathered `lhs` as well. The backward pass then keeps that, D times the
-        memory of `lhs`, where the fused operation would otherwise gather `lhs` again. (By XLA it is always kept, unless
-        `jax.checkpoint` says otherwise.)
-      preferred_element_type: dtype of the result; that of the operands by default, bfloat16 for float8. The fused
-        kernel writes float16 and bfloat16. Accumulation is in float32.
-      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model (which sees
-        several right operands as one of their total width).
+        a scalar. For several right operands, one scalar for all, or a list with one of these for each. Or both
+        `lhs_scale` and `rhs_scale` are scales of blocks, as in `matmul`: they have the shards' shapes with k / 32 in
+        place of k, and those of `lhs` are gathered with its rows (by the transport "pull").
+      transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. Only XLA's implementation takes it.
+      transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. No copy is made.
+      return_gathered: whether to return the gathered `lhs` as well. The backward pass then keeps the gathered `lhs`,
+        which takes D times the memory of `lhs`; otherwise the fused operation gathers `lhs` again. (XLA's
+        implementation always keeps it, unless `jax.checkpoint` says otherwise.)
+      preferred_element_type: dtype of the result; by default that of the operands, or bfloat16 for float8. The fused
+        kernel writes float16 and bfloat16. Sums are accumulated in float32.
+      config: tile sizes of the fused kernel; by default from a table of measurements, or else from a model, which
+        treats several right operands as one of their total width.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
         choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
-        once, logger "overlap".
-      transport: how the shards travel in the fused kernel; the results are the same bits. "pull", which None means:
-        every device reads each peer's shard itself, right where all peers are one hop away, as the GPUs of one host are
-        behind its switch. "ring": every device passes the rows that it has multiplied on to the device before it, right
-        where only neighbours in the order of `axis_name` have a link, and traffic to the others would share it.
+        once, by the logger "overlap".
+      transport: how the shards travel in the fused kernel. The results have the same bits. "pull" (the default): every
+        device reads each peer's shard itself. Use it where all peers are one hop away, as the GPUs of one host are
+        behind its switch. "ring": every device passes the rows that it has multiplied on to the device before it. Use
+        it where only neighbours in the order of `axis_name` have a link, which traffic between other devices would
+        share.
 
     Returns:
-      [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. A list or tuple
-      of such if `rhs` is one. With `return_gathered` a pair of that and the gathered `lhs`, [..., D · m_shard, k] (it
-      lies as `lhs`), which is the same on all devices of the axis and typed so: `out_specs` may leave the axis out.
-      Deterministic: repeated calls give the same bits.
+      [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. If `rhs` is a
+      list or tuple, a list or tuple of such arrays. With `return_gathered`, a pair of the above and the gathered `lhs`:
+      [..., D · m_shard, k], or transposed if `lhs` is. The gathered `lhs` is typed as the same on all devices of the
+      axis, so `out_specs` may leave the axis out. Deterministic: repeated calls give the same bits.
 
     Raises:
-      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.
-      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
-        to do).
+      ValueError: not inside `shard_map`; an unknown or repeated axis; or wrong ranks, dtypes, sizes or config.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call. The message says why and what
+        to do.
 
-    Differentiable to any order, in both modes. The cotangent of `lhs` is a `matmul_reduce_scatter` for each right
-    operand (by the same kind of transport), if the result has the operands' dtype, there are no scales, and nothing
-    depends on a gathered `lhs` that was returned. Under the same conditions the cotangent of each `rhs` is an
-    `all_gather_rhs_matmul` along k, if `lhs` was not returned and travels by "pull", leading indices (if there are
-    several) have multiples of 64 rows per shard, and it pays: for [k, n_shard] weights the result is copied to be
-    transposed. Both are chosen as such calls are. All else runs by XLA, which gathers `lhs` again for the cotangents of
-    `rhs` if it was not returned. `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the
-    configuration of a single element (one of your own is tuned as a whole); over anything else XLA runs, or
-    NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in forward and reverse mode. Two products of the backward pass have fused kernels of
+    their own, chosen as in any other call, if the result has the operands' dtype, there are no scales, and nothing
+    depends on a returned gathered `lhs`:
+
+    - The cotangent of `lhs` is a `matmul_reduce_scatter` for each right operand, with the same kind of transport.
+    - The cotangent of each `rhs` is an `all_gather_rhs_matmul` along k. This needs that `lhs` was not returned and
+      travels by "pull", and that leading indices, if there are several, have multiples of 64 rows per shard. It is done
+      only where it pays: for [k, n_shard] weights the result must be copied to be transposed.
+
+    All else runs by XLA, which gathers `lhs` again for the cotangents of `rhs` if the gathered `lhs` was not returned.
+
+    `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the configuration of a single
+    element. (For leading dimensions in the call itself, the configuration is chosen for all of them together.) For
+    `vmap` over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -13,15 +13,16 @@ from overlap.primitives.clique import Clique, several_hosts
 
 
 def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
-    """The ring along `axis_name` of the enclosing `jax.shard_map`, or of `mesh` if one is given.
+    """The devices along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
 
     Args:
       op: the operation's name, for messages.
       axis_name: one axis, or a tuple of axes that count as one; a tuple of one axis is that axis.
-      mesh: a mesh that takes the place of the enclosing one.
+      mesh: a mesh to use in place of the enclosing one.
 
     Raises:
-      ValueError: no enclosing `shard_map`, or one without such axes; no axis at all, or one twice.
+      ValueError: there is no enclosing `shard_map`, or its mesh lacks one of the axes; or `axis_name` is an empty
+        tuple, or names an axis twice.
     """
     if not (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names:
         raise ValueError(
@@ -33,7 +34,7 @@ def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
 
 
 def untried(group: PeerGroup, mesh: Any = None) -> str | None:
-    """Why a kernel along `ring` is not chosen unless it is asked for; None if nothing speaks against it."""
+    """The reason not to choose a fused kernel for `group` unless the caller asks for it; None if there is none."""
     if group.size > 1 and several_hosts(mesh):
         return (
             "the GPUs are on several hosts, where the fused kernels have not run yet: "
@@ -43,14 +44,21 @@ def untried(group: PeerGroup, mesh: Any = None) -> str | None:
 
 
 def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
-    """Raises NotImplementedError if the GPUs of `mesh` cannot talk to each other along `ring`.
+    """Checks that the GPUs of `group` can address each other's memory.
 
-    Only `explain` knows the mesh's devices beforehand; inside `jax.shard_map` it is for the lowering to find out. And
-    in a job of several processes a program must be told where its peers' memory is.
+    Args:
+      group: the devices.
+      target: the hardware that the kernel is for.
+      mesh: the mesh, whose devices only `explain` knows beforehand. Inside `jax.shard_map` it is None or abstract, and
+        the lowering does the check.
+
+    Raises:
+      NotImplementedError: they cannot; or, in a job of several processes, there is no room left to map peers' memory.
+      RuntimeError: the environment variable OVERLAP_WAIT_TIMEOUT_S is wrong.
     """
     if group.size == 1:
         return
-    _settings.wait_timeout_s()  # It is part of the kernel, and wrong before that is traced.
+    _settings.wait_timeout_s()  # Read it now, so that a wrong value raises here and not while the kernel is traced.
     if target.platform != "gpu":
         return
     windows.require_room()

@@ -1,4 +1,4 @@
-"""Products of a backward pass that are fused with their communication."""
+"""Fused operations for the products of a backward pass."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.frame import call
 from overlap.frame.normalize import normalize
@@ -14,17 +15,28 @@ from overlap.frame.operation import Operation
 from overlap.kernels.config import FLOAT16
 from overlap.kernels.layouts import OperandLayouts
 
-# Why a transport is used.
+# The reason given for the transport in a backward pass.
 AS_BEFORE = "as in the forward pass"
 
 
 def backward(
-    operation: Operation, g: jax.Array, other: jax.Array, dtype: Any, plan: LaunchPlan, layouts: OperandLayouts
+    operation: Operation, g: jax.Array, other: jax.Array, dtype: DTypeLike, plan: LaunchPlan, layouts: OperandLayouts
 ) -> Any:
-    """`operation` on the cotangent `g` and an operand of the forward pass; None: not by a kernel.
+    """Runs `operation` on the cotangent `g` and an operand of the forward pass.
 
-    It is chosen as any other call is; where the caller insisted on the fused kernel for the forward pass, it is used
-    here wherever it can serve.
+    Fused kernel or XLA is chosen as for any other call. If the caller asked for the fused kernel in the forward pass,
+    the fused kernel is used here wherever it can serve the call.
+
+    Args:
+      operation: the operation to run.
+      g: the cotangent, the left operand.
+      other: the operand of the forward pass, the right operand.
+      dtype: dtype of the result, if float16 or bfloat16; float32 otherwise.
+      plan: the forward pass's.
+      layouts: which of the two operands lie transposed in memory.
+
+    Returns:
+      The result, or None if the operation cannot serve the call.
     """
     if jnp.dtype(g.dtype) not in FLOAT16:
         return None

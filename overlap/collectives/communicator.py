@@ -105,8 +105,8 @@ class Communicator:
 
     def run(self) -> None:
         """Does all of the work. The communicator warp calls it once (`Hooks.communicate`)."""
-        behind = 0 if self.results is None else self.results[0].count
-        transfers = self.scale_transfers + self.peers.count + behind
+        later = 0 if self.results is None else self.results[0].count
+        transfers = self.scale_transfers + self.peers.count + later
         handshake = Handshake(self.flags[0], self.group, cta(self.config), self.name, transfers, self.only)
         number, carried, first = handshake.begin(), 0, handshake.looks
         if self.own_first:

@@ -20,7 +20,7 @@ _DECIDE = {
 }
 
 
-# Operations of the floors above: each enters itself.
+# Operations of modules that import this one, with their functions that decide. Those modules add themselves.
 EXPLAINED: dict[Callable[..., Any], Callable[..., Explanation]] = {}
 
 
@@ -28,17 +28,18 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation `op(*args, **kwargs)` would run, with what configuration, and why.
 
     Args:
-      op: a public operation, e.g. `overlap.all_gather_lhs_matmul`; or a functools.partial of one.
-      *args: its arguments, per shard, or global for `sharded_matmul`; arrays or `jax.ShapeDtypeStruct`s.
-      **kwargs: its keywords; and `mesh=`, which the collectives need outside `jax.shard_map`: the decision is then for
-        the devices of that mesh.
+      op: a public operation, e.g. `overlap.all_gather_lhs_matmul`.
+      *args: the operation's arguments, arrays or `jax.ShapeDtypeStruct`s: per shard, or global for `sharded_matmul`.
+      **kwargs: the operation's keywords. Outside `jax.shard_map` the collectives also need `mesh=`: the decision is
+        then for the devices of that mesh.
 
     Returns:
-      An `Explanation`; print it for one line.
+      An `Explanation`. Its string is one line.
 
     Raises:
-      ValueError: `op` is no operation of this library, or whatever the call itself would raise.
-      TypeError: `op` has no such argument, or lacks one.
+      ValueError: `op` is no operation of this library, or the call itself would raise it.
+      NotImplementedError: the call itself would raise it.
+      TypeError: `op` has no such argument, or an argument is missing.
 
     Example:
       >>> x, w = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")

@@ -1,12 +1,12 @@
 """Matmul and all-reduce as one kernel: the second half of a tensor-parallel layer whose result all devices need.
 
-Device d of D holds lhs[m, k_shard] and rhs[k_shard, n], so that the products of all devices must be summed, and each
-device has the whole sum. For few rows every device sums up all of it (`one_shot.py`); else the kernel is that of
-`matmul_reduce_scatter` (`scattered.py`), and what a device has summed up it sends to all others.
+Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all devices are summed, and each device has the
+whole sum. For few rows every device sums up all of it (`one_shot.py`). Otherwise the kernel is that of
+`matmul_reduce_scatter` (`scattered.py`), and each device sends the block that it has summed up to all others.
 
-Constraints: f16, bf16 or f8; rows of all matrices multiples of 16 bytes; but for few rows, a sum that can be cut into a
-block of rows or columns for each device; devices that can address each other, as `overlap/primitives/clique.py` finds
-them.
+Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. Unless there are few rows, the sum can
+be cut into a block of rows or columns for each device. The devices can address each other
+(`overlap/primitives/clique.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = "matmul_all_reduce"
 
 @dataclasses.dataclass(frozen=True)
 class MatmulAllReduce(Summed):
-    """See `Summed`."""
+    """A product whose sum over devices every device has. See `Summed`."""
 
     name = NAME
     replicates = True
@@ -64,16 +64,16 @@ class MatmulAllReduce(Summed):
     def reduced(self, product: jax.Array) -> jax.Array:
         return lax.psum(varying(product, self.group.names), self.group.axis_name)
 
-    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        # As jax transposes its own sum: with types that say where values vary (check_vma), a cotangent that is the same
-        # on all devices is that of each part; without, each device has a share of it.
+    def spread(self, cotangent: jax.Array) -> jax.Array:
+        # This is how jax transposes its own sum. With check_vma=True, types say where values vary: the cotangent is the
+        # same on all devices, and it is that of each part. With check_vma=False, each device has a share of it.
         if axes_of(lax.axis_index(self.group.names[0])):
             return varying(cotangent, self.group.names)
         return lax.psum(cotangent, self.group.axis_name)
 
 
 def prepare(lhs: Any, rhs: Any, axis_name: Any, *, mesh: Any = None, **keywords: Any) -> tuple[MatmulAllReduce, Call]:
-    """A checked call of `matmul_all_reduce`; see `overlap.frame.call`."""
+    """Checks the arguments of `matmul_all_reduce` and brings them into one form; see `overlap.frame.call`."""
     operation = MatmulAllReduce(peer_group_of(NAME, arguments.axis_name(axis_name), mesh))
     return operation, normalize(operation, lhs, rhs, **keywords)
 
@@ -99,55 +99,61 @@ def matmul_all_reduce(
     config: Config | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Multiplies `lhs` by `rhs` and sums over a mesh axis: all devices have the sum, communication behind computation.
+    """Multiplies `lhs` by `rhs` and sums over a mesh axis, communication hidden behind computation.
 
-    For layers whose contraction is sharded and whose result every device needs (Megatron's row-parallel layer without
-    sequence parallelism, decoding). To be called inside `jax.shard_map`; equals `lax.psum(lhs @ rhs, axis_name)`. Where
-    there are few rows, each device sends its part of the result to all others and sums up all of it
-    (`Config.one_shot`); else each sums up a block, of rows or of columns, and sends that to all others.
+    All devices get the sum. For layers whose contraction is sharded and whose result every device needs (Megatron's
+    row-parallel layer without sequence parallelism, decoding). Call it inside `jax.shard_map`. It equals
+    `lax.psum(lhs @ rhs, axis_name)`. Where there are few rows, each device sends its part of the result to all others
+    and sums up the whole result (`Config.one_shot`). Otherwise each device sums up a block, of rows or of columns, and
+    sends that to all others.
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
-        `axis_name`. float16, bfloat16, or float8 (on Hopper with `transpose_rhs`) in the fused kernel.
-      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype (float8 kinds
-        may be mixed). By XLA also with leading dimensions: those of `lhs`, or `lhs` has none.
-      axis_name: the mesh axis to sum over, or a tuple of axes, whose devices then count row-major in the order of the
-        tuple; the mesh may have more axes, and its devices may be in any order.
-      addend: of the result's shape or without its leading dimensions, added to the sum (once, not by each device)
-        before the activation: a residual, say. Like `bias` and what `activation` captures, it must be the same on all
-        devices along `axis_name`: the kernel reads it on one of them, or on each for itself.
+        `axis_name`. The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`).
+      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype as `lhs` (float8
+        kinds may be mixed). With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if
+        `lhs` has none.
+      axis_name: the mesh axis to sum over, or a tuple of axes. The devices of a tuple of axes are counted row-major in
+        the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
+        any order.
+      addend: an array of the result's shape, or without its leading dimensions, added to the sum (once, not by each
+        device) before the activation: a residual, for example. Like `bias` and arrays that `activation` captures, it
+        must be the same on all devices along `axis_name`: the kernel reads it on one of them, or on each of them.
       bias: [n], one value per column of the result, added to the sum.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`; of the sum.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to the sum.
       lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
         which may differ from device to device.
       rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar. Or
-        both are scales of blocks, as in `matmul` (by XLA only): of the shards' shapes with k / 32 in place of k.
-      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. It is read as it is.
-      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. It is read as it is.
-      preferred_element_type: dtype of the result, and of what travels; that of the operands by default, bfloat16 for
-        float8. Products are accumulated and parts added in float32, but the parts that are sent are rounded to this
-        dtype: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice as many bytes
-        travel.
+        both `lhs_scale` and `rhs_scale` are scales of blocks, as in `matmul`, with the shards' shapes and k / 32 in
+        place of k. Only XLA's implementation takes these.
+      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. No copy is made.
+      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. No copy is made.
+      preferred_element_type: dtype of the result, and of the parts that travel; by default that of the operands, or
+        bfloat16 for float8. Products are accumulated and parts added in float32, but parts are rounded to this dtype
+        before they are sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice
+        as many bytes travel.
       config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1) and `one_shot`; by default
-        from a table of measurements, else by a model. Without `one_shot`, D must divide m, or n in units of 16 bytes.
+        from a table of measurements, or else from a model. Without `one_shot`, D must divide m, or n in units of 16
+        bytes.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then all-reduce), or None to
         choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
-        once, logger "overlap".
+        once, by the logger "overlap".
 
     Returns:
-      [..., m, n], the same bits on all devices along `axis_name` (with `check_vma=True` it is so typed). Deterministic:
-      parts are added in a fixed order, so repeated calls give the same bits.
+      [..., m, n], the same bits on all devices along `axis_name` (with `check_vma=True` its type says so).
+      Deterministic: parts are added in a fixed order, so repeated calls give the same bits.
 
     Raises:
-      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config.
-      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
-        to do).
+      ValueError: not inside `shard_map`; an unknown or repeated axis; or wrong ranks, dtypes, sizes or config.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call. The message says why and what
+        to do.
 
-    Differentiable to any order, in both modes, as `lax.psum(lhs @ rhs, axis_name)` is; the backward pass runs by XLA
-    (with `check_vma=True` it communicates nothing). Leading dimensions are more rows to the kernel. `vmap` over `lhs`,
-    an `lhs_scale` of rows and an `addend` becomes a leading dimension; over a bias or what an activation captures, the
-    kernel computes the sum and XLA the rest. Over anything else XLA runs, or NotImplementedError is raised if
-    implementation="fused".
+    Differentiable to any order, in forward and reverse mode, as `lax.psum(lhs @ rhs, axis_name)` is. The backward pass
+    runs by XLA; with `check_vma=True` it communicates nothing. The kernel folds leading dimensions into the rows.
+
+    `vmap` over `lhs`, an `lhs_scale` of rows and an `addend` becomes a leading dimension. For `vmap` over a bias or
+    arrays that an activation captures, the kernel computes the sum and XLA the rest. For `vmap` over anything else XLA
+    runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

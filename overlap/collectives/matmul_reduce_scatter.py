@@ -1,11 +1,13 @@
 """Matmul and reduce-scatter as one kernel: the second half of a tensor-parallel layer.
 
-Device d of D holds lhs[m, k_shard] and rhs[k_shard, n], so that the products of all devices must be summed, and keeps a
+Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all devices are summed, and each device keeps a
 block of the sum: some rows, or some columns. The kernel is in `scattered.py`.
 
-Constraints: f16, bf16 or f8; rows of all matrices, and of a block, multiples of 16 bytes; devices that can address
-each other, as `overlap/primitives/clique.py` finds them. Source: the collective matmul of Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition" (ASPLOS 2023), here without its steps.
+Constraints: f16, bf16 or f8. The rows of all matrices, and of a block, are multiples of 16 bytes. The devices can
+address each other (`overlap/primitives/clique.py`).
+
+Source: the collective matmul of Wang et al., "Overlap Communication with Dependent Computation via Decomposition"
+(ASPLOS 2023), here without a barrier between its steps.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 
 NAME = "matmul_reduce_scatter"
-# How the parts may travel, and why where nobody asks for it.
+# How the parts may travel, and why each transport is chosen where the caller names none.
 ScatterTransport = Literal["push", "ring"]
 TRANSPORTS: dict[str, str] = {"push": communicator.WHY_DIRECT, "ring": ""}
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulReduceScatter(ReduceScatter):
-    """See `ReduceScatter`."""
+    """The operation `matmul_reduce_scatter`. See `ReduceScatter`."""
 
     name = NAME
 
@@ -50,7 +52,7 @@ def prepare(
     mesh: Any = None,
     **keywords: Any,
 ) -> tuple[MatmulReduceScatter, Call]:
-    """A checked call of `matmul_reduce_scatter`; see `overlap.frame.call`."""
+    """Checks the arguments of `matmul_reduce_scatter` and brings them into one form; see `overlap.frame.call`."""
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     dimension = arguments.index(
         "scatter_dimension", scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
@@ -88,63 +90,70 @@ def matmul_reduce_scatter(
     implementation: Implementation | None = None,
     transport: ScatterTransport | None = None,
 ) -> jax.Array:
-    """Multiplies `lhs` by `rhs`, sums over a mesh axis and keeps a block of that, communication behind computation.
+    """Multiplies `lhs` by `rhs`, sums over a mesh axis and keeps a block, communication hidden behind computation.
 
-    For layers whose contraction is sharded (the output projection of attention, the second matrix of an MLP). To be
-    called inside `jax.shard_map`; equals `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension,
-    tiled=True)`. Each device computes its parts of the others' blocks first; they travel while it computes the next.
+    For layers whose contraction is sharded (the output projection of attention, the second matrix of an MLP). Call it
+    inside `jax.shard_map`. It equals
+    `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension, tiled=True)`. Each device computes its
+    parts of the others' blocks first. They travel while it computes the next ones.
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
-        `axis_name`. float16, bfloat16, or float8 (on Hopper with `transpose_rhs`) in the fused kernel.
-      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype (float8 kinds
-        may be mixed). By XLA also with leading dimensions: those of `lhs`, or `lhs` has none.
-      axis_name: the mesh axis to sum over, or a tuple of axes, whose devices then count row-major in the order of the
-        tuple, as in `PartitionSpec((a, b))`; the mesh may have more axes, and its devices may be in any order.
-      scatter_dimension: what is sharded of the result: 0, its rows (m), or 1, its columns (n); if it has more than two
-        dimensions, of its last two. D must divide it.
-      addend: of the result's shape or without its leading dimensions, added to the sum before the activation; this
-        device's block (a residual, say).
+        `axis_name`. The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`).
+      rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype as `lhs` (float8
+        kinds may be mixed). With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if
+        `lhs` has none.
+      axis_name: the mesh axis to sum over, or a tuple of axes. The devices of a tuple of axes are counted row-major in
+        the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
+        any order.
+      scatter_dimension: the dimension of the result that is sharded: 0, its rows (m), or 1, its columns (n). If the
+        result has more than two dimensions, it counts among the last two. D must divide the size of that dimension.
+      addend: an array of the result's shape, or without its leading dimensions, added to the sum before the activation:
+        this device's block of a residual, for example.
       bias: one value per column of the result, added to the sum: [n], or [n / D] with scatter_dimension=1.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`; of the sum.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to the sum.
       lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
         which may differ from device to device.
       rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar. Or
-        both are scales of blocks, as in `matmul` (by XLA only): of the shards' shapes with k / 32 in place of k.
-      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. It is read as it is.
-      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. It is read as it is.
-      preferred_element_type: dtype of the result, and of what travels; that of the operands by default, bfloat16 for
-        float8. Products are accumulated and parts added in float32, but each device's part is rounded to this dtype
-        before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice as
-        many bytes travel.
+        both `lhs_scale` and `rhs_scale` are scales of blocks, as in `matmul`, with the shards' shapes and k / 32 in
+        place of k. Only XLA's implementation takes these.
+      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. No copy is made.
+      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. No copy is made.
+      preferred_element_type: dtype of the result, and of the parts that travel; by default that of the operands, or
+        bfloat16 for float8. Products are accumulated and parts added in float32, but each device's part is rounded to
+        this dtype before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost,
+        and twice as many bytes travel.
       config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1); by default from a table of
-        measurements, else by a model.
+        measurements, or else from a model.
       implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then reduce-scatter), or
         None to choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is
-        logged once, logger "overlap".
-      transport: how the parts travel in the fused kernel. "push", which None means: every device sends its part of each
-        block right to the block's owner, which adds them up; right where all peers are one hop away, as the GPUs of one
-        host are behind its switch. "ring": every device adds its own part to what the device behind it (the next one in
-        the order of `axis_name`) has sent, and sends the sum to the device before it; right where only neighbours have
-        a link. What travels is then rounded once on each of its D − 1 hops.
+        logged once, by the logger "overlap".
+      transport: how the parts travel in the fused kernel. "push" (the default): every device sends its part of each
+        block to the block's owner, which adds all parts up. Use it where all peers are one hop away, as the GPUs of one
+        host are behind its switch. "ring": every device adds its own part to the sum that the next device in the
+        order of `axis_name` has sent, and sends the new sum to the device before it. Use it where only
+        neighbours have a link. The sum is then rounded on each of its D − 1 hops.
 
     Returns:
       [..., m / D, n] per shard, globally [..., m, n] with rows sharded; or, with scatter_dimension=1, [..., m, n / D].
-      Deterministic: parts are added in a fixed order (those of the others first, from the device before this one on
-      backwards, then their sum to the own one), so repeated calls give the same bits; another transport may differ in
-      the last ones.
+      Deterministic: parts are added in a fixed order, so repeated calls give the same bits. (With "push", the owner
+      first sums the parts of the others, from the device before it on backwards, and then adds that sum to its own
+      part.) The two transports may differ in the last bits.
 
     Raises:
-      ValueError: not inside `shard_map`, an unknown or repeated axis, wrong ranks, dtypes, sizes or config; D does not
-        divide the scattered dimension.
-      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call (the message says why and what
-        to do).
+      ValueError: not inside `shard_map`; an unknown or repeated axis; wrong ranks, dtypes, sizes or config; or D does
+        not divide the scattered dimension.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call. The message says why and what
+        to do.
 
-    Differentiable to any order, in both modes. With rows scattered, no scales, and a result of the operands' dtype, the
-    cotangent of `lhs` is an `all_gather_lhs_matmul`, chosen as such a call is (by the same kind of transport), whose
-    gathered cotangent serves for that of `rhs` too; all else runs by XLA. `vmap` over `lhs` and an `lhs_scale` of rows
-    becomes a leading dimension. Over a bias or what an activation captures, the kernel computes the sum and XLA the
-    rest. Over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
+    Differentiable to any order, in forward and reverse mode. With rows scattered, no scales, and a result of the
+    operands' dtype, the cotangent of `lhs` is an `all_gather_lhs_matmul` with the same kind of transport; fused or XLA
+    is chosen as in any other call. The cotangent that it gathers is used for the cotangent of `rhs` as well. All else
+    runs by XLA.
+
+    `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension. For `vmap` over a bias or arrays that an
+    activation captures, the kernel computes the sum and XLA the rest. For `vmap` over anything else XLA runs, or
+    NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from overlap.collectives import scattered
 from overlap.collectives.communicator import wait_for_block
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives.scattered_operands import padded
 from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
@@ -82,7 +83,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
         for shape in ((schedule.batch_size, m, n), boxes, (group.size, *boxes))
     )
     rows = operands.row_scale
-    rows = None if rows is None else scattered.padded(rows.reshape(-1, m), config.tile_m)
+    rows = None if rows is None else padded(rows.reshape(-1, m), config.tile_m)
     addends = [x.reshape(-1, m, n).astype(plan.out_dtype) for x in operands.addends or ()]
     inputs: Any = lhs.reshape(-1, *lhs.shape[-2:]), operands.rhs_list[0], plan.vectors(operands, rows), addends, []
     out_types = result, parts, landing

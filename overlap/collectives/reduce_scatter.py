@@ -1,4 +1,4 @@
-"""Products summed over the devices of a mesh axis, of which each device keeps a block."""
+"""Products that are summed over the devices of a mesh axis and scattered: each device keeps a block of the sum."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from overlap.kernels.varying import varying
 
 @dataclasses.dataclass(frozen=True)
 class ReduceScatter(Summed):
-    """See `Summed`.
+    """A product whose sum over devices is scattered. See `Summed`.
 
     Attributes:
-      dimension: in which dimension of the product the sum is scattered.
+      dimension: the dimension of the product along which the sum is scattered.
     """
 
     dimension: Literal["m", "n"]
@@ -60,7 +60,7 @@ class ReduceScatter(Summed):
     def lhs_and_product_cotangents(
         self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan
     ) -> tuple[jax.Array, jax.Array] | None:
-        # Each of the two operations is the other's backward pass.
+        # The cotangent of `lhs` is an all-gather and a product. The import is here because the modules need each other.
         from overlap.collectives import all_gather_matmul
 
         if self.dimension != "m" or plan.layouts.transpose_lhs or cotangent.dtype != rhs.dtype or rhs.ndim > 2:

@@ -6,7 +6,7 @@ The result of each device is a *block*: some rows, or some columns, of the sum. 
 block: in step s its part of the block of the device s + 1 positions ahead, and in the last step that of its own block.
 
 With the transport "push", a device sends each part to the owner of the block, which adds all parts to its own. The part
-from the device s + 1 positions behind is *term* s. So at any time all devices send to different ones.
+of the device s + 1 positions before the owner is *term* s. So at any time all devices send to different ones.
 
 With the transport "ring", a device sends the tile that it has computed to the device before it. That device computes
 its part of the same block in the next step, and adds the received tile to it. So from step 1 on each tile has one term,

@@ -1,4 +1,4 @@
-"""What all operations that sum products over the devices of a mesh axis have in common."""
+"""The common base of the operations that sum products over the devices of a mesh axis."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
@@ -28,14 +29,14 @@ XLA = 'use implementation="xla"'
 
 @dataclasses.dataclass(frozen=True)
 class Summed(Operation):
-    """Products summed over the devices: each adds up a block, some rows (m) or columns (n), or in one shot everything.
+    """A product that is summed over devices. Each device adds up a block, some rows (m) or columns (n), or everything.
 
     Attributes:
-      ring: the devices.
-      op: the name of the `Problem`.
-      takes_more_rows: whether leading dimensions of the left operand may be taken as more rows.
+      group: the devices.
+      op: the name of the operation in its `Problem`.
+      takes_more_rows: whether leading dimensions of the left operand may be folded into its rows.
       transport: how the parts travel in the fused kernel, "push" or "ring".
-      transport_reason: why so; empty: there is no choice.
+      transport_reason: why the transport is used; empty if there is no choice.
     """
 
     group: PeerGroup
@@ -57,7 +58,7 @@ class Summed(Operation):
 
     # --- The choice ---
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
         batch, m, (n,), k = sizes(self._as_rows(operands, layouts), layouts)
         dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
         return Problem(self.op, m, n, k, *dtypes, self.group.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
@@ -66,7 +67,7 @@ class Summed(Operation):
         return as_rows(operands, layouts) if self.takes_more_rows else operands
 
     def along(self, operands: Operands, plan: LaunchPlan) -> str:
-        """In which dimension the sum is cut into blocks."""
+        """The dimension in which the sum is cut into blocks: "m" or "n"."""
         return self.problem(operands, plan.layouts, plan.out_dtype).scattered
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
@@ -122,7 +123,7 @@ class Summed(Operation):
         return (out if operands.lhs.ndim > 2 else out[0],), None
 
     def typed(self, operands: Operands) -> Operands:
-        # What the kernel is given may be the same on all devices.
+        # Both operands may be typed as the same on all devices. One that varies makes the kernel's result vary.
         return dataclasses.replace(operands, lhs=varying(operands.lhs, self.group.names))
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:

@@ -1,0 +1,68 @@
+"""The operands of a product whose sum is scattered: reshaped so that blocks have a dimension of their own.
+
+TMA then clips the last tiles of a block at its edge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.frame.operands import LaunchPlan, Operands
+from overlap.kernels import epilogue
+
+
+def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:
+    """[batch, m, n] of all blocks, with a dimension for the blocks in front of the dimension that is scattered."""
+    batch, m, n = shape
+    devices = schedule.devices
+    return (batch, devices, m // devices, n) if schedule.along == "m" else (batch, m, devices, n // devices)
+
+
+def in_blocks(
+    operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule
+) -> tuple[jax.Array, jax.Array, epilogue.Vectors]:
+    """The left operand, the right one, and the vectors that the epilogue reads, with a dimension for the blocks.
+
+    Returns:
+      lhs: [batch, blocks, m, k] or, transposed, [batch, k, blocks, m]. There is 1 block if n is scattered.
+      rhs: [k, blocks, n] or, transposed, [blocks, n, k]. There is 1 block if m is scattered.
+      vectors: scales of rows [batch, blocks, m], and scales of columns [blocks, n]. The bias is [n], or [blocks, n] if
+        columns are scattered and every device needs the whole result. Rows and columns are padded to whole tiles.
+    """
+    config, layouts = plan.config, plan.layouts
+    assert config is not None
+    lhs, (rhs,) = operands.lhs, operands.rhs_list
+    (m, k), (_, n) = layouts.m_k(lhs.shape), layouts.k_n(rhs.shape)
+    m_blocks, n_blocks = (schedule.devices, 1) if schedule.along == "m" else (1, schedule.devices)
+    lhs = lhs.reshape(-1, *((k, m_blocks, m // m_blocks) if layouts.transpose_lhs else (m_blocks, m // m_blocks, k)))
+    rhs = rhs.reshape((n_blocks, n // n_blocks, k) if layouts.transpose_rhs else (k, n_blocks, n // n_blocks))
+    rows, columns = operands.row_scale, operands.column_scales
+    has_bias_of_all = plan.operation.replicates and schedule.along == "n"
+    biases = None if has_bias_of_all else operands.biases
+    vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None, biases=biases))
+    if has_bias_of_all and operands.biases is not None:
+        bias = padded(operands.biases[0].reshape(n_blocks, n // n_blocks), config.tile_n)
+        vectors = dataclasses.replace(vectors, bias=bias)
+    if rows is not None:
+        rows = padded(rows.reshape(-1, m_blocks, m // m_blocks), config.tile_m)
+    if columns is not None:
+        columns = padded(columns[0].reshape(n_blocks, n // n_blocks), config.tile_n)
+    return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
+
+
+def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule) -> list[jax.Array]:
+    """The addend, or nothing: [batch or 1, m, n] of a block, or of all blocks if every device needs the whole result.
+
+    It has the result's dtype, since it passes through the epilogue buffers of the result.
+    """
+    given = [x.reshape(-1, *x.shape[-2:]).astype(plan.out_dtype) for x in operands.addends or ()]
+    return [x.reshape(shape_in_blocks(x.shape, schedule)) for x in given] if plan.operation.replicates else given
+
+
+def padded(vectors: jax.Array, unit: int) -> jax.Array:
+    """Vectors, padded along the last dimension to a multiple of `unit` entries."""
+    return jnp.pad(vectors, ((0, 0),) * (vectors.ndim - 1) + ((0, -vectors.shape[-1] % unit),))
