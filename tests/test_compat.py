@@ -21,7 +21,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.hopper.mainloop import Hopper
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, shared_flags
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, shared_semaphores
 from overlap.primitives.clique import IN_CLIQUES
 from tests import oracle
 
@@ -171,7 +171,7 @@ def test_a_kernel_of_a_user_is_prepared_for_explicitly(nothing_applied, monkeypa
     monkeypatch.setattr(f"{registration}.{name}", getattr(rule, "__wrapped__", rule))
 
     def body(x_gmem, out_gmem):
-        (flags,) = shared_flags(HANDSHAKE_FLAGS)
+        (flags,) = shared_semaphores(HANDSHAKE_FLAGS)
         handshake = Handshake(flags, PeerGroup("x", (("x", 4),)), lax.axis_index("cta"), "user", transfers=3)
 
         @plgpu.warp_map

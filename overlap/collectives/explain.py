@@ -28,7 +28,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation `op(*args, **kwargs)` would run, with what configuration, and why.
 
     Args:
-      op: a public operation, e.g. `overlap.all_gather_lhs_matmul`.
+      op: a public operation, e.g. `overlap.all_gather_lhs_matmul`, or a functools.partial of one.
       *args: the operation's arguments, arrays or `jax.ShapeDtypeStruct`s: per shard, or global for `sharded_matmul`.
       **kwargs: the operation's keywords. Outside `jax.shard_map` the collectives also need `mesh=`: the decision is
         then for the devices of that mesh.

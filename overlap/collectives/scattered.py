@@ -19,8 +19,8 @@ well (the result is *replicated*), so that each device has all blocks. The sched
                    takes leave of the peers
 
 With the transport "ring" a peer's tile has a term as well, from step 1 on: what the device after it has computed of
-the same tile. So what is sent is the sum of all parts so far, and it is sent to the device before only. The owner adds the
-last of these sums to its own part.
+the same tile. So what is sent is the sum of all parts so far, and it is sent to the device before only. The owner
+adds the last of these sums to its own part.
 
 The compute warpgroups do not store tiles across NVLink: all CTAs finish their tiles at about the same time, so they
 would wait for each other there. Sums are computed in f32, in an order that does not depend on which part came first.
@@ -226,7 +226,9 @@ class _Body:
                 await_terms=self._await_terms,
                 part_stored=lambda tile: semaphore_signal(self._flag(_STORED, tile.step, tile)),
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
-                own_stored=None if self.strips is None else lambda tile: semaphore_signal(self._flag(_STORED, tile.step, tile)),
+                own_stored=None
+                if self.strips is None
+                else lambda tile: semaphore_signal(self._flag(_STORED, tile.step, tile)),
                 part_has_terms=(lambda tile: schedule.has_terms(tile.step)) if schedule.adds_before_sending else None,
             ),
         )
@@ -314,7 +316,9 @@ class _Body:
             index = schedule.tile_of_row(row)
             before = add(sent.at[step, index], 1)
             arrived_there = arrived.at[step, index]
-            pl.when(before + 1 == schedule.tile_chunks)(lambda: semaphore_signal_peer(arrived_there, group, receiver(step)))
+            pl.when(before + 1 == schedule.tile_chunks)(
+                lambda: semaphore_signal_peer(arrived_there, group, receiver(step))
+            )
 
         def within(ref: GmemRef, step: Index, rows: Any, columns: Any) -> GmemRef:
             box, first = schedule.box_of_row(rows.start)

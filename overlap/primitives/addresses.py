@@ -108,9 +108,9 @@ def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = 
     Args:
       shape: of the memory.
       dtype: of the memory.
-      becomes_result: whether the memory is to be a result of the receiving kernel (`Params.aliased_results`). Then two such
-        kernels must not get the same value: XLA would copy it for the second kernel, and the peers know nothing of
-        the copy.
+      becomes_result: whether the memory is to be a result of the receiving kernel (`Params.aliased_results`). Then two
+        such kernels must not get the same value: XLA would copy it for the second kernel, and the peers know nothing
+        of the copy.
     """
     params = OwnMemory if becomes_result else plgpu.CompilerParams
 

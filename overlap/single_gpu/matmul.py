@@ -85,7 +85,7 @@ MATMUL = Matmul()
 
 
 def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
-    """The kernel as one operation; where XLA's partitioner may split it, XLA's product, unless the caller insists."""
+    """The kernel as one operation. Where XLA's partitioner may split it, XLA's product, unless the kernel must run."""
     leaves, structure = jax.tree.flatten(operands)
 
     def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
@@ -165,7 +165,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         own = own[len(own) - x.ndim :]
         return tuple(None if size == 1 else along for size, along in zip(x.shape, own, strict=True))
 
-    layout = sharded.layout_of(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
+    layout = sharded.product_sharding(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
     return lambda run: layout.call(lambda **shards: run(**of_call(shards)), operands, (*batch, "m", "n"))
 
 
