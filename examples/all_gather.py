@@ -88,6 +88,7 @@ def gather_with_handshake(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
 
 def all_gather(x: jax.Array, axis_name: str = "x", *, handshake: bool = False) -> jax.Array:
     """Gathers rows along a mesh axis, inside `jax.shard_map`: [rows, columns] -> [devices * rows, columns]."""
+    prim.prepare()
     rows, columns = x.shape
     group = prim.PeerGroup.of(axis_name)
     row_bytes = columns * x.dtype.itemsize

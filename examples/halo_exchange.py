@@ -82,6 +82,7 @@ def exchange_and_sum(group, weights, x_gmem, out_gmem, halo_gmem, in_smem, out_s
 
 def stencil(x: jax.Array, axis_name: str = "x", weights: tuple[float, ...] = WEIGHTS) -> jax.Array:
     """Weighted sums of neighbouring rows, inside `jax.shard_map`: float32 [rows, columns] -> [rows, columns]."""
+    prim.prepare()
     rows, columns = x.shape
     halo = len(weights) // 2
     if rows % TILE_ROWS or columns % 128:
