@@ -63,7 +63,7 @@ def test_the_lessons_are_listed_once_with_a_sentence_and_the_figure_of_the_guide
     assert len(BY_NAME) == len(RUNGS) == 7
     assert all(rung.idea.endswith(".") for rung in RUNGS)
     assert set(GUIDE_UTILIZATION) == {*BY_NAME, "cublas"}
-    assert "NOTHING OF THIS HAS RUN ON A BLACKWELL GPU" in (blackwell_ladder.__doc__ or "")
+    assert "NONE OF THESE KERNELS HAS RUN ON A BLACKWELL GPU" in (blackwell_ladder.__doc__ or "")
 
 
 # --- Emulated ---------------------------------------------------------------------------------------------------------
