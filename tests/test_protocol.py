@@ -92,8 +92,8 @@ def pull_a_chunk_twice(patch):
 
 
 def leave_the_last_chunk(patch):
-    pulls = vars(AllGatherSchedule)["pulls"].fget
-    patch.setattr(AllGatherSchedule, "pulls", property(lambda self: pulls(self) - 1))
+    pulls = vars(AllGatherSchedule)["pulled_chunks"].fget
+    patch.setattr(AllGatherSchedule, "pulled_chunks", property(lambda self: pulls(self) - 1))
 
 
 def count_a_box_too_few(patch):

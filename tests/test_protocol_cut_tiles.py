@@ -249,7 +249,7 @@ def wait_for_the_rows_of_a_phantom_tile(patch):
 
 def wait_for_a_phantom_flag(patch):
     wait_for_the_rows_of_a_phantom_tile(patch)
-    patch.setattr(AllGatherSchedule, "flags", property(lambda self: (self.devices, 2 * self.order.m_tiles)))
+    patch.setattr(AllGatherSchedule, "flags_shape", property(lambda self: (self.devices, 2 * self.order.m_tiles)))
 
 
 def one_rank_waits_for_both(patch):

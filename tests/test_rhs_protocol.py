@@ -103,8 +103,8 @@ def pull_a_chunk_twice(patch):
 
 
 def leave_the_last_chunk(patch):
-    pulls = vars(GatherRhsSchedule)["pulls"].fget
-    patch.setattr(GatherRhsSchedule, "pulls", property(lambda self: pulls(self) - 1))
+    pulls = vars(GatherRhsSchedule)["pulled_chunks"].fget
+    patch.setattr(GatherRhsSchedule, "pulled_chunks", property(lambda self: pulls(self) - 1))
 
 
 DEFECTS = [

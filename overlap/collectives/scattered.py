@@ -18,9 +18,9 @@ well (the result is *replicated*), so that each device has all blocks. The sched
                        result → shared memory → the result on each peer
                    takes leave of the peers
 
-With the transport "ring" a peer's tile has a term as well, from step 1 on: what the device after it has computed of
-the same tile. So what is sent is the sum of all parts so far, and it is sent to the device before only. The owner
-adds the last of these sums to its own part.
+With the transport "ring" a peer's tile has a term as well, from step 1 on: the sum that the device after this one has
+computed for the same tile. So what is sent is the sum of all parts so far. It is sent only to the device before this
+one. The owner adds the last of these sums to its own part.
 
 The compute warpgroups do not store tiles across NVLink: all CTAs finish their tiles at about the same time, so they
 would wait for each other there. Sums are computed in f32, in an order that does not depend on which part came first.
@@ -36,8 +36,8 @@ Why this is correct (`overlap/primitives` has the rest of the argument):
 - No CTA waits for a CTA that may not have started, since tiles and chunks are drawn. A peer's tile waits for nothing. A
   chunk waits for a tile that a running CTA draws before any own tile. An own tile waits for what running CTAs of the
   peers do before their own tiles.
-- With "ring" a tile waits for the same tile of the step before, on the device after it, whose number is lower.
-  So of the tiles that are not finished everywhere, the one with the lowest number waits for nothing unfinished.
+- With "ring" a tile waits for the same tile of the step before, on the device after this one. That tile has a lower
+  number. So of the tiles that are not finished everywhere, the one with the lowest number waits for nothing unfinished.
 - The forwarder is told that a tile is stored within the k steps of the CTA's next tile, before that tile waits for its
   terms. A chunk is sent before its communicator waits for another tile.
 - All parts that peers write here are waited for by tiles of this device. So none of them lands in memory that XLA has
