@@ -103,7 +103,7 @@ def leave_the_last_chunk(patch):
 
 
 def leave_the_own_shard(patch):
-    patch.setattr(JoinedSchedule, "chunks", JoinedSchedule.pulls)
+    patch.setattr(JoinedSchedule, "chunks", JoinedSchedule.pulled_chunks)
 
 
 def raise_no_flags_for_the_own_rows(patch):

@@ -82,9 +82,9 @@ def test_gradients_go_the_same_way(monkeypatch):
         used.append("gather")
         return hook_in(self, *args)
 
-    def summed_by(*args, by_ring):
-        used.append("sum" if by_ring else "pushed sum")
-        return of(*args, uses_ring=by_ring)
+    def summed_by(*args, uses_ring):
+        used.append("sum" if uses_ring else "pushed sum")
+        return of(*args, uses_ring=uses_ring)
 
     monkeypatch.setattr(RingTransport, "hook_in", gathered_by_ring)
     monkeypatch.setattr(ReduceScatterSchedule, "of", summed_by)
