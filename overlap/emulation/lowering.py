@@ -6,6 +6,7 @@ arrive runs the emulation of all of them, and each takes its own outputs home.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -20,6 +21,7 @@ from jax.interpreters import mlir
 
 from . import context, interrupt
 from .errors import EmulationError
+from .jax_rules import lower_by_jax
 from .machine import Machine
 from .memory import poison
 from .program import Program, decode
@@ -58,7 +60,8 @@ def enable() -> None:
     global _enabled
     with _enable_lock:
         if not _enabled:
-            mlir.register_lowering(_kernel_primitive(), _lower, platform="cpu")
+            primitive = _kernel_primitive()
+            mlir.register_lowering(primitive, functools.partial(_lower, primitive), platform="cpu")
             _enabled = True
     interrupt.install()  # Each time, since the first call may come from another thread than the main one.
 
@@ -177,8 +180,10 @@ class _Launcher:
 _names = itertools.count()
 
 
-def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
-    """Lowers one kernel for CPU devices to a callback per device."""
+def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
+    """Lowers one kernel for CPU devices to a callback per device; one that asks for JAX's interpreter as jax does."""
+    if params.get("interpret"):
+        return lower_by_jax(primitive, ctx, *args, **params)
     name = params.get("name") or f"kernel {next(_names)}"
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)

@@ -1,8 +1,9 @@
 """NVLink multicast (`multimem`): one access that reaches the same memory of all devices of a mesh.
 
-On the hardware the switch of NVLink does this, at an address that stands for the memory of all devices. Here the access is
-made to each device's own buffer, as an ordinary (generic) access of the thread: the same rules for races, for peers that
-have not begun or have left, and for memory that nobody has written. The signal of all devices is a signal to each.
+On the hardware the switch of NVLink does this, at an address that stands for the memory of all devices. Here the access
+is made to each device's own buffer, as an ordinary (generic) access of the thread. So the usual rules hold for races, for
+peers that have not begun or have left, and for memory that nobody has written. A signal to all devices is a signal to
+each.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     out, aval = d.new(), eqn.outvars[0].aval
     function, plain = _REDUCTIONS.get(name), arithmetic.is_plain(aval)
     if function is None:
-        raise NotImplementedError(f"multimem_load_reduce with reduction_op={name!r}: expected one of {tuple(_REDUCTIONS)}")
+        raise NotImplementedError(
+            f"multimem_load_reduce: reduction_op must be one of {tuple(_REDUCTIONS)}, got {name!r}"
+        )
     is_integer = np.dtype(aval.dtype).kind in "iub"
 
     def run(thread: Any) -> None:

@@ -135,8 +135,8 @@ class Decoder:
         path = RefPath(transforms, clip)
         if path.multicast is not None and not multicast:
             raise NotImplementedError(
-                "a multicast_ref is only emulated where Mosaic GPU compiles it: as the target of copy_smem_to_gmem. For "
-                "other accesses to all devices there are multimem_store and multimem_load_reduce"
+                "a multicast_ref can only be the target of copy_smem_to_gmem, as on the GPU; other accesses to all devices "
+                "are multimem_store and multimem_load_reduce"
             )
         self.program.paths.append(path)
         return path

@@ -1,6 +1,5 @@
 """Tensor memory, the types of products, scales, dynamic scheduling, and JAX's own kernels and interpreter."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
