@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from .memory import View
     from .sequence import World
 
+REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 _EARLY = 0.25  # the chance, per step, that some operation completes in random mode
 
 
@@ -207,11 +215,7 @@ class Engine:
             op.dst.write(op.value)
             return
         old = op.dst.read()
-        function = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-                    "xor": np.bitwise_xor}.get(op.reduction)  # fmt: skip
-        if function is None:
-            raise NotImplementedError(f"the TMA reduction {op.reduction!r} is not emulated")
-        op.dst.write(function(old, np.asarray(op.value).reshape(old.shape)).astype(old.dtype))
+        op.dst.write(REDUCTIONS[op.reduction](old, np.asarray(op.value).reshape(old.shape)).astype(old.dtype))
 
     # ---- stores ------------------------------------------------------------------------------------------------------
 

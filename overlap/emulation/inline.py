@@ -20,7 +20,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
 from . import ptx, ptx_meaning, ptx_memory
-from .program import Decoder, Instruction, handles
+from .program import Decoder, handles
 from .references import RefPath
 from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 
@@ -72,8 +72,7 @@ def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     except (Unreadable, ptx.PtxError) as reason:
         function = p["mgpu_fn"]
         name = getattr(function, "__qualname__", str(function))
-        where = Instruction(0, "inline code", eqn).source
-        raise NotImplementedError(f"{where}: the function {name} cannot be emulated: {reason}") from reason
+        raise NotImplementedError(f"the function {name} cannot be emulated: {reason}") from reason
 
 
 class _Reader:

@@ -20,7 +20,7 @@ def lower_by_jax(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     rule = getattr(getattr(mlir, "_lowerings", {}).get(primitive), "rule", None)
     if rule is None:
         raise NotImplementedError(
-            f"a kernel asks for JAX's interpreter (interpret={params['interpret']}), which jax {jax.__version__} cannot run "
-            "in a process that uses the emulator. Expected: interpret=False, or a process of its own"
+            f"interpret={params['interpret']}: jax {jax.__version__} cannot run its own interpreter in a process that "
+            "uses the emulator. Expected: interpret=False, or another process"
         )
     return rule(ctx, *args, **params)

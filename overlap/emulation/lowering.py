@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
 
 from . import context, interrupt
-from .errors import EmulationError
+from .errors import EmulationError, NotEmulatedError, cannot_run
 from .jax_rules import lower_by_jax
 from .machine import Machine
 from .memory import poison
@@ -163,7 +163,7 @@ class _Launcher:
             errors = [] if silent else [EmulationError(f"kernel {self._name!r}: ended by Ctrl-C")]
             outputs = self._no_outputs()
         except BaseException as bug:
-            error = EmulationError(f"the emulator cannot run kernel {self._name!r}: {type(bug).__name__}: {bug}")
+            error = EmulationError(f"kernel {self._name!r}: {cannot_run(bug)}")
             error.__cause__ = bug
             errors = [error]
             outputs = self._no_outputs()
@@ -195,7 +195,13 @@ def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
     count = int(np.prod(list(axes.values()), dtype=int))
     ids = range(count) if mesh is None else (device.id for device in devices)
-    program = decode(params, ctx.avals_in, tuple(ids))
+    try:
+        program = decode(params, ctx.avals_in, tuple(ids))
+    except NotImplementedError as reason:
+        raise NotEmulatedError(f"kernel {name!r}: {reason}") from reason
+    if 0 in program.grid:
+        sizes = dict(zip(program.axis_names, program.grid))
+        raise ValueError(f"kernel {name!r}: a grid of no CTAs, got {sizes} (a cluster needs as many `cores` as CTAs)")
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 

@@ -250,7 +250,7 @@ class Machine:
         if buffer.space in ("smem", "tmem") and buffer.cta is not thread.cta:
             note_use(thread, buffer.cta, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != thread.device:
-            what = f"uses {access.view}"
+            what = f"uses {buffer.name}{access.view.text}"
             self.world.check_present(thread, buffer.device, what, asynchronous=access.asynchronous)
             self.remote_uses[buffer.device][access.component] = access
 

@@ -1,9 +1,9 @@
 """NVLink multicast (`multimem`): one access that reaches the same memory of all devices of a mesh.
 
 On the hardware the switch of NVLink does this, at an address that stands for the memory of all devices. Here the access
-is made to each device's own buffer, as an ordinary (generic) access of the thread. So the usual rules hold for races, for
-peers that have not begun or have left, and for memory that nobody has written. A signal to all devices is a signal to
-each.
+is made to each device's own buffer, as an ordinary (generic) access of the thread. So the usual rules hold for races,
+for peers that have not begun or have left, and for memory that nobody has written. A signal to all devices is a signal
+to each.
 """
 
 from __future__ import annotations
@@ -14,24 +14,13 @@ import numpy as np
 
 from . import arithmetic
 from .device_ids import multicast_devices
-from .errors import ProtocolError
+from .engines import REDUCTIONS
 from .program import Decoder, handles
 from .signals import signal_device
-
-_REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 
 
 def _views(thread: Any, path: Any, buffer: Any, axes: Any) -> list[Any]:
     """What the reference denotes on each device."""
-    if buffer.peers is None:
-        raise ProtocolError(f"multimem needs memory that all devices have (operands, results), got {buffer.name}")
     return [path.resolve(thread, buffer.on(device)) for device in multicast_devices(thread, axes)]
 
 
@@ -57,10 +46,10 @@ def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     tree, axes, name = eqn.params["tree"], eqn.params["collective_axes"], eqn.params["reduction_op"]
     path = d.path(() if tree is None else d.unflatten(tree, leaves))
     out, aval = d.new(), eqn.outvars[0].aval
-    function, plain = _REDUCTIONS.get(name), arithmetic.is_plain(aval)
+    function, plain = REDUCTIONS.get(name), arithmetic.is_plain(aval)
     if function is None:
         raise NotImplementedError(
-            f"multimem_load_reduce: reduction_op must be one of {tuple(_REDUCTIONS)}, got {name!r}"
+            f"multimem_load_reduce: reduction_op must be one of {tuple(REDUCTIONS)}, got {name!r}"
         )
     is_integer = np.dtype(aval.dtype).kind in "iub"
 

@@ -25,7 +25,7 @@ import numpy as np
 from . import report
 from .clocks import Components, Knowledge, covers
 from .engines import Engine
-from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
+from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError, cannot_run
 from .memory import Buffer, poison
 from .races import RaceDetector, Shadow
 from .scheduler import make_scheduler
@@ -237,6 +237,10 @@ class World:
             self._check_end()
         except EmulationError as error:
             self.fail(error, thread)
+            return False
+        except Exception as reason:  # what the emulator lacks, or a mistake of its own
+            self.fail(cannot_run(reason), thread)
+            self.errors[-1].__cause__ = reason
             return False
         finally:
             self._let_go()

@@ -10,7 +10,7 @@ import jax
 from . import clusters
 from .data import predicate_of
 from .device_ids import multicast_devices
-from .engines import Landing
+from .engines import REDUCTIONS, Landing
 from .errors import ProtocolError
 from .program import Decoder, handles
 
@@ -116,6 +116,8 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     src_path = d.path(d.unflatten(p["src_transforms_treedef"], leaves[:n]))
     dst_path = d.path(d.unflatten(p["dst_transforms_treedef"], leaves[n:]), clip=True, multicast=True)
     reduction, commit = p["reduction_op"], p["commit_group"]
+    if reduction not in (None, *REDUCTIONS):
+        raise NotImplementedError(f"the TMA reduction {reduction!r} is not emulated: {tuple(REDUCTIONS)} are")
 
     def run(thread: Any) -> None:
         env = thread.env

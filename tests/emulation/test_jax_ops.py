@@ -1,7 +1,8 @@
 """JAX's own Mosaic GPU kernels (`jax.experimental.pallas.ops.gpu`) run unpatched: right numbers, and the known reports.
 
-docs/EMULATION.md ("JAX's own kernels") has a table of the same results. A run without `reports` must be free of reports.
-The pipelines have more steps than stages, so that they refill their shared memory, except where a test says otherwise.
+docs/EMULATION.md ("JAX's own kernels") has a table of the same results. A run without `reports` must be free of
+reports. The pipelines have more steps than stages, so that they refill their shared memory, except where a test says
+otherwise.
 """
 
 import contextlib
