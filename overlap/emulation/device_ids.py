@@ -55,8 +55,8 @@ def logical_device(thread: Thread, device_id: Any, id_type: Any, env: list) -> i
         parts = [value(x) for x in (device_id if isinstance(device_id, (tuple, list)) else (device_id,))]
         if len(parts) != len(sizes):
             raise ProtocolError(
-                f"a device id with {len(parts)} coordinates for the mesh {sizes}. Expected: one per axis, or a dict from "
-                "axes to coordinates"
+                f"a device id with {len(parts)} coordinates for the mesh {sizes}. Expected: one per axis, or a dict "
+                "from axes to coordinates"
             )
     logical = 0
     for part, (axis, size) in zip(parts, sizes.items()):
