@@ -26,8 +26,8 @@ def core_count_of_devices() -> Iterator[None]:
     """While active, `device.core_count` of a CPU device is what `core_count()` returns.
 
     `emulate` does this by itself. Only kernels that run without it, after `enable()`, need this context, and only if
-    they ask the device: a CPU device has no such attribute. Devices of other platforms answer as before. Contexts may be
-    nested.
+    they ask the device: a CPU device has no such attribute. Devices of other platforms answer as before. Contexts
+    may be nested.
 
     Example:
         >>> from overlap import emulation
