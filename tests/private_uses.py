@@ -2,7 +2,8 @@
 
 Private: a name of jax that begins with an underscore or lies in a module that does; everything in `jaxlib`; and the
 undocumented modules `jax.experimental.mosaic.gpu` and `jax.experimental.pallas.ops`. Seen: imports, attributes of what
-was imported, and names in strings that are given to `private`, `replace`, `setattr` and their like.
+was imported, and names in strings that are given to `private`, `replace`, `setattr`, `import_module` and their like. If
+`import_module` is given an f-string, the package is counted that its constant beginning names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _UNDOCUMENTED = ("jax.experimental.mosaic.gpu", "jax.experimental.pallas.ops", "
 # Functions with a module (or an object) and a name in it, the latter as a string.
 _BY_MODULE, _BY_OBJECT = ("private", "replace"), ("setattr", "getattr", "delattr", "hasattr")
 _IMPORTERS = ("import_module", "importorskip")
+_MODULE_TABLES = ("setitem", "delitem")  # of pytest's monkeypatch, on `sys.modules`
 # A file without any of these uses no private name, and need not be parsed.
 _CANDIDATE = re.compile(
     r"jax\._src|mosaic\.gpu|mosaic import gpu|pallas\.ops|jaxlib|(?<!self)(?<!cls)\._[a-z]|[\"']_[a-z]"
@@ -29,6 +31,15 @@ def is_private(name: str) -> bool:
     parts = name.split(".")
     hidden = any(part.startswith("_") and not part.startswith("__") for part in parts)
     return parts[0] in ("jax", "jaxlib") and (hidden or any(name.startswith(f"{m}.") for m in _UNDOCUMENTED))
+
+
+def _beginning(argument: ast.expr) -> str | None:
+    """A string, or the package that an f-string such as f"a.b.{name}" begins with: a.b."""
+    if isinstance(argument, ast.JoinedStr):
+        first = argument.values[0] if argument.values else None
+        text = _beginning(first) if isinstance(first, ast.Constant) else None
+        return text.rpartition(".")[0] if text else None
+    return argument.value if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else None
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -62,8 +73,10 @@ def _names(tree: ast.AST) -> Iterator[str]:
                 yield f"{texts[0]}.{texts[1]}"
             elif called in _BY_OBJECT and len(texts) > 1 and texts[1] and (base := full(node.args[0])):
                 yield f"{base}.{texts[1]}"
-            elif called in _IMPORTERS and texts and texts[0]:
-                yield texts[0]
+            elif called in _IMPORTERS and node.args and (name := _beginning(node.args[0])):
+                yield name
+            elif called in _MODULE_TABLES and len(texts) > 1 and texts[1]:
+                yield texts[1]
 
 
 def used(repository: pathlib.Path) -> dict[str, set[str]]:

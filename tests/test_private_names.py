@@ -52,11 +52,12 @@ def test_each_name_exists(table):
 
 
 def test_only_compat_imports_what_is_hidden(uses):
-    """Elsewhere in the library, undocumented names alone."""
+    """Elsewhere in the library, undocumented names alone, but for one: the emulator imports nothing of the library."""
     for name, places in uses.items():
         hidden = any(part.startswith("_") for part in name.split("."))
         outside = {place for place in places if place.startswith("overlap") and place != "overlap/_compat"}
-        assert not hidden or not outside, (name, outside)
+        allowed = {"overlap/emulation"} if name == "jax.interpreters.mlir._lowerings" else set()
+        assert not hidden or outside <= allowed, (name, outside)
 
 
 def test_the_scan_sees_every_way_to_use_a_name():
@@ -69,6 +70,8 @@ c.Thing.part()
 private("jax._src.a", "b.c")
 monkeypatch.setattr(utils, "old", 1)
 pytest.importorskip("jaxlib.client")
+importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
+monkeypatch.setitem(sys.modules, "jax._src.b", None)
 jax.numpy.zeros, jax.__version__, jax.sharding.Mesh._hidden
 """
     found = {name for name in private_uses._names(ast.parse(text)) if private_uses.is_private(name)}
@@ -76,4 +79,5 @@ jax.numpy.zeros, jax.__version__, jax.sharding.Mesh._hidden
     assert found == {
         "jax._src.core", "jax._src.core.Thing", "jax._src.core.Thing.part", "jax._src.a.b.c", utils,
         f"{utils}.inline_ptx", f"{utils}.old", "jaxlib.client", "jax.sharding.Mesh._hidden",
+        "jax.experimental.pallas.ops.gpu", "jax._src.b",
     }  # fmt: skip

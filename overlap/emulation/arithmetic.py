@@ -181,7 +181,7 @@ _ARRAY: dict[str, Callable[..., Any]] = {
     "reduce_prod": _reduce(np.prod), "reduce_and": _reduce(np.all), "reduce_or": _reduce(np.any),
     "mosaic_gpu_reduce_sum": _reduce(np.sum), "mosaic_gpu_reduce_max": _reduce(np.max),
     "mosaic_gpu_reduce_min": _reduce(np.min), "mosaic_gpu_reduce_prod": _reduce(np.prod),
-    "dot_general": _dot_general,
+    "dot_general": _dot_general, "mma": lambda acc, a, b: acc + a.astype(acc.dtype) @ b.astype(acc.dtype),
 }  # fmt: skip
 _ARRAY["broadcasted_iota"] = _ARRAY["iota"]
 
@@ -212,12 +212,20 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # ---- equations -------------------------------------------------------------------------------------------------------
 
 
+def is_known(eqn: Any) -> bool:
+    """Whether an equation that jax gives effects, such as the use of a mesh axis, has none in one device's kernel."""
+    return eqn.primitive.name in _ARRAY or eqn.primitive.name in _IDENTITY
+
+
 def _through_jax(eqn: Any) -> Callable[..., Any]:
     primitive, params = eqn.primitive, eqn.params
     compiled = jax.jit(lambda *args: primitive.bind(*args, **params))
 
     def run(*args: Any) -> Any:
-        out = compiled(*args)
+        try:
+            out = compiled(*args)
+        except NotImplementedError as reason:  # jax has no rule for it on the CPU
+            raise NotImplementedError(f"the primitive {primitive.name} is not emulated") from reason
         return [np.asarray(x) for x in out] if primitive.multiple_results else np.asarray(out)
 
     return run

@@ -173,7 +173,8 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     meshes = eqn.params.get("meshes") or (eqn.params["mesh"],)
     jaxprs = eqn.params.get("jaxprs") or (eqn.params["jaxpr"],)
     if len(meshes) != 1 or type(meshes[0]).__name__ != "WarpMesh":
-        raise NotImplementedError(f"inside a kernel only a map over warps is emulated, got {meshes}")
+        kinds = [type(mesh).__name__ for mesh in meshes]
+        raise NotImplementedError(f"inside a kernel only a map over warps is emulated, got a map over {kinds}")
     ((axis, warps),) = meshes[0].shape.items()
     meeting = d.new()
     after = [0]

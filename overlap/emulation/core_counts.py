@@ -26,8 +26,8 @@ def core_count_of_devices() -> Iterator[None]:
     """While active, `device.core_count` of a CPU device is what `core_count()` returns.
 
     `emulate` does this by itself. Only kernels that run without it, after `enable()`, need this context, and only if
-    they ask the device: a CPU device has no such attribute. Devices of other platforms answer as ever. Contexts may be
-    nested.
+    they ask the device: a CPU device has no such attribute. Devices of other platforms answer as before. Contexts
+    may be nested.
 
     Example:
         >>> from overlap import emulation
@@ -37,16 +37,15 @@ def core_count_of_devices() -> Iterator[None]:
         4
     """
     global _active
-    # A class of jaxlib that all devices share: changed while a context is active, and no longer.
-    kind = type(jax.local_devices()[0])
     with _lock:
         _active += 1
         if _active == 1:
-            setattr(kind, "core_count", property(_core_count_of))  # noqa: B010
+            # All devices share this class: it is changed while a context is active, and no longer.
+            setattr(jax.Device, "core_count", property(_core_count_of))  # noqa: B010
     try:
         yield
     finally:
         with _lock:
             _active -= 1
             if not _active:
-                delattr(kind, "core_count")
+                delattr(jax.Device, "core_count")

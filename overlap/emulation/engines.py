@@ -22,7 +22,7 @@ from .simulation import Simulation
 from .sync import MBarrier
 
 _EARLY = 0.25  # the chance, per step, that some operation completes in random mode
-_REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor,
 }  # fmt: skip
@@ -258,10 +258,7 @@ class Engine:
             op.dst.write(op.value)
             return
         old = op.dst.read()
-        function = _REDUCTIONS.get(op.reduction)
-        if function is None:
-            raise NotImplementedError(f"the TMA reduction {op.reduction!r} is not emulated")
-        op.dst.write(function(old, np.asarray(op.value).reshape(old.shape)).astype(old.dtype))
+        op.dst.write(REDUCTIONS[op.reduction](old, np.asarray(op.value).reshape(old.shape)).astype(old.dtype))
 
     # ---- stores ------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,15 @@ class EmulationError(RuntimeError):
     """A fault of an emulated kernel. The message names device, CTA, thread, memory and source line."""
 
 
+def cannot_run(reason: BaseException) -> EmulationError:
+    """What a user is told about an exception that is none of the faults below."""
+    if isinstance(reason, NotImplementedError):
+        return EmulationError(f"the emulator cannot run this: {reason}")
+    return EmulationError(
+        f"the emulator failed, which is most likely a mistake of its own: {type(reason).__name__}: {reason}"
+    )
+
+
 class RaceError(EmulationError):
     """Nothing orders two accesses to the same memory, of which at least one is a write.
 
@@ -20,6 +29,13 @@ class RaceError(EmulationError):
     def __init__(self, message: str, kind: str = "data"):
         super().__init__(message)
         self.kind = kind
+
+
+class NotEmulatedError(NotImplementedError):
+    """A kernel uses something that the emulator does not have. The message names the kernel's source line.
+
+    Raised when the kernel is compiled, before it runs. docs/EMULATION.md lists what is not emulated.
+    """
 
 
 class DeadlockError(EmulationError):

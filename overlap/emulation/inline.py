@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 
 from . import ptx, ptx_meaning, ptx_memory
 from .machine import Thread
-from .program import Decoder, Instruction, Program, handles
+from .program import Decoder, Program, handles
 from .references import RefPath
 from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 
@@ -81,8 +81,7 @@ def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     except (Unreadable, ptx.PtxError) as reason:
         function = p["mgpu_fn"]
         name = getattr(function, "__qualname__", str(function))
-        where = Instruction(0, "inline code", eqn).source
-        raise NotImplementedError(f"{where}: the function {name} cannot be emulated: {reason}") from reason
+        raise NotImplementedError(f"the function {name} cannot be emulated: {reason}") from reason
 
 
 class _Reader:

@@ -6,6 +6,7 @@ one to arrive emulates the launch on all devices; then each callback returns the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -20,7 +21,8 @@ from jax.interpreters import mlir
 
 from . import interrupt, runs
 from .decode import decode
-from .errors import EmulationError
+from .errors import EmulationError, NotEmulatedError, cannot_run
+from .jax_rules import lower_by_jax
 from .memory import poison
 from .program import Program
 from .sequence import Launch, World
@@ -58,7 +60,8 @@ def enable() -> None:
     global _enabled
     with _enable_lock:
         if not _enabled:
-            mlir.register_lowering(_kernel_primitive(), _lower, platform="cpu")
+            primitive = _kernel_primitive()
+            mlir.register_lowering(primitive, functools.partial(_lower, primitive), platform="cpu")
             _enabled = True
     interrupt.install()  # At each call, since only the main thread can install it.
 
@@ -159,7 +162,7 @@ class _Launcher:
             errors = [] if silent else [EmulationError(f"kernel {self._name!r}: ended by Ctrl-C")]
             outputs = self._no_outputs()
         except BaseException as bug:
-            error = EmulationError(f"the emulator cannot run kernel {self._name!r}: {type(bug).__name__}: {bug}")
+            error = EmulationError(f"kernel {self._name!r}: {cannot_run(bug)}")
             error.__cause__ = bug
             errors = [error]
             outputs = self._no_outputs()
@@ -176,8 +179,10 @@ class _Launcher:
 _names = itertools.count()
 
 
-def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
-    """Lowers one kernel for CPU devices to a callback per device."""
+def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
+    """Lowers one kernel for CPU devices to a callback per device; one that asks for JAX's interpreter as jax does."""
+    if params.get("interpret"):
+        return lower_by_jax(primitive, ctx, *args, **params)
     name = params.get("name") or f"kernel {next(_names)}"
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
@@ -189,7 +194,13 @@ def _lower(ctx: Any, *args: Any, **params: Any) -> Any:
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
     count = int(np.prod(list(axes.values()), dtype=int))
     ids = range(count) if mesh is None else (device.id for device in devices)
-    program = decode(params, ctx.avals_in, tuple(ids))
+    try:
+        program = decode(params, ctx.avals_in, tuple(ids))
+    except NotImplementedError as reason:
+        raise NotEmulatedError(f"kernel {name!r}: {reason}") from reason
+    if 0 in program.grid:
+        sizes = dict(zip(program.axis_names, program.grid))
+        raise ValueError(f"kernel {name!r}: a grid of no CTAs, got {sizes} (a cluster needs as many `cores` as CTAs)")
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 

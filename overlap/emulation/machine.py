@@ -127,7 +127,7 @@ class Thread:
         if buffer.space in ("smem", "tmem") and buffer.cta is not self.cta:
             buffer.cta.note_use(self, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != self.device:
-            what = f"uses {access.view}"
+            what = f"uses {buffer.name}{access.view.text}"
             self.machine.check_present(self, buffer.device, what, asynchronous=access.asynchronous)
             self.machine.remote_uses[buffer.device][access.component] = access
 

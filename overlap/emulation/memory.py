@@ -11,9 +11,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .errors import ProtocolError
 from .shadow import Region, Shadow, region_of
 
 _serials = itertools.count()
+_NOT_OF_ALL_DEVICES = (
+    "{} is this CTA's own memory, which other devices cannot reach. Expected: an operand or result of the kernel, or "
+    "memory of pl.get_global"
+)
 
 
 def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -65,7 +70,7 @@ class Buffer:
 
     def on(self, device: int) -> Buffer:
         if self.peers is None:
-            raise KeyError(self.name)
+            raise ProtocolError(_NOT_OF_ALL_DEVICES.format(self.name))
         return self.peers[device]
 
 
@@ -91,7 +96,7 @@ class Cells:
 
     def on(self, device: int) -> Cells:
         if self.peers is None:
-            raise KeyError(self.name)
+            raise ProtocolError(_NOT_OF_ALL_DEVICES.format(self.name))
         return self.peers[device]
 
 

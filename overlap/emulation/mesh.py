@@ -39,8 +39,8 @@ class Mesh:
         names = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
         if set(names) != set(self.shape):
             raise ProtocolError(
-                f"a multicast over the axes {names} in a mesh with the axes {tuple(self.shape)}: NVLink multicast "
-                "reaches all devices of the mesh. Expected: collective_axes names all axes of the mesh"
+                f"a multicast over the axes {names} in the mesh {self.shape}: NVLink multicast reaches all devices of "
+                "a mesh. Expected: collective_axes names all axes of the mesh, and no others"
             )
         return self.devices
 
@@ -57,6 +57,10 @@ class Mesh:
         sizes = self.shape
         if device_id is None:
             return own
+        if not sizes and getattr(id_type, "name", "MESH") != "LOGICAL":
+            raise ProtocolError(
+                "a device id in a kernel outside jax.shard_map, which runs on one device and has no mesh"
+            )
         if isinstance(device_id, dict):
             place = dict(zip(sizes, self.place(own)))
             for names, x in device_id.items():
@@ -64,27 +68,27 @@ class Mesh:
                 for axis in reversed(names if isinstance(names, tuple) else (names,)):
                     if axis not in sizes:
                         raise ProtocolError(
-                            f"the device id {device_id} names {axis!r}, which is no axis of the mesh {sizes}"
+                            f"a device id names the axis {axis!r}, which the mesh {sizes} does not have"
                         )
                     index, place[axis] = divmod(index, sizes[axis]) if isinstance(names, tuple) else (0, index)
             parts = list(place.values())
         elif getattr(id_type, "name", "MESH") == "LOGICAL":
             logical = value(device_id)
             if not 0 <= logical < len(self.coordinates):
-                raise ProtocolError(f"device id {logical} is out of range for {len(self.coordinates)} devices")
+                raise ProtocolError(
+                    f"the logical device id {logical} is out of range for a mesh of {len(self.coordinates)} devices"
+                )
             return self.devices[logical]
         else:
             parts = [value(x) for x in (device_id if isinstance(device_id, (tuple, list)) else (device_id,))]
             if len(parts) != len(sizes):
                 raise ProtocolError(
-                    f"{len(parts)} device coordinates for a mesh of {len(sizes)} axes {sizes}: give one per axis, a "
-                    "dict, or device_id_type=LOGICAL"
+                    f"a device id with {len(parts)} coordinates for the mesh {sizes}. Expected: one per axis, or a "
+                    "dict from axes to coordinates"
                 )
         logical = 0
         for part, (axis, size) in zip(parts, sizes.items()):
             if not 0 <= part < size:
-                raise ProtocolError(
-                    f"device coordinate {part} is out of range for the mesh axis {axis!r} of size {size}"
-                )
+                raise ProtocolError(f"the device id {part} is out of range for the mesh axis {axis!r} of size {size}")
             logical = logical * size + part
         return self.devices[logical]

@@ -1,8 +1,9 @@
 """NVLink multicast (`multimem`): one access that reaches the same memory of all devices of a mesh.
 
-On the hardware the switch of NVLink does this, at an address that stands for the memory of all devices. Here the access is
-made to each device's own buffer, as an ordinary (generic) access of the thread: the same rules for races, for peers that
-have not begun or have left, and for memory that nobody has written. The signal of all devices is a signal to each.
+On the hardware the switch of NVLink does this, at an address that stands for the memory of all devices. Here the access
+is made to each device's own buffer, as an ordinary (generic) access of the thread. So the usual rules hold for races,
+for peers that have not begun or have left, and for memory that nobody has written. A signal to all devices is a signal
+to each.
 """
 
 from __future__ import annotations
@@ -12,24 +13,14 @@ from typing import Any
 import numpy as np
 
 from . import arithmetic
-from .errors import ProtocolError
+from .engines import REDUCTIONS
+from .machine import Thread
 from .program import Decoder, handles
 from .signals import signal_device
 
-_REDUCTIONS = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 
-
-def _views(thread: Any, path: Any, buffer: Any, axes: Any) -> list[Any]:
+def _views(thread: Thread, path: Any, buffer: Any, axes: Any) -> list[Any]:
     """What the reference denotes on each device."""
-    if buffer.peers is None:
-        raise ProtocolError(f"multimem needs memory that all devices have (operands, results), got {buffer.name}")
     return [path.resolve(thread, buffer.on(device)) for device in thread.machine.mesh.multicast_devices(axes)]
 
 
@@ -39,7 +30,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     tree, axes = eqn.params["transforms_tree"], eqn.params["collective_axes"]
     path = d.path(() if tree is None else d.unflatten(tree, leaves))
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         new = np.asarray(thread.env[value])
         for view in _views(thread, path, thread.env[ref], axes):
             thread.access(view, "multimem store", write=True)
@@ -55,14 +46,14 @@ def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     tree, axes, name = eqn.params["tree"], eqn.params["collective_axes"], eqn.params["reduction_op"]
     path = d.path(() if tree is None else d.unflatten(tree, leaves))
     out, aval = d.new(), eqn.outvars[0].aval
-    function, plain = _REDUCTIONS.get(name), arithmetic.is_plain(aval)
+    function, plain = REDUCTIONS.get(name), arithmetic.is_plain(aval)
     if function is None:
         raise NotImplementedError(
-            f"multimem_load_reduce with reduction_op={name!r}: expected one of {tuple(_REDUCTIONS)}"
+            f"multimem_load_reduce: reduction_op must be one of {tuple(REDUCTIONS)}, got {name!r}"
         )
     is_integer = np.dtype(aval.dtype).kind in "iub"
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         # The switch adds in f32 what has fewer bits, in an order that nobody knows: here in that of the devices.
         total = None
         for view in _views(thread, path, thread.env[ref], axes):
@@ -84,7 +75,7 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     if not isinstance(amount, int):
         raise NotImplementedError("the value of semaphore_signal_multicast must be a constant, as Mosaic GPU needs it")
 
-    def run(thread: Any) -> None:
+    def run(thread: Thread) -> None:
         for device in thread.machine.mesh.multicast_devices(axes):
             signal_device(thread, thread.env[ref].on(device), path, amount, "sys")
         thread.tick()

@@ -18,6 +18,7 @@ from jax.extend import source_info_util
 
 from . import arithmetic
 from .environment import Entry, value_of
+from .errors import NotEmulatedError
 from .references import RefPath
 
 Function = Callable[[Any], Any]
@@ -154,8 +155,8 @@ class Decoder:
         path = RefPath(transforms, clip)
         if path.multicast is not None and not multicast:
             raise NotImplementedError(
-                "a multicast_ref is only emulated where Mosaic GPU compiles it: as the target of copy_smem_to_gmem. For "
-                "other accesses to all devices there are multimem_store and multimem_load_reduce"
+                "a multicast_ref can only be the target of copy_smem_to_gmem, as on the GPU. Expected: that, or "
+                "multimem_store or multimem_load_reduce"
             )
         self.program.paths.append(path)
         return path
@@ -236,13 +237,20 @@ class Decoder:
         ins = [self.read(v) for v in eqn.invars]
         name = eqn.primitive.name.removesuffix("_p") if eqn.primitive.name != "copy_p" else "copy"
         handler = _HANDLERS.get(name)
-        outs = handler(self, eqn, ins) if handler is not None else self._compute(eqn, ins)
+        try:
+            outs = handler(self, eqn, ins) if handler is not None else self._compute(eqn, ins)
+        except NotEmulatedError:  # of an equation inside this one
+            raise
+        except NotImplementedError as reason:
+            raise NotEmulatedError(f"at {Instruction(0, name, eqn).source}: {reason}") from reason
         self.scope.update(zip(eqn.outvars, outs or ()))
 
     def _compute(self, eqn: Any, ins: list[int]) -> list[int]:
         """An equation without side effects."""
-        if any(type(e).__name__ not in ("NamedAxisEffect",) for e in eqn.effects):
-            raise NotImplementedError(f"the primitive {eqn.primitive.name} is not emulated ({eqn.effects})")
+        if eqn.effects and not arithmetic.is_known(eqn):
+            raise NotImplementedError(
+                f"the primitive {eqn.primitive.name} is not emulated (docs/EMULATION.md lists what is not)"
+            )
         function, multiple = arithmetic.implementation(eqn)
         outs = [self.new() for _ in eqn.outvars]
         if multiple:

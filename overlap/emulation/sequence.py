@@ -22,7 +22,7 @@ from . import deadlock, report
 from .clocks import Knowledge
 from .devices import Device
 from .engines import Engine
-from .errors import DeadlockError, EmulationError, ProtocolError, StepLimitError
+from .errors import DeadlockError, EmulationError, ProtocolError, StepLimitError, cannot_run
 from .machine import Machine, Thread
 from .memory import Buffer, poison
 from .mesh import Mesh
@@ -221,6 +221,10 @@ class World:
             self._check_end()
         except EmulationError as error:
             simulation.fail(error, thread)
+            return False
+        except Exception as reason:  # what the emulator lacks, or a mistake of its own
+            simulation.fail(cannot_run(reason), thread)
+            simulation.errors[-1].__cause__ = reason
             return False
         finally:
             self._let_go()

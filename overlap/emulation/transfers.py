@@ -9,7 +9,7 @@ import jax
 
 from . import clusters, multicast
 from .clusters import Cta
-from .engines import Landing
+from .engines import REDUCTIONS, Landing
 from .errors import ProtocolError
 from .machine import Thread
 from .memory import View
@@ -127,6 +127,8 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     src_path = d.path(d.unflatten(p["src_transforms_treedef"], leaves[:n]))
     dst_path = d.path(d.unflatten(p["dst_transforms_treedef"], leaves[n:]), clip=True, multicast=True)
     reduction, commit = p["reduction_op"], p["commit_group"]
+    if reduction not in (None, *REDUCTIONS):
+        raise NotImplementedError(f"the TMA reduction {reduction!r} is not emulated: {tuple(REDUCTIONS)} are")
 
     def run(thread: Thread) -> None:
         env = thread.env

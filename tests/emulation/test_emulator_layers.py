@@ -11,8 +11,8 @@ PACKAGE = pathlib.Path(emulation.__file__).parent
 # From below. Modules of one layer do not import each other.
 LAYERS = {
     "foundations": (
-        *("arithmetic", "clocks", "cores", "environment", "errors", "interrupt", "ptx", "scheduler", "shadow"),
-        "tensor_views",
+        *("arithmetic", "clocks", "cores", "environment", "errors", "interrupt", "jax_rules", "ptx", "scheduler"),
+        *("shadow", "tensor_views"),
     ),
     # Memory, words and barriers, the mesh, and what a user sets.
     "objects": ("memory", "mesh", "sync", "settings", "core_counts"),

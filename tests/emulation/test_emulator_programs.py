@@ -96,7 +96,7 @@ def test_wrong_device_ids():
 
         return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((32,), jnp.int32))
 
-    for device_id, message in [(1, "1 device coordinates for a mesh of 2 axes"), ((0, 2), "out of range")]:
+    for device_id, message in [(1, "a device id with 1 coordinates for the mesh"), ((0, 2), "out of range")]:
         with pytest.raises(ProtocolError, match=message), emulate():
             cases.sharded(kernel(device_id), mesh, (), P(("a", "b")))()
 

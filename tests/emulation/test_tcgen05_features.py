@@ -1,4 +1,4 @@
-"""Tensor memory, the types of products, scales, dynamic scheduling, and JAX's own kernels and interpreter."""
+"""Tensor memory, the types of products, scales, and dynamic scheduling."""
 
 import jax
 import jax.numpy as jnp
@@ -261,21 +261,3 @@ def test_waiting_clusters_are_taken_over(ctas, completion):
     if ctas > 1:  # Then both ask, and each gets two answers.
         with pytest.raises(EmulationError):
             run_kernel(lambda *refs: body(*refs, passes=False), settings={"completion": completion}, **kwargs)
-
-
-# ---- JAX's interpreter ------------------------------------------------------------------------------------------------
-
-
-def test_agrees_with_the_interpreter_of_jax():
-    x, y = normal(128, 64, dtype=np.float16), normal(64, 64, dtype=np.float16, seed=1)
-    kernels = [
-        tensor_kernels.operand_in_tensor_memory(128, 64, 64, np.float16),
-        tensor_kernels.operand_in_tensor_memory(128, 64, 64, np.float16, by_copy=True),
-        tensor_kernels.single_product,
-    ]
-    for kernel in kernels:
-        with emulate():
-            emulated = np.asarray(jax.jit(kernel)(x, y))
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-            interpreted = np.asarray(jax.jit(lambda x, y, kernel=kernel: kernel(x, y))(x, y))
-        np.testing.assert_allclose(emulated, interpreted, rtol=1e-5, atol=1e-5)
