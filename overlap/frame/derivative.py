@@ -67,7 +67,7 @@ def derivative(
 
 
 def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -> Results:
-    """The tangents of the operation as XLA computes it. Reverse mode transposes them by XLA as well."""
+    """The tangents of the operation, by XLA. Reverse mode transposes this computation, so it runs by XLA as well."""
     leaves, structure = jax.tree.flatten(operands)
     directions = structure.flatten_up_to(tangents)
     moved = {i: x for i, x in enumerate(directions) if not isinstance(x, ad.Zero)}

@@ -146,6 +146,6 @@ class OutputProjection(RowParallelLinear):
 
 
 def _check_heads(layer: str, options: Mapping[str, Any], what: str, heads: int, further: str = "") -> None:
-    """Raises ValueError if the devices do not divide the heads; `further`: another way out, for the message."""
+    """Raises ValueError if the devices do not divide the heads; `further`: another remedy to name in the message."""
     parallel = Parallel(name=layer, **{key: options[key] for key in Options.__annotations__ if key in options})
     parallel.divides(what, heads, parallel.axis, _HEADS + further)
