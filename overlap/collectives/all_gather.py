@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -160,7 +161,7 @@ class AllGather(Operation):
             d_lhs = cotangents.lhs + part_of(d_kept.astype(jnp.float32), axes)
             cotangents = dataclasses.replace(cotangents, lhs=d_lhs)
 
-        def as_sent(x: Any, dtype: Any) -> Any:
+        def as_sent(x: jax.Array | None, dtype: Any) -> jax.Array | None:
             # Cotangents that are summed over devices travel in the dtype of the result. 8 bits would be too few.
             return None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
 
@@ -206,7 +207,7 @@ class AllGather(Operation):
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
         return backward(scatter, g, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
-    def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Any) -> Operands:
+    def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Any, int], Any]) -> Operands:
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""
         if self.along == "m":
             rows, own = -1 if layouts.transpose_lhs else -2, operands.row_scale

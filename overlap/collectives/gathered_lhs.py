@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, Tile
@@ -36,7 +36,7 @@ from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Transport, *, keeps_own: bool) -> Any:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Transport, *, keeps_own: bool) -> Results:
     """Runs the kernel on checked operands.
 
     Args:
@@ -215,7 +215,7 @@ class _Body:
         first_row = (shard * schedule.batch_size + tile.batch) * schedule.padded_rows(config)
         first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
 
-        def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
+        def row_scales(rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
             def broadcast(vector_gmem: GmemRef) -> jax.Array:
                 where = pl.ds(first_row + rows.start, rows.size)
                 return mainloop.broadcast_vector(vector_gmem, where, shape, 1 if config.swap_operands else 0)

@@ -36,7 +36,7 @@ from overlap.collectives import communicator
 from overlap.collectives.all_gather import folded
 from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.joined_schedule import JoinedSchedule
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.kernels import epilogue
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import Epilogue, Hooks, OneOf, Tile
@@ -49,7 +49,7 @@ from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 NAME = "all_gather_lhs_matmul_joined"
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_gathered: bool) -> Any:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_gathered: bool) -> Results:
     """Runs the kernel on checked operands.
 
     Args:
@@ -144,7 +144,7 @@ class _Body:
         (flags, *rest), schedule, group = refs.flags, self.schedule, self.group
         me = group.me()
 
-        def destination(step: Index, rows: Any, columns: Any) -> GmemRef:
+        def destination(step: Index, rows: pl.Slice, columns: pl.Slice) -> GmemRef:
             return scratch_gmem.at[pl.ds(schedule.row(me, step, rows.start), rows.size), columns]
 
         def landed(step: Index, row: Index, column: Index) -> None:
@@ -183,7 +183,7 @@ class _Body:
         (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
         mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
 
-        def row_scales(rows: Any, shape: tuple[int, ...]) -> jax.Array:
+        def row_scales(rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
             # The scales have landed if the rows have. Below the last row nothing is stored, so the scales of the last
             # rows serve there.
             start = smaller(rows.start, schedule.read_rows - rows.size)

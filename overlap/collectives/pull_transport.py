@@ -97,11 +97,11 @@ class _Places:
         batch, row = self.shards.schedule.batch_of_row(row)
         return (step, batch), row, column
 
-    def _at_peer(self, shard: tuple[Index, Index], *place: Any) -> GmemRef:
+    def _at_peer(self, shard: tuple[Index, Index], *place: pl.Slice) -> GmemRef:
         (step, batch), shards = shard, self.shards
         return shards.within(shards.group.remote_ref(shards.lhs_gmem, shards.group.peer(step)), batch, *place)
 
-    def _destination(self, shard: tuple[Index, Index], *place: Any) -> GmemRef:
+    def _destination(self, shard: tuple[Index, Index], *place: pl.Slice) -> GmemRef:
         (step, batch), shards = shard, self.shards
         return shards.within(shards.scratch_gmem, batch, shards.schedule.scratch_index(self.me, step), *place)
 

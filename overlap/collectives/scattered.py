@@ -320,7 +320,7 @@ class _Body:
                 lambda: semaphore_signal_peer(arrived_there, group, receiver(step))
             )
 
-        def within(ref: GmemRef, step: Index, rows: Any, columns: Any) -> GmemRef:
+        def within(ref: GmemRef, step: Index, rows: pl.Slice, columns: pl.Slice) -> GmemRef:
             box, first = schedule.box_of_row(rows.start)
             return ref.at[step, box, pl.ds(first, rows.size), columns]
 
@@ -354,7 +354,7 @@ class _Body:
         stored, (out_gmem, *_), (_, results_gmem) = self.refs.flags[0], self.refs.outputs, self._landing
         group, last = self.group, self.schedule.last_step
 
-        def send(of: tuple[Index, Index], rows: Any, columns: Any, strip_smem: SmemRef) -> None:
+        def send(of: tuple[Index, Index], rows: pl.Slice, columns: pl.Slice, strip_smem: SmemRef) -> None:
             # A row of a tile is contiguous in memory. So it can be sent to a peer that is chosen on the device.
             count, end = strips.rows_at(rows.start), columns.start + strips.cols
 
