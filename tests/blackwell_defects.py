@@ -1,4 +1,4 @@
-"""Defects of the Blackwell mainloop, each seeded by a patch: (defect, kernel that has it, words of the report).
+"""Defects of the Blackwell mainloop, each injected by a patch: (defect, kernel that has it, words of the report).
 
 Not among them: without `_Terms._await_all_threads` the emulator sees nothing, since a warpgroup is one thread there.
 """

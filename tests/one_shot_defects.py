@@ -1,4 +1,4 @@
-"""Defects of `matmul_all_reduce` for few rows, each seeded by a patch. More that it can have: `scatter_defects.py`."""
+"""Defects of `matmul_all_reduce` for few rows, each injected by a patch. More that it can have: `scatter_defects.py`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Defects of warpgroups that take turns, each seeded by a patch: (program, words of the report, defect).
+"""Defects of warpgroups that take turns, each injected by a patch: (program, words of the report, defect).
 
 The programs are those of `test_pingpong.py`. Most defects are slips in the source of one function. HARMLESS are changes
 that do no harm, with the reason.
@@ -45,7 +45,7 @@ def of_the_other_part(worker, rank, part):
 
 
 # fmt: off
-SEEDED = {
+INJECTED = {
     # Barriers of the stages.
     "one full barrier for both": ("one", "buffers.lhs", full_at({"self.taking_turns == 1": "True"})),
     "wait at the other's barrier": ("one", "buffers.lhs", accumulate({FULL: ONE_FULL})),

@@ -1,4 +1,4 @@
-"""Defects of the protocol of `matmul_reduce_scatter`, each seeded by a patch: for `test_scatter_protocol.py`."""
+"""Defects of the protocol of `matmul_reduce_scatter`, each injected by a patch: for `test_scatter_protocol.py`."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""Defects of how `matmul_all_reduce` sends what a device has summed up to all, each seeded by a patch.
+"""Defects of how `matmul_all_reduce` sends what a device has summed up to all, each injected by a patch.
 
 The rest is in `scatter_defects.py` (blocks) and `one_shot_defects.py` (few rows).
 """
@@ -19,23 +19,23 @@ from tests.handshake_cases import change_own_chunks, change_transfers
 NOTHING = lambda *_, **__: None  # noqa: E731
 
 
-# --- How they are seeded ----------------------------------------------------------------------------------------------
+# --- How they are injected --------------------------------------------------------------------------------------------
 
 
-def while_called(function, seed):
-    """The function; `seed(patch)` holds while it is traced."""
+def while_called(function, inject):
+    """The function; `inject(patch)` holds while it is traced."""
 
     def changed(*args, **kwargs):
         with pytest.MonkeyPatch.context() as inside:
-            seed(inside)
+            inject(inside)
             return function(*args, **kwargs)
 
     return changed
 
 
-def within(patch, owner, name, seed):
-    """`seed(patch)` holds while the function `name` of a class or module is traced."""
-    patch.setattr(owner, name, while_called(getattr(owner, name), seed))
+def within(patch, owner, name, inject):
+    """`inject(patch)` holds while the function `name` of a class or module is traced."""
+    patch.setattr(owner, name, while_called(getattr(owner, name), inject))
 
 
 def with_words(patch, module, name, **words):
@@ -67,8 +67,8 @@ def change_strips(patch, **changes):
 
 def while_copying(of, patch, name, word):
     """Another word of `copies` while chunks are copied, by `of`: those of results, or of parts."""
-    seed = lambda inside: inside.setattr(copies, name, word)  # noqa: E731
-    of(patch, lambda copy_chunks, *args, **kwargs: while_called(copy_chunks, seed)(*args, **kwargs))
+    inject = lambda inside: inside.setattr(copies, name, word)  # noqa: E731
+    of(patch, lambda copy_chunks, *args, **kwargs: while_called(copy_chunks, inject)(*args, **kwargs))
 
 
 # --- When strips are sent ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Defects of tiles that are computed transposed, each seeded by a patch: (program, words of the report, defect).
+"""Defects of tiles that are computed transposed, each injected by a patch: (program, words of the report, defect).
 
 The programs are those of `test_swap_protocol.py`. Most are slips in the source of one function. HARMLESS are changes
 that do no harm, with the reason.
@@ -52,7 +52,7 @@ def _untold(module):
 
 
 # Exceptions of jax about shapes count as well: such a kernel cannot be made.
-SEEDED = {
+INJECTED = {
     # What the tensor cores multiply.
     "operands not exchanged": (
         "one",

@@ -1,4 +1,4 @@
-"""The protocol of `matmul_all_reduce`, in both forms: clean under many schedules; each seeded defect is reported."""
+"""The protocol of `matmul_all_reduce`, in both forms: clean under many schedules; each injected defect is reported."""
 
 import functools
 

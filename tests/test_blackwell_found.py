@@ -1,4 +1,4 @@
-"""What a review of the Blackwell mainloop found: two defects of pairs, each with its program; and more seeded ones."""
+"""What a review of the Blackwell mainloop found: two defects of pairs, each with its program; and more injected ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_scales_of_gathered_rows_are_known_to_both_epilogues(joined, monkeypatch
     assert "is not ordered" in str(scaled(joined).report(cores=4))
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def slip(holder, name, changes, used_in=None):
@@ -119,7 +119,7 @@ LOAD = "pl.when(load_index + TERM_BUFFERS < self.loads)(lambda: self._load(load_
 issue = functools.partial(slip, blackwell, "_issue_k_step")
 WORK, NEXT = "        role(loop, buffers, tile, piece, *more)\n", "        return read("
 # fmt: off
-SEEDED = {
+INJECTED = {
     "tell after each product": ("pair", "missed phase", issue({MMA: COMMIT + MMA})),
     "begin by the tile's k": ("cut", "nobody has", issue({"k > 0": "piece.k_first + k > 0"})),
     "multiply all of a part": ("cut", "deadlock", slip(blackwell, "_multiply", {"piece.k_": "loop.work.k_"})),
@@ -142,8 +142,8 @@ SEEDED = {
 # fmt: on
 
 
-@pytest.mark.parametrize(("program", "words", "defect"), SEEDED.values(), ids=SEEDED)
-def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
+@pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
+def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
     """By the emulator, or by the numbers."""
     defect(monkeypatch)
     kernel, cores = PROGRAMS[program]()

@@ -191,7 +191,7 @@ def test_wrong_knobs_say_so(name, knobs, words):
         BY_NAME[name].matmul(jnp.zeros((512, 128), jnp.float16), jnp.zeros((128, 512), jnp.float16), **knobs)
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def run_broken(name: str, completion: Any = "late", seed: int = 0) -> None:

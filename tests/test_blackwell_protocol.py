@@ -27,7 +27,7 @@ def test_launches_in_a_row(name):
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_what_the_defects_are_seeded_in_is_clean(name):
+def test_kernels_are_clean_before_defects_are_injected(name):
     config, shape = PRODUCTS[name]
     kernel = blackwell_cases.launched(config, shape, config.cluster)
     for seed in range(12):

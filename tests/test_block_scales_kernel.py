@@ -1,4 +1,4 @@
-"""Scales of blocks in the Blackwell kernel: emulated and exact, with seeded defects; chosen; assembled."""
+"""Scales of blocks in the Blackwell kernel: emulated and exact, with injected defects; chosen; assembled."""
 
 import dataclasses
 import itertools
@@ -81,7 +81,7 @@ def test_drawn_shapes_and_schedules(seed, completion):
     Product(seed, *shape).check(2 * (1 + seed % 2), settings, config=drawn_config)
 
 
-# --- Defects, each seeded by a patch ----------------------------------------------------------------------------------
+# --- Defects, each injected by a patch --------------------------------------------------------------------------------
 
 
 def of_another_step(patch):

@@ -1,4 +1,4 @@
-"""Launches in a row without a barrier between them: clean, and each seeded defect of the handshakes is reported."""
+"""Launches in a row without a barrier between them: clean, and each injected defect of the handshakes is reported."""
 
 import pytest
 from jax import lax

@@ -1,4 +1,4 @@
-"""The kernel for few rows is clean under many schedules, and each seeded defect in its protocol is reported."""
+"""The kernel for few rows is clean under many schedules, and each injected defect in its protocol is reported."""
 
 import dataclasses
 import functools

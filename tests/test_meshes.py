@@ -160,7 +160,7 @@ def test_a_tuple_of_one_axis_is_that_axis():
     assert peer_group_of("op", ("x",), mesh) == peer_group_of("op", ["x"], mesh) == peer_group_of("op", "x", mesh)
 
 
-# ---- What the tests above would catch: seeded defects ----------------------------------------------------------------
+# ---- What the tests above would catch: injected defects --------------------------------------------------------------
 
 
 def take_ids_of_devices(patch, order):
@@ -222,7 +222,7 @@ def test_a_position_is_a_logical_id_on_one_axis_only(monkeypatch):
 @pytest.mark.parametrize(
     ("defect", "over"), [(count_in_the_order_of_the_mesh, ("b", "a")), (reach_into_the_first_ring, "b")]
 )
-def test_seeded_defects(defect, over, monkeypatch):
+def test_injected_defects(defect, over, monkeypatch):
     defect(monkeypatch)
     assert fails(layout(over, a=2, b=3))
 

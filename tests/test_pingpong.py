@@ -1,4 +1,4 @@
-"""Warpgroups that take turns (`Config.schedule`): exact results, clean protocols, and each seeded defect noticed."""
+"""Warpgroups that take turns (`Config.schedule`): exact results, clean protocols, and each injected defect noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from overlap.kernels.target import Target
 from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL
 from tests.blackwell_cases import B200
-from tests.pingpong_defects import HARMLESS, SEEDED
+from tests.pingpong_defects import HARMLESS, INJECTED
 from tests.product_cases import check_exactly, in_f32, integers, oracle_of, work_of
 from tests.protocol_cases import FEW, JOINED, ONE, PULL, SUMS, WEIGHTS, Kernel, of_rows, of_sums, of_weights
 
@@ -154,7 +154,7 @@ def test_one_shot_of_fewer_rows_than_a_block(config):
     of_sums("one shot", config, 2, block=(16, 136)).run(cores=2)
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int, addend: bool = False) -> Kernel:
@@ -196,8 +196,8 @@ def test_programs_without_defects_are_clean(program):
     run_some(kernel(), cores, 3)
 
 
-@pytest.mark.parametrize(("program", "words", "defect"), SEEDED.values(), ids=SEEDED)
-def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
+@pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
+def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
     """By the emulator, or by the numbers."""
     defect(monkeypatch)
     cores, kernel = PROGRAMS[program]

@@ -1,4 +1,4 @@
-"""The library's kernels are clean under many schedules, and each seeded defect in their protocol is reported."""
+"""The library's kernels are clean under many schedules, and each injected defect in their protocol is reported."""
 
 import dataclasses
 import functools

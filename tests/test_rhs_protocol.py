@@ -1,4 +1,4 @@
-"""The protocol of `all_gather_rhs_matmul`: clean under many schedules, and each seeded defect is reported."""
+"""The protocol of `all_gather_rhs_matmul`: clean under many schedules, and each injected defect is reported."""
 
 import dataclasses
 import functools

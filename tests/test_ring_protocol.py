@@ -1,4 +1,4 @@
-"""The transport "ring" is clean under many schedules, and each seeded defect in its protocol is reported."""
+"""The transport "ring" is clean under many schedules, and each injected defect in its protocol is reported."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ def test_who_waits_too_long_names_the_device_whose_rows_are_missing(monkeypatch)
     assert waited and set(waited) == {1}
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def signal_when_only_read(patch):

@@ -1,4 +1,4 @@
-"""The protocol of `matmul_reduce_scatter`: clean under many schedules, and each seeded defect is reported."""
+"""The protocol of `matmul_reduce_scatter`: clean under many schedules, and each injected defect is reported."""
 
 import functools
 

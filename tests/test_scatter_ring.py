@@ -1,4 +1,4 @@
-"""`matmul_reduce_scatter` by the transport "ring": its numbers, its protocol, and seeded defects of that."""
+"""`matmul_reduce_scatter` by the transport "ring": its numbers, its protocol, and injected defects of that."""
 
 import dataclasses
 import functools

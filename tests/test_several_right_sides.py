@@ -254,7 +254,7 @@ def test_gradients(form, implementation, devices):
     assert max(map(float, errors)) < limit, [float(error) for error in errors]
 
 
-# --- The order of tiles, and seeded defects ---------------------------------------------------------------------------
+# --- The order of tiles, and injected defects -------------------------------------------------------------------------
 
 
 SCHEDULES = list(itertools.product([1, 3], [1, 2, 3], [1, 2], [(200, 8), (64,), (264, 136, 72)]))

@@ -1,4 +1,4 @@
-"""Transposed tiles beyond single products: random ones, launches in a row, gradients, late peers, seeded defects."""
+"""Transposed tiles beyond single products: random ones, launches in a row, gradients, late peers, injected defects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL
 from tests.product_cases import check_exactly, in_f32, integers, oracle_of
 from tests.protocol_cases import FEW, JOINED, ONE, PULL, WEIGHTS, Kernel, of_rows, of_weights
-from tests.swap_defects import HARMLESS, SEEDED
+from tests.swap_defects import HARMLESS, INJECTED
 
 SWAPPED = overlap.Config(tile_m=72, tile_n=128, stages=2, swap_operands=True)
 TURNS = SWAPPED.replace(schedule="pingpong")
@@ -125,7 +125,7 @@ def test_whoever_is_late(name):
         kernel.run(cores=2, completion=completion, scheduler="pct", seed=seed)
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def launched(config: overlap.Config, shape: tuple[int, int, int], what: str = "", layouts: str = "nn") -> Kernel:
@@ -185,8 +185,8 @@ def test_programs_without_defects_are_clean(program):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize(("program", "words", "defect"), SEEDED.values(), ids=SEEDED)
-def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
+@pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
+def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
     """By the emulator, by the numbers, or while the kernel is made."""
     kernel = PROGRAMS[program]()
     defect(monkeypatch)

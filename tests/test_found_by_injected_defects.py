@@ -1,4 +1,4 @@
-"""What seeded defects of sums by ring, and of fused gradients of weights, have shown that no other test looks at."""
+"""What injected defects of sums by ring, and of fused gradients of weights, have shown that no other test looks at."""
 
 import types
 
