@@ -83,7 +83,7 @@ def test_error_within_twice_the_unfused_product(devices, dtype, along):
 
 @pytest.mark.parametrize("along", ALONG)
 def test_what_lies_beyond_a_shard_does_not_enter_its_sums(along):
-    """Infinite activations are multiplied by weights of their own shard only: times zero padding they would give NaN."""
+    """Infinite activations are multiplied by weights of their own shard only: times zero padding they give NaN."""
     devices, k_shard = 2, 72  # The last k step of a shard ends inside a tile.
     k, n = (devices * k_shard, 128) if along == "k" else (k_shard, devices * 128)
     lhs, rhs = np.ones((devices * 128, k), jnp.bfloat16), np.ones((k, n), jnp.bfloat16)

@@ -31,7 +31,7 @@ def test_doctor_knows_the_allocator(monkeypatch, allocator, preallocate, status,
         monkeypatch.delenv(variable, raising=False)
         if value is not None:
             monkeypatch.setenv(variable, value)
-    # An allocator that is not measured gets a note, whatever a measurement would find. Only the default is measured here.
+    # An unmeasured allocator gets a note, whatever a measurement would find. Here only the default one is measured.
     verdicts = {key: allocators.Verdict("not measured", "not measured") for key in allocators.VERDICTS}
     monkeypatch.setattr(allocators, "VERDICTS", verdicts | {("default", True): allocators.Verdict("runs", "runs")})
     fact = gpu_checks.allocator([], _machine())
