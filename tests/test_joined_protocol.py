@@ -235,7 +235,8 @@ def test_each_defect_of_scales_is_reported(defect, monkeypatch):
 
 def test_scales_count_as_transfers(monkeypatch):
     take_scales_for_no_transfers(monkeypatch)
-    # There are fewer chunks than CTAs, so some CTAs carry none. A CTA's addition to the count also covers its scales.
+    # There are fewer chunks than CTAs, so some CTAs carry none. If each CTA carried one, adding it to the count
+    # would cover the CTA's scales too, and hide the defect.
     report = of_rows(SCALED, WHOLE.replace(chunk_bytes=65536)).report(cores=6)
     assert "may leave the kernel before" in str(report)
 

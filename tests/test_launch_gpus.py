@@ -113,7 +113,7 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch, job):
     monkeypatch.delenv("NCCL_WIN_STRIDE")
     start.initialize()
     assert int(os.environ["NCCL_WIN_STRIDE"]) >= 10 * 141 << 30
-    monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # The test ends this process itself.
+    monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # monkeypatch restores it after the test.
     # Each of several hosts compiles its own program.
     assert "autotuning" not in os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", "")

@@ -239,7 +239,8 @@ def test_each_defect_of_scales_that_travel_is_reported(form, defect, monkeypatch
 @pytest.mark.parametrize("form", SCALED, ids=str)
 def test_scales_count_as_transfers(form, monkeypatch):
     take_scales_for_no_transfers(monkeypatch)
-    # There are fewer chunks than CTAs, so some CTAs carry none. A CTA's addition to the count also covers its scales.
+    # There are fewer chunks than CTAs, so some CTAs carry none. If each CTA carried one, adding it to the count
+    # would cover the CTA's scales too, and hide the defect.
     config = CONFIG.replace(chunk_bytes=65536)
     assert "may leave the kernel before" in str(of_rows(form, config).report(cores=6))
 

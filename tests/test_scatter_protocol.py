@@ -245,7 +245,7 @@ HARMLESS = [
     handshake_cases.speak_when_the_first_has_completed_something,
     handshake_cases.speak_before_the_transfers,
     handshake_cases.count_transfers_when_they_begin,
-    # Through the announcer, no other role gets two tiles ahead.
+    # The announcer keeps all other roles from being two tiles ahead.
     defects.give_mail_back_before_the_tile_is_computed,
 ]
 

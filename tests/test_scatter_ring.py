@@ -169,7 +169,7 @@ def wait_for_terms_of_own_tiles_only(patch):
 
 
 def count_terms_of_own_tiles_only(patch):
-    """Terms are counted so in the stages of the pipeline, but all terms are added."""
+    """The order of pipeline stages counts terms of own tiles only, while the sums still add all terms."""
     patch.setattr(Exchange, "has_terms", lambda self, tile: self.is_own(tile))
 
 

@@ -7,7 +7,7 @@ from tests import sequences
 from tests.sequences import Call, Layout, Trial, layout
 
 IN_A_CHUNK, MOST = 25, 15
-# All kinds and layouts are drawn; few layouts have eight devices, since those take long.
+# These have all kinds and layouts, few of them on eight devices, which take long.
 CHUNKS, LONG = (35, 36, 47, 71, 113, 126), (9, 17, 50)
 PARTS = [
     pytest.param(chunk, part, marks=[] if chunk in CHUNKS and part.start == 0 else pytest.mark.slow)

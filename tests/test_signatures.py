@@ -87,7 +87,7 @@ def test_another_value_is_refused_by_name(op, name, wrong):
 @pytest.mark.parametrize("name", ["implementation", "config"])
 @pytest.mark.parametrize("wrong", ["zz", 3, np.zeros(3)], ids=repr)
 def test_matmul_refuses_it_too_where_only_xla_can_run(name, wrong):
-    """With k sharded, the kernel is excluded before the check of its arguments."""
+    """With k sharded the kernel is excluded early; the argument must be checked even so."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     lhs = jax.device_put(jnp.ones((8, 16), jnp.bfloat16), NamedSharding(mesh, P(None, "x")))
     rhs = jax.device_put(jnp.ones((16, 8), jnp.bfloat16), NamedSharding(mesh, P()))

@@ -134,7 +134,7 @@ VALID = {"format": 1, "entries": [line(), line(problem("8192x8192x8192"))]}
 
 @pytest.fixture
 def one_heuristic_each(monkeypatch):
-    """If the tables have no entry, the heuristic runs once for each problem."""
+    """Caches the heuristic, so that it runs once for each problem that the tables lack."""
     monkeypatch.setattr(choose, "heuristic", functools.cache(choose.heuristic))
 
 
@@ -206,7 +206,7 @@ def test_what_is_no_regular_file_or_cannot_be_read_is_reported_once(caplog, monk
     warned(f"{path} is no tuning table (it is a folder)")
     path.rmdir()
     os.mkfifo(path)
-    warned("it is a pipe")  # No writer is waited for either.
+    warned("it is a pipe")  # Reading it does not wait for a writer.
     path.unlink()
     path.symlink_to("/dev/zero")
     warned("it is a device")

@@ -101,7 +101,7 @@ def test_the_model_counts_empty_rows_and_weights_that_are_read_again():
     # Two tiles along m, the second nearly without rows: slower than two full tiles.
     narrow = Config(tile_n=64, stages=8)
     assert us("136x8192x8192", narrow) > 1.2 * us("256x8192x8192", narrow)
-    # Half a tile costs half the loads, and is not padded.
+    # Half a tile is not padded: only half of it is loaded.
     assert us("64x8192x8192", narrow) < us("128x8192x8192", narrow)
     # A tile for each shard loads the weights from memory for each shard, unless they stay in the L2.
     apart = Config(tile_m=64, tile_n=128, stages=8, cluster=2, cluster_along="n")
