@@ -64,7 +64,7 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product with an operand gathered along axis x; `case.shape` is that of a shard, as in `tuning.Problem`."""
+    """A product with an operand gathered along axis x; `case.shape` is per shard, as in `tuning.Problem`."""
     import jax
     from jax.sharding import PartitionSpec as P
 

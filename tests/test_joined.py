@@ -139,7 +139,7 @@ TALL = dataclasses.replace(ONE, tile_m=256)
     ("m", "config"), [(96, MANY), (33, MANY), (20, TALL), (96, ALONG_M), (40, ALONG_M), (33, ALONG_N)], ids=str
 )
 def test_no_scale_is_read_that_nobody_has_written(m, config, monkeypatch):
-    """Where tiles, or blocks of 64 rows, end below the last row: no load, however wide, reads unwritten scales."""
+    """Tiles, or blocks of 64 rows, end below the last row: even wide loads must not read scales beyond it."""
     access = RaceDetector.access
 
     def whole(self, access_, knowledge):

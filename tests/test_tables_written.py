@@ -57,7 +57,7 @@ def test_two_processes_that_write_at_once_lose_nothing(repository, tmp_path):
         threading.Timer(0.02, lambda: other.stdin and (other.stdin.write("\n"), other.stdin.close())).start()
         for m in range(1, 26):
             tables.add(path, [entry(problem(f"{m}x128x128"))])
-        other.stdin = None  # The timer's thread.
+        other.stdin = None  # The timer's thread closes it.
         assert other.wait(timeout=60) == 0
     finally:
         other.kill()

@@ -37,7 +37,7 @@ def repeated(devices, kind, iterations):
 
 
 def late_scales(monkeypatch, victim):
-    """All communicators stall before they copy scales to device `victim`; others bring the rows meanwhile."""
+    """CTAs of device `victim` stall before they copy scales; other CTAs copy the rows meanwhile."""
 
     def late(copy):
         return lambda *args: (stall(victim), copy(*args))[1]
