@@ -131,7 +131,7 @@ def test_what_the_kernel_lacks_is_left_to_xla(name, monkeypatch):
     assert choice.implementation == "xla" and "`activation`" in choice.reason
 
 
-# -- Captured values ---------------------------------------------------------------------------------------------------
+# --- Captured values --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["fused", "xla"])

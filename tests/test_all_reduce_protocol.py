@@ -151,7 +151,7 @@ def test_each_defect_is_reported(kernel, defect, monkeypatch):
     assert "device" in str(report) and "CTA" in str(report) and ".py:" in str(report)
 
 
-# -- Defects without a race show in the numbers ------------------------------------------------------------------------
+# --- Defects without a race show in the numbers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_another_order_in_blocks_shows(monkeypatch):
     assert np.any(sums_of("spread m", *PARTS["order"]) != EXPECTED["spread m", "order"])
 
 
-# -- Changes that are harmless here, but not elsewhere -----------------------------------------------------------------
+# --- Changes that are harmless here, but not elsewhere ----------------------------------------------------------------
 
 HARMLESS = [
     # In one shot, own tiles wait for everything that peers write to this device. So no final handshake is needed.

@@ -327,7 +327,7 @@ def test_explain_of_the_devices_of_an_abstract_mesh():
     assert choices[0].implementation == choices[1].implementation
 
 
-# -- Valid calls that were once refused --------------------------------------------------------------------------------
+# --- Valid calls that were once refused -------------------------------------------------------------------------------
 
 
 def test_sizes_of_zero_by_xla():

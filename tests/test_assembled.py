@@ -26,7 +26,7 @@ plgpu: Any = mosaic_gpu  # The annotated type lacks methods that the object has.
 pytestmark = pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
 
 
-# -- Probes: two kernels of a few lines, to test the helper itself -----------------------------------------------------
+# --- Probes: two kernels of a few lines, to test the helper itself ----------------------------------------------------
 
 
 def wgmma_probe(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:

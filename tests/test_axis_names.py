@@ -89,7 +89,7 @@ def test_emulated_on_axes_with_the_names_of_the_kernels(name):
     np.testing.assert_array_equal(np.asarray(out), np.asarray(run(expected)))
 
 
-# -- A deliberate clash of names ---------------------------------------------------------------------------------------
+# --- A deliberate clash of names --------------------------------------------------------------------------------------
 
 
 def numbers(grid_name, thread_name):

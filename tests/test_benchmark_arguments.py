@@ -144,7 +144,7 @@ def test_the_index_takes_no_arguments(monkeypatch, capsys):
     assert end.value.code == 2
 
 
-# -- What an aborted run leaves behind ---------------------------------------------------------------------------------
+# --- What an aborted run leaves behind --------------------------------------------------------------------------------
 
 PROBLEM = TableProblem("matmul", 1, 1024, 4096, 4096, "bf16")
 TABLE = report.Table(

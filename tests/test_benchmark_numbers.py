@@ -175,7 +175,7 @@ def test_the_harness_measures_nothing_of_unknown_code(tmp_path: pathlib.Path, mo
     assert not (tmp_path / "out").exists()
 
 
-# -- The stored results ------------------------------------------------------------------------------------------------
+# --- The stored results -----------------------------------------------------------------------------------------------
 
 
 def test_every_result_names_a_commit_of_the_history_or_says_that_it_cannot() -> None:

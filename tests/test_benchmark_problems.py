@@ -236,7 +236,7 @@ def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
     assert dataclasses.replace(settings, calls=3).calls_in_a_row(PROBLEM.library) == 3
 
 
-# -- Unsupported problems, and which kernels ran -----------------------------------------------------------------------
+# --- Unsupported problems, and which kernels ran ----------------------------------------------------------------------
 
 
 def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh) -> None:

@@ -295,7 +295,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-# -- The command -------------------------------------------------------------------------------------------------------
+# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def test_version(capsys):

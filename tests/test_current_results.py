@@ -19,7 +19,7 @@ TABLES = {table.name: table for table in current.tables(index.RESULTS)}
 OP = "all_gather_lhs_matmul"
 
 
-# -- The stored files --------------------------------------------------------------------------------------------------
+# --- The stored files -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_made_from_results_agrees_with_them() -> None:
@@ -100,7 +100,7 @@ def test_the_command_under_a_table_measures_its_problems(name: str, monkeypatch:
     assert shown == [current.problem_of(problem[0]) for problem in table.problems()]
 
 
-# -- How runs are merged -----------------------------------------------------------------------------------------------
+# --- How runs are merged ----------------------------------------------------------------------------------------------
 
 
 def run_of(folder: pathlib.Path, date: str, problems: list[TableProblem], us: float, *, failed: str = "") -> None:

@@ -200,7 +200,7 @@ def test_doctor_for_programs(monkeypatch, capsys):
     assert found["can_run"] == [] and "emulator" in found["problems"]
 
 
-# -- Invalid variables and libraries -----------------------------------------------------------------------------------
+# --- Invalid variables and libraries ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_failing_rank_ends_others_that_do_not_communicate(repository):
     assert seconds < 25
 
 
-# -- Only MPI knows the hosts (the test removes the variable that says that there is one host) -------------------------
+# --- Only MPI knows the hosts (the test removes the variable that says that there is one host) ------------------------
 
 _ONLY_MPI = ("env", "-u", "OMPI_COMM_WORLD_LOCAL_SIZE")
 

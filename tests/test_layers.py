@@ -203,7 +203,7 @@ def test_what_dot_general_refuses() -> None:
     assert hash(dot) == hash(layers.ShardedDotGeneral(out_sharding=P()))  # nnx.jit compares static attributes.
 
 
-# -- Refusals ----------------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "no such axis": (

@@ -280,7 +280,7 @@ def test_what_differs_by_its_type_is_refused_by_the_kernel_and_served_by_xla(nam
     assert_exact(call(None), np.stack([exact, 2 * exact if name == "activation" else exact + 1]))
 
 
-# -- With XLA ----------------------------------------------------------------------------------------------------------
+# --- With XLA ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("extras", "lead", "rhs_lead"), BY_XLA[2:4])

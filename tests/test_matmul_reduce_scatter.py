@@ -241,7 +241,7 @@ def test_in_a_loop_with_operands_that_change(along):
         assert not np.asarray(layer.mapped(make_mesh(x=3), arrays, body, P())(arrays)).any()
 
 
-# -- With XLA ----------------------------------------------------------------------------------------------------------
+# --- With XLA ---------------------------------------------------------------------------------------------------------
 
 BY_XLA = [  # The given operands, and the leading dimensions of lhs and rhs.
     (("addend",), (), ()),

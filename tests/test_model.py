@@ -26,7 +26,7 @@ def drawn(count: int, seed: int = 0, **given: float | bool) -> list[Problem]:
     return [model_tasks.draw_problem(chance, **wanted) for _ in range(count)]  # pyright: ignore[reportArgumentType]
 
 
-# -- Measurements ------------------------------------------------------------------------------------------------------
+# --- Measurements -----------------------------------------------------------------------------------------------------
 
 
 def test_tasks_are_drawn_from_the_whole_space_and_can_run():
@@ -107,7 +107,7 @@ def test_the_rates_lie_beside_the_code_and_are_all_there():
     assert fit_model.FREE.keys() <= fitted.keys()
 
 
-# -- The loss of the choices -------------------------------------------------------------------------------------------
+# --- The loss of the choices ------------------------------------------------------------------------------------------
 
 
 def test_the_held_out_problems_are_none_of_those_fitted_to():

@@ -151,7 +151,7 @@ def test_tiles_that_are_dealt_beforehand_are_reported(monkeypatch):
     assert isinstance(dealt.report(seeds=1, cores=2, resident=1), DeadlockError)
 
 
-# -- Defects without a race show in the numbers ------------------------------------------------------------------------
+# --- Defects without a race show in the numbers -----------------------------------------------------------------------
 
 
 def send_to_the_peer_on_the_other_side(patch):
@@ -236,7 +236,7 @@ def test_another_order_shows(monkeypatch):
         np.testing.assert_array_equal(*sums_in_f32())
 
 
-# -- Changes that are harmless here, but not elsewhere -----------------------------------------------------------------
+# --- Changes that are harmless here, but not elsewhere ----------------------------------------------------------------
 
 HARMLESS = [
     # The wait for the part's tile has a proxy fence as well.

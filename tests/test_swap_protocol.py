@@ -203,7 +203,7 @@ def test_what_does_no_harm(program, change, monkeypatch):
     run_some(kernel, 1, 4)
 
 
-# -- Layouts of the operands -------------------------------------------------------------------------------------------
+# --- Layouts of the operands ------------------------------------------------------------------------------------------
 
 
 def lowered(config: overlap.Config) -> str:

@@ -167,7 +167,7 @@ def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
         assert jax.eval_shape(overlap.matmul, *operands).shape == (4096, 8192)
 
 
-# -- Files that are not tables -----------------------------------------------------------------------------------------
+# --- Files that are not tables ----------------------------------------------------------------------------------------
 
 BROKEN = [
     "", "{", "[]", "null", '{"format": 1}', "\x00\xff", '{"format": 1, "entries": {"a": 1}}', "[" * 200_000,

@@ -195,7 +195,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, text):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()] == ["4"]
 
 
-# -- Stopped and resumed -----------------------------------------------------------------------------------------------
+# --- Stopped and resumed ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_jax

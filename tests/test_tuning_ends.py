@@ -55,7 +55,7 @@ def printed_table(text, tmp_path):
     return tables.read(tmp_path / "printed.json")
 
 
-# -- Before measuring --------------------------------------------------------------------------------------------------
+# --- Before measuring -------------------------------------------------------------------------------------------------
 
 
 def no_folder(folder):
@@ -152,7 +152,7 @@ def test_the_users_table_is_looked_at_before_as_well(monkeypatch, tmp_path):
         autotune.result_file(H200, None)
 
 
-# -- After measuring ---------------------------------------------------------------------------------------------------
+# --- After measuring --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ __all__ = ["bench"]
 autotune = importlib.import_module("overlap.tuning.autotune")
 
 
-# -- The search, on a bench with known times ---------------------------------------------------------------------------
+# --- The search, on a bench with known times --------------------------------------------------------------------------
 
 
 def find(of=None, **options):
@@ -201,7 +201,7 @@ def test_settings_are_checked():
         search.Settings(0)
 
 
-# -- The real bench, emulated ------------------------------------------------------------------------------------------
+# --- The real bench, emulated -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

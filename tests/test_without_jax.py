@@ -118,7 +118,7 @@ def test_what_doctor_imports_has_no_newer_syntax_and_no_jax(repository, tmp_path
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "E9"]
     ruff += ["--target-version", "py311"]
     assert run([*ruff, *files], repository).returncode == 0
-    assert run([*ruff, str(newer)], repository).returncode == 1  # So that an import of jax would be noticed.
+    assert run([*ruff, str(newer)], repository).returncode == 1  # The control: newer syntax is reported.
 
 
 def test_the_versions_are_those_of_pyproject(repository):

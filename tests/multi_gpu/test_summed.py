@@ -39,7 +39,7 @@ CONFIGS = [
 EVERY = ("lhs_scale", "rhs_scale", "bias")
 
 
-# -- Operands and references -------------------------------------------------------------------------------------------
+# --- Operands and references ------------------------------------------------------------------------------------------
 
 
 def operands(mesh, layer, sizes, seed, *, dtype=BF16, extras=()):
@@ -225,7 +225,7 @@ def test_gradients(devices, along):
     assert all(float(error) < 2e-2 for error in errors.values())
 
 
-# -- Late devices ------------------------------------------------------------------------------------------------------
+# --- Late devices -----------------------------------------------------------------------------------------------------
 
 
 def late_arrivals(monkeypatch, victim):
