@@ -201,7 +201,7 @@ def wait_for_all_but_one_to_be_done(patch):
 
 
 def wait_for_the_other_neighbour(patch):
-    """In a kernel that looks for one neighbour only: waits for the neighbour that does not look for this device."""
+    """If one peer looks for this device, and this device looks for another one: exchanges these two peers."""
     wait = Handshake._wait
     patch.setattr(
         Handshake, "_wait", lambda self, flag, role, distance: wait(self, flag, role, self.group.size - distance)

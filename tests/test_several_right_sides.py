@@ -38,7 +38,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def with_transports(cases):
-    """Each case with one of the transports. The ring has tests of its own, so every second case is enough here."""
+    """Each case with both transports. Every second ring case is slow, since the ring has tests of its own."""
     by_ring = [pytest.param(*case, "ring", marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
     names = ("devices", "cores", "form", "config", "transport")
     return pytest.mark.parametrize(names, [*((*case, "pull") for case in cases), *by_ring], ids=str)
