@@ -1,4 +1,4 @@
-"""Activations that the kernel takes, one with every operation that it has; a case for `tests.assembly`."""
+"""Activation functions for the tests: one uses every operation that kernels allow. Also a case for `tests.assembly`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.assembly import Case
 
 
 def every_operation(y: jax.Array) -> jax.Array:
-    """Each primitive that `overlap.frame.elementwise` lets into a kernel."""
+    """Uses each primitive that `overlap.frame.elementwise` allows inside a kernel."""
     z = jnp.where(jnp.round(jnp.sin(y) - jnp.cos(y)) >= 0.5, jnp.tanh(y), lax.logistic(jnp.log(1 + jnp.abs(y))))
     z += jnp.exp2(lax.clamp(-3.0, y, 2.0)) * jnp.exp(-y * y) + jnp.log2(2 + jnp.square(y)) / 3 + lax.rsqrt(1 + y**4)
     z += jnp.sqrt(jnp.abs(y)) + jnp.minimum(y, 3) - jnp.maximum(-y, 1) + (1 + jnp.abs(y)) ** -2
@@ -23,7 +23,7 @@ def every_operation(y: jax.Array) -> jax.Array:
 
 
 def capturing(scalar: Any, half: Any, count: Any, flag: Any) -> Any:
-    """One that captures scalars of four kinds, loops and branches."""
+    """Returns an activation that captures scalars of four kinds and uses loops and branches."""
 
     def activation(y: jax.Array) -> jax.Array:
         y = lax.fori_loop(0, 3, lambda i, x: x * scalar + i, y)
@@ -33,7 +33,7 @@ def capturing(scalar: Any, half: Any, count: Any, flag: Any) -> Any:
 
 
 def assembled(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product with one of these; `case.config["activation"]` names it."""
+    """Returns a product with the activation that `case.config["activation"]` names."""
     from jax.sharding import PartitionSpec as P
 
     (m, n, k), name = case.shape, case.config["activation"]

@@ -1,19 +1,20 @@
-"""Compiles a jitted function to machine code for H200, B200 or B300 without having a GPU, and reads the resources back.
+"""Compiles a jitted function to machine code for H200, B200 or B300 without a GPU, and reports the resources it uses.
 
 A compile-only topology takes the place of the GPUs: the function is lowered for it, and the CUDA plugin's own ptxas
 assembles every Mosaic kernel. What ptxas and the host code say about each kernel (registers, spills, shared memory,
 grid, warnings) comes back as a `KernelReport`.
 
-Two ways in. `assemble` works in this process, whose environment must be `child_environment`; Mosaic prints its figures
-to file descriptor 1. `assemble_case` asks a child process for one `Case`, one child for each target, and is what tests
-use.
+There are two ways to use this module. `assemble` works in the current process, whose environment must be
+`child_environment`; it captures file descriptor 1, to which Mosaic prints its figures. `assemble_case` asks a child
+process to assemble one `Case`, with one child per target; the tests use this one.
+
 From the command line (more by --help):
 
     python -m tests.assembly --op all_gather_lhs_matmul --devices 4 --shape 1024,4096,4096 --dtype f16
         [--target b200] [--config tile_n=128,stages=3] [--mesh data=2,x=8 --hosts 2] [--sass FILE] [--ptx FILE]
 
 Constraints: needs the wheels of the extra `aot` (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc and so on);
-`unavailable_reason` says what is missing. The numbers are ptxas's, so they change with its version.
+`unavailable_reason` says what is missing. The numbers come from ptxas, so they change with its version.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compilation: an operation, the shape per shard as (m, n, k), and where it is to run.
+    """One compilation: an operation, the shape per shard as (m, n, k), and the target.
 
     `op` names an entry of `OPS`, or `module:function` with a function `(case, mesh) -> (fn, args)` where `fn` can be
-    jitted and `args` are ShapeDtypeStructs. `mesh` maps axis names to sizes; empty means one axis `x` of `devices`.
-    The fused axis is always `x`. `processes`: how many each host has, of as many GPUs each.
+    jitted and `args` are ShapeDtypeStructs. `mesh` maps axis names to sizes; empty means one axis `x` of `devices`. The
+    fused axis is always `x`. `processes` is the number of processes per host; they share the host's GPUs equally.
     """
 
     op: str
@@ -69,7 +70,7 @@ class Case:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Case:
-        """The inverse of `dataclasses.asdict` after a trip through JSON, which knows no tuples."""
+        """Rebuilds a case from `dataclasses.asdict` after a round trip through JSON, which turns tuples into lists."""
         return cls(**{**fields, "shape": tuple(fields["shape"])})
 
 
@@ -77,7 +78,7 @@ class Case:
 
 
 def cuda_root() -> pathlib.Path | None:
-    """The folder of the CUDA wheels that holds bin/ptxas, or None."""
+    """Returns the folder of the CUDA wheels that holds bin/ptxas, or None."""
     with contextlib.suppress(ImportError):
         spec = importlib.util.find_spec("nvidia.cu13")
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -87,7 +88,7 @@ def cuda_root() -> pathlib.Path | None:
 
 
 def unavailable_reason() -> str | None:
-    """Why nothing can be assembled in this environment, or None if it can."""
+    """Returns why nothing can be assembled in this environment, or None if assembling works."""
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "jax-cuda13-pjrt is not installed: install the extra `aot`"
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
@@ -98,7 +99,7 @@ def unavailable_reason() -> str | None:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment variables under which `assemble` works; they must be set before jax is imported."""
+    """Returns the environment variables that `assemble` needs; they must be set before jax is imported."""
     root = cuda_root()
     if root is None:
         raise RuntimeError(unavailable_reason())
@@ -107,7 +108,7 @@ def child_environment() -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(_REPOSITORY), environment.get("PYTHONPATH", "")])
     environment["JAX_PLATFORMS"] = "cpu"
     environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    # A persistent cache would hand back a finished executable, and nothing would be printed.
+    # A persistent cache would return a finished executable, and Mosaic would print nothing.
     environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     return environment
 
@@ -116,7 +117,7 @@ def child_environment() -> dict[str, str]:
 
 
 class AssembledBefore(RuntimeError):
-    """This process has compiled a kernel before: Mosaic has it in a cache, and prints nothing."""
+    """This process has compiled the kernel before, so Mosaic takes it from its cache and prints no figures."""
 
 
 _seen: set[str] = set()
@@ -124,15 +125,16 @@ _assembled: dict[frozenset[str], list[KernelReport]] = {}
 
 
 def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str | None) -> list[KernelReport]:
-    """Assembles every Mosaic kernel of `fn(*args)`; the arguments' shardings (on a `topology` mesh) say for which GPU.
+    """Assembles every Mosaic kernel of `fn(*args)` for the GPU that the arguments' shardings name (a `topology` mesh).
 
     Args:
-        fn: What to compile.
+        fn: The function to compile.
         *args: Global shapes with shardings.
-        **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code itself; `hlo=FILE` for XLA's program.
+        **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code; `hlo=FILE` to keep XLA's program.
 
     Raises:
-        AssembledBefore: some of the kernels, or all of them but without the code that is to be kept.
+        AssembledBefore: This process has assembled some of the kernels before; or all of them, but without keeping
+            the code that `dumps` asks for.
     """
     import jax
 
@@ -165,7 +167,8 @@ def _dump_flags(files: Mapping[str, str]) -> dict[str, str]:
         disassembler = shutil.which("nvdisasm")
         if disassembler is None:
             raise RuntimeError("`sass` needs nvdisasm on PATH: it is in the wheel nvidia-cuda-nvdisasm")
-        # jax points this at the folder of the CUDA wheels when it is imported; the disassembler may live elsewhere.
+        # jax sets this variable to the folder of the CUDA wheels on import; the disassembler may be installed
+        # elsewhere.
         flags["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(disassembler).parent.parent)
     return flags
 
@@ -231,7 +234,7 @@ def _all_gather_lhs_matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callabl
 
     m, n, k = case.shape
     size = mesh.shape["x"]
-    # Other axes of the mesh hold independent problems, as data parallelism would.
+    # Other axes of the mesh hold independent problems, as with data parallelism.
     data = tuple(name for name in mesh.axis_names if name != "x")
     copies = math.prod(mesh.shape[name] for name in data)
 
@@ -270,7 +273,7 @@ OPS = {"matmul": _matmul, "all_gather_lhs_matmul": _all_gather_lhs_matmul}
 
 
 def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function of a case and its arguments, ready for `assemble`."""
+    """Returns the function of a case and its arguments, ready for `assemble`."""
     import jax
     import numpy as np
 
@@ -279,10 +282,10 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     axes = dict(case.mesh) or {"x": case.devices}
     processes = case.hosts * case.processes
     devices = topology(case.target, math.prod(axes.values()) // processes, processes)
-    # Devices of a topology have the number of their process, and no partition. What is assembled is the first host's.
+    # The devices of a topology carry their process's number but no partition. The first host's program is assembled.
     clique.host_of = lambda device: device.process_index // case.processes
     clique._own_host = lambda mesh: 0
-    # Here is no GPU that could share memory of the host: as if there were one, so that all of a wait is assembled.
+    # No GPU here could share memory with the host. Pretend that one can, so that the whole wait is assembled.
     board.address = lambda: board.ADDRESS
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
     if ":" in case.op:
@@ -295,9 +298,9 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 class Assembler:
-    """Assembles cases one after the other in child processes, one for each target.
+    """Assembles cases one after the other in child processes, with one child per target.
 
-    A process that has assembled for one target fails for the next one ("Pass pipeline failed", jax 0.11.2).
+    One process cannot serve two targets: after the first, jax 0.11.2 fails with "Pass pipeline failed".
     """
 
     def __init__(self) -> None:
@@ -320,7 +323,7 @@ class Assembler:
                 return [KernelReport.from_json(report) for report in answer["reports"]]
             if "error" in answer:
                 raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
-            # Some of its kernels were assembled before: a new process prints them again.
+            # The child has assembled some of these kernels before. A new process prints their figures again.
             worker.close()
             del self._workers[case.target]
         raise RuntimeError(f"assembling {case} failed: a new process had assembled it before")
@@ -330,15 +333,15 @@ _assembler = Assembler()
 
 
 def assemble_case(case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
-    """Assembles `case` in the child process of this one, which is started if need be.
+    """Assembles `case` in a child process, which is started if none is running yet.
 
     Args:
-        case: What to compile.
+        case: The case to compile.
         timeout_s: Limit for the answer.
         **dumps: `sass=FILE` or `ptx=FILE` to keep the machine code (needs nvdisasm) or the PTX.
 
     Raises:
-        RuntimeError: if it cannot be compiled; the message ends with the child's traceback, or what it printed last.
+        RuntimeError: The case cannot be compiled; the message ends with the child's traceback or its last output.
     """
     return _assembler.assemble(case, timeout_s, **dumps)
 

@@ -1,4 +1,4 @@
-"""Which kernels need the most registers: `tests/assembly_space.py` says what a tile and an ending are."""
+"""The kernel classes that need the most registers; `tests/assembly_space.py` defines tile and ending."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from overlap.choice.space import MOST_ACCUMULATED
 
-# Where a compute thread needs more than 160 registers (`python -m tests.assembly_sweep`, the table of registers), and
-# three small tiles that need far more than their neighbours: tile, and the ending.
+# Entries where a compute thread needs more than 160 registers, as (tile, ending); from the table of registers that
+# `python -m tests.assembly_sweep` writes. Also three small tiles that need far more than their neighbours.
 MOST_REGISTERS: tuple[tuple[tuple[Any, ...], tuple[bool, int, bool, bool]], ...] = (
     ((256, 128, 64, 2, "cooperative", False), (True, 1, True, True)),
     ((256, 128, 64, 2, "cooperative", False), (False, 2, True, True)),

@@ -1,4 +1,4 @@
-"""Products, and products with a gathered operand, in all their forms: cases for `tests.assembly`."""
+"""Cases for `tests.assembly`: products of one device, with a gathered operand, and summed over devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.assembly import Case
 if TYPE_CHECKING:
     import jax
 
-# What the epilogue is given, by name; "all" asks for every operand at once, and for an activation of many operations.
+# Operands of the epilogue by name. "all" gives every operand at once, with an activation of many operations.
 EPILOGUES = {
     "bias": ("bias",),
     "addend": ("addend",),
@@ -23,7 +23,7 @@ EPILOGUES = {
 
 
 def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product; `case.config` holds fields of `Config` and what is popped here."""
+    """A product of one device. `case.config` holds fields of `Config` and the options popped below."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -47,7 +47,7 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     shapes = {"bias": (n,), "addend": (*batch, m, n), "lhs_scale": (m, 1), "rhs_scale": (n,)}
     dtypes = {"addend": out or case.dtype}
     if of_blocks:
-        # Scales of blocks, shaped as their operands.
+        # Block scales: one array per operand.
         shapes |= {"lhs_scale": (*batch, *((k // 32, m) if left else (m, k // 32)))}
         shapes |= {"rhs_scale": (*batch, *((n, k // 32) if right else (k // 32, n)))}
         dtypes |= dict.fromkeys(("lhs_scale", "rhs_scale"), "float8_e8m0fnu")
@@ -64,7 +64,7 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product with a gathered operand, on the axis x; `case.shape` is that of a shard, as in `tuning.Problem`."""
+    """A product with an operand gathered along axis x; `case.shape` is per shard, as in `tuning.Problem`."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -118,7 +118,7 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
 
 
 def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product summed over the axis x, and scattered or not; `case.shape` is that of one device's product."""
+    """A product summed over axis x, scattered or not; `case.shape` is the shape of one device's product."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -131,7 +131,7 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     rhs_dtype = options.pop("rhs_dtype", case.dtype)
     (m, n, k), size, (left, right) = case.shape, mesh.shape["x"], (letter == "t" for letter in layout)
     columns, whole, transport = op.endswith("_n"), op == "matmul_all_reduce", options.pop("transport", None)
-    # As in a job of so many processes; this is one, which assembles other cases as well.
+    # Pretend that the job has several processes. This process is alone, and assembles other cases as well.
     kernel.lands_in_an_operand = lambda: case.processes > 1
     structs = [
         assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),

@@ -1,8 +1,9 @@
-"""How many registers a warp-specialized kernel needs, asked of ptxas by giving it fewer.
+"""Measures how many registers a warp-specialized kernel needs, by giving ptxas fewer.
 
-A kernel states with `setmaxnreg` how many registers the threads of a role have from there on. ptxas allocates each role
-within its number, if need be by spilling, and remarks (C7507) if it cannot. So the same PTX with smaller numbers shows
-what is left over; "Used N registers" does not, as that is what the kernel is launched with, before `setmaxnreg`.
+With `setmaxnreg` a kernel states how many registers the threads of a role have from that point on. ptxas allocates each
+role within that number, spills if necessary, and prints a remark (C7507) if it cannot. Assembling the same PTX with
+smaller numbers therefore shows how many registers are unused. ptxas's "Used N registers" does not show this: it is the
+number at launch, before `setmaxnreg`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 
 from tests.assembly import cuda_root
 
-STEP, LEAST = 8, 24  # What setmaxnreg takes.
+STEP, LEAST = 8, 24  # The values that setmaxnreg accepts.
 _SETMAXNREG = re.compile(r"(setmaxnreg\.(inc|dec)\.sync\.aligned\.u32) (\d+);")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _IGNORED = "'setmaxnreg' ignored"
@@ -22,11 +23,11 @@ _IGNORED = "'setmaxnreg' ignored"
 
 @dataclasses.dataclass(frozen=True)
 class Registers:
-    """Registers per thread of the two kinds of roles.
+    """Registers per thread for the two kinds of roles.
 
     Attributes:
-        compute: of those that take registers (`setmaxnreg.inc`).
-        transfer: of those that give them up (`setmaxnreg.dec`).
+        compute: for roles that take registers (`setmaxnreg.inc`).
+        transfer: for roles that give registers up (`setmaxnreg.dec`).
     """
 
     compute: int
@@ -34,7 +35,7 @@ class Registers:
 
 
 def stated(ptx: str) -> Registers:
-    """The numbers in the code. RuntimeError if it is not of this form."""
+    """Returns the numbers that the PTX states. RuntimeError if the PTX does not state exactly these two."""
     found = {kind: int(number) for _, kind, number in _SETMAXNREG.findall(ptx)}
     if set(found) != {"inc", "dec"}:
         raise RuntimeError(f"expected setmaxnreg.inc and setmaxnreg.dec in the PTX, found {sorted(found)}")
@@ -42,7 +43,7 @@ def stated(ptx: str) -> Registers:
 
 
 def suffices(ptx: str, registers: Registers) -> bool:
-    """Whether ptxas assembles the code without spills if the roles have these registers instead of those stated."""
+    """Whether ptxas assembles the PTX without spills when the stated numbers are replaced by these."""
     numbers = {"inc": registers.compute, "dec": registers.transfer}
     changed = _SETMAXNREG.sub(lambda match: f"{match[1]} {numbers[match[2]]};", ptx)
     root = cuda_root()
@@ -59,10 +60,10 @@ def suffices(ptx: str, registers: Registers) -> bool:
 
 
 def needed(ptx: str) -> Registers | None:
-    """The fewest with which the code assembles without spills; None if what it states does not suffice.
+    """The fewest registers with which the PTX assembles without spills; None if the stated numbers do not suffice.
 
-    ptxas now and then finds a way with fewer registers that it does not find with more. So this walks down from what is
-    stated, and not below the first failure that it comes across.
+    ptxas sometimes succeeds with fewer registers where it fails with more. So the search walks down from the stated
+    numbers and stops at the first failure.
     """
     limits = stated(ptx)
     if not suffices(ptx, limits):
@@ -78,7 +79,7 @@ def needed(ptx: str) -> Registers | None:
 
 
 def leaves(ptx: str, reserve: Registers) -> bool:
-    """Whether the code assembles without spills with so many registers less than it states, or with still fewer."""
+    """Whether the PTX assembles without spills with `reserve` fewer registers than it states, or with fewer still."""
     limits = stated(ptx)
     most = Registers(limits.compute - reserve.compute, limits.transfer - reserve.transfer)
     if suffices(ptx, most):

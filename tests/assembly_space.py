@@ -1,16 +1,16 @@
-"""All kernels that the tuner and the heuristic can choose, up to what changes the registers that they need.
+"""All kernels that the tuner and the heuristic can choose, grouped into classes that need the same registers.
 
-Most fields of a `Config` move little but the numbers in the code: how deep the pipeline is, in which order tiles are
-visited, into how many parts the last wave is cut. So do the sizes of the problem. What is left is a `KernelClass`; the
-space that can be chosen has finitely many, and `classify` says into which a choice falls. That its members need the
-same number of registers, to within `RESERVE`, is measured by `python -m tests.assembly_sweep`.
+Most fields of a `Config` hardly change the code beyond constants: the depth of the pipeline, the order of tiles, the
+number of pieces in the last wave. The sizes of the problem do not change more either. The remaining fields make up a
+`KernelClass`. There are finitely many classes, and `classify` says to which class a choice belongs. All members of a
+class need the same number of registers to within `RESERVE`; `python -m tests.assembly_sweep` measures this.
 
 A class is a *loop* (operation, layout, bytes of an operand), a *tile* (sizes, bytes of a result) and an *ending* (cut
-tiles, cluster, epilogue). To assemble every loop with every tile, and every tile with every ending, is enough: what a
-warpgroup holds from the loop to the ending is the accumulator, which the tile determines; so a pair of loop and ending
-that is left out needs no more than the two that are there. That is `cover`, which `make test-all` assembles. `core`,
-which each run of the tests does, has the classes that need the most registers, and every pair of values of any two
-fields.
+tiles, cluster, epilogue). It is enough to assemble every loop with every tile, and every tile with every ending: from
+the loop to the ending a warpgroup holds only the accumulator, which the tile determines. So an untested pair of loop
+and ending needs no more registers than the two tested classes. `cover` returns these classes; `make test-all` assembles
+them. `core` returns the classes that need the most registers, and every pair of values of any two fields; every run of
+the tests assembles them.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from tests.assembly_registers import Registers
 from tests.assembly_report import KernelReport
 
 TARGET = Target("gpu", TARGETS["h200"].name, TARGETS["h200"].core_count)
-# What each class must leave unused, since its other members may need a step or two of setmaxnreg more.
+# Registers that each class must leave unused, since other members may need a setmaxnreg step or two more.
 RESERVE = Registers(compute=16, transfer=8)
-# Where tiles have any number of rows, the arithmetic of some gathers takes all that transfer threads have (one in
-# thirty; of 340 that were assembled none spills).
+# With swapped operands tiles can have any multiple of 8 rows. The index arithmetic of about one in thirty gathers then
+# uses all registers of the transfer threads. None of the 340 kernels that were assembled spills.
 RESERVE_OF_SWAPPED = Registers(compute=16, transfer=0)
-# Of the largest tiles with an epilogue that does more than to convert, per thread (`KernelReport.ignores_setmaxnreg`).
+# Bytes spilled per thread by the largest tiles whose epilogue does more than convert
+# (`KernelReport.ignores_setmaxnreg`).
 SPILLS_OF_JAX_0_12 = 640
 MATMUL, GATHER_LHS = "matmul", "all_gather_lhs_matmul"
 GATHER_RHS = ("all_gather_rhs_matmul_n", "all_gather_rhs_matmul_k")
 SCATTER = ("matmul_reduce_scatter", "matmul_reduce_scatter_n")
-# Sums that all devices have: in blocks, of rows or of columns as the sizes say; and in one shot, another kernel.
+# Sums that all devices receive: in blocks, of rows or columns depending on the sizes; or in one shot, by another
+# kernel.
 SPREAD, ONE_SHOT = "matmul_all_reduce", "matmul_all_reduce_one_shot"
 SUMS = (*SCATTER, SPREAD, ONE_SHOT)
-# Layouts, bytes of an operand, and whether the epilogue may do more than to convert; `Config.check` refuses some.
+# Layouts, bytes of an operand, and whether the epilogue may do more than convert; `Config.check` refuses some.
 OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     MATMUL: (LAYOUTS, (2, 1), True),
     GATHER_LHS: (("nn", "nt"), (2, 1), True),
@@ -63,22 +65,22 @@ OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     ONE_SHOT: (LAYOUTS, (2, 1), True),
 }
 
-# The fields of a Config in which a class shows. tile_k is the operand's bytes; of split_k > 1 remains that the result
-# is f32 and the epilogue XLA's; of stream_k > 1 that tiles are cut, if the problem has such.
+# The fields of a Config that determine the class. tile_k follows from the operand's bytes. split_k > 1 only makes the
+# result f32 and leaves the epilogue to XLA. stream_k > 1 only cuts tiles, if the problem has tiles to cut.
 SEEN = frozenset(
     {"tile_m", "tile_n", "tile_k", "schedule", "swap_operands", "epilogue_tile_n", "cluster", "split_k", "stream_k"}
 )
-# Of tiles whose operands are swapped any multiple of 8 rows can be chosen. Registers grow with them, so these stand for
-# all: a class has its own number of rows, and those down to the next one. (The last is the most with 256 columns in
-# turn; the one before is the most with 256 columns else, and with 128 in turn.)
+# With swapped operands any multiple of 8 rows can be chosen. More rows need more registers, so three values stand
+# for all: a class contains its own number of rows and those down to the next value. The last value is the most with 256
+# columns when warpgroups take turns; the one before, with 256 columns otherwise and with 128 when they take turns.
 ROWS_OF_SWAPPED = (256, space.MOST_ACCUMULATED, space.MOST_ACCUMULATED // 2)
-# The others, with all values that can be chosen.
+# The other fields, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,
     **{name: values for name, values in (space.SHAPE | space.FINE | space.CHUNKS).items() if name not in SEEN},
 }
 DTYPES = {2: [dtype.name for dtype in FLOAT16], 4: ["float32"], 1: [dtype.name for dtype in FLOAT8]}
-# Whole and ragged tiles, few and many, one and several k steps; with a batch for plain products.
+# Whole and ragged tiles, few and many tiles, one and several k steps; plain products also have a batch.
 SHAPES = (
     (4096, 4608, 4096),
     (1024, 1024, 14336),
@@ -88,30 +90,30 @@ SHAPES = (
     (16, 8192, 64),
     (48, 4096, 4096),
 )
-# Rows of which whole chunks can be made, so that these are as large as announced.
+# These rows split into whole chunks, so that chunk buffers are as large as `limits.smem_bytes` says.
 PULL_SHAPES = ((1024, 4096, 4096), (1000, 2048, 8192), (512, 8192, 4096), (264, 1024, 4096), (40, 2048, 4096))
-# That all numbers of devices divide, and whose blocks have as many rows as a tile, so that boxes are as announced.
+# All numbers of devices divide these sizes, and blocks are no smaller than tiles: so boxes have their full size.
 SCATTER_SHAPES = ((6144, 3072, 4096), (2112, 2112, 1032), (8448, 1536, 64), (2304, 3264, 2064))
 BATCHES, DEVICES = (1, 1, 3), (2, 3, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class KernelClass:
-    """What of a choice changes the registers that its kernel needs.
+    """The properties of a choice that change the registers its kernel needs.
 
     Attributes:
         op: the operation.
-        layout: which operands lie transposed.
-        operand_bytes: of an element; the dtypes of one size differ by one word of an instruction.
-        out_bytes: of an element of what the kernel writes.
-        tile_m: as in `Config`, like the next two; if the operands are swapped, one of `ROWS_OF_SWAPPED`.
-        tile_n: columns.
-        epilogue_tile_n: columns per store.
+        layout: which operands are transposed.
+        operand_bytes: bytes per operand element; dtypes of one size differ only in one word of an instruction.
+        out_bytes: bytes per element that the kernel writes.
+        tile_m: as in `Config`; if the operands are swapped, one of `ROWS_OF_SWAPPED`.
+        tile_n: as in `Config`.
+        epilogue_tile_n: columns per store, as in `Config`.
         cluster: CTAs per cluster.
         cuts: whether CTAs share tiles.
-        epilogue: whether the epilogue does more than to convert; then bias, addend, scales and activation all at once.
+        epilogue: whether the epilogue does more than convert; then bias, addend, scales and activation all at once.
         schedule: as in `Config`.
-        swapped: whether the operands are.
+        swapped: whether the operands are swapped (`Config.swap_operands`).
     """
 
     op: str
@@ -162,7 +164,7 @@ class KernelClass:
 
 
 def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass:
-    """The class of a choice. `epilogue`: the call has more to its result than the product."""
+    """The class of a choice. `epilogue`: whether the call has an epilogue beside the product."""
     split = config.split_k > 1
     return KernelClass(
         op=ONE_SHOT if problem.transport(config) == "one_shot" else problem.op,
@@ -187,13 +189,13 @@ def _rows_of_class(config: Config) -> int:
 
 
 def _cuts(config: Config, problem: Problem) -> bool:
-    if problem.gathered == "k":  # The devices' shards lie behind one another in one product.
+    if problem.gathered == "k":  # The devices' shards form one long contraction.
         problem = dataclasses.replace(problem, k=problem.whole[2], devices=1)
     return work_of(config, problem, TARGET).cuts
 
 
 def every() -> list[KernelClass]:
-    """All classes of the space: the product of what can be chosen, less what is refused or not tried."""
+    """All classes: every combination of values that `Config.check` accepts and the search tries."""
     of_swapped = space.SHAPE | space.SWAPPED | {"tile_m": ROWS_OF_SWAPPED}
     tiles = [
         (*tile, swapped)
@@ -205,7 +207,7 @@ def every() -> list[KernelClass]:
     classes = [
         KernelClass(op, layout, operand_bytes, *tile, cuts=cuts, epilogue=epilogue, schedule=schedule, swapped=swapped)
         for op, (layouts, sizes, epilogues) in OPERATIONS.items()
-        # (What is sent in one shot has one tile a core, and so no turns.)
+        # One shot has one tile per core, so its warpgroups do not take turns.
         for schedule in space.SHAPE["schedule"][: 1 if op == ONE_SHOT else None]
         for layout, operand_bytes, (*tile, swapped), cuts in itertools.product(layouts, sizes, tiles, (False, True))
         for epilogue in (False, True)[: 1 + epilogues]
@@ -228,7 +230,7 @@ def _problems_op(kernel: KernelClass) -> Any:
 
 
 def cover() -> list[KernelClass]:
-    """Every (loop, tile), every (tile, ending)."""
+    """Classes with every pair of (loop, tile) and every pair of (tile, ending)."""
 
     def pairs(kernel: KernelClass) -> set[Any]:
         return {(kernel.loop, kernel.tile), (kernel.pulls, kernel.tile, kernel.ending)}
@@ -236,7 +238,7 @@ def cover() -> list[KernelClass]:
     kernels, chosen = every(), []
     random.Random(0).shuffle(kernels)
     missing = set().union(*map(pairs, kernels))
-    for new in (2, 1):  # Those that bring two such pairs come first.
+    for new in (2, 1):  # Take classes that add two missing pairs first.
         for kernel in kernels:
             if len(pairs(kernel) & missing) >= new:
                 chosen.append(kernel)
@@ -244,19 +246,19 @@ def cover() -> list[KernelClass]:
     return sorted(chosen)
 
 
-# What needs the most registers, beside `MOST_REGISTERS`: the communicator sends strips to all.
+# Need the most registers beside `MOST_REGISTERS`: the communicator sends strips to all devices.
 MOST_OF_SPREAD = [KernelClass(SPREAD, layout, 2, 2, 256, 128, 64, 1, False, True) for layout in ("nn", "tt")]
 
 
 def value_pairs(kernel: KernelClass) -> set[Any]:
-    """All pairs of its values of two fields."""
+    """All pairs of the class's values of two fields."""
     return set(itertools.combinations(dataclasses.asdict(kernel).items(), 2))
 
 
 def core() -> list[KernelClass]:
-    """What every run of the tests assembles: of `MOST_REGISTERS` a class each, and few with all the other pairs.
+    """The classes that every run of the tests assembles: one for each entry of `MOST_REGISTERS`, and a few more.
 
-    Together they have every pair of values of any two fields which any class has.
+    Together they contain every pair of values of any two fields that occurs in some class.
     """
     kernels = cover()
     chosen = {next(k for k in kernels if (k.tile, (k.pulls, *k.ending)) == wanted) for wanted in MOST_REGISTERS}
@@ -278,10 +280,10 @@ class Member:
 
     Attributes:
         kernel: the class.
-        config: the choice.
-        problem: for which it is made.
-        rhs_dtype: of the right operand, since float8 kinds may be mixed.
-        keeps: whether a gathered left operand is a result as well.
+        config: the configuration.
+        problem: the problem that the configuration is for.
+        rhs_dtype: dtype of the right operand, since two float8 dtypes may be mixed.
+        keeps: whether the gathered left operand is returned as well.
     """
 
     kernel: KernelClass
@@ -292,7 +294,7 @@ class Member:
 
     @property
     def case(self) -> Case:
-        """The case; what has defaults is stated as well, so that nothing is looked up in a table."""
+        """The case for `tests.assembly`. Defaults are stated too, so that nothing is looked up in a tuning table."""
         problem, config = self.problem, self.config.fields
         config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
         config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
@@ -305,11 +307,11 @@ class Member:
 
     @property
     def smem_bytes(self) -> int:
-        """What `limits.smem_bytes` says, and the barriers for `addend`."""
+        """Shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
         announced = smem_bytes(self.config, self.problem.dtype, out_dtype, self.problem.transport(self.config))
         if self.kernel.swapped:
-            # Of a transposed tile no more rows are stored than there are; what is announced is for all of them.
+            # A transposed tile stores only rows that exist; `limits.smem_bytes` counts all rows of the tile.
             announced -= (
                 self.kernel.out_bytes
                 * self._rows_not_stored
@@ -328,7 +330,7 @@ class Member:
 
 
 def members(kernel: KernelClass) -> Iterator[Member]:
-    """Choices of a class without end, as different as chance makes them, the same in every process."""
+    """An endless random stream of choices of a class, the same in every process."""
     chance = random.Random(str(kernel))
     while True:
         config, problem = _draw(kernel, chance)
@@ -363,35 +365,35 @@ def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
 
 
 def _converges_at_the_end(ptx: str) -> bool:
-    """Whether the last thing before the last barrier of a warpgroup is that of each warp."""
+    """Whether `bar.warp.sync` directly precedes the last barrier of a warpgroup."""
     before = [line.strip() for line in ptx[: ptx.rindex("bar.sync")].splitlines()]
     return [line for line in before if line and not line.startswith(("//", ".loc"))][-1] == "bar.warp.sync 0xffffffff;"
 
 
 def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
-    """What is wrong with an assembled kernel, in words; nothing, it is hoped."""
+    """Describes what is wrong with an assembled kernel; empty if nothing is."""
     limits, threads = assembly_registers.stated(ptx), math.prod(report.threads)
     taken = 128 * (COMPUTE_WARPGROUPS * limits.compute + limits.transfer)
     smem, most = report.shared_memory_bytes, TARGETS["h200"].shared_memory_per_block_optin
     reserve = RESERVE_OF_SWAPPED if member.kernel.swapped and member.kernel.pulls else RESERVE
-    # A division by what is not constant is a call of a function: with one, jax 0.12 has ptxas serialize wgmma.
+    # A division by a variable is a function call. With such a call jax 0.12 has ptxas serialize wgmma.
     divisions = sorted(set(re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)))
     checks = {
         f"divides: {divisions}": not divisions,
         f"assembled for {report.architecture}": report.architecture == "sm_90a",
         f"{report.spills} bytes of spills": report.spills <= (SPILLS_OF_JAX_0_12 if report.ignores_setmaxnreg else 0),
         f"{report.stack_frame_bytes} bytes of local memory": report.stack_frame_bytes <= report.spills,
-        # Serialized wgmma, an ignored setmaxnreg: whatever ptxas remarks costs time.
+        # Any remark of ptxas costs time: serialized wgmma, for example, or an ignored setmaxnreg.
         f"remarks: {report.remarks}": not report.remarks,
         # See `overlap.primitives.converge_warp`.
         "warps meet the others before all of their lanes are there": _converges_at_the_end(ptx),
-        # What the roles take must be what the kernel was launched with, or setmaxnreg waits forever.
+        # The roles together must take at most the registers of the launch, or setmaxnreg waits forever.
         f"{taken} registers taken of {report.registers * threads}":
             report.ignores_setmaxnreg or taken <= report.registers * threads <= 65536,
         f"{smem} bytes of shared memory, announced {member.smem_bytes}": smem == member.smem_bytes,
         f"{smem} + {report.static_shared_memory_bytes} bytes of shared memory of {most}":
             smem is not None and smem + report.static_shared_memory_bytes <= most,
-        # All CTAs must be resident: with flags between them, one that waits for its turn hangs the others.
+        # All CTAs must be resident. A CTA that waits for an SM would block the CTAs that wait for its flags.
         f"a grid of {report.grid}": math.prod(report.grid) <= TARGET.num_cores,
         f"fewer than {reserve} of {limits} are left": assembly_registers.leaves(ptx, reserve),
     }  # fmt: skip

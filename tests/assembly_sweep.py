@@ -1,12 +1,12 @@
-"""Assembles every class of kernels that can be chosen, and measures what the classes rest on; writes a report.
+"""Assembles every class of kernels that can be chosen, tests the assumptions behind the classes, and writes a report.
 
     python -m tests.assembly_sweep --out benchmarks/experiments/DATE-does-every-kernel-assemble/assembled_space.md
 
-About an hour on two cores; the tests assemble the `cover` alone (`tests/test_assembled_space.py`). Three parts:
+Takes about an hour on two cores; the tests assemble only the `cover` (`tests/test_assembled_space.py`). Three parts:
 
-    classes    of every class so many members as --draws says, checked as the tests check them
-    registers  of every tile and ending, the fewest registers with which it assembles without spills
-    members    of some classes, how these move with each field, size and dtype that the classes do not tell apart
+    classes    --draws members of every class, checked as the tests check them
+    registers  for every tile and ending, the fewest registers with which the kernel assembles without spills
+    members    for some classes, how registers change with each field, size and dtype that is not part of the class
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.assembly_space import (
 )
 
 _of_thread = threading.local()
-# Tiles of which the members of a class are compared.
+# Tiles whose classes are compared member by member.
 SAMPLED: list[tuple[Any, ...]] = [
     (128, 256, 64, 2, "cooperative", False),
     (256, 128, 64, 2, "cooperative", False),
@@ -58,7 +58,7 @@ SAMPLED: list[tuple[Any, ...]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was found of a member: `faults`, and the registers of a compute and a transfer thread if asked for."""
+    """The result for one member: `faults`, and if asked for the registers of a compute and of a transfer thread."""
 
     member: Member
     faults: Sequence[str]
@@ -66,7 +66,7 @@ class Result:
 
 
 def examine(member: Member, *, registers: bool) -> Result:
-    """Assembles a member in this thread's process."""
+    """Assembles a member in the child process of this thread."""
     if not hasattr(_of_thread, "assembler"):
         _of_thread.assembler = assembly.Assembler()
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
@@ -80,7 +80,7 @@ def examine(member: Member, *, registers: bool) -> Result:
 
 
 def relatives(member: Member) -> Iterator[tuple[str, Member]]:
-    """Members of the same class that differ in one field, in sizes or in dtypes; and in which."""
+    """Members of the same class that differ in one field, in sizes or in dtypes, each with what differs."""
     config, problem, kernel = member.config, member.problem, member.kernel
     pulls = problem.pulls
     fields = {**UNSEEN, "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
@@ -93,7 +93,7 @@ def relatives(member: Member) -> Iterator[tuple[str, Member]]:
     for (m, n, k), count in itertools.product(PULL_SHAPES if pulls else SHAPES, DEVICES if pulls else set(BATCHES)):
         sizes = dict(m=m, n=n, k=k, **{"devices" if pulls else "batch": count})
         others.append(("sizes", dataclasses.replace(member, problem=dataclasses.replace(problem, **sizes))))
-    # A class of tiles whose operands are swapped has those of fewer rows as well.
+    # With swapped operands a class also contains tiles with fewer rows.
     fewer = range(8, config.tile_m, 8) if kernel.swapped else ()
     others += [("rows", dataclasses.replace(member, config=config.replace(tile_m=rows))) for rows in fewer]
     for dtype, out in itertools.product(DTYPES[kernel.operand_bytes], DTYPES[kernel.out_bytes]):
@@ -106,7 +106,7 @@ def relatives(member: Member) -> Iterator[tuple[str, Member]]:
 
 
 def _samples(kernels: Sequence[KernelClass]) -> list[KernelClass]:
-    """Classes whose members are compared: of a few tiles, all endings."""
+    """Classes whose members are compared: a few tiles with all endings."""
     endings = {(kernel.tile, kernel.ending, kernel.pulls): kernel for kernel in kernels if kernel.tile in SAMPLED}
     return list(endings.values())
 
@@ -144,7 +144,7 @@ def _words(pulls: bool, ending: tuple[int, bool, bool]) -> str:
 
 
 def _span(needs: Sequence[Registers | None]) -> str:
-    """The fewest and the most registers of compute threads; "–" if there is no such kernel."""
+    """The fewest and the most registers of compute threads; "–" if there is no matching kernel."""
     if None in needs:
         return "**spills**"
     numbers = sorted({need.compute for need in needs if need is not None})
@@ -172,7 +172,7 @@ def _each(members: Sequence[Member], workers: int, what: str, *, registers: bool
 
 
 def sweep(draws: int, workers: int, every: int) -> str:
-    """Does everything; returns the report."""
+    """Runs all three parts and returns the report."""
     kernels, cover = assembly_space.every()[::every], assembly_space.cover()[::every]
     firsts = [next(assembly_space.members(kernel)) for kernel in cover]
     draw = [member for kernel in kernels for member in itertools.islice(assembly_space.members(kernel), draws)]

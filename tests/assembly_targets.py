@@ -21,7 +21,7 @@ class Target:
     shared_memory_per_block_optin: int = 232448
 
     def text(self) -> str:
-        """The text form of XLA's GpuTargetConfigProto."""
+        """The figures in the text form of XLA's GpuTargetConfigProto."""
         major, minor = self.compute_capability
         return f"""
             gpu_device_info {{
@@ -48,7 +48,7 @@ class Target:
 TARGETS = {
     "h200": Target("NVIDIA H200", (9, 0), 132, 141 * 2**30, 4_800_000_000_000, 50 * 2**20, 1.98),
     "b200": Target("NVIDIA B200", (10, 0), 148, 178 * 2**30, 7_700_000_000_000, 126 * 2**20, 1.965),
-    # The compiler's target is sm_103a; as many cores as a B200 is an assumption.
+    # The compiler's target is sm_103a. That a B300 has as many cores as a B200 is an assumption.
     "b300": Target("NVIDIA B300", (10, 3), 148, 268 * 2**30, 8_000_000_000_000, 126 * 2**20, 1.92),
 }
 

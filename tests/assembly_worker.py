@@ -1,7 +1,7 @@
-"""One long-lived process that assembles case after case: importing jax and starting XLA cost more than a kernel.
+"""A child process that assembles case after case, since importing jax and starting XLA cost more than one kernel.
 
-The client (`Worker`) and the child exchange lines of JSON over pipes. The child's file descriptor 1 is not one of them:
-Mosaic prints its figures there, and `tests.assembly.assemble` collects them.
+The client (`Worker`) and the child exchange lines of JSON over two pipes. The child's file descriptor 1 is not one of
+these pipes: Mosaic prints its figures there, and `tests.assembly.assemble` captures them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
 class Worker:
-    """The child process, as its user sees it. It ends when its input is closed, so also when the user dies."""
+    """The client's view of the child process. The child ends when its input closes, so also when the client dies."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
@@ -34,7 +34,7 @@ class Worker:
         )  # fmt: skip
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to a request; RuntimeError if the child ends or keeps silent. It is of no use after that."""
+        """Returns the answer to a request. RuntimeError if the child ends or times out; the worker is then unusable."""
         assert self._child.stdin is not None and self._child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps(request).encode() + b"\n")
@@ -55,7 +55,7 @@ class Worker:
         return self._log.read().decode(errors="replace")[-4000:]
 
     def close(self) -> None:
-        """Ends the child. Twice is once."""
+        """Ends the child. Calling this twice is harmless."""
         self._child.kill()
         self._child.wait()
 
@@ -68,13 +68,13 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         reports = assembly.assemble(fn, *args, **request["dumps"])
     except assembly.AssembledBefore:
         return {"again": True}
-    except Exception:  # Whatever it is, its text is the answer.
+    except Exception:  # Any exception is reported: its text is the answer.
         return {"error": traceback.format_exc()}
     return {"reports": [dataclasses.asdict(report) for report in reports]}
 
 
 def main() -> None:
-    """The child: a line in, a line out, until the input ends."""
+    """The child's loop: reads a request, writes an answer, until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,6 +1,7 @@
-"""Fused calls along different axes of one mesh, one after the other, with devices that are late: for tests on GPUs.
+"""Fused calls along different axes of one mesh, one after the other, on devices that are late: for tests on GPUs.
 
-As a program it runs them once, prints how many results were wrong, and ends as it ends (a test's negative control):
+The command runs them once, prints how many results were wrong, and exits. A test uses it as a negative control, so it
+may also end with an error:
 
     python -m tests.axes_cases [--one-key] [--seed S] [--programs apart]
 """
@@ -24,16 +25,16 @@ LATE_US = (0, 0, 0, 100, 1000, 5000, 20000)
 
 
 def spin(microseconds):
-    """Work for that long on this device (about), and a zero that depends on it."""
-    turns = (microseconds * 0.06).astype(jnp.int32)  # some 18 µs each
+    """Keeps this device busy for about that long, and returns a zero that depends on that work."""
+    turns = (microseconds * 0.06).astype(jnp.int32)  # Each takes about 18 µs.
     return lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
 
 
 def wrong_results(axis, steps, late_us, whole, weights, **options):
-    """Inside `shard_map`: how many of `steps` products along `axis` are wrong on this device.
+    """Inside `shard_map`: counts how many of `steps` products along `axis` are wrong on this device.
 
-    `late_us`: for how long this device is late in the first step. `whole`: [D · ROWS, DEPTH], the gathered operand, the
-    same on all devices; the sums are whole numbers that all dtypes here hold.
+    `late_us`: how late this device is in the first step. `whole`: [D · ROWS, DEPTH], the gathered operand, the same on
+    all devices. All sums are whole numbers that the dtypes used here represent exactly.
     """
     me, size = lax.axis_index(axis), lax.axis_size(axis)
     whole = whole[: size * ROWS]
@@ -61,7 +62,7 @@ def program(mesh, axes, steps):
     def run(late_us, whole, weights):
         wrong = jnp.int32(0)
         for turn, axis in enumerate(axes):
-            # Its operand depends on the loop before, as layers do.
+            # The operand depends on the previous loop, as with consecutive layers.
             wrong += wrong_results(axis, steps, late_us[0, turn] + 0 * wrong, whole, weights)
         return lax.psum(wrong, mesh.axis_names)
 
@@ -70,7 +71,7 @@ def program(mesh, axes, steps):
 
 
 def count_wrong(mesh, seed, repeats, *, apart=False, steps=6):
-    """How many of many products are wrong, along both axes of a mesh in turn, in loops or in programs of their own."""
+    """Counts wrong products along both axes of a mesh in turn: all loops in one program, or one program each."""
     chance, names = np.random.default_rng(seed), mesh.axis_names
     sharded = jax.NamedSharding(mesh, P(tuple(names)))
     whole, weights = (jax.device_put(np.asarray(x), jax.NamedSharding(mesh, P())) for x in operands(seed))

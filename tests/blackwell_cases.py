@@ -1,4 +1,4 @@
-"""The kernels of `protocol_cases` on the Blackwell mainloop, and a product of one device, with exact results."""
+"""The kernels of `protocol_cases`, and a product of one device, on the Blackwell mainloop, with exact results."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.several_sides_cases import Form
 B200 = Target("gpu", "NVIDIA B200", 148)
 ONE = overlap.Config.of(tile_m=128, tile_n=64, stages=2, chunk_bytes=4096)
 PAIR = ONE.replace(tile_n=128, cluster=2)
-# Two boxes of a tile, each of several chunks.
+# A tile has two boxes, each of several chunks.
 SUMS = overlap.Config.of(tile_m=128, tile_n=128, stages=2, chunk_bytes=4096)
 ROWS = Form(136, (64,), 136, container=None)
 
 
 def on_blackwell(kernel: Kernel) -> Kernel:
-    """The same kernel, traced for a Blackwell GPU."""
+    """Returns the same kernel, traced for a Blackwell GPU."""
 
     def call() -> Any:
         with emulating("blackwell"):
@@ -48,7 +48,7 @@ def product(
     out_dtype: Any = jnp.bfloat16,
     **keywords: Any,
 ) -> Kernel:
-    """`overlap.matmul` of integers, whose result is exact in `out_dtype` if k is small."""
+    """`overlap.matmul` of small integers; the result is exact in `out_dtype` if k is small."""
     (m, n, k), (left, right) = shape, (letter == "t" for letter in layout)
     lhs, rhs = integers(0, m, k).astype(dtype), integers(1, k, n).astype(dtype)
     given = lhs.T if left else lhs, rhs.T if right else rhs
@@ -67,7 +67,7 @@ def product(
 
 
 def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int) -> Kernel:
-    """The kernel of a product alone, traced anew: `overlap.matmul` would reuse what it has traced before."""
+    """Traces the kernel of a plain product anew; `overlap.matmul` would reuse an earlier trace."""
     (m, n, k), target = shape, Target("cpu", "cpu as NVIDIA B200", cores)
     lhs, rhs = integers(0, m, k).astype(jnp.bfloat16), integers(1, k, n).astype(jnp.bfloat16)
     plan = LaunchPlan(MATMUL, PLAIN, jnp.bfloat16, target, config)
@@ -87,7 +87,7 @@ def _of_sums(along: str, config: overlap.Config = SUMS, **sizes: Any) -> Callabl
 
 _KERNELS: dict[str, Callable[[int], Kernel]] = {
     "pull": _of_rows(ROWS, ONE),
-    # Columns for both halves of a pair's right operand, and what the epilogue reads of the peers by itself.
+    # Enough columns for both halves of a CTA pair's right operand, and for the epilogue's own loads of received terms.
     "pull, pairs": _of_rows(dataclasses.replace(ROWS, m=264, widths=(136,), scales=("rows",)), PAIR),
     "pull, scales, several": _of_rows(
         dataclasses.replace(ROWS, widths=(64, 136), container=list, scales=("rows", "columns")), ONE
@@ -106,11 +106,11 @@ FUSED = tuple(_KERNELS)
 
 
 def fused(name: str, devices: int = 3) -> Kernel:
-    """A fused kernel, traced anew."""
+    """Traces a fused kernel anew."""
     return on_blackwell(_KERNELS[name](devices))
 
 
 @functools.cache
 def clean(name: str, devices: int = 3) -> Kernel:
-    """A fused kernel, traced once for all tests that patch nothing."""
+    """A fused kernel, traced once and shared by all tests that patch nothing."""
     return fused(name, devices)

@@ -1,6 +1,7 @@
-"""Defects of the Blackwell mainloop, each seeded by a patch: (defect, kernel that has it, words of the report).
+"""Defects of the Blackwell mainloop, each injected by a patch: (defect, kernel that has it, words of the report).
 
-Not among them: without `_Terms._await_all_threads` the emulator sees nothing, since a warpgroup is one thread there.
+A missing `_Terms._await_all_threads` is not among them. The emulator runs a warpgroup as one thread, so it cannot see
+that defect.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ NOTHING = lambda *_, **__: None  # noqa: E731
 
 
 def with_words(patch, module, **words):
-    """Replaces words of `plgpu`, as `module` calls them."""
+    """Replaces functions of `plgpu` as seen by `module`."""
     patch.setattr(module, "plgpu", types.SimpleNamespace(**{**vars(plgpu), **words}))
 
 
 def within(patch, name, **words):
-    """The same while a function of the mainloop, or a method of one of its classes, is traced."""
+    """Replaces functions of `plgpu` while a function of the mainloop, or a method of one of its classes, is traced."""
     owner, _, method = name.rpartition(".")
     holder = getattr(blackwell, owner) if owner else blackwell
     function = getattr(holder, method)
@@ -114,7 +115,7 @@ def tell_it_before_the_last_product(patch):
 
 
 def change_pieces(patch, change):
-    """What the multiplier alone takes a piece for."""
+    """Changes the piece that the multiplier sees; the other roles see the right one."""
     multiply = blackwell._multiply
     changed = lambda loop, buffers, tile, piece: multiply(loop, buffers, tile, change(piece))  # noqa: E731
     patch.setattr(blackwell, "_multiply", changed)

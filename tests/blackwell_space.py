@@ -1,7 +1,7 @@
-"""All kernels of the Blackwell mainloop that differ in their code, in classes; and a few with every pair of values.
+"""All kernels of the Blackwell mainloop with different code, in classes; and a small set with every pair of values.
 
-On Blackwell no thread holds an accumulator, so registers are no limit. What is asked of each class is that it
-assembles at all, spills nothing, and needs the shared and the tensor memory that `limits` announces.
+On Blackwell no thread holds an accumulator, so registers are no limit. Each class must assemble, spill nothing, and use
+the shared memory and tensor memory that `limits` announces.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.assembly_space import PULL_SHAPES, SCATTER_SHAPES, SHAPES
 from tests.assembly_targets import TARGETS
 from tests.blackwell_cases import B200
 
-# Of each operation: its name in `Problem`, layouts, whether it has results of 32 bits, and an epilogue. (Gathered
-# right operands have no 8-bit elements: `WIDE_OPERANDS`.)
+# For each operation: its name in `Problem`, its layouts, whether it has 32-bit results, whether it has an epilogue.
+# Gathered right operands have no 8-bit elements (`WIDE_OPERANDS`).
 OPERATIONS: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
     "matmul": ("matmul", ("nn", "nt", "tn", "tt"), True, True),
     "pull": ("all_gather_lhs_matmul", ("nn", "nt"), False, True),
@@ -49,7 +49,7 @@ DTYPES = {2: ("bfloat16", "float16"), 1: ("float8_e4m3fn", "float8_e5m2"), 4: ("
 
 @dataclasses.dataclass(frozen=True, order=True)
 class KernelClass:
-    """What of a choice changes the code of its kernel."""
+    """The properties of a choice that change the code of its kernel."""
 
     op: str
     layout: str
@@ -68,7 +68,7 @@ class KernelClass:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """On how many devices it may be assembled."""
+        """The numbers of devices for which the class may be assembled."""
         return (1,) if self.op == "matmul" else (4, 8)
 
 
@@ -82,7 +82,7 @@ class Member:
 
     @property
     def case(self) -> Case:
-        """The case; what has defaults is stated as well, so that nothing is looked up in a table."""
+        """The case for `tests.assembly`. Defaults are stated too, so that nothing is looked up in a tuning table."""
         problem, config, name = self.problem, self.config.fields, self.kernel.op
         config |= {"layout": problem.layout, "out": problem.out_dtype}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
@@ -94,7 +94,7 @@ class Member:
 
     @property
     def smem_bytes(self) -> int:
-        """What `limits.smem_bytes` says, and the barriers for `addend`."""
+        """Shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
         transport = "ring" if self.kernel.op == "ring" else self.problem.transport(self.config)
         announced = smem_bytes(self.config, self.problem.dtype, self.problem.out_dtype, transport)
         if not self.kernel.epilogue or (self.problem.communicates and not self.problem.scattered):
@@ -103,7 +103,7 @@ class Member:
 
 
 def every() -> list[KernelClass]:
-    """All classes: the product of what can be chosen, less what no configuration has."""
+    """All classes: every combination of values that some configuration can have."""
     endings = list(itertools.product((64, 128, 192, 256), (1, 2), (False, True), (False, True)))
     classes = []
     for op, (_, layouts, wide, has_epilogue) in OPERATIONS.items():
@@ -138,7 +138,7 @@ def _problem(kernel: KernelClass, shape: tuple[int, int, int], devices: int, dty
 
 
 def members(kernel: KernelClass) -> Iterator[Member]:
-    """Choices of a class without end, as different as chance makes them, the same in every process."""
+    """An endless random stream of choices of a class, the same in every process."""
     chance, name = random.Random(str(kernel)), OPERATIONS[kernel.op][0]
     shapes = SCATTER_SHAPES if name.startswith("matmul_") else SHAPES if name == "matmul" else PULL_SHAPES
     while True:
@@ -153,7 +153,7 @@ def members(kernel: KernelClass) -> Iterator[Member]:
 
 
 def core() -> list[KernelClass]:
-    """Few classes that have every pair of values of any two fields which any class has."""
+    """A few classes with every pair of values of any two fields that occurs in some class."""
     kernels, chosen = every(), []
     random.Random(3).shuffle(kernels)
     pairs = {kernel: set(itertools.combinations(dataclasses.asdict(kernel).items(), 2)) for kernel in kernels}
@@ -166,18 +166,18 @@ def core() -> list[KernelClass]:
 
 
 def tensor_memory_columns(ptx: str) -> int:
-    """How many columns of tensor memory a kernel allocates."""
+    """The number of columns of tensor memory that a kernel allocates."""
     (register,) = re.findall(r"tcgen05\.alloc\.cta_group::\d\.\S+ \[%r\d+\], (%r\d+);", ptx)
     (columns,) = re.findall(rf"mov\.b32\s+{re.escape(register)}, (\d+);", ptx)
     return int(columns)
 
 
 def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
-    """What is wrong with an assembled kernel, in words; nothing, it is hoped."""
+    """Describes what is wrong with an assembled kernel; empty if nothing is."""
     smem, most = report.shared_memory_bytes, TARGETS["b200"].shared_memory_per_block_optin
     groups = set(re.findall(r"tcgen05\.mma\.cta_group::(\d)", ptx))
     columns, announced = tensor_memory_columns(ptx), member.smem_bytes
-    # What is passed on has one chunk buffer, whatever `chunk_buffers` says.
+    # The ring has one chunk buffer for what it passes on, whatever `chunk_buffers` says.
     as_announced = smem == announced or (member.kernel.op == "ring m" and smem is not None and smem < announced)
     checks = {
         f"assembled for {report.architecture}": report.architecture == "sm_100a",
@@ -191,7 +191,7 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
         f"{smem} bytes of shared memory, announced {announced}": as_announced,
         f"{smem} + {report.static_shared_memory_bytes} bytes of shared memory of {most}":
             smem is not None and smem + report.static_shared_memory_bytes <= most,
-        # All CTAs must be resident: with flags between them, one that waits for its turn hangs the others.
+        # All CTAs must be resident. A CTA that waits for an SM would block the CTAs that wait for its flags.
         f"a grid of {report.grid}": math.prod(report.grid) <= B200.num_cores,
     }  # fmt: skip
     return [fault for fault, good in checks.items() if not good]

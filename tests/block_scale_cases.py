@@ -1,7 +1,7 @@
-"""Products of operands with scales of blocks, all of whose sums are exact.
+"""Products of operands with block scales, with exact sums.
 
-Operands are small integers in 8 bits and scales are powers of two: a scale of a wrong block, row or column shows in the
-result, whatever the order of the sum.
+Operands are small integers in 8 bits, and scales are powers of two. So a scale of the wrong block, row or column shows
+in the result, whatever the order of summation.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ F32 = dict(preferred_element_type=jnp.float32)
 
 
 class Product:
-    """Operands with scales, and their exact product; a batch of `lhs` in front, of `rhs` too if `both`."""
+    """Operands with block scales and their exact product. `lhs` has the batch dimension; `rhs` too if `both`."""
 
     def __init__(self, seed, m, n, k, *, left="mk", right="nk", batch=(), both=False, dtypes=(E4M3, E5M2)):
         chance = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ class Product:
         return overlap.matmul(self.lhs, self.rhs, implementation=implementation, **keywords)
 
     def check(self, cores=2, settings=None, **more):
-        """By the emulated kernel."""
+        """Runs the emulated kernel and compares every bit."""
         with emulating("blackwell"), emulate(cores=cores, **settings or {}) as run:
             actual = self("fused", **more)
             run.check()

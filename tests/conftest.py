@@ -1,4 +1,4 @@
-"""The tests run on eight CPU devices; tests/multi_gpu/, when it is named on the command line, on the GPUs."""
+"""Runs the tests on eight CPU devices; tests/multi_gpu/, if named on the command line, runs on the GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pathlib
 import jax
 import pytest
 
-# jax keeps what it has traced: to look through all of it as often as Python does by default takes a fifth of the time.
+# jax keeps what it traces. At Python's default thresholds the garbage collector's passes over it take a fifth of the
+# time.
 gc.set_threshold(200_000, 20, 100)
 _GPU_TESTS = pathlib.Path(__file__).parent / "multi_gpu"
 
@@ -21,13 +22,13 @@ def _only_gpu_tests(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Before anything asks for devices. A machine with GPUs runs the rest of the suite on its CPU too: what the tests
-    # check there is the same everywhere.
+    # This must happen before anything asks for devices. On a machine with GPUs the rest of the suite runs on the CPU
+    # too: these tests check the same on every machine.
     if _only_gpu_tests(config) and os.environ.get("JAX_PLATFORMS", "") != "cpu":
         return
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    # Most of what is compiled here runs once: a tenth of the time goes into making it faster.
+    # Most programs compiled here run once, and optimizing them takes a tenth of the time.
     jax.config.update("jax_disable_most_optimizations", True)
 
 
@@ -40,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # Of those that -m and -k have left.
+@pytest.hookimpl(trylast=True)  # Only the tests that -m and -k select.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if (most := config.getoption("--cases")) is None:
         return

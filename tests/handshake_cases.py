@@ -1,6 +1,7 @@
 """Defects of the handshakes between devices, for the tests on the emulator and on GPUs.
 
-A defect is a function of a `pytest.MonkeyPatch`: it spoils all kernels that are traced while it holds.
+A defect is a function of a `pytest.MonkeyPatch`. The defect is in all kernels that are traced while the patch is
+active.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from overlap.collectives import communicator
 from overlap.primitives import atomics, copies, handshake, semaphores
 from overlap.primitives.handshake import Handshake
 
-# Who draws numbers, by a name of its own.
+# The modules that draw numbers, each through a name of its own.
 DRAWERS = (atomics, copies, communicator)
 
 
 def change_text(patch, found, replacement):
-    """Changes the PTX of what is traced."""
+    """Replaces `found` (a regular expression) in the PTX of the kernels that are traced."""
     emit = mgpu_utils.inline_ptx
 
     def changed(text, *operands, **keywords):
@@ -30,18 +31,18 @@ def change_text(patch, found, replacement):
 
 
 def change_draws(patch, change):
-    """`change(draw)` in the place of `draw`, wherever numbers are drawn."""
+    """Replaces `draw` by `change(draw)` wherever numbers are drawn."""
     for module in DRAWERS:
         patch.setattr(module, "draw", change(module.draw))
 
 
 def change_transfers(patch, change):
-    """`change(copy_chunks, number, numbers, *args, **kwargs)` where chunks are copied from peers, not from here."""
+    """Calls `change(copy_chunks, number, numbers, *args, **kwargs)` for chunks of peers."""
     _change_copy_chunks(patch, change, of_own=False)
 
 
 def change_own_chunks(patch, change):
-    """The same where they are copied from here."""
+    """Calls `change(copy_chunks, number, numbers, *args, **kwargs)` for own chunks."""
     _change_copy_chunks(patch, change, of_own=True)
 
 
@@ -49,7 +50,7 @@ def _change_copy_chunks(patch, change, *, of_own):
     copy_chunks = communicator.copy_chunks
 
     def changed(number, numbers, *args, **kwargs):
-        # The own shard's chunks have a counter of their own, without looks.
+        # The own shard's chunks have a separate counter, whose numbers do not include looking for peers.
         if (numbers[0] == 0) == of_own:
             return change(copy_chunks, number, numbers, *args, **kwargs)
         return copy_chunks(number, numbers, *args, **kwargs)
@@ -58,7 +59,10 @@ def _change_copy_chunks(patch, change, *, of_own):
 
 
 def change_tells(patch, change, *, of):
-    """`change(tell, word, ring, position, bit)` where a bit is set at a peer in `seen` (`_look`), `done` (`_speak`)."""
+    """Calls `change(tell, word, group, position, bit)` in place of setting a bit at a peer.
+
+    `of` names the method that sets it: `_look` sets bits of `seen`, `_speak` sets bits of `done`.
+    """
     tell, act, inside = atomics.set_bit_at_peer, getattr(Handshake, of), []
 
     def acts(*args):
@@ -84,12 +88,12 @@ def never_raise_the_beacon(patch):
 
 
 def raise_the_beacon_again_when_late(patch):
-    """A plain store, where the word is compared with zero."""
+    """A plain store replaces the compare-and-swap, which stores only if the word is zero."""
     change_text(patch, r"atom\.relaxed\.sys\.global\.cas\.b32 before, \[\$0\], 0,", "st.relaxed.sys.global.b32 [$0],")
 
 
 def do_not_look(patch):
-    """All peers are said to have begun, and told that they have been seen."""
+    """All peers count as begun, and are told that they have been seen, without looking at their beacons."""
     patch.setattr(Handshake, "_look_code", lambda *_: None)
 
 
@@ -108,7 +112,7 @@ def look_for_the_same_peer(patch):
 
 
 def look_at_the_other_neighbour(patch):
-    """Of two, where one peer alone is looked for."""
+    """In a kernel that looks for one neighbour only: looks for the one on the other side."""
     look = Handshake._look
 
     def at_the_other(self, item):
@@ -165,7 +169,7 @@ def draw_one_number_again_and_again(patch):
 
 
 def stop_drawing_too_early(patch):
-    """Who has drawn the last number draws it again."""
+    """The device that draws the last number draws it again."""
     change_draws(patch, lambda draw: lambda counter, end, *previous: draw(counter, end - 1, *previous))
 
 
@@ -173,7 +177,7 @@ def stop_drawing_too_early(patch):
 
 
 def without_waiting_for(*words):
-    """A defect: who speaks for the device does not wait for "seen" or "done"."""
+    """Returns a defect: the CTA that speaks for the device does not wait for "seen" or "done"."""
     left_out = [{"seen": handshake._SEEN, "done": handshake._DONE}[word] for word in words]
 
     def defect(patch):
@@ -197,7 +201,7 @@ def wait_for_all_but_one_to_be_done(patch):
 
 
 def wait_for_the_other_neighbour(patch):
-    """Where one peer looks for this device, and this device for another one."""
+    """If one peer looks for this device, and this device looks for another one: exchanges these two peers."""
     wait = Handshake._wait
     patch.setattr(
         Handshake, "_wait", lambda self, flag, role, distance: wait(self, flag, role, self.group.size - distance)
@@ -252,7 +256,7 @@ def speak_whoever_has_completed_something(patch):
 
 
 def speak_before_the_transfers(patch):
-    """The handshakes are all there, so nobody waits for ever; but peers' memory is read after they may have left."""
+    """All handshakes take place, so nothing hangs; but this device reads peers' memory after they may have left."""
     await_peers = Handshake.await_peers
 
     def await_and_speak(self):
@@ -285,7 +289,7 @@ def count_without_acquiring_what_others_did(patch):
 
 
 def count_transfers_when_they_begin(patch):
-    """Whoever begins the last chunk speaks, before that has arrived."""
+    """The CTA that begins the last chunk speaks for the device before that chunk has arrived."""
     leave, begin, begun = Handshake.leave, Handshake.begin, []
 
     def begin_here(self):

@@ -1,12 +1,12 @@
 """One process of a job that a test starts.
 
-Argument: what goes wrong, or what is to be done instead of a product.
+The first argument says what goes wrong, or what the job does instead of a product:
 
-    raise, exit, leave, kill, late    process 1 does so (late: uses devices before the job is joined)
-    sleeps                            process 1 raises while the other one sleeps
-    absent, stuck                     process 1 does not come to where the others meet
-    hosts                             each process is a host of its own
-    meet, wait                        the processes meet (and wait until the file of the second argument is there)
+    raise, exit, leave, kill, late    process 1 does this (late: uses devices before it has joined the job)
+    sleeps                            process 1 raises while the other process sleeps
+    absent, stuck                     process 1 does not come to the meeting of the processes
+    hosts                             each process counts as a host of its own
+    meet, wait                        the processes meet (wait: then wait until the file in the second argument exists)
 """
 
 import logging
@@ -29,13 +29,13 @@ from overlap.distributed import launchers
 
 
 def lower_for_own_host() -> None:
-    """Prints the ids that XLA is given if each process is a host of its own."""
+    """Prints the device ids that XLA receives if each process is a host of its own."""
     from overlap.choice import dispatch
     from overlap.kernels.target import Target
     from overlap.primitives import clique
 
     clique.host_of = lambda device: device.process_index
-    clique.Clique.require_known_ids = lambda self: None  # CPU devices of process p are numbered from 2048 p.
+    clique.Clique.require_known_ids = lambda self: None  # jax numbers the CPU devices of process p from 2048 p.
     dispatch.target = lambda mesh=None: Target("gpu", "NVIDIA H200", 132)
     mesh = jax.make_mesh((2, 2), ("data", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layer = jax.shard_map(
@@ -49,7 +49,7 @@ def lower_for_own_host() -> None:
 
 
 class Coordinator(logging.Handler):
-    """Keeps the address of the coordinator, which `overlap.initialize` logs."""
+    """Records the address of the coordinator, which `overlap.initialize` logs."""
 
     address = ""
 
@@ -93,10 +93,10 @@ def main() -> None:
         print(f"{who}, {jax.device_count()} devices, {coordinator.address}", flush=True)
         while mode == "wait" and not (len(sys.argv) > 2 and os.path.exists(sys.argv[2])):
             time.sleep(0.05)
-        # In the end all of them once more, to see that the job has held.
+        # Communicate once more at the end, to show that the job still works.
         _compat.job_store().wait_at_barrier("tests", 30_000)
         return print(f"process {jax.process_index()} is done", flush=True)
-    overlap.initialize()  # The second call does nothing.
+    overlap.initialize()  # A second call has no effect.
     if mode == "hosts":
         return lower_for_own_host()
     if jax.process_index() == 1:
@@ -112,7 +112,7 @@ def main() -> None:
         time.sleep(100)
         print("process 0 has slept", flush=True)
     if mode == "leave":
-        # It goes on, until it is told that the other one has ended.
+        # This process continues until it is told that the other process has ended.
         print(f"process 0 was told: {heard.event.wait(30)}", flush=True)
         return
 

@@ -1,4 +1,4 @@
-"""A transformer block of the library's layers, and the same block of flax's own layers."""
+"""A transformer block made of the library's layers, and the same block made of flax's own layers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from overlap import layers
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 KINDS = pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
-# The same, where the kind of mesh hardly matters.
+# The mesh for tests whose result hardly depends on the kind of mesh.
 EXPLICIT_FIRST = pytest.mark.parametrize(
     "kind", [pytest.param(EXPLICIT, id="explicit"), pytest.param(AUTO, id="auto", marks=pytest.mark.slow)]
 )
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 32, 8, 4, 8, 64
 BATCH, ROWS = 4, 16
-# FSDP × tensor parallelism, the batch along the axis of FSDP, as most models have it.
+# FSDP × tensor parallelism, with the batch along the FSDP axis, as in most models.
 AXES: dict[str, Any] = {"axis": "tensor", "fsdp_axis": "data", "batch_axis": "data"}
 BETWEEN, WHOLE, INSIDE = P("data", "tensor", None), P("data", None, None), P("data", None, "tensor")
 
@@ -45,7 +45,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """norm → QKV → attention → output projection → norm → gated MLP, of the library's layers."""
+    """norm → QKV → attention → output projection → norm → gated MLP, from the library's layers."""
 
     def __init__(self, rngs: nnx.Rngs, use_bias: bool = False, **options: Any):
         options = AXES | options
@@ -76,7 +76,7 @@ class PlainMLP(nnx.Module):
 
 
 class PlainBlock(nnx.Module):
-    """The same of flax's own layers, for one device."""
+    """The same block from flax's own layers, for one device."""
 
     def __init__(self, rngs: nnx.Rngs, use_bias: bool = False, dtype: Any = None):
         self.norm1 = nnx.RMSNorm(FEATURES, rngs=rngs, dtype=dtype)
@@ -100,12 +100,12 @@ def loss(block: Any, x: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def numbers(module: nnx.Module) -> dict[str, Any]:
-    """The parameters as numpy arrays, in nested dictionaries."""
+    """Returns the parameters as numpy arrays in nested dictionaries."""
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
 
 def spread(module: nnx.Module, seed: int = 5) -> None:
-    """Gives all scales and biases random values: with ones and zeros a wrong one would not show."""
+    """Gives all scales and biases random values. With ones and zeros, a misplaced parameter would not show."""
     chance = np.random.default_rng(seed)
 
     def new(path: Any, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Meshes of several axes and of permuted devices, and the collective matmul's errors along any of their axes."""
+"""Meshes with several axes and permuted devices, and the errors of the collective matmul along any of their axes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Axes = str | tuple[str, ...]
 class Layout:
     """A mesh, and the axes along which the operands are sharded and gathered.
 
-    `sizes` are the mesh's axes, major to minor; `order` permutes the devices (None: as they come).
+    `sizes` lists the mesh's axes, major to minor. `order` permutes the devices (None: jax's order).
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -46,18 +46,18 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Devices per ring."""
+        """Devices per peer group."""
         return math.prod(dict(self.sizes)[name] for name in self.group)
 
     def mesh(self) -> Mesh:
-        """The mesh, over the first devices."""
+        """Returns the mesh, over the first devices."""
         shape = tuple(size for _, size in self.sizes)
         devices = np.array(jax.devices()[: math.prod(shape)])
         devices = devices if self.order is None else devices[list(self.order)]
         return Mesh(devices.reshape(shape), tuple(n for n, _ in self.sizes), axis_types=(AxisType.Auto,) * len(shape))
 
     def specs(self) -> tuple[P, P, P]:
-        """Of the left operand, the right operand and the result."""
+        """Specs of the left operand, the right operand and the result."""
         return P(self.over, None), P(None, self.over), P(None, self.over)
 
 
@@ -66,7 +66,7 @@ def layout(over: Axes, order: tuple[int, ...] | None = None, **sizes: int) -> La
 
 
 def let_ranks_run_against_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do on several hosts."""
+    """Reverses the ranks relative to the positions, as can happen on several hosts."""
     of_one_host = clique._of_one_host
 
     def mirrored(*args: Any) -> clique.Clique:
@@ -77,26 +77,26 @@ def let_ranks_run_against_the_positions(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def operands(case: Layout, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Normal operands for per-shard sizes (m_shard, n_shard, k)."""
+    """Normally distributed operands, for per-shard sizes (m_shard, n_shard, k)."""
     (m_shard, n_shard, k), mesh, (lhs, rhs, _) = shape, case.mesh(), case.specs()
     shardings = NamedSharding(mesh, lhs), NamedSharding(mesh, rhs)
     return oracle.draw(((case.size * m_shard, k), (k, case.size * n_shard)), dtype, shardings, seed)
 
 
 def fused(case: Layout, **kwargs: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The operation along the layout's ring, from per-shard operands."""
+    """The fused operation along `case.over`, as a function of per-shard operands."""
     return lambda lhs, rhs: overlap.all_gather_lhs_matmul(lhs, rhs, case.over, implementation="fused", **kwargs)
 
 
 def unfused(case: Layout) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """What a user would write instead."""
+    """XLA's all-gather and product: what a user would write instead."""
     return lambda lhs, rhs: oracle.rounded(lax.all_gather(lhs, case.over, axis=0, tiled=True) @ rhs)
 
 
 def errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
     """A jitted function from operands to (error of `op`, error of the unfused product), the worst over devices.
 
-    Each ring of the mesh has a left operand of its own, so that a shard from another ring shows.
+    Each peer group of the mesh has a left operand of its own, so that a shard of another group shows in the result.
     """
     mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
     others = tuple(name for name, _ in case.sizes if name not in case.group)
@@ -112,7 +112,7 @@ def errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Cal
 
 
 def gradient_errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
-    """A jitted function from operands to the distances of both gradients through `op` from those through XLA."""
+    """A jitted function from operands to the distances between the two gradients through `op` and those through XLA."""
     mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
 
     def loss(f: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., jax.Array]:
@@ -128,7 +128,7 @@ def gradient_errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array
 
 
 def errors_in_a_loop(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Any:
-    """A jitted function from operands to the worst distance to the unfused product over launches in one program.
+    """A jitted function from operands to the largest distance from the unfused product, over launches in one program.
 
     The left operand is overwritten right after each launch.
     """
@@ -148,9 +148,9 @@ def errors_in_a_loop(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Arra
 
 
 def errors_of_two_rings(first: Layout, second: Layout, op: Callable[[Layout], Any]) -> Any:
-    """A jitted function from replicated operands of one shard to the distances of two products in one program.
+    """A jitted function from replicated operands of one shard to the errors of two products in one program.
 
-    Both layouts are of the same mesh; the devices' operands differ by a factor.
+    Both layouts use the same mesh. Each device scales the operands by its own factor.
     """
     mesh = first.mesh()
     everywhere = mesh.axis_names
@@ -164,7 +164,7 @@ def errors_of_two_rings(first: Layout, second: Layout, op: Callable[[Layout], An
 
 
 def reversed_axes_of_permuted_devices(case: Any, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """For `tests.assembly`: all axes of the mesh as one ring, in reverse, and the devices in reverse as well.
+    """A case for `tests.assembly`: one peer group over all mesh axes in reverse order, with the devices reversed too.
 
     `case.config` holds further keywords of the operation.
     """

@@ -1,4 +1,4 @@
-"""Defects of `matmul_all_reduce` for few rows, each seeded by a patch. More that it can have: `scatter_defects.py`."""
+"""Defects of `matmul_all_reduce` for few rows, each injected by a patch. Further defects: `scatter_defects.py`."""
 
 import dataclasses
 
@@ -16,13 +16,13 @@ from tests.spread_defects import NOTHING, change_fields, leave_out_a_peer, with_
 
 
 def change_body(patch, name, change):
-    """`change(method, self, *args)` in the place of a method of the kernel's body."""
+    """Replaces a method of the kernel's body by `change(method, self, *args)`."""
     method = getattr(_Body, name)
     patch.setattr(_Body, name, lambda self, *args, **kwargs: change(method, self, *args, **kwargs))
 
 
 def beside(tile):
-    """Another tile."""
+    """Returns another tile: the other tile of the same row."""
     return dataclasses.replace(tile, n=1 - tile.n)
 
 
@@ -43,7 +43,7 @@ def send_to_all_but_one(patch):
 
 
 def send_all_to_one_peer(patch):
-    """The flags go to the right ones."""
+    """All parts go to one peer; the flags go to the right peers."""
     change_fields(
         patch, one_shot, "DirectSends", to_peer=lambda to_peer: lambda tile, distance: to_peer(tile, 1 + 0 * distance)
     )
@@ -86,7 +86,7 @@ def raise_the_flag_of_another_tile(patch):
 
 
 def raise_the_flag_of_the_receiver(patch):
-    """In its place instead of this device's."""
+    """Raises the flag at the receiver's index instead of the sender's index."""
 
     def announce_there(announce, self, tile):
         def signal(flag, group, position):
@@ -138,13 +138,13 @@ def leave_with_every_tile(patch):
 
 
 def add_the_own_part_first(patch):
-    """On each device another order, so that they have other bits."""
+    """Each device then adds in a different order, so the devices' sums differ in their last bits."""
     from_here = lambda self, position: remainder(self.me + position, self.group.size)  # noqa: E731
     change_body(patch, "_term_at", lambda term_at, self, tile, n: term_at(self, tile, from_here(self, n)))
 
 
 def add_the_own_part_unrounded(patch):
-    """And then those of the peers, in order."""
+    """The own part is added first without rounding, then the peers' parts in order."""
 
     @dataclasses.dataclass(frozen=True)
     class OfDevice(Tile):

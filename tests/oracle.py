@@ -1,7 +1,7 @@
-"""What a result is compared with: the fp32 product, and the error of the unfused product in the same dtype.
+"""References for results: the fp32 product, and the error of the unfused product in the same dtype.
 
-Everything here runs on the devices, inside `shard_map`, so that it serves one process with all GPUs and one process per
-GPU alike.
+Everything here runs on the devices, inside `shard_map`. So it works with one process for all GPUs and with one process
+per GPU.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import overlap
 from overlap.kernels.target import current_target
 
 X, W, Y = P("x", None), P(None, "x"), P(None, "x")
-ALLOWED = 2.0  # Times the error of the unfused product.
-# Elements of all operands. To compile a program that draws them takes longer than most tests.
+ALLOWED = 2.0  # Factor on the error of the unfused product.
+# Elements of all operands up to which the host draws them. Compiling a drawing program takes longer than most tests.
 _MOST_OF_THE_HOST = 1 << 22
-# On a GPU the search for XLA's fastest products would take longer than all else.
+# On a GPU, the search for XLA's fastest products would take longer than everything else.
 NO_SEARCH = {"xla_gpu_autotune_level": 0}
 
 
 def make_mesh(**axes: int) -> Mesh:
-    """A mesh over the first devices, in their order."""
+    """Returns a mesh over the first devices, in jax's order."""
     count = int(np.prod(list(axes.values())))
     devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Normal operands for per-shard sizes (m_shard, n_shard, k), sharded over axis "x"."""
+    """Normally distributed operands, for per-shard sizes (m_shard, n_shard, k), sharded over axis "x"."""
     (m_shard, n_shard, k), size = shape, mesh.shape["x"]
     shardings = NamedSharding(mesh, X), NamedSharding(mesh, W)
     return draw(((size * m_shard, k), (k, size * n_shard)), dtype, shardings, seed)
@@ -45,7 +45,7 @@ def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: Any, seed: int) -> 
 def draw(
     shapes: tuple[tuple[int, ...], ...], dtype: Any, shardings: tuple[NamedSharding, ...], seed: int
 ) -> tuple[jax.Array, ...]:
-    """Normal arrays, the same in all processes."""
+    """Normally distributed arrays, the same in all processes."""
     if sum(map(math.prod, shapes)) > _MOST_OF_THE_HOST:
         return _drawing(shapes, jnp.dtype(dtype), shardings)(np.uint32(seed))
     chance = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def draw(
 
 @functools.cache
 def _drawing(shapes: tuple[tuple[int, ...], ...], dtype: Any, shardings: tuple[NamedSharding, ...]) -> Any:
-    """A program of the seed, for what the host would take long to draw."""
+    """A program that draws the arrays from the seed on the devices: for sizes that take too long on the host."""
 
     def make(seed: jax.Array) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(seed), len(shapes))
@@ -68,7 +68,7 @@ def _drawing(shapes: tuple[tuple[int, ...], ...], dtype: Any, shardings: tuple[N
 
 
 def on_mesh(mesh: Mesh, f: Any, in_specs: Any = (X, W), out_specs: Any = Y, **options: Any) -> Any:
-    """`f` under jit and `shard_map`."""
+    """Returns `f` under jit and `shard_map`."""
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, **options)
 
@@ -80,21 +80,22 @@ def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def unfused(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """What a user would write instead, rounded to its dtype even where XLA would keep excess precision."""
+    """What a user would write instead, always rounded to its dtype: XLA might keep excess precision."""
     return rounded(lax.all_gather(lhs, "x", axis=0, tiled=True) @ rhs)
 
 
 def rounded(values: jax.Array) -> jax.Array:
-    """The same values; XLA may otherwise skip the rounding of a 16-bit result that is used in f32."""
+    """Returns the same values, always rounded: XLA may skip the rounding of a 16-bit result that is used in f32."""
     info = jnp.finfo(values.dtype)
     return lax.reduce_precision(values, info.nexp, info.nmant)
 
 
 def fitting(config: Any) -> Any:
-    """A configuration that was written for Hopper, as this device's mainloop has it."""
+    """Adapts a configuration for Hopper to this device's mainloop."""
     if config is None or not current_target().is_blackwell:
         return config
-    # An accumulator has 128 rows, and pairs of CTAs lie one below the other, each with whole boxes of columns.
+    # On Blackwell an accumulator has 128 rows. The two CTAs of a pair have tiles one below the other, and each CTA
+    # holds whole boxes of columns.
     tile_n = max(128, config.tile_n // 128 * 128) if config.cluster > 1 else config.tile_n
     return config.replace(tile_m=128, tile_n=tile_n, cluster_along="m", schedule="cooperative", swap_operands=False)
 
@@ -110,7 +111,7 @@ def distance(actual: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def worst(value: jax.Array, mesh: Mesh) -> jax.Array:
-    """The largest over all devices."""
+    """The largest value over all devices of the mesh."""
     return functools.reduce(lambda v, axis: lax.pmax(v, axis), mesh.axis_names, value)
 
 

@@ -1,7 +1,7 @@
-"""Defects of warpgroups that take turns, each seeded by a patch: (program, words of the report, defect).
+"""Defects of warpgroups that take turns, each injected by a patch: (program, words of the report, defect).
 
-The programs are those of `test_pingpong.py`. Most defects are slips in the source of one function. HARMLESS are changes
-that do no harm, with the reason.
+The programs are in `test_pingpong.py`. Most defects replace source text of one function. HARMLESS holds changes that do
+no harm, with the reason.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def of_the_other_part(worker, rank, part):
 
 
 # fmt: off
-SEEDED = {
-    # Barriers of the stages.
+INJECTED = {
+    # Full and consumed barriers of the pipeline stages.
     "one full barrier for both": ("one", "buffers.lhs", full_at({"self.taking_turns == 1": "True"})),
     "wait at the other's barrier": ("one", "buffers.lhs", accumulate({FULL: ONE_FULL})),
     "fill the other's barrier": ("one", "deadlock", slip(produce, "produce", {FULL: ONE_FULL})),
@@ -65,7 +65,7 @@ SEEDED = {
         "one", "race|missed phase|deadlock",
         plan({"taking_turns=COMPUTE_WARPGROUPS if in_turn else 1": "taking_turns=1"}),
     ),
-    # Who has which tiles.
+    # Which warpgroup has which tiles.
     "both begin with the first": ("one", "missed phase|wgmma", run({"first=warpgroup": "first=0"})),
     "both have all": ("one", "missed phase|wgmma", run({"every=COMPUTE_WARPGROUPS": "every=1"})),
     "begin one late": ("one", "deadlock", run({"first=warpgroup": "first=warpgroup + 1"})),
@@ -75,7 +75,7 @@ SEEDED = {
     "nobody but the first": ("one", "buffers.full", run({"COMPUTE_WARPGROUPS if in_turn else buffers.wg_tiles": "1"})),
     "drawn by the first": ("scatter", "race", whose({"== warpgroup": "== 0"})),
     "drawn by number": ("scatter, two cores", "race", whose({"piece.ordinal": "piece.tile"})),
-    # What each stores.
+    # What each warpgroup stores.
     "one epilogue buffer": ("one", "buffers.out", stores({"view.at[output.warpgroup,": "view.at[0,"})),
     "one buffer of two": ("buffers", "buffers.out", stores({"view.at[output.warpgroup,": "view.at[0,"})),
     "a store less": ("buffers", "buffers.out", stores({"read(num_buffers - 1)": "read(num_buffers)"})),
@@ -83,11 +83,11 @@ SEEDED = {
     "corner by warpgroup": ("one", "out of bounds", part_index({"return 0, 0, 0": "return 0, warpgroup, 0"})),
     "column by warpgroup": ("one", "out of bounds", part_index({"return 0, 0, 0": "return 0, 0, warpgroup"})),
     "leave too early": ("one", "freed too early", replace(hopper, "wait_stores_read", NOTHING)),
-    # Tiles that are cut.
+    # Tiles cut along k.
     "signal the other part": ("cut", "to reach 1, got 0", flags(signalled=of_the_other_part)),
     "wait for the other part": ("cut", "to reach 1, got 0", flags(awaited=of_the_other_part)),
     "no drain": ("cut, buffers", "buffers.out", replace(finish, "wait_stores_read", NOTHING)),
-    # Parts of peers and to them.
+    # Parts received from peers, and parts sent to peers.
     "told at once": ("scatter", "output 1", replace(exchange, "wait_stores_landed", NOTHING)),
     "told when read": ("scatter", "output 1", replace(exchange, "wait_stores_landed", wait_stores_read)),
     "told later": ("scatter", "output 1",
@@ -123,9 +123,9 @@ SEEDED = {
         exchanged({"piece.ordinal < buffers.taking_turns": "piece.ordinal < 0"})),
 }
 HARMLESS = {
-    # Who begins does not matter: buffers are each warpgroup's own, and barriers those of the tile.
+    # Either warpgroup may begin: each has its own buffers, and barriers belong to the tile.
     "the second begins": ("one", run({"first=warpgroup": "first=1 - warpgroup"})),
-    # The producer has waited for all parts of the first tile before it loads the second: so the peers have begun.
+    # Before the producer loads the second tile, it has waited for all parts of the first. So all peers have begun.
     "only the first waits": ("one shot", exchanged({"< buffers.taking_turns": "< 1"})),
 }
 # fmt: on

@@ -30,7 +30,7 @@ def mapped(function, mesh):
 
 
 def program(name, devices, shard):
-    """(a function that runs the kernel on new data and returns how far it is from JAX's result at most)."""
+    """Returns a function that runs the kernel on new data and returns the largest distance from JAX's result."""
     mesh = make_mesh(x=devices)
     kernel, by_jax = (jax.jit(mapped(function, mesh)) for function in KERNELS[name])
     sharding = jax.NamedSharding(mesh, P("x"))
@@ -44,7 +44,7 @@ def program(name, devices, shard):
 
 
 def assembled(function, case, mesh):
-    """A case of tests/assembly.py: the function to compile, and its arguments. `case.shape`: of a shard, and a zero."""
+    """A case for tests/assembly.py: (function to compile, arguments). `case.shape`: a shard's sizes, and a zero."""
     rows, columns, _ = case.shape
     x = assembly.struct(mesh, (rows * mesh.size, columns), case.dtype, P("x"))
     return mapped(function, mesh), (x,)

@@ -1,9 +1,9 @@
-"""Which private names of jax the sources use, read from their syntax trees, and which of them the table names.
+"""Finds the private names of jax that the sources use, in their syntax trees, and the names that the table lists.
 
-Private: a name of jax that begins with an underscore or lies in a module that does; everything in `jaxlib`; and the
-undocumented modules `jax.experimental.mosaic.gpu` and `jax.experimental.pallas.ops`. Seen: imports, attributes of what
-was imported, and names in strings that are given to `private`, `replace`, `setattr`, `import_module` and their like. If
-`import_module` is given an f-string, the package is counted that its constant beginning names.
+A name of jax is private if it begins with an underscore or lies in a module that does; so is everything in `jaxlib` and
+in the undocumented modules `jax.experimental.mosaic.gpu` and `jax.experimental.pallas.ops`. Recognized uses: imports,
+attributes of what was imported, and names in strings that are passed to `private`, `replace`, `setattr`, `import_module`
+and the like. If `import_module` gets an f-string, the package that its constant beginning names is counted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 FOLDERS = ("overlap", "tests", "benchmarks", "examples", "launch", "setup")
 _UNDOCUMENTED = ("jax.experimental.mosaic.gpu", "jax.experimental.pallas.ops", "jaxlib")
-# Functions with a module (or an object) and a name in it, the latter as a string.
+# Functions that take a module (or an object) and the name of an attribute, as a string.
 _BY_MODULE, _BY_OBJECT = ("private", "replace"), ("setattr", "getattr", "delattr", "hasattr")
 _IMPORTERS = ("import_module", "importorskip")
 _MODULE_TABLES = ("setitem", "delitem")  # of pytest's monkeypatch, on `sys.modules`
-# A file without any of these uses no private name, and need not be parsed.
+# A file that contains none of these words uses no private name, so it need not be parsed.
 _CANDIDATE = re.compile(
     r"jax\._src|mosaic\.gpu|mosaic import gpu|pallas\.ops|jaxlib|(?<!self)(?<!cls)\._[a-z]|[\"']_[a-z]"
     r"|import [^\n]*\b_[a-z]|^\s+_[a-z]\w*,?$",
@@ -43,7 +43,7 @@ def _beginning(argument: ast.expr) -> str | None:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Full names of what a file uses of jax; of `a.b.c` also `a.b`."""
+    """The full names of jax that a file uses; for `a.b.c` also `a.b`."""
     known: dict[str, str] = {}
     nodes = list(ast.walk(tree))
     for node in nodes:
@@ -80,7 +80,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def used(repository: pathlib.Path) -> dict[str, set[str]]:
-    """From each private name to the folders that use it, such as "overlap/_compat" or "tests"."""
+    """Maps each private name to the folders that use it, such as "overlap/_compat" or "tests"."""
     found: dict[str, set[str]] = {}
     for folder in FOLDERS:
         for path in sorted((repository / folder).rglob("*.py")):
@@ -91,13 +91,13 @@ def used(repository: pathlib.Path) -> dict[str, set[str]]:
             place = path.relative_to(repository).parent.as_posix()
             place = "/".join(place.split("/")[:2]) if folder == "overlap" else folder
             for name in names:
-                # Of a module and a name in it, or a class and its method, only the latter counts.
+                # Of a module and a name in it, or a class and its method, only the longer name counts.
                 if not any(other.startswith(f"{name}.") for other in names):
                     found.setdefault(name, set()).add(place)
     return found
 
 
 def listed(page: str) -> dict[str, list[str]]:
-    """From each name in the first column of the page's tables to the other columns."""
+    """Maps each name in the first column of the page's tables to the other columns."""
     rows = [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in page.splitlines() if line.startswith("| `")]
     return {cells[0].strip().strip("`"): [cell.strip() for cell in cells[1:]] for cells in rows}

@@ -1,4 +1,4 @@
-"""What the tests of `matmul` and of its mainloop share: operands, and two ways to judge a result."""
+"""Helpers of the tests of `matmul` and of its mainloop: operands, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives.integers import ceil_div
 from tests import oracle
 
-# Operands and oracles come from NumPy: jax would compile a program for each new shape.
+# Operands and oracles use NumPy: jax would compile a program for each new shape.
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -22,7 +22,7 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def integers(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Small integers: their products are exact in f32, in any order of summation."""
+    """Small integers. Their products are exact in f32, in any order of summation."""
     return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype))
 
 
@@ -34,14 +34,14 @@ def in_f32(x: Any, transposed: bool = False) -> np.ndarray:
 def oracle_of(lhs: Any, rhs: Any, *, transpose_lhs: bool = False, transpose_rhs: bool = False, lhs_scale: Any = 1.0,
               rhs_scale: Any = 1.0, bias: Any = 0.0, addend: Any = 0.0, activation: Any = None,
               **_: Any) -> Any:  # fmt: skip
-    """What `matmul` computes, in f32."""
+    """The result of `matmul`, in f32."""
     exact = in_f32(lhs, transpose_lhs) @ in_f32(rhs, transpose_rhs) * in_f32(lhs_scale) * in_f32(rhs_scale)
     exact = exact + in_f32(bias) + in_f32(addend)
     return exact if activation is None else np.asarray(activation(exact))
 
 
 def check(lhs: Any, rhs: Any, *, config: Any = None, cores: int = 2, limit: Any = None, **kwargs: Any) -> jax.Array:
-    """Compares with the f32 oracle; by default allows twice the error of rounding the exact result."""
+    """Compares with the f32 oracle. By default allows twice the error of rounding the exact result."""
     exact = oracle_of(lhs, rhs, **kwargs)
     with emulate(cores=cores):
         actual = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused", **kwargs))(lhs, rhs)
@@ -56,9 +56,11 @@ def check(lhs: Any, rhs: Any, *, config: Any = None, cores: int = 2, limit: Any 
 
 def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores: int, batch: tuple[int, ...] = (),
                   dtype: Any = jnp.bfloat16, settings: Any = None, **kwargs: Any) -> Any:  # fmt: skip
-    """Integer operands: a k step left out, taken twice or added to another tile shows in every bit of the result.
+    """Compares every bit, with integer operands.
 
-    Returns the emulator's `Run`, for what it has counted.
+    A k step that is left out, taken twice or added to another tile then shows in the result.
+
+    Returns the emulator's `Run`, with its counts.
     """
     (m, n, k), left, right = shape, kwargs.get("transpose_lhs", False), kwargs.get("transpose_rhs", False)
     lhs = integers(1, *batch, *((k, m) if left else (m, k)), dtype=dtype)
@@ -74,7 +76,7 @@ def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores:
 
 def check_gathered(devices: int, cores: int, shape: tuple[int, int, int], config: overlap.Config,
                    transport: str | None = None) -> None:  # fmt: skip
-    """The same of the fused all-gather matmul, for per-shard sizes (m_shard, n_shard, k), under two schedules."""
+    """Compares every bit of the fused all-gather matmul under two schedules; per-shard sizes (m_shard, n_shard, k)."""
     (m, n, k), mesh = shape, oracle.make_mesh(x=devices)
     lhs, rhs = integers(3, devices * m, k, dtype=jnp.float16), integers(4, k, devices * n, dtype=jnp.float16)
     call = oracle.on_mesh(mesh, lambda a, b: oracle.fused(a, b, config=config, transport=transport))
@@ -90,12 +92,12 @@ def pieces_of(work: StreamK, cta: int) -> list[Piece]:
 
 
 def handed_over(work: StreamK) -> int:
-    """How many pieces are parts of tiles: each CTA hands over what the others finish."""
+    """The number of pieces that share their tile; each CTA hands over the sums that the others finish."""
     return sum(piece.pieces_per_tile > 1 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
 
 
 def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int) -> StreamK:
-    """What the kernel of such a product walks."""
+    """The work list that the kernel of a product walks."""
     (m, n, k), (rows, columns) = shape, config.cluster_tile
     tiles = ceil_div(m, rows) * ceil_div(n, columns)
     return StreamK(tiles, ceil_div(k, config.tile_k), cores // config.cluster, config.stream_k)

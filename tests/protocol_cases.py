@@ -1,4 +1,4 @@
-"""What the tests of protocols share: each fused kernel in small, with what it must compute, and many runs of one."""
+"""Helpers of the protocol tests: a small instance of each fused kernel, its exact result, and repeated runs."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from tests.rhs_cases import fused, mapped, product
 from tests.scatter_cases import ALONG
 from tests.several_sides_cases import Form
 
-# Several chunks of each peer's shard for each CTA.
+# Each CTA has several chunks of each peer's shard.
 PULL = overlap.Config.of(tile_n=64, stages=2, chunk_bytes=4096)
 JOINED = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
 WEIGHTS = overlap.Config.of(tile_n=128, stages=2, chunk_bytes=1024)
-# Two boxes of a tile, each of several chunks.
+# A tile has two boxes, each of several chunks.
 SUMS = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
-# Forms of sums that all devices are to have (that of blocks of rows is "spread m").
+# Names of all-reduced sums. (Summed in blocks of columns, and in one shot; blocks of rows are "spread m".)
 SPREAD, ONE_SHOT = "spread n", "one shot"
-# Sums whose parts are passed on from device to device.
+# Sums whose parts travel from device to device.
 SUMS_BY_RING = "ring m"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel that is traced when `call` first runs, whatever is patched then, and no more after that.
+    """A kernel that is traced when `call` first runs, with the patches active then, and not again.
 
     Attributes:
-      call: runs it on operands of its own.
-      check: whether a result is exact, an AssertionError if not.
+      call: runs the kernel on its own operands.
+      check: raises AssertionError if the result is not exact.
     """
 
     call: Callable[[], Any]
     check: Callable[[Any], None]
 
     def run(self, **settings: Any) -> Any:
-        """One emulated run, whose result must be exact."""
+        """Emulates one run and checks the result exactly."""
         with emulate(**settings) as run:
             result = self.call()
             run.check()
@@ -55,9 +55,9 @@ class Kernel:
         return run
 
     def report(self, seeds: int = 18, step_limit: int = 500_000, **settings: Any) -> EmulationError | None:
-        """The first error that the emulator reports in runs with several seeds and, if not given, completions."""
+        """Returns the first error that the emulator reports, over several seeds and (if not given) completions."""
         for seed in range(seeds):
-            # Only where copies are fast can a thread fall behind them.
+            # A thread can fall behind the copies only if these are fast ("eager").
             varied = {"completion": ("eager", "late", "random")[seed % 3]} | settings
             try:
                 with emulate(seed=seed, step_limit=step_limit, **varied):
@@ -68,7 +68,7 @@ class Kernel:
 
 
 def of_rows(form: Form, config: overlap.Config, devices: int = 3, transport: str | None = None) -> Kernel:
-    """`all_gather_lhs_matmul`."""
+    """A kernel of `all_gather_lhs_matmul`."""
     mesh, arrays = make_mesh(x=devices), several_sides_cases.operands(form, devices)
     given = several_sides_cases.put(form, mesh, arrays)
     body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
@@ -79,7 +79,7 @@ def of_rows(form: Form, config: overlap.Config, devices: int = 3, transport: str
 def of_weights(
     along: str, config: overlap.Config = WEIGHTS, devices: int = 3, *, m: int = 64, shard: tuple[int, int] = (64, 64)
 ) -> Kernel:
-    """`all_gather_rhs_matmul`."""
+    """A kernel of `all_gather_rhs_matmul`."""
     lhs, rhs = product(devices, along, m, shard)
     function = mapped(make_mesh(x=devices), along, fused(along, config))
 
@@ -102,11 +102,11 @@ def of_sums(
     mesh: Any = None,
     axis: str = "x",
 ) -> Kernel:
-    """`matmul_reduce_scatter`, along "m" or "n", or by "ring m" or "ring n".
+    """A kernel of `matmul_reduce_scatter` or `matmul_all_reduce`.
 
-    Or `matmul_all_reduce`, "spread m" or "spread n" or in "one shot".
-
-    Each device sums up `block` rows and columns, and has `k` columns of `lhs`. Results are compared on all devices.
+    `along` is "m", "n", "ring m" or "ring n" for `matmul_reduce_scatter`, and "spread m", "spread n" or "one shot" for
+    `matmul_all_reduce`. Each device sums a block of `block` = (rows, columns), and has `k` columns of `lhs`. Results
+    are compared on all devices.
     """
     mesh, (rows, columns), dimension = mesh or make_mesh(x=devices), block, along[-1]
     if by_ring := along.startswith("ring"):
@@ -133,7 +133,7 @@ def of_sums(
     function = on_mesh(mesh, summed, (in_specs, P(axis, None)), out_specs)
 
     def check(result: Any) -> None:
-        # (With little k, parts are small enough to be exact in bfloat16.)
+        # k is small, so parts are exact in bfloat16.
         expected = oracle_of(lhs, rhs).astype(dtype).astype(np.float32)
         expected = np.broadcast_to(expected, (devices, *expected.shape)) if everywhere else expected
         np.testing.assert_array_equal(np.asarray(result, np.float32), expected)
@@ -161,5 +161,5 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
 
 @functools.cache
 def clean(name: str, devices: int = 3) -> Kernel:
-    """A kernel of `KERNELS`, traced once for all tests that patch nothing."""
+    """A kernel of `KERNELS`, traced once and shared by all tests that patch nothing."""
     return KERNELS[name](devices)

@@ -1,4 +1,4 @@
-"""What the tests of products summed over devices share: calls under `shard_map`, operands, and how to judge results."""
+"""Helpers of the tests of products summed over devices: calls under `shard_map`, operands, comparisons of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.oracle import make_mesh
 from tests.product_cases import in_f32
 
 ALONG = ["m", "n"]
-# And where all devices have the whole sum.
+# All devices receive the whole sum (`matmul_all_reduce`).
 EVERYWHERE = "everywhere"
 WAYS = [*ALONG, EVERYWHERE]
 F32 = jnp.dtype(jnp.float32)
@@ -31,19 +31,19 @@ SMALL = overlap.Config(tile_m=64, tile_n=128, stages=2)
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A call inside `shard_map`, on arrays by name: of `overlap.matmul_reduce_scatter` or `matmul_all_reduce`.
+    """A call of `overlap.matmul_reduce_scatter` or `matmul_all_reduce` inside `shard_map`, with its arrays by name.
 
-    Globally lhs is [..., m, D · k], rhs [D · k, n], lhs_scale [D, m, 1] and rhs_scale [D, n]: each device has scales of
-    its own. Bias and addend are those of the whole sum.
+    Globally lhs is [..., m, D · k], rhs [D · k, n], lhs_scale [D, m, 1] and rhs_scale [D, n]: each device has its own
+    scales. Bias and addend belong to the whole sum.
 
     Attributes:
-      along: in which dimension the sum is scattered; or it is not.
-      axis: the axes that it is summed over.
+      along: the dimension in which the sum is scattered, or "everywhere".
+      axis: the mesh axes to sum over.
       transpose_lhs: whether lhs is [..., D · k, m].
       transpose_rhs: whether rhs is [n, D · k].
-      activation: of the sum.
+      activation: applied to the sum.
       dtype: of the result.
-      transport: how parts travel, where the sum is scattered.
+      transport: the transport of the parts, if the sum is scattered.
     """
 
     along: Literal["m", "n", "everywhere"] = "m"
@@ -55,7 +55,7 @@ class Layer:
     transport: str | None = None
 
     def __call__(self, arrays: dict[str, Any], implementation: str | None = "fused", config: Any = SMALL) -> jax.Array:
-        """The operation on one device's part of the arrays."""
+        """Calls the operation on one device's part of the arrays."""
         given = self.of_one_device(arrays)
         lhs, rhs = given.pop("lhs"), given.pop("rhs")
         function: Any = overlap.matmul_all_reduce
@@ -70,7 +70,7 @@ class Layer:
         )  # fmt: skip
 
     def plain(self, arrays: dict[str, Any]) -> jax.Array:
-        """The same in plain JAX. Nothing but the result is rounded below f32."""
+        """The same computation in plain JAX, in f32; only the result is rounded."""
         given = self.of_one_device(arrays)
         lhs, rhs = (given[name].astype(F32) for name in ("lhs", "rhs"))
         lhs, rhs = lhs.mT if self.transpose_lhs else lhs, rhs.mT if self.transpose_rhs else rhs
@@ -88,11 +88,11 @@ class Layer:
 
     @staticmethod
     def of_one_device(arrays: dict[str, Any]) -> dict[str, Any]:
-        """Without the dimension of the devices, which scales have."""
+        """Removes the leading device dimension from the scales."""
         return {name: x[0] if name in ("lhs_scale", "rhs_scale") else x for name, x in arrays.items()}
 
     def blocks(self, m: int, n: int, devices: int, dtype: Any) -> str:
-        """Of what the devices sum up a block each: rows ("m") or columns ("n") of a result of m × n."""
+        """Whether each device sums a block of rows ("m") or of columns ("n") of an m × n result."""
         if self.along != EVERYWHERE:
             return self.along
         layout: Any = "".join("t" if transposed else "n" for transposed in (self.transpose_lhs, self.transpose_rhs))
@@ -103,11 +103,11 @@ class Layer:
 
     @property
     def out_spec(self) -> P:
-        """Of a result without leading dimensions, and of an addend."""
+        """The partition spec of an addend, and of a result without leading dimensions."""
         return {"m": P(self.axis, None), "n": P(None, self.axis), EVERYWHERE: P(None, None)}[self.along]
 
     def specs(self, arrays: dict[str, Any]) -> dict[str, P]:
-        """Of each array."""
+        """The partition spec of each array."""
         rows, columns = (self.axis, None), (None, self.axis)
         of = {
             "lhs": rows if self.transpose_lhs else columns,
@@ -121,7 +121,7 @@ class Layer:
 
     def mapped(self, mesh: Any, arrays: dict[str, Any], function: Any = None, out_specs: Any = None,
                check_vma: bool = False, **options: Any) -> Any:  # fmt: skip
-        """A jitted function of the global arrays: `function` (by default the operation) on each device's parts."""
+        """A jitted function of the global arrays: runs `function` (by default the operation) on each device's parts."""
         if out_specs is None:
             lead = max(arrays["lhs"].ndim, arrays["rhs"].ndim) - 2
             out_specs = P(*(None,) * lead, *self.out_spec)
@@ -137,9 +137,9 @@ class Layer:
     def integers(self, devices: int, m: int, n: int, k: int, *, extras: tuple[str, ...] = (),
                  lead: tuple[int, ...] = (), rhs_lead: tuple[int, ...] = (), dtype: Any = jnp.bfloat16,
                  seed: int = 0) -> dict[str, Any]:  # fmt: skip
-        """Small integers; scales are powers of two, so that all sums are exact in f32. k: of one device.
+        """Small integers, and scales that are powers of two, so that all sums are exact in f32. k: per device.
 
-        Leading dimensions: those of lhs (which its scales have as well), and of rhs.
+        lead: leading dimensions of lhs and its scales. rhs_lead: leading dimensions of rhs.
         """
         chance = np.random.default_rng(seed)
         draw = lambda *shape: chance.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
@@ -155,9 +155,9 @@ class Layer:
         return {name: given[name] for name in ("lhs", "rhs", *extras)}
 
     def expected(self, arrays: dict[str, Any], devices: int, *, one_shot: bool = False) -> np.ndarray:
-        """What the kernel computes, in NumPy: parts of other devices are rounded to the result's dtype, once.
+        """The kernel's result, computed in NumPy: each peer's part is rounded once, to the result's dtype.
 
-        In one shot the own part is so as well, on all devices. By ring sums are, once on each way.
+        In one shot, every device's own part is rounded too. On the ring, each partial sum is rounded when it is sent.
         """
         lhs, rhs = in_f32(arrays["lhs"], self.transpose_lhs), in_f32(arrays["rhs"], self.transpose_rhs)
         parts = [a @ b for a, b in zip(np.split(lhs, devices, -1), np.split(rhs, devices, -2), strict=True)]
@@ -188,7 +188,7 @@ class Layer:
 
 def check(layer: Layer, mesh: Any, arrays: dict[str, Any], *, config: Any = SMALL, implementation: Any = "fused",
           **settings: Any) -> jax.Array:  # fmt: skip
-    """Compares every bit with the oracle; of a sum that all devices have, on all of them."""
+    """Compares every bit with the oracle. For `matmul_all_reduce`, compares the result of every device."""
     devices = math.prod(mesh.shape[name] for name in np.atleast_1d(layer.axis))
     everywhere = layer.along == EVERYWHERE
 
@@ -218,7 +218,7 @@ def assert_close(actual: Any, expected: Any, limit: float = 1e-2) -> None:
 
 
 def alternating(names):
-    """Each name with one of the two dimensions, in turn."""
+    """Pairs the names alternately with "m" and "n"."""
     return [(name, ALONG[index % 2]) for index, name in enumerate(names)]
 
 
@@ -227,7 +227,7 @@ def struct(*shape, dtype=BF16):
 
 
 def trace(lhs, rhs, axis_name="x", *, size=2, operation=overlap.matmul_reduce_scatter, **keywords):
-    """Traces the call inside `shard_map` on per-shard operands; runs nothing."""
+    """Traces the call inside `shard_map` on per-shard operands, without running it."""
 
     def inner():
         as_array = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731

@@ -1,4 +1,4 @@
-"""Defects of the protocol of `matmul_reduce_scatter`, each seeded by a patch: for `test_scatter_protocol.py`."""
+"""Defects of the protocol of `matmul_reduce_scatter`, each injected by a patch: for `test_scatter_protocol.py`."""
 
 import dataclasses
 import types
@@ -16,14 +16,14 @@ from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 
 NOTHING = lambda *_, **__: None  # noqa: E731
-CHUNKS_OF_A_TILE = 4  # Of `of_sums`, if nothing else is said.
+CHUNKS_OF_A_TILE = 4  # For `of_sums` with its default sizes.
 
 
 # --- What a device computes for its peers -----------------------------------------------------------------------------
 
 
 def within(patch, module, name, **words):
-    """Replaces words of `plgpu`, as `module` calls them, while its function `name` is traced."""
+    """Replaces functions of `plgpu`, as `module` sees it, while its function `name` is traced."""
     function = getattr(module, name)
 
     def changed(*args, **kwargs):
@@ -35,7 +35,7 @@ def within(patch, module, name, **words):
 
 
 def change_chunks(patch, **changes):
-    """`change(field)` in the place of each of these fields of `Chunks`."""
+    """Replaces each of these fields of `Chunks` by `change(field)`."""
 
     def chunks(*args, **kwargs):
         made = communicator.Chunks(*args, **kwargs)
@@ -45,7 +45,7 @@ def change_chunks(patch, **changes):
 
 
 def change_flag(patch, which, change):
-    """`change(step, tile)` says of which step and tile the flag is that is meant."""
+    """`change(step, tile)` returns the step and the tile whose flag the kernel uses instead."""
     flag = scattered._Body._flag
 
     def changed(self, number, step, tile):
@@ -102,7 +102,7 @@ def wait_for_the_first_step_only(patch):
 
 
 def count_other_than(patch, more):
-    """Who has sent a chunk of a tile takes the number of those sent before for another one."""
+    """A CTA that has sent a chunk reads a wrong number of chunks sent before for the tile: `more` is added to it."""
     patch.setattr(scattered, "add", lambda word, amount: atomics.add(word, amount) + more)
 
 
@@ -152,7 +152,7 @@ def signal_nobody(patch):
 
 
 def send_to_another_peer(patch):
-    """The flags go to the right ones."""
+    """The data go to another peer; the flags go to the right one."""
     remote = PeerGroup.remote_ref
 
     def to_another(self, ref, position):
@@ -167,7 +167,7 @@ def send_to_another_slot(patch):
 
 
 def send_the_part_of_another_step(patch):
-    """Of another peer's block: a race, or what nobody has written yet."""
+    """Sends the part for another peer's block: a race, or memory that nobody has written yet."""
     change_chunks(patch, source=lambda source: lambda step, *where: source(1 - step, *where))
 
 
@@ -232,7 +232,7 @@ def load_terms_into_slots_in_use(patch):
 
 
 def count_more_copies(patch, more):
-    """What is told of the copies of a step, beside the barrier that counts them."""
+    """Adds `more` to the number of arrivals expected by the barrier of a stage's copies."""
     types = staging.buffer_types
 
     def counted(*args):
@@ -291,13 +291,13 @@ def load_terms_of_another_tile(patch):
 
 
 def change_numbers(patch, change):
-    """`change(number)` in the place of each tile's number that is drawn."""
+    """Replaces each tile number that is drawn by `change(number)`."""
     draw = drawn.draw
     patch.setattr(drawn, "draw", lambda *args: change(draw(*args)))
 
 
 def draw_a_tile_twice(patch):
-    """The first one, instead of the second."""
+    """Draws the first tile again, instead of the second."""
     change_numbers(patch, lambda number: jnp.where(number == 1, 0, number))
 
 
@@ -336,7 +336,7 @@ def never_give_mail_back(patch):
 
 
 def give_back_first(patch, *, announcer):
-    """Before the tile is announced, or computed; the other roles as ever."""
+    """Gives the mail slot back before the tile is announced, or before it is computed. Other roles are unchanged."""
     for_each = drawn.for_each
 
     def too_early(loop, buffers, role, *more):

@@ -1,8 +1,8 @@
-"""Random sequences of fused launches on shared memory: what they are, how one is run, and a command that runs many.
+"""Random sequences of fused launches on shared memory: how they are drawn and run, and a command that runs many.
 
     python -m tests.sequences --count 10000 --seed 0 [--detect]
 
-Sequence number n is made from n alone, so `--count 1 --seed n` repeats it.
+Sequence number n depends on n alone, so `--count 1 --seed n` repeats it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Axes = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh of some of the eight devices, by their numbers in the mesh's order."""
+    """A mesh over some of the eight devices; `order` has their numbers in the mesh's order."""
 
     sizes: tuple[tuple[str, int], ...]
     order: tuple[int, ...]
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def rings(self) -> list[Axes]:
-        """The axes along which there is somebody to talk to."""
+        """The axes, and pairs of axes, with more than one device: a call can use each of these."""
         names = tuple(name for name, size in self.sizes if size > 1)
         return [*names, *(itertools.permutations(names, 2) if len(names) > 1 else ())]
 
@@ -78,8 +78,8 @@ Kind = Literal[
     "pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "scatter by ring", "spread",
     "one shot", "matmul",
 ]  # fmt: skip
-# Of each kind, two shapes per device: rows, columns, contraction (of a shard, where that is what is gathered; of a
-# block, where sums are scattered, or all devices have them).
+# For each kind, two shapes per device, as (rows, columns, contraction). The gathered dimension is that of a shard; the
+# scattered or all-reduced dimension is that of a block.
 SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
     "pull": [(16, 64, 64), (72, 64, 72)],
     "ring": [(16, 64, 64), (72, 64, 72)],
@@ -90,7 +90,7 @@ SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
     "scatter m": [(16, 64, 64), (24, 136, 72)],
     "scatter n": [(16, 64, 64), (72, 40, 72)],
     "scatter by ring": [(16, 64, 64), (24, 136, 72)],
-    "spread": [(16, 64, 64), (24, 136, 72)],  # The first by columns, the second by rows.
+    "spread": [(16, 64, 64), (24, 136, 72)],  # The first is summed in blocks of columns, the second in blocks of rows.
     "one shot": [(16, 64, 64), (72, 40, 72)],
     "matmul": [(16, 64, 64), (72, 64, 72)],
 }
@@ -111,7 +111,7 @@ class Call:
         return f"{self.kind} {'x'.join(map(str, self.shape))} along {axes} of {sizes} {list(self.layout.order)}"
 
     def function(self) -> Any:
-        """From the left and the right operand of one device to its results."""
+        """Returns the call as a function from one device's left and right operand to its results."""
         fused: Any = {"implementation": "fused", "config": JOINED if self.kind == "joined" else TILES}
         match self.kind:
             case "matmul":
@@ -133,7 +133,7 @@ class Call:
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, b, self.axes, transport=transport, **fused)
 
     def operands(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of all devices: small integers, no two devices' the same."""
+        """The operands of all devices: small integers, different on each device."""
         rows, columns, k = self.shape
         devices, sizes = len(self.layout.order), dict(self.layout.sizes)
         group = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
@@ -159,7 +159,7 @@ CALLS = [
 
 @functools.cache
 def launch_of(call: Call) -> Launch:
-    """The call's launch, with its results as of a run by itself."""
+    """The launch of the call, with the results of a run by itself."""
     everywhere = P(tuple(name for name, _ in call.layout.sizes))
     mapped = jax.shard_map(
         call.function(), mesh=call.layout.mesh(), in_specs=everywhere, out_specs=everywhere, check_vma=False
@@ -167,7 +167,7 @@ def launch_of(call: Call) -> Launch:
     with emulate(cores=2, detect_races=False, keep=True) as run:
         jax.jit(mapped)(*call.operands())
     (launch,) = run.launches
-    # What jax has made stays. Looking through all of it again and again would take a fifth of the time.
+    # The traced programs stay alive. Without freezing them, garbage collection would take a fifth of the time.
     gc.collect()
     gc.freeze()
     return launch
@@ -175,7 +175,7 @@ def launch_of(call: Call) -> Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One sequence, and how it is run."""
+    """One sequence, and the settings of its run."""
 
     number: int
     calls: tuple[Call, ...]
@@ -188,11 +188,11 @@ class Trial:
         return "\n".join([*lines, f"repeat it: python -m tests.sequences --count 1 --seed {self.number}{detect}"])
 
 
-_TOGETHER = 25  # sequences that share few calls, each of which has to be traced once
+_TOGETHER = 25  # Consecutive sequences that draw from the same few calls, since each call must be traced once.
 
 
 def _pool(number: int) -> list[Call]:
-    """Some calls: of few kinds and shapes, so that their flags lie alike, and mostly of the same devices."""
+    """Draws some calls: of few kinds and shapes, so that flags often share addresses, mostly on the same devices."""
     chance = random.Random(f"calls {number}")
     devices = set(chance.choice(LAYOUTS).order)
     alike = [each for each in LAYOUTS if set(each.order) == devices]
@@ -203,12 +203,12 @@ def _pool(number: int) -> list[Call]:
 
 
 def trial(number: int, *, detect: bool = False) -> Trial:
-    """Sequence `number`."""
+    """Returns sequence `number`."""
     pool, chance = _pool(number // _TOGETHER), random.Random(number)
     calls = [chance.choice(pool)]
     for _ in range(chance.randint(2, 5)):
         calls.append(calls[-1] if chance.random() < 0.3 else chance.choice(pool))
-    # Rows on the ring leave by the CTA that multiplies them: it needs all CTAs at once.
+    # On the ring, the CTA that multiplies rows also forwards them: all CTAs must run at the same time.
     may_be_alone = all(call.kind != "ring" for call in calls)
     settings = {
         "completion": chance.choice(("late", "random", "eager")),
@@ -221,7 +221,7 @@ def trial(number: int, *, detect: bool = False) -> Trial:
 
 
 def fault_of(trial: Trial) -> str | None:
-    """What is wrong with a sequence, or None: it must end, without a fault, with the bits of single launches."""
+    """Describes what is wrong with a sequence, or None. It must end without a fault, with the bits of single runs."""
     launches = [launch_of(call) for call in trial.calls]
     try:
         results = run_sequence(launches, **trial.settings)
@@ -241,7 +241,7 @@ def _faults(numbers: range, detect: bool) -> list[tuple[Trial, str]]:
 
 
 def _groups(first: int, count: int) -> Iterator[range]:
-    """Numbers whose sequences share their calls."""
+    """Splits the numbers into ranges whose sequences share their calls."""
     end = first + count
     while first < end:
         last = min((first // _TOGETHER + 1) * _TOGETHER, end)
@@ -255,7 +255,7 @@ def _prepare() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs sequences on two processes; the number of those that failed, at most 1, is the exit status."""
+    """Runs sequences on two processes. The exit status is 0 if all are right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.sequences", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="number of the first one")

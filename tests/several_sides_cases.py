@@ -17,9 +17,10 @@ from tests import oracle
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One call; sizes are per shard.
+    """The form of one call; sizes are per shard.
 
-    `scales` names what is given: "scalar", "rows", "columns". `container`: list or tuple, or None for a bare matrix.
+    `scales` names the scales that are given: "scalar", "rows", "columns". `container` is list or tuple, or None for a
+    single right operand.
     """
 
     m: int
@@ -40,7 +41,7 @@ class Form:
 
 
 def specs(form: Form) -> Any:
-    """Of the left operand, the right ones, the row scale and the column scales."""
+    """Partition specs of the left operand, the right operands, the row scales and the column scales."""
     leading = (None,) * len(form.batch)
     side = P("x", None) if form.transpose_rhs else P(None, "x")
     rows = P(*leading, "x", None)
@@ -48,7 +49,7 @@ def specs(form: Form) -> Any:
 
 
 def operands(form: Form, devices: int, seed: int = 0, draw: Any = None) -> tuple[Any, ...]:
-    """Small integers by default, whose products are exact in f32, and scales that are powers of two; in NumPy."""
+    """NumPy operands. By default small integers, whose products are exact in f32, and scales that are powers of two."""
     rng = np.random.default_rng(seed)
     draw = draw or (lambda rng, *shape: rng.integers(-3, 4, shape))
     lhs = draw(rng, *form.batch, devices * form.m, form.k).astype(form.dtype)
@@ -71,11 +72,11 @@ def expected(form: Form, lhs: Any, sides: Any, rows: Any, columns: Any) -> list[
 
 
 def call(form: Form, **kwargs: Any) -> Any:
-    """From per-shard operands (as `operands` gives them) to (list of results, [gathered] or [])."""
+    """A function from per-shard operands (in the order of `operands`) to (list of results, [gathered] or [])."""
 
     def body(lhs: Any, sides: Any, rows: Any, columns: Any) -> Any:
         scalar = 0.5 if "scalar" in form.scales else None
-        # A scalar may be either of the two, and is a part of the columns' if both are taken.
+        # The scalar takes the place of whichever scale is not given, or is multiplied into the column scales.
         lhs_scale, rhs_scale = (rows, scalar) if "rows" in form.scales else (scalar, None)
         if "columns" in form.scales:
             each = [column if rhs_scale is None else column * rhs_scale for column in columns]
@@ -93,13 +94,13 @@ def call(form: Form, **kwargs: Any) -> Any:
 
 
 def on_mesh(form: Form, mesh: Any, body: Any) -> Any:
-    """`body` as `call` gives it, under jit; the gathered operand comes back once from each device."""
+    """Returns `body` (from `call`) under jit; the gathered operand is returned once for each device."""
     out = P(*(None,) * (len(form.batch) + 1), "x")
     return oracle.on_mesh(mesh, body, specs(form), ([out] * len(form.widths), [P("x")] if form.gathered else []))
 
 
 def put(form: Form, mesh: Any, arrays: Any) -> Any:
-    """The operands on the mesh."""
+    """Puts the operands on the mesh."""
     return jax.tree.map(
         lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index]),
         tuple(arrays), tuple(specs(form)), is_leaf=lambda x: isinstance(x, (np.ndarray, P)),
@@ -107,7 +108,7 @@ def put(form: Form, mesh: Any, arrays: Any) -> Any:
 
 
 def assert_exact(form: Form, arrays: Any, results: Any) -> None:
-    """Every bit of the results, and of the gathered operand on every device."""
+    """Compares every bit of the results, and of the gathered operand on every device."""
     outs, gathered = results
     for out, exact in zip(outs, expected(form, *arrays), strict=True):
         for shard in out.addressable_shards:
@@ -121,9 +122,9 @@ def assert_exact(form: Form, arrays: Any, results: Any) -> None:
 
 
 def assembled(case: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-    """For `tests.assembly`: `case.shape` is (m_shard, n, k), `case.config` holds fields of `Config` and of `Form`.
+    """A case for `tests.assembly`: `case.shape` is (m_shard, n, k), `case.config` has fields of `Config` and `Form`.
 
-    Tuples are text there: widths=4096+1024+1024, batch=2x3, scales=rows+columns. Also transport=ring.
+    Tuples are given as text: widths=4096+1024+1024, batch=2x3, scales=rows+columns. `transport=ring` is allowed too.
     """
     from tests import assembly
 

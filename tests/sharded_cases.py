@@ -1,4 +1,4 @@
-"""Meshes and operands of the tests of sharded operands."""
+"""Meshes and operands for the tests of sharded operands."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def assert_near(actual, expected):
         assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
 
 
-# ---- Of `sharded_matmul` ----
+# --- For `sharded_matmul` ---------------------------------------------------------------------------------------------
 
 SIZES = {"x": 2, "y": 4}
 B, M, K, N = 8, 16, 8, 24

@@ -1,4 +1,4 @@
-"""What a plan computes, in NumPy: every device's part by what the table of `overlap/sharded/plan.py` says."""
+"""Simulates a plan in NumPy: computes every device's part according to the table of `overlap/sharded/plan.py`."""
 
 import itertools
 import math
@@ -6,12 +6,12 @@ import math
 import numpy as np
 
 LHS, RHS, OUT = ("b", "m", "k"), ("k", "n"), ("b", "m", "n")
-# Where an axis may occur in each of the three.
+# The places where an axis may occur in the left operand, the right operand and the result.
 PLACES = list(itertools.product((None, *LHS), (None, *RHS), (None, *OUT)))
 
 
 def partitions(names, order, *places):
-    """For each array, its partition if axis `names[i]` is at `places[i]` (None: nowhere), the axes in this order."""
+    """The partitions of the three arrays with axis `names[i]` at `places[i]` (None: nowhere), axes in this order."""
     axes = [(names[i], places[i]) for i in order]
     return tuple(
         tuple(tuple(name for name, place in axes if place[array] == dimension) for dimension in dimensions)
@@ -20,7 +20,7 @@ def partitions(names, order, *places):
 
 
 def every(names):
-    """All (lhs, rhs, out) partitions of these axes, in each order of the axes."""
+    """All (lhs, rhs, out) partitions with these axes, in each order of the axes."""
     found = {}
     for chosen in itertools.product(PLACES, repeat=len(names)):
         for order in itertools.permutations(range(len(names))):
@@ -29,7 +29,7 @@ def every(names):
 
 
 def drawn(chance, names):
-    """One of these by chance."""
+    """Draws one of these partitions at random."""
     return partitions(names, chance.sample(range(len(names)), len(names)), *chance.choices(PLACES, k=len(names)))
 
 
@@ -41,7 +41,7 @@ def part(x, partition, sizes, coordinates):
 
 
 def block(x, dimension, axes, sizes, coordinates):
-    """The block of a dimension that belongs to a device, which is counted row-major over the axes."""
+    """The block of a dimension that belongs to a device, counted row-major over the axes."""
     index = 0
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
@@ -49,13 +49,13 @@ def block(x, dimension, axes, sizes, coordinates):
 
 
 def peers(axes, sizes, coordinates):
-    """The coordinates of a device and its peers along some axes, counted row-major."""
+    """The coordinates of a device and its peers along some axes, in row-major order."""
     for index in itertools.product(*(range(sizes[axis]) for axis in axes)):
         yield coordinates | dict(zip(axes, index, strict=True))
 
 
 def computed(plan, lhs, rhs, sizes):
-    """For each device, its coordinates and its part of the result, from whole operands."""
+    """Maps each device's coordinates to its part of the result, computed from whole operands."""
 
     def weights(at):
         if not plan.gathers:

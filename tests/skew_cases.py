@@ -1,4 +1,4 @@
-"""Devices that are late, and operands overwritten right after the kernel: for the tests on GPUs."""
+"""Late devices, and operands that are overwritten right after the kernel: helpers for the tests on GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def _stall(_):
 
 
 def stall(victim, also=True, times=1):
-    """In a kernel: device `victim` on the axis x does nothing for a while, if `also` holds."""
+    """Inside a kernel: stalls device `victim` of axis x for `times` · `STALL_NS`, if `also` holds."""
 
     @pl.when(jnp.logical_and(lax.axis_index("x") == victim, also))
     def _do_nothing():
@@ -27,10 +27,11 @@ def stall(victim, also=True, times=1):
 
 
 def repeated(fused, unfused, mesh, iterations, *, flip=True):
-    """A function of (what is gathered, the other operand), to be mapped: the worst distance between the products.
+    """A function of (the gathered operand, the other operand), to be mapped: the largest distance between the products.
 
-    In each iteration the devices are late by chance, each by itself, and what is gathered is overwritten right after
-    the kernel: whoever leaves while a peer still reads it is caught. `flip`: with other values, else with the same.
+    In each iteration every device is late by its own random time, and the gathered operand is overwritten right after
+    the kernel. So the result is wrong if a device leaves while a peer still reads its operand. With `flip` the new
+    values differ from the old ones; without it they are the same.
     """
 
     def body(gathered, other):
@@ -40,7 +41,7 @@ def repeated(fused, unfused, mesh, iterations, *, flip=True):
             gathered, worst = carry
             expected = unfused(gathered, other).astype(jnp.float32)
             turns = jax.random.randint(jax.random.fold_in(jax.random.key(i), me), (), 0, 40)
-            # Work that only this device has, which its operand depends on: it begins the kernel late.
+            # Only this device does this work, and its operand depends on it: so this device starts the kernel late.
             zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
             late = gathered + zero.astype(gathered.dtype)
             worst = jnp.maximum(worst, oracle.distance(fused(late, other), expected))

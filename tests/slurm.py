@@ -1,4 +1,4 @@
-"""A Slurm of the tests' own: munged, slurmctld and two slurmd as processes of this user, in a folder of their own."""
+"""A Slurm that the tests start themselves: munged, slurmctld and two slurmd, run by this user in their own folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 _FOLDERS = os.pathsep.join(("/usr/sbin", "/usr/local/sbin"))
 _MACHINE = socket.gethostname().split(".")[0]
-# Two nodes on this machine. Slurm sorts the names; process 0 runs on the first node, whose name has to lead here.
+# Two nodes on this machine. Slurm sorts nodes by name and runs process 0 on the first, so that name must come first.
 NODES = (_MACHINE, f"{_MACHINE}x")
 _CONFIGURATION = """
 ClusterName=overlap
@@ -45,7 +45,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def lacking() -> str | None:
-    """Why there can be no Slurm here, or None."""
+    """Returns why Slurm cannot run here, or None."""
     missing = [name for name in _PROGRAMS if not _program(name)]
     if missing:
         return f"no {', '.join(missing)}: apt-get install slurm-wlm munge"
@@ -57,7 +57,7 @@ def _program(name: str) -> str | None:
 
 
 class Slurm:
-    """One that is started and ended; `environment` leads its commands there."""
+    """A Slurm that tests start and end. `environment` makes Slurm's commands talk to it."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -65,14 +65,14 @@ class Slurm:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self, timeout_s: float) -> str | None:
-        """Why it did not come up within the limit, or None."""
+        """Starts Slurm. Returns why it did not come up within the limit, or None."""
         sockets = [socket.create_server(("", 0)) for _ in range(3)]
         ports = [each.getsockname()[1] for each in sockets]
         for each in sockets:
             each.close()
         text = _CONFIGURATION.format(machine=_MACHINE, folder=self.folder, ports=ports, nodes=NODES)
         (self.folder / "slurm.conf").write_text(text)
-        # Files serve as the nodes' GPUs: Slurm counts them.
+        # Plain files stand for the nodes' GPUs; Slurm only counts them.
         for number in range(8):
             (self.folder / f"gpu{number}").touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
@@ -112,18 +112,18 @@ class Slurm:
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")  # fmt: skip
 
     def number_next_job(self, number: int) -> None:
-        """Has the next job numbered so; it has to be above those that there were."""
+        """Sets the number of the next job; it must be above all earlier numbers."""
         configuration = self.folder / "slurm.conf"
         lines = [line for line in configuration.read_text().splitlines() if not line.startswith("FirstJobId=")]
         configuration.write_text("\n".join([*lines, f"FirstJobId={number}", ""]))
         self.output("scontrol", "reconfigure")
 
     def batch(self, *arguments: str | pathlib.Path, **variables: str) -> int:
-        """Submits a batch job, and returns its number."""
+        """Submits a batch job and returns its number."""
         return int(self.output("sbatch", "--parsable", *arguments, **variables))
 
     def exit_status(self, job: int) -> int | None:
-        """That of a batch job, or None while it goes on. (sbatch --wait looks every 10 s.)"""
+        """The exit status of a batch job, or None while it runs. (sbatch --wait would poll only every 10 s.)"""
         told = dict(
             part.split("=", 1) for part in self.output("scontrol", "show", "job", str(job)).split() if "=" in part
         )

@@ -1,6 +1,6 @@
-"""Defects of how `matmul_all_reduce` sends what a device has summed up to all, each seeded by a patch.
+"""Defects in how `matmul_all_reduce` sends each device's block of sums to all devices, each injected by a patch.
 
-The rest is in `scatter_defects.py` (blocks) and `one_shot_defects.py` (few rows).
+Defects of the other phases are in `scatter_defects.py` (sums in blocks) and `one_shot_defects.py` (few rows).
 """
 
 import dataclasses
@@ -19,32 +19,32 @@ from tests.handshake_cases import change_own_chunks, change_transfers
 NOTHING = lambda *_, **__: None  # noqa: E731
 
 
-# --- How they are seeded ----------------------------------------------------------------------------------------------
+# --- How they are injected --------------------------------------------------------------------------------------------
 
 
-def while_called(function, seed):
-    """The function; `seed(patch)` holds while it is traced."""
+def while_called(function, inject):
+    """Wraps the function, so that `inject(patch)` is active while it is traced."""
 
     def changed(*args, **kwargs):
         with pytest.MonkeyPatch.context() as inside:
-            seed(inside)
+            inject(inside)
             return function(*args, **kwargs)
 
     return changed
 
 
-def within(patch, owner, name, seed):
-    """`seed(patch)` holds while the function `name` of a class or module is traced."""
-    patch.setattr(owner, name, while_called(getattr(owner, name), seed))
+def within(patch, owner, name, inject):
+    """Makes `inject(patch)` active while the function `name` of a class or module is traced."""
+    patch.setattr(owner, name, while_called(getattr(owner, name), inject))
 
 
 def with_words(patch, module, name, **words):
-    """Replaces words of what `module` has imported by a name."""
+    """Replaces attributes of the object that `module` has imported as `name`."""
     patch.setattr(module, name, types.SimpleNamespace(**{**vars(getattr(module, name)), **words}))
 
 
 def change_fields(patch, module, name, if_so=lambda made: True, **changes):
-    """`change(field)` in the place of each of these fields of what `module` makes of its class `name`."""
+    """Replaces each of these fields by `change(field)`, in the instances that `module` makes of its class `name`."""
     make = getattr(module, name)
 
     def changed(*args, **kwargs):
@@ -56,19 +56,19 @@ def change_fields(patch, module, name, if_so=lambda made: True, **changes):
 
 
 def leave_out_a_peer(patch, module):
-    """Of the loops over the peers in `module`, which are from 1 to the number of devices."""
+    """Shortens the loops over the peers in `module`, which run from 1 to the number of devices."""
     with_words(patch, module, "pl", loop=lambda first, end: pl.loop(first, end - 1 if first == 1 else end))
 
 
 def change_strips(patch, **changes):
-    """`change(field)` in the place of each of these fields of the `Chunks` that strips are."""
+    """Replaces each of these fields by `change(field)`, in the `Chunks` that describe strips."""
     change_fields(patch, scattered, "Chunks", lambda made: made.send is not None, **changes)
 
 
 def while_copying(of, patch, name, word):
-    """Another word of `copies` while chunks are copied, by `of`: those of results, or of parts."""
-    seed = lambda inside: inside.setattr(copies, name, word)  # noqa: E731
-    of(patch, lambda copy_chunks, *args, **kwargs: while_called(copy_chunks, seed)(*args, **kwargs))
+    """Replaces `copies.name` while chunks are copied; `of` selects result strips (own chunks) or parts (transfers)."""
+    inject = lambda inside: inside.setattr(copies, name, word)  # noqa: E731
+    of(patch, lambda copy_chunks, *args, **kwargs: while_called(copy_chunks, inject)(*args, **kwargs))
 
 
 # --- When strips are sent ---------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def wait_for_the_first_own_tile_only(patch):
 
 
 def wait_for_a_peers_tile(patch):
-    """The one of the same place, in the step before."""
+    """Waits for the tile at the same place in the previous step."""
     last = vars(ReduceScatterSchedule)["last_step"].fget
     step_before = property(lambda self: last(self) - 1)
     within(patch, scattered._Body, "_results", lambda p: p.setattr(ReduceScatterSchedule, "last_step", step_before))
@@ -105,7 +105,7 @@ def wait_for_own_tiles_without_a_proxy_fence(patch):
 
 
 def send_strips_before_parts(patch):
-    """They wait for own tiles, which wait for what peers send behind their strips."""
+    """A deadlock: strips wait for own tiles, and own tiles wait for parts that peers send after their strips."""
     copy = Communicator._copy
 
     def strips_first(self, chunks, number, first, counter, buffers_smem=None):
@@ -147,7 +147,7 @@ def leave_when_results_are_only_read(patch):
 
 
 def strips_are_no_transfers(patch):
-    """Who has sent the last part speaks for the device."""
+    """The device that has sent its last part speaks, though strips remain."""
     run, strips = Communicator.run, []
     patch.setattr(Communicator, "run", lambda self: (strips.append(self.results[0].count), run(self))[0])
     patch.setattr(communicator, "Handshake", lambda *args: Handshake(*args[:4], args[4] - strips[-1]))
@@ -163,12 +163,12 @@ def send_all_strips_to_one_peer(patch):
 
 
 def send_rows_of_whole_tiles(patch):
-    """Also where the result has fewer columns: into the next row, or the next block."""
+    """Where the result has fewer columns than the tile, the rest goes into the next row or the next block."""
     patch.setattr(Strips, "last_cols", property(lambda self: self.cols))
 
 
 def send_strips_to_the_receivers_block(patch):
-    """Instead of this device's."""
+    """Sends to the receiver's block instead of this device's block."""
     remote, own_block, places = PeerGroup.remote_ref, scattered._Body._own_block, {}
 
     def remember(self, ref, position):

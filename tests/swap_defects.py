@@ -1,6 +1,6 @@
-"""Defects of tiles that are computed transposed, each seeded by a patch: (program, words of the report, defect).
+"""Defects of tiles that are computed transposed, each injected by a patch: (program, words of the report, defect).
 
-The programs are those of `test_swap_protocol.py`. Most are slips in the source of one function. HARMLESS are changes
+The programs are in `test_swap_protocol.py`. Most defects replace source text of one function. HARMLESS holds changes
 that do no harm, with the reason.
 """
 
@@ -43,7 +43,7 @@ def replace(holder, name, value):
 
 
 def _untold(module):
-    """The module whose epilogues take values for upright ones."""
+    """The module, with epilogues that treat the values as not transposed."""
 
     def epilogue_of(*args, **kwargs):
         return module.epilogue(*args, **kwargs | {"transposed": False})
@@ -51,9 +51,9 @@ def _untold(module):
     return types.SimpleNamespace(**{**vars(module), "epilogue": epilogue_of})
 
 
-# Exceptions of jax about shapes count as well: such a kernel cannot be made.
-SEEDED = {
-    # What the tensor cores multiply.
+# jax's exceptions about shapes count as a report too: no kernel can be made with such a defect.
+INJECTED = {
+    # The operands of the tensor cores.
     "operands not exchanged": (
         "one",
         "shape|dimension|Incompatible",
@@ -75,7 +75,7 @@ SEEDED = {
         "shape|dimension|Incompatible",
         accumulate({SHAPE: "(wg_m, wg_n) if config.swap_operands"}),
     ),
-    # Which part of a tile each warpgroup has.
+    # The part of a tile that each warpgroup computes.
     "both the left half": (
         "one",
         "not equal|race",
@@ -158,7 +158,7 @@ SEEDED = {
         "not equal",
         stores({"given = block_smem[...]": "given = register_views.at[box, pl.ds(0, rows)].transpose((1, 0))[...]"}),
     ),
-    # Vectors.
+    # Bias and scales.
     "bias along rows": (
         "square bias",
         "not equal",
@@ -196,9 +196,9 @@ SEEDED = {
     ),
 }
 HARMLESS = {
-    # In which blocks rows are stored matters to the registers alone.
+    # The height of the blocks in which rows are stored only affects registers.
     "all rows at once": ("blocks", plan({"wg_n, WGMMA_M,": "wg_n, loaded,"})),
     "blocks of 32 rows": ("blocks, scales", plan({"wg_n, WGMMA_M,": "wg_n, 32,"})),
-    # Tall tiles serve as well where they fit; the small ones do for any number of rows.
+    # Tiles with more rows work where they fit. Small tiles work for any number of rows.
     "tiles of 64 rows, which fit": ("square", plan({TILES: "tile_rows"})),
 }

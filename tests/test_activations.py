@@ -1,4 +1,4 @@
-"""Activations of `matmul`: what is elementwise, what is captured, and that XLA and the emulated kernel agree."""
+"""Activations of `matmul`: which are elementwise, what they capture, and that XLA and the emulated kernel agree."""
 
 import gc
 import weakref
@@ -131,7 +131,7 @@ def test_what_the_kernel_lacks_is_left_to_xla(name, monkeypatch):
     assert choice.implementation == "xla" and "`activation`" in choice.reason
 
 
-# --- What is captured -------------------------------------------------------------------------------------------------
+# --- Captured values --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["fused", "xla"])
@@ -158,7 +158,7 @@ def test_a_closure_that_changes_between_calls(monkeypatch):
         factor = 3.0
         close(product(activation), 1.5 * first)
         assert launched[0] != launched[1]
-        # Equal ones share a kernel, whichever function objects they are, and scalars are no part of it.
+        # Equal activations share a kernel, even as different function objects. Scalars are not part of the kernel.
         close(product(lambda y: y * jnp.float32(3)), 1.5 * first)
         for value in (3, 4):
             scalar = jnp.asarray(value, jnp.float32)
@@ -168,7 +168,7 @@ def test_a_closure_that_changes_between_calls(monkeypatch):
 
 def test_nothing_of_the_caller_outlives_the_call():
     class Weights:
-        """What a model may hold, and an activation may capture."""
+        """Holds arrays as a model might; an activation can capture it."""
 
         slope = 2.0
 
@@ -228,7 +228,7 @@ def test_assembled(name):
     op = "tests.activation_cases:assembled"
     (report,) = assembly.assemble_case(Case(op, 1, (1024, 1536, 2048), "bf16", config={"activation": name}))
     assert report.architecture == "sm_90a"
-    assert report.spills == 0 or name == "every_operation"  # Too many at once, in a program that nobody writes.
+    assert report.spills == 0 or name == "every_operation"  # Too many captured values; no real program has this many.
 
 
 def test_programs_are_compared_by_what_they_compute():

@@ -1,6 +1,6 @@
-"""How a kernel is told its peers' addresses where each GPU has a process of its own: what is lowered and assembled.
+"""How a kernel learns its peers' addresses when each GPU has its own process: what is lowered and assembled.
 
-That it computes the right thing there, only GPUs show: the files of tests/multi_gpu/ under mpirun.
+Only GPUs show that the results are right: run tests/multi_gpu/ under mpirun.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def a_process_each(monkeypatch):
 
 
 def text_of(call, mesh, specs, shapes):
-    """A call of the whole mesh, lowered for CUDA."""
+    """The text of a call over the whole mesh, lowered for CUDA."""
     mapped = oracle.on_mesh(mesh, call, in_specs=specs[:2], out_specs=specs[2])
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     return mapped.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
@@ -77,7 +77,7 @@ def test_only_what_the_peers_read_and_the_flags_talk_to_peers(lowered, peers_rea
     (flags, tells, first), (_, operands, second) = calls(lowered())
     assert tells == [operands[peers_read]] and operands[-1] == flags
     assert 'symmetric_memory_parameters = "1,1"' in first and 'xla_replica_ids = "0,1,2,3"' in first
-    # Otherwise XLA would make one of two that look the same, or move it out of a loop.
+    # Without this, XLA would merge two calls that look the same, or move one out of a loop.
     assert "has_side_effect = true" in first
     for word in ("symmetric_memory_parameters", "memory_spaces", "xla_replica_ids"):
         assert word not in second
@@ -86,7 +86,7 @@ def test_only_what_the_peers_read_and_the_flags_talk_to_peers(lowered, peers_rea
 
 @pytest.mark.parametrize("m", [1024, 16], ids=["rows", "few rows"])
 def test_peers_read_the_scales_of_rows_too(m, a_process_each):
-    """They come behind both right operands."""
+    """The row scales come after both right operands."""
 
     def call(a, b):
         scales = a[:, :1].astype(jnp.float32)
@@ -126,8 +126,8 @@ def test_where_peers_write_is_an_operand_and_a_result_has_memory_of_its_own(one_
 
     text = text_of(call, layout("x", x=4).mesh(), (COLUMNS, ROWS, P(None, None)), ((1024, 512), (512, 256)))
     *places, (flags, tells, first), (_, operands, second) = calls(text)
-    # Behind both matrices: where parts land and, if results are sent on, the result itself. XLA may take two calls'
-    # landing places for one, but not what becomes a result.
+    # After both matrices come the buffers in which parts land and, if results are sent too, the result. XLA may share
+    # the landing buffers between two calls, but not results.
     assert [result for result, _, _ in places] == operands[2:-1] == tells[: len(places)]
     assert operands[-1] == flags and "has_side_effect = true" in first
     assert ["has_side_effect = true" in rest for _, _, rest in places] == ([False] if one_shot else [False, True])
@@ -137,7 +137,7 @@ def test_where_peers_write_is_an_operand_and_a_result_has_memory_of_its_own(one_
 
 
 def test_permuted_devices_and_few_rows(a_process_each):
-    """All that the kernel for few rows does with the axis is done by single warps, and nobody sees that outside."""
+    """In the kernel for few rows, single warps do all work that depends on the axis; other code does not see it."""
     assert ids_for_xla(gather_rows(16, order=PERMUTED)) == [0, 1, 2, 3]
 
 
@@ -149,7 +149,7 @@ def test_more_devices_than_the_table_has_room_for(a_process_each, monkeypatch):
 
 @assembled
 def test_the_table_is_xlas_and_where_the_buffers_are(tmp_path):
-    """The machine code of the first kernel: entry for entry, and zeros behind the table."""
+    """The machine code of the first kernel has every entry of the table, and zeroes the flags behind the table."""
     case = assembly.Case("all_gather_lhs_matmul", 4, (1024, 1024, 512), processes=4)
     told, fused = assembly.assemble_case(case, ptx=str(tmp_path / "ptx"))
     assert told.name == "overlap_tell_addresses" and told.spills == fused.spills == 0 and told.grid == (1, 1, 1)
@@ -173,7 +173,7 @@ def test_the_table_is_xlas_and_where_the_buffers_are(tmp_path):
 @assembled
 @pytest.mark.parametrize("m", [1024, 16])
 def test_xla_copies_what_is_gathered_and_nothing_else(m, tmp_path):
-    """Not the weights, and not the result: the operands come from outside of the program, and the result leaves it."""
+    """XLA copies neither weights nor result: operands come from outside the program, and the result leaves it."""
     case = assembly.Case("all_gather_lhs_matmul", 4, (m, 1024, 512), processes=4)
     assembly.assemble_case(case, hlo=str(tmp_path / "hlo"))
     program = (tmp_path / "hlo").read_text()

@@ -37,29 +37,29 @@ def test_error_within_twice_the_unfused_product(devices, dtype, transport):
 @pytest.mark.parametrize(
     ("cores", "shape", "config"),
     [
-        (1, (128, 128, 64), SMALL),  # One CTA does everything.
+        (1, (128, 128, 64), SMALL),  # One CTA does all the work.
         (7, (128, 128, 64), SMALL),  # More CTAs than tiles or chunks.
-        (3, (256, 384, 192), SMALL),  # Several row blocks, columns and steps; k is no multiple of the stages.
+        (3, (256, 384, 192), SMALL),  # Several row blocks, columns and k steps; k is no multiple of the stages.
         (
             3,
             (256, 256, 320),
             overlap.Config.of(tile_n=128, stages=3, epilogue_buffers=2, order_minor="n", order_width=2),
         ),
-        (2, (128, 256, 256), overlap.Config.of(chunk_bytes=256, chunk_buffers=3)),  # Parts of rows.
+        (2, (128, 256, 256), overlap.Config.of(chunk_bytes=256, chunk_buffers=3)),  # Chunks are parts of rows.
         (2, (128, 256, 128), overlap.Config.of(chunk_bytes=4096, chunk_buffers=1)),
-        (2, (200, 264, 136), SMALL),  # Ragged in all dimensions, inside the shards of the result, too.
+        (2, (200, 264, 136), SMALL),  # Ragged in all dimensions, also inside the shards of the result.
         (3, (131, 8, 1032), overlap.Config.of(tile_n=64, chunk_bytes=1024)),
         (2, (1, 24, 8), SMALL),
         (
             3,
             (133, 136, 64),
             overlap.Config.of(tile_n=128, chunk_bytes=2048),
-        ),  # Chunks of 16 rows, the last of five.
+        ),  # Chunks of 16 rows; the last has five.
         (
             3,
             (70, 136, 8 * 37),
             overlap.Config.of(tile_n=128, chunk_bytes=256),
-        ),  # Rows in three parts, one shorter.
+        ),  # Each row in three parts, one of them shorter.
     ],
 )
 def test_other_sizes(cores, shape, config, transport):
@@ -133,7 +133,7 @@ def test_gradients(transport):
 
 def test_the_default_on_a_cpu_is_the_xla_implementation():
     mesh = make_mesh(x=2)
-    lhs, rhs = operands(mesh, (100, 50, 30), jnp.float32, seed=7)  # Sizes and a dtype that the kernel does not take.
+    lhs, rhs = operands(mesh, (100, 50, 30), jnp.float32, seed=7)  # Sizes and a dtype that the kernel does not support.
     result = on_mesh(mesh, lambda a, b: overlap.all_gather_lhs_matmul(a, b, "x"))(lhs, rhs)
     np.testing.assert_allclose(np.asarray(result), np.asarray(lhs) @ np.asarray(rhs), rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""`all_gather_rhs_matmul`: emulated on CPU devices (numerics, meshes, loops, gradients), assembled; errors, choices."""
+"""`all_gather_rhs_matmul`: emulated on CPU devices (numerics, meshes, loops, gradients); assembled; errors; choices."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ CONFIGS = {
     "cluster along n": (4, dataclasses.replace(SMALL, tile_n=64, cluster=2, cluster_along="n")),
     "both": (7, dataclasses.replace(SMALL, cluster=2, stream_k=3)),
 }
-SIZES = {  # m, and the shard of the weights
+SIZES = {  # m, and the shape of a shard of the weights.
     "even": (128, (128, 128)),
     "ragged": (200, (136, 264)),
     "several flags": (128, (72 + 64 * K_STEPS_PER_FLAG, 128)),
@@ -44,7 +44,7 @@ SIZES = {  # m, and the shard of the weights
 }
 
 
-# Every configuration with every size, either with both ways to gather; `make test-all` runs the other half as well.
+# Every configuration with every size, each with one of the two ways to gather; `make test-all` runs the other half too.
 HALVES = [
     pytest.param(name, size, along, marks=[] if (i + j + k) % 2 == 0 else pytest.mark.slow)
     for i, name in enumerate(CONFIGS)
@@ -83,7 +83,7 @@ def test_error_within_twice_the_unfused_product(devices, dtype, along):
 
 @pytest.mark.parametrize("along", ALONG)
 def test_what_lies_beyond_a_shard_does_not_enter_its_sums(along):
-    """An infinite activation that meets a weight of zero in its own column must not meet the padding of another."""
+    """Infinite activations are multiplied by weights of their own shard only: times zero padding they give NaN."""
     devices, k_shard = 2, 72  # The last k step of a shard ends inside a tile.
     k, n = (devices * k_shard, 128) if along == "k" else (k_shard, devices * 128)
     lhs, rhs = np.ones((devices * 128, k), jnp.bfloat16), np.ones((k, n), jnp.bfloat16)
@@ -182,7 +182,7 @@ def test_leading_dimensions_are_more_rows(implementation):
         cut = P(None, None, "x")
         specs = dict(in_specs=(cut, weights(along)), out_specs=(cut, ROWS, cut), mesh=mesh, check_vma=False)
         with emulate(cores=2):
-            # Each device has all of its leading dimensions: rows are cut, whatever lies before them.
+            # Each device has all leading dimensions: only rows are split.
             out, of_rows, gradient = jax.jit(jax.shard_map(both, **specs))(lhs.reshape(*lead, 48, -1), rhs)
         assert out.shape == (*lead, 48, of_rows.shape[-1]) and gradient.shape == (*lead, 48, lhs.shape[-1])
         parts = [part.reshape(-1, out.shape[-1]) for part in np.split(np.asarray(out, np.float32), 2, axis=2)]
@@ -191,7 +191,7 @@ def test_leading_dimensions_are_more_rows(implementation):
 
 def test_the_default_on_a_cpu_is_xla_and_other_dtypes_of_the_result():
     for along in ALONG:
-        lhs, rhs = product(2, along, 50, (15, 30))  # Sizes that the kernel does not take.
+        lhs, rhs = product(2, along, 50, (15, 30))  # Sizes that the kernel does not support.
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
         np.testing.assert_allclose(mapped(make_mesh(x=2), along, call(along))(lhs, rhs), oracle_of(lhs, rhs))
         lhs, rhs = product(2, along, 64, (64, 64))
@@ -209,7 +209,7 @@ def struct(*shape, dtype=jnp.bfloat16):
 
 
 def trace(lhs, rhs, axis_name="x", *, size=2, **kwargs):
-    """Traces the call inside `shard_map` on per-shard operands; runs nothing."""
+    """Traces the call inside `shard_map` on per-shard operands, without running it."""
 
     def inner():
         arrays = (a if not hasattr(a, "shape") else jnp.zeros(a.shape, a.dtype) for a in (lhs, rhs))
@@ -277,7 +277,7 @@ def test_explain(monkeypatch):
     assert explain(*GOOD_N, **ALONG_N).implementation == "fused"
     large = struct(8192, 8192), struct(4096, 8192)
     chosen = explain(*large, **ALONG_K, implementation="fused")
-    # Along k all rows come before the next columns; what the caller gives is left as it is.
+    # Along k, all rows come before the next columns. A configuration from the caller is not changed.
     assert chosen.implementation == "fused" and chosen.config.order_minor == "n" and chosen.source == "heuristic"
     assert explain(*large, **ALONG_K, config=SMALL).config == SMALL
     ragged = explain(struct(8, 24), struct(12, 256), **ALONG_K)
@@ -303,7 +303,7 @@ def test_lowers_for_cuda_with_either_jax(axes, along, monkeypatch):
 
 def assembled_case(along):
     def build(case, mesh):
-        m, n, k = case.shape  # Of the product of one device.
+        m, n, k = case.shape  # Sizes of one device's product.
         config = overlap.Config.of(**case.config) if case.config else None
         f = jax.shard_map(
             fused(along, config), mesh=mesh, in_specs=(ROWS, weights(along)), out_specs=ROWS, check_vma=False

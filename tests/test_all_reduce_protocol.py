@@ -1,4 +1,4 @@
-"""The protocol of `matmul_all_reduce`, in both forms: clean under many schedules; each seeded defect is reported."""
+"""The protocol of `matmul_all_reduce`, both forms: clean under many schedules; each injected defect is reported."""
 
 import functools
 
@@ -39,10 +39,10 @@ CASES = {
     "one shot, whole boxes": lambda: of_sums(ONE_SHOT, TALL, 2, block=(136, 136), k=72),
     "one shot, a row": lambda: of_sums(ONE_SHOT, devices=2, block=(1, 136)),
     "one shot, batch, f32": lambda: of_sums(ONE_SHOT, devices=2, batch=2, dtype=jnp.float32),
-    "one shot, six devices": lambda: of_sums(ONE_SHOT, devices=6, block=(16, 72)),  # A loop over the terms.
+    "one shot, six devices": lambda: of_sums(ONE_SHOT, devices=6, block=(16, 72)),  # The terms are added in a loop.
 }
 
-# `make test` does without these.
+# `make test` skips these.
 MORE = ("strips of one row", "one shot, whole boxes", "one shot, six devices")
 
 
@@ -54,7 +54,7 @@ def test_other_sizes_are_clean(case):
 def stall_until_all_others_are_done(victim, devices):
     def stall(self):
         others = (1 << devices) - 1 - (1 << victim)
-        # A bit for each peer, and none for this device: so it is at least that when all are set.
+        # `done` has a bit for each peer and none for this device, so the word equals `others` when all bits are set.
         done = self.flags.at[handshake._DONE]
         pl.when(lax.axis_index("x") == victim)(lambda: plgpu.semaphore_wait(done, others, decrement=False))
 
@@ -62,13 +62,13 @@ def stall_until_all_others_are_done(victim, devices):
 
 
 def send_parts_last(patch, victim):
-    """In one shot: one device begins to send when all its peers have sent everything and said so."""
+    """In one shot: device `victim` begins to send after all its peers have sent everything and said so."""
     await_peers, stall = Handshake.await_peers_by_warpgroup, stall_until_all_others_are_done(victim, 3)
     patch.setattr(Handshake, "await_peers_by_warpgroup", lambda self: (await_peers(self), stall(self))[0])
 
 
 def send_strips_last(patch, victim):
-    """In blocks: the same of what it has summed up; the peers' own tiles wait for its parts."""
+    """In blocks: `victim` sends its strips after its peers have finished. Its parts, which they need, go earlier."""
     copy, begin, begun = Communicator._copy, Handshake.begin, []
 
     def copy_late(self, *args):
@@ -143,15 +143,15 @@ OF_ONE_SHOT = [
 )
 def test_each_defect_is_reported(kernel, defect, monkeypatch):
     defect(monkeypatch)
-    # Three slots: in two, k steps that have changed places would have the same sum.
+    # Use three stages: with two, swapped k steps would have the same sum.
     spoiled, settings = of_sums(kernel, SUMS.replace(stages=3)), {"cores": 2, "scheduler": "pct", "step_limit": STEPS}
-    # Also with one CTA at a time, which then carries several own tiles.
+    # Also run one CTA at a time; each CTA then carries several own tiles.
     report = spoiled.report(seeds=6, **settings) or spoiled.report(seeds=6, resident=1, **settings)
     assert report, f"{defect.__name__} was not reported in 12 runs"
     assert "device" in str(report) and "CTA" in str(report) and ".py:" in str(report)
 
 
-# --- What is no race shows in the numbers -----------------------------------------------------------------------------
+# --- Defects without a race show in the numbers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_wrong_epilogue_shows(config, extra, defect, monkeypatch):
 
 
 def sums_of(kernel, parts, dtype):
-    """Of one number from each of four devices, two factors each: what each device gets, one number for each block."""
+    """Sums one number of each of four devices, as two factors: returns what each device gets, one number per block."""
     lhs, rhs = np.zeros((4 * 8, 4 * 64)), np.zeros((4 * 64, 72))
     for device, factors in enumerate(parts):
         for k, (left, right) in enumerate(factors):
@@ -202,21 +202,21 @@ def sums_of(kernel, parts, dtype):
     function = on_mesh(make_mesh(x=4), summed, (P(None, "x"), P("x", None)), P("x"))
     with emulate(cores=2):
         result = np.asarray(function(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)), np.float32)
-    # On a device, all values of a block are the same.
+    # On a device, all values of a block are equal.
     np.testing.assert_array_equal(result, np.repeat(result[:, ::8, :1], 8, 1) * np.ones(72))
     return result[:, ::8, 0]
 
 
 LARGE, SMALL = [(4096, 4096)], [(1, 1)]
-ORDER = [LARGE, SMALL, [(-4096, 4096)], SMALL]  # 2²⁴, 1, −2²⁴, 1
-ROUNDING = [[(256, 1), (1, 1)], [(-256, 1)], [(0, 0)], [(0, 0)]]  # 257, of which bfloat16 makes 256
-# Of each block: those of the devices before its own, the nearest first; their sum is added to the own one.
+ORDER = [LARGE, SMALL, [(-4096, 4096)], SMALL]  # The products are 2²⁴, 1, −2²⁴, 1.
+ROUNDING = [[(256, 1), (1, 1)], [(-256, 1)], [(0, 0)], [(0, 0)]]  # The products are 257, which bfloat16 rounds to 256.
+# For each block, add the parts of the devices before its owner, nearest first; then add this sum to the own part.
 NUMBERS = np.array([2.0**24, 1, -(2.0**24), 1], np.float32)
 IN_BLOCKS = [functools.reduce(np.add, [NUMBERS[(me - d) % 4] for d in (1, 2, 3)]) + NUMBERS[me] for me in range(4)]
 EXPECTED = {
     ("spread m", "order"): IN_BLOCKS,
     (ONE_SHOT, "order"): [functools.reduce(np.add, NUMBERS)] * 4,
-    # The own part is not rounded, and the result is; in one shot it is as well.
+    # The own part is not rounded, only the result is. In one shot the own part is rounded too.
     ("spread m", "rounding"): [1, 0, 0, 0],
     (ONE_SHOT, "rounding"): [0, 0, 0, 0],
 }
@@ -248,19 +248,19 @@ def test_another_order_in_blocks_shows(monkeypatch):
     assert np.any(sums_of("spread m", *PARTS["order"]) != EXPECTED["spread m", "order"])
 
 
-# --- What does no harm, though elsewhere it would ---------------------------------------------------------------------
+# --- Changes that are harmless here, but not elsewhere ----------------------------------------------------------------
 
 HARMLESS = [
-    # All that peers write to a device in one shot is what its own tiles wait for: it outlives that without a last word.
+    # In one shot, own tiles wait for everything that peers write to this device. So no final handshake is needed.
     handshake_cases.count_a_transfer_too_few,
-    # The wait for the own part has one as well.
+    # The wait for the own part has a proxy fence as well.
     scatter_defects.drop_the_producers_proxy_fence,
 ]
 
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda f: f.__name__)
 def test_what_does_no_harm(change, monkeypatch):
-    """If one of these is reported one day, it belongs among the one_shot_defects."""
+    """If one of these changes is ever reported, move it to one_shot_defects."""
     change(monkeypatch)
     run_some(of_sums(ONE_SHOT), seeds=2, laps=2)
 

@@ -1,7 +1,7 @@
-"""Right and wrong arguments of all public functions: nothing wrong is accepted, and each message names the argument.
+"""Valid and invalid arguments of all public functions: every invalid one is refused, and the message names it.
 
-What is right is stated here once more, independently: by values that are right or wrong by themselves, and by sizes
-that must agree. Nothing is compiled: `explain` and `jax.eval_shape` end before that.
+This file states independently what is valid: values that are valid or invalid by themselves, and sizes that must agree.
+Nothing is compiled: `explain` and `jax.eval_shape` end before that.
 """
 
 import functools
@@ -24,7 +24,7 @@ BF16 = jnp.bfloat16
 
 
 class Shaped:
-    """An array of another library."""
+    """An array type of another library."""
 
     shape, dtype = (M, K), np.dtype("float32")
 
@@ -80,7 +80,7 @@ COMMON = {"config": CONFIG, "implementation": IMPLEMENTATION, "preferred_element
 )}  # fmt: skip
 OPERANDS = {"lhs": (array(M, K), wrong_array(M, K)), "rhs": (array(K, N), wrong_array(K, N))}
 
-# Of each operation: what is always given, and what may be; right and wrong values of each.
+# For each operation: the required arguments, the optional ones, and valid and invalid values of each.
 OPERATIONS = {
     overlap.matmul: (OPERANDS, COMMON | {
         "addend": ([None, *array(M, N), *array(M, N, dtype=np.float32)], wrong_array(M, N)[1:]),
@@ -125,7 +125,7 @@ OPERATIONS = {
 
 
 def call_of(op, arguments):
-    """The operation itself, traced on values; nothing runs."""
+    """Calls the operation under tracing; nothing runs."""
     arguments = {name: value for name, value in arguments.items() if name != "mesh"}
     valued = lambda x: np.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731
     arguments = jax.tree.map(valued, arguments, is_leaf=lambda x: isinstance(x, (list, tuple)) and not x)
@@ -144,7 +144,7 @@ def outcome(call):
 
 @st.composite
 def calls(draw):
-    """An operation, its arguments, and the names of those that are wrong."""
+    """Draws an operation, its arguments, and the names of the invalid ones."""
     op = draw(st.sampled_from(list(OPERATIONS)))
     needed, possible = OPERATIONS[op]
     chosen = list(needed) + draw(st.lists(st.sampled_from(list(possible)), unique=True, max_size=4))
@@ -159,7 +159,7 @@ def calls(draw):
 
 
 def judge(op, arguments, wrong, *, traces):
-    """Calls or explains; all that is `wrong` by itself must be refused by name, and nothing else."""
+    """Calls or explains. Each argument in `wrong` must be refused by name, and nothing else may be refused."""
     if traces and "mesh" not in wrong:
         result, error = outcome(lambda: call_of(op, arguments))
     else:
@@ -167,7 +167,7 @@ def judge(op, arguments, wrong, *, traces):
     if wrong:
         assert type(error) is ValueError, (op, arguments, wrong, result, error)
         named = {name for name in (*inspect.signature(op).parameters, "mesh") if f"`{name}" in str(error)}
-        # Which of two operands is wrong, if they do not fit each other, cannot be known.
+        # If two operands do not fit each other, the message may name either one.
         assert named & wrong or (named and wrong & {"lhs", "rhs"}), (wrong, str(error))
         assert len(str(error)) < 700, str(error)
     elif error is not None:
@@ -197,7 +197,7 @@ SIZES = st.integers(0, 4)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_sizes(data):
-    """The same of sizes: `explain` takes those that fit each other, and only those."""
+    """The same test for sizes: `explain` accepts exactly the sizes that fit each other."""
     m, k, n, other = (data.draw(SIZES) for _ in range(4))
     batch = data.draw(st.sampled_from([(), (2,), (2, 3)]))
     rhs_batch = data.draw(st.sampled_from([(), batch, (5,)]))
@@ -305,7 +305,7 @@ def test_autotune(name, value):
 
 
 def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
-    """And with types of scales: what is not there yet can be asked about."""
+    """Asks for types of scales too: arguments need not exist to be explained."""
     from overlap.choice import dispatch
     from overlap.kernels.target import Target
 
@@ -327,7 +327,7 @@ def test_explain_of_the_devices_of_an_abstract_mesh():
     assert choices[0].implementation == choices[1].implementation
 
 
-# --- Calls that are right and were not taken --------------------------------------------------------------------------
+# --- Valid calls that were once refused -------------------------------------------------------------------------------
 
 
 def test_sizes_of_zero_by_xla():

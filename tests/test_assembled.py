@@ -1,4 +1,4 @@
-"""The kernels compiled to machine code without a GPU: no spills, shared memory as computed, every topology lowers."""
+"""The kernels compiled to machine code without a GPU: no spills, expected shared memory, every topology lowers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests import assembly
 from tests.assembly import Case
 from tests.assembly_space import TARGET
 
-plgpu: Any = mosaic_gpu  # Its types say less than it can do.
+plgpu: Any = mosaic_gpu  # The annotated type lacks methods that the object has.
 pytestmark = pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
 
 
-# --- Probes: two kernels of a few lines, so that the helper itself is tested ------------------------------------------
+# --- Probes: two kernels of a few lines, to test the helper itself ----------------------------------------------------
 
 
 def wgmma_probe(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """One wgmma tile by one warpgroup; with several devices the result goes to the next one, and a flag with it."""
+    """One wgmma tile by one warpgroup. With several devices, the result and a flag go to the next device."""
     m, n, k = case.shape
     devices = mesh.shape["x"]
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -82,7 +82,7 @@ def test_the_helper_reads_back_a_known_kernel(devices: int) -> None:
     (report,) = assembly.assemble_case(Case("tests.test_assembled:wgmma_probe", devices, (128, 128, 64)))
     assert report.name == "wgmma_probe"
     assert report.architecture == "sm_90a"
-    # 64 accumulator registers a thread at least; three tiles and one 8-byte barrier.
+    # At least 64 accumulator registers per thread; three tiles and one 8-byte barrier.
     assert 64 < report.registers <= 255
     assert report.spills == 0
     assert report.shared_memory_bytes == 2 * (128 * 64 + 64 * 128 + 128 * 128) + 8
@@ -101,14 +101,14 @@ def test_the_helper_survives_what_it_assembles(tmp_path) -> None:
     first = assembly.assemble_case(case)
     with pytest.raises(RuntimeError, match=r"ended(.|\n)*last words"):
         assembly.assemble_case(Case("tests.test_assembled:dies"))
-    # Twice in one process, where Mosaic assembles once; and with its code, which was not kept then.
+    # Assemble twice in one process, though Mosaic assembles once; then ask for the code, which was not kept at first.
     assert [assembly.assemble_case(case), assembly.assemble_case(case)] == [first, first]
     assert assembly.assemble_case(case, ptx=str(tmp_path / "ptx")) == first
     assert "wgmma_probe" in (tmp_path / "ptx").read_text()
 
 
 def test_the_helper_sees_spills() -> None:
-    # 192 x 256 f32 accumulators in one warpgroup are 384 registers a thread; there are 255.
+    # 192 x 256 f32 accumulators in one warpgroup need 384 registers per thread; the maximum is 255.
     (report,) = assembly.assemble_case(Case("tests.test_assembled:wgmma_probe", 1, (192, 256, 64)))
     assert report.spills > 0
 
@@ -125,10 +125,10 @@ def check(case: Case, *, pulls: bool) -> assembly.KernelReport:
     target = assembly.TARGETS[case.target]
     assert report.spills == 0
     assert report.stack_frame_bytes == 0
-    # Serialized wgmma, an ignored setmaxnreg: whatever ptxas remarks costs time.
+    # Any remark of ptxas costs time: serialized wgmma, for example, or an ignored setmaxnreg.
     assert report.remarks == ()
     assert report.registers * math.prod(report.threads) <= 65536
-    # One CTA per SM, all resident: a persistent kernel with flags between its CTAs hangs otherwise.
+    # One CTA per SM, all resident: otherwise a persistent kernel with flags between its CTAs hangs.
     assert math.prod(report.grid) <= target.core_count
     dtype = assembly.dtype_of(case.dtype)
     problem = Problem(case.op, *case.shape, dtype, dtype, devices=case.mesh.get("x", case.devices) if pulls else 1)
@@ -198,7 +198,7 @@ def test_sums_by_ring_assemble_without_spills(devices: int, processes: int, op: 
     report = assembly.assemble_case(case)[-1]
     assert (report.spills, report.stack_frame_bytes, report.remarks) == (0, 0, ())
     of_config = {name: value for name, value in fields.items() if name != "epilogue"}
-    # (Of the chunk buffers that a configuration announces, the ring uses one.)
+    # The ring uses only one of the chunk buffers that a configuration asks for.
     assert report.shared_memory_bytes <= smem_bytes(overlap.Config.of(**of_config), "bfloat16", "bfloat16", "push")
 
 

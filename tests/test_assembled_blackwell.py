@@ -1,4 +1,4 @@
-"""Every kind of kernel of the Blackwell mainloop, assembled for a B200 (sm_100a): no spills, memory as announced."""
+"""Every kind of kernel of the Blackwell mainloop, assembled for B200 (sm_100a): no spills, memory as `limits` says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`matmul` assembled for sm_90a with each epilogue by itself, and at ragged sizes: nothing spills.
-
-Layouts, tiles and the full epilogue are in tests/test_assembled_space.py.
-"""
+"""`matmul` assembled for sm_90a with each epilogue operand alone, and at ragged sizes: nothing spills."""
 
 from __future__ import annotations
 

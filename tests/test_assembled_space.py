@@ -1,4 +1,4 @@
-"""Everything that the tuner and the heuristic can choose is in a class, and the classes assemble: nothing spills."""
+"""All that the tuner and the heuristic can choose belongs to a class, and the classes assemble without spills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COVER, CORE = assembly_space.cover(), assembly_space.core()
 
 
 def test_every_field_of_a_config_is_seen_or_is_not():
-    # A new field belongs into one of both; the sweep then measures whether it is right there.
+    # Put a new field into one of the two; `assembly_sweep` then measures whether that is right.
     fields = Config().fields.keys()
     assert fields == assembly_space.SEEN | UNSEEN.keys()
     assert not assembly_space.SEEN & UNSEEN.keys()
@@ -36,16 +36,16 @@ def assert_in_a_class(problem: Problem, configs: list[Config]) -> None:
         for epilogue in (False, True)[: 1 + OPERATIONS[problem.op][2]]:
             assert classify(config, problem, epilogue=epilogue) in EVERY, (problem, config)
         for name, values in UNSEEN.items():
-            # Less than what fits or is filled may be tried, but at least two stages.
+            # The search may try fewer stages than fit in shared memory, but at least two.
             allowed = values if name != "stages" else range(min(values), max(values) + 1)
             assert config.fields[name] in allowed, (problem, name, config)
 
 
 INPUTS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-# (A problem does not say how it is to be solved.)
+# A problem does not determine the transport.
 COLLECTIVES = [op for op in OPERATIONS if op not in (MATMUL, assembly_space.ONE_SHOT)]
 KINDS = list(itertools.product(INPUTS, ("float16", "bfloat16", "float32")))
-# The shapes for which the library is built (m, n, k), and decode.
+# The shapes that the library is built for (m, n, k), and decoding.
 SHAPES = [
     (4096, 8192, 4096), (4096, 4096, 4096), (8192, 8192, 8192), (1024, 4096, 4096), (1024, 1024, 14336),
     (8192, 28672, 8192), (16384, 1536, 4096), (512, 8192, 8192), (128, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192),
@@ -57,7 +57,7 @@ def test_the_choices_for_common_products_are_enumerated(layout):
     for shape in SHAPES:
         problem = Problem(MATMUL, *shape, "bfloat16", "bfloat16", layout=layout)
         configs = space.candidates(problem, TARGET)
-        assert bool(configs) == (shape[0] > 1 or layout[0] == "n")  # One row, transposed, is none that TMA takes.
+        assert bool(configs) == (shape[0] > 1 or layout[0] == "n")  # TMA cannot load a single transposed row.
         assert_in_a_class(problem, configs)
         assert space.heuristic(problem, TARGET) in [*configs, None]
 
@@ -85,7 +85,7 @@ def test_every_candidate_for_a_gathered_product_is_enumerated(m, n, k, kinds, de
 
 def test_what_the_shipped_table_says_is_enumerated():
     for entry in itertools.chain.from_iterable(map(tables.load, tables.shipped_files())):
-        # (What has too many registers with this version of jax is not taken.)
+        # Configurations that need too many registers with this version of jax are skipped.
         if not space.spills(entry.config):
             assert_in_a_class(entry.problem, [entry.config])
 
@@ -97,7 +97,7 @@ def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
         ]
         assert combinations[0] == combinations[1]
     assert len(COVER) == len(set(COVER))
-    # And every value of every field that the classes do not tell apart, in many of them.
+    # Also every value of every field that is not part of the class, in many of the classes.
     members = [next(assembly_space.members(kernel)) for kernel in COVER]
     for name, values in UNSEEN.items():
         for value in values:
@@ -152,14 +152,14 @@ def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
 @needs_compiler
 @all_but_slow([kernel for kernel in sorted({*COVER, *CORE}) if kernel.pulls], [k for k in CORE if k.pulls][::3])
 def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClass, tmp_path):
-    """It reads its peers' addresses elsewhere then, and another kernel before it writes them (addresses.py)."""
+    """Then the kernel reads its peers' addresses from a table, which another kernel writes before (addresses.py)."""
     member, code = next(assembly_space.members(kernel)), tmp_path / "kernels.ptx"
     case = dataclasses.replace(member.case, processes=member.case.devices)
     *landing, told, report = assembly.assemble_case(case, ptx=str(code))
     *_, of_the_first, of_the_second = (".version" + part for part in code.read_text().split(".version"))
-    # Of parts, and of results that peers write.
+    # Landing buffers of parts, and results that peers write.
     places = (kernel.op in assembly_space.SUMS) + (kernel.op == assembly_space.SPREAD)
-    # (XLA may make one kernel of two that are alike.)
+    # XLA may merge two equal kernels.
     assert {kernel.name for kernel in landing} == ({"overlap_landing_place"} if places else set())
     assert len(landing) <= places
     assert told.name == "overlap_tell_addresses" and told.spills == 0 and "trap" not in of_the_first

@@ -1,4 +1,4 @@
-"""A mesh axis may have any name: the kernels' own axes are equal to none of them, and the emulator sees a clash."""
+"""A mesh axis may have any name: it never equals a kernel's own axis, and the emulator reports a clash."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ from tests.product_cases import integers
 
 SMALL = overlap.Config(tile_n=64, stages=2, cluster=2)
 JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, stream_k=2, joined=True)
-# What our kernels, or the lessons of the ladder, or their readers would call an axis of their own.
+# Names that our kernels, the ladder's lessons or their readers would give to a kernel's own axes.
 NAMES, LESSONS_NAMES = ("cluster", "warpgroup", "rank"), ("cta", "m", "n")
 
 
@@ -44,12 +44,12 @@ LESSONS = {rung.name: lambda lhs, rhs, axis, rung=rung: rung.matmul(lhs, rhs) fo
 
 @pytest.fixture
 def modules(monkeypatch):
-    """The kernels that are lowered, as Mosaic GPU's own text."""
+    """The lowered kernels, as Mosaic GPU's text."""
     texts, lower = [], lowering.lower_unpipelined_jaxpr_to_module
 
     def keep(*args, **kwargs):
         result = lower(*args, **kwargs)
-        texts.append(re.sub(r'dump_basename = "[^"]*"', "", str(result.module)))  # It counts the kernels.
+        texts.append(re.sub(r'dump_basename = "[^"]*"', "", str(result.module)))  # Counts the kernels.
         return result
 
     monkeypatch.setattr(lowering, "lower_unpipelined_jaxpr_to_module", keep)
@@ -89,11 +89,11 @@ def test_emulated_on_axes_with_the_names_of_the_kernels(name):
     np.testing.assert_array_equal(np.asarray(out), np.asarray(run(expected)))
 
 
-# ---- A clash, made on purpose ----------------------------------------------------------------------------------------
+# --- A deliberate clash of names --------------------------------------------------------------------------------------
 
 
 def numbers(grid_name, thread_name):
-    """What a kernel of two CTAs with two threads each takes for its numbers: [CTAs, threads, (CTA, thread)]."""
+    """A kernel with two CTAs of two threads each writes its own numbers: [CTAs, threads, (CTA, thread)]."""
 
     def body(out_gmem):
         cta, thread = lax.axis_index(grid_name), lax.axis_index(thread_name)
@@ -119,7 +119,7 @@ def test_names_of_their_own_count_ctas_and_threads():
 
 @pytest.mark.parametrize("clash", ["grid", "threads"])
 def test_the_emulator_takes_the_users_axis_as_the_compiler_does(clash):
-    """Each device writes at its own position only, where CTAs or threads should have been counted."""
+    """Each device writes only at its own position, where CTAs or threads should have been counted."""
     names = ("x", "thread") if clash == "grid" else ("cta", "x")
     out = on_two_devices(lambda: numbers(*names))
     axis = 1 if clash == "grid" else 2

@@ -1,4 +1,4 @@
-"""The command lines of the benchmarks: what makes no sense is refused by name; no run leaves a half-written file."""
+"""Command lines of the benchmarks: invalid ones are refused by name, and no run leaves a half-written file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SECONDS = ("-1", "nan", "inf", "text")
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with a file, which the command lines name relatively."""
+    """A folder with a file, which the command lines name by a relative path."""
     (tmp_path / "file").write_text("a,b\n1,2\n")
     (tmp_path / "empty").touch()
     (tmp_path / "read-only").touch(mode=0o444)
@@ -53,7 +53,7 @@ def here(tmp_path, monkeypatch):
 
 
 def refused(line: str, capsys) -> str:
-    """The last line that a command says; it must end with status 2."""
+    """The last line that a command prints; the command must exit with status 2."""
     name, *options = line.split(" ")
     try:
         status = ending.run(lambda: PROGRAMS[name.strip(".")].main(options))
@@ -144,7 +144,7 @@ def test_the_index_takes_no_arguments(monkeypatch, capsys):
     assert end.value.code == 2
 
 
-# --- What a run that ends before its time leaves behind ---------------------------------------------------------------
+# --- What an aborted run leaves behind --------------------------------------------------------------------------------
 
 PROBLEM = TableProblem("matmul", 1, 1024, 4096, 4096, "bf16")
 TABLE = report.Table(

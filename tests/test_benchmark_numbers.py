@@ -1,4 +1,4 @@
-"""Numbers that can be repeated: what is in a time, which code it is of, and which code the results at hand are of."""
+"""Reproducible numbers: what a time includes, which code it belongs to, and which code the stored results belong to."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from overlap.tuning import timing
 
 
 class Clock:
-    """Stands for `time`: launches and waiting take what they are said to take."""
+    """Replaces `time`: launching and waiting take the given times."""
 
     def __init__(self, noise: list[float] | None = None) -> None:
         self.now, self.queued, self.noise = 0.0, 0.0, noise or []
 
     def launch(self) -> None:
-        self.now += 1.0  # On the host, behind which the devices work.
+        self.now += 1.0  # Time on the host; the devices work behind it.
         self.queued = max(self.queued, self.now) + 50.0
 
     def wait(self, outputs: object) -> None:
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def call_time(clock: Clock, launches: int) -> float:
-    """Of a call, in a loop of ten."""
+    """The time per call, in a loop of ten."""
 
     def program(state: Any, fixed: Any) -> Any:
         clock.launch()
@@ -63,10 +63,10 @@ def test_what_a_program_costs_beside_its_work_is_in_no_time(clock: Clock, launch
 
 
 def test_a_difference_that_noise_has_eaten_is_measured_again(clock: Clock) -> None:
-    # In the order of the waits: that of the launch ahead, of the short time, of the long one.
+    # In the order of the waits: the launch ahead, the short loop, the long loop.
     clock.noise = [0, 900, 0]
     assert call_time(clock, 2) == pytest.approx(50.0 / 10)
-    # Never below what was seen: the whole of the longer time, launch included.
+    # The time is never below the observed one: all of the longer loop, including its launch.
     clock.noise = [0, 900, 0] * timing._TRIES
     assert call_time(clock, 2) == pytest.approx((301 + 3 * 50) / 3 / 10)
 
@@ -80,7 +80,7 @@ def test_ordinary_calls_are_waited_for_once(clock: Clock) -> None:
 
 @pytest.fixture
 def history(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A small repository with two commits, and a commit of another history in it."""
+    """A small repository with two commits, and a commit of an unrelated history in it."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     monkeypatch.delenv(provenance.VARIABLE, raising=False)
@@ -117,7 +117,7 @@ def test_a_clean_tree_is_its_commit(history: pathlib.Path) -> None:
     head = git(history, "rev-parse", "HEAD")
     expected = {"commit": head[:12], "code": f"overlap {git(history, 'rev-parse', 'HEAD:overlap')[:12]}"}
     assert provenance.facts(root=history) == provenance.facts(head[:7], history) == expected
-    # What no number depends on may differ: documents, and the results that are being written.
+    # Files that no number depends on may differ: documents, and results that are being written.
     (history / "README.md").write_text("new\n")
     for folder in ("results", "experiments/2026-11-22-why"):
         (history / "benchmarks" / folder).mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_without_history_the_commit_is_named_and_can_be_verified_later(history: 
             provenance.facts(name, history)
     found = provenance.facts(head, history)
     assert found == {"commit": f"{head[:12]} ({provenance.UNVERIFIED})", "code": f"overlap {folder[:12]}"}
-    # The same where somebody has put the copy into a repository of its own.
+    # The same if the copy has been put into another repository.
     git(history, "init", "-q")
     commit(history, "a copy")
     assert provenance.facts(head, history) == found
@@ -169,13 +169,13 @@ def test_without_history_the_commit_is_named_and_can_be_verified_later(history: 
 
 def test_the_harness_measures_nothing_of_unknown_code(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(provenance.VARIABLE, "no-commit")
-    monkeypatch.setattr(command, "need_gpus", lambda: None)  # As on a machine that has some.
+    monkeypatch.setattr(command, "need_gpus", lambda: None)  # As on a machine with GPUs.
     with pytest.raises(SystemExit, match=r"nothing was measured: .*got 'no-commit'"):
         matmul.main(["--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
-# --- The results at hand ----------------------------------------------------------------------------------------------
+# --- The stored results -----------------------------------------------------------------------------------------------
 
 
 def test_every_result_names_a_commit_of_the_history_or_says_that_it_cannot() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of single-GPU matmuls on a CPU device: layouts, dtypes, suites, what is not served, and the summary."""
+"""The benchmark of single-GPU matmuls on a CPU device: layouts, dtypes, suites, unsupported problems, summary."""
 
 from __future__ import annotations
 
@@ -207,11 +207,11 @@ def test_the_sweep_covers_what_the_chooser_is_asked_about(devices: int) -> None:
     assert {problem.m for problem in problems} == {16, 32, 64, 128, 512, 2048, 8192}
     assert (min(p.n for p in problems), max(p.n for p in problems)) == (256, 16384)
     assert (min(p.k for p in problems), max(p.k for p in problems)) == (512, 16384)
-    # What a budget leaves out is what takes longest.
+    # The budget leaves out the problems that take longest.
     times = [expected_us(problem.library) for problem in problems]
     assert devices != 4 or times == sorted(times)
     assert max(times[:10]) < min(times[-5:])
-    # Results are given in the shards' sizes, and fit on a GPU with their oracle in f32.
+    # Results are stated in shard sizes, and fit on a GPU together with their f32 oracle.
     assert all(10 * problem.library.bytes_per_device < 60e9 for problem in problems)
 
 
@@ -221,7 +221,7 @@ def test_the_sweep_of_what_is_scattered(devices: int) -> None:
     problems = command.problems(parser.parse_args(["--suite", "scatter", "--dtype", "bf16"]), SCATTER, devices)
     assert (min(p.m for p in problems), max(p.m for p in problems)) == (32, 32768)
     for problem in problems:
-        # The sizes of one device's product; of its result it keeps a part, and receives that of each other device.
+        # The sizes of one device's product. The device keeps one part of the result and receives a part from each peer.
         assert problem.library.whole == (problem.m, problem.n, problem.k) and problem.m % devices == 0
         assert problem.flops_per_device == 2.0 * problem.m * problem.n * problem.k
         assert problem.received_bytes_per_device == 2 * (devices - 1) * problem.m // devices * problem.n
@@ -236,7 +236,7 @@ def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
     assert dataclasses.replace(settings, calls=3).calls_in_a_row(PROBLEM.library) == 3
 
 
-# --- What is not served, which kernels ran ----------------------------------------------------------------------------
+# --- Unsupported problems, and which kernels ran ----------------------------------------------------------------------
 
 
 def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh) -> None:
@@ -321,7 +321,7 @@ def test_the_summary_is_on_disk_after_every_problem(tmp_path: pathlib.Path) -> N
 
 
 def run(folder: pathlib.Path, *options: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """A dry run of the table, after some Python."""
+    """A dry run of the table, after running some Python code."""
     program = (
         f"import sys\nfrom benchmarks import command, harness, matmul\n{before}\nsys.exit(matmul.main(sys.argv[1:]))"
     )
@@ -379,7 +379,7 @@ def test_what_does_not_fit_into_the_budget_is_left_out_and_said(tmp_path: pathli
     shapes = ["--shapes", "32x64x64,64x64x64,96x64x64", "--methods", "xla", "--budget-s", "150"]
     done = run(tmp_path, *shapes, before=A_MINUTE_EACH)
     assert done.returncode == 0, done.stderr
-    # The third would begin after 120 seconds and end after 180.
+    # The third problem would begin after 120 seconds and end after 180.
     rows = list(csv.DictReader((tmp_path / "dry.csv").open()))
     assert [row["shape"] for row in rows] == ["32x64x64", "64x64x64"]
     assert "no time left for 1 of 3 problems" in done.stderr

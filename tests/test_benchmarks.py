@@ -1,4 +1,4 @@
-"""The benchmark harness on CPU devices: what is checked and written, how ratios are formed, what a loop may copy."""
+"""The benchmark harness on CPU devices: checks, output files, how ratios are formed, what a loop may copy."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_a_result_that_goes_wrong_inside_the_loop_is_noticed(mesh: Mesh) -> None
 
 
 def test_of_several_candidates_the_fastest_right_one_is_kept(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The times are given, not taken: on a busy machine any order can come out.
-    times = iter([2e-3, 1e-3])  # Of those that are right, in their order.
+    # The test supplies the times: measured on a busy machine, any order could come out.
+    times = iter([2e-3, 1e-3])  # The methods with right results, in their order.
     monkeypatch.setattr(Session, "_time_loop", lambda self, prepared: next(times, 1e-3))
     candidates = (("wrong", zeros), ("slow", reference), ("fast", reference))
     (result,) = measure(mesh, Method("tuned", reference, candidates=candidates)).results
@@ -138,7 +138,7 @@ def test_rounds_are_shuffled_and_repeatable(mesh: Mesh, monkeypatch: pytest.Monk
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
     assert rounds[:8] == rounds[8:] and len(set(rounds)) > 2
-    # A rotation would keep every method's predecessor, whose clocks it inherits.
+    # A rotation would keep each method's predecessor, and with it the GPU clocks that the predecessor leaves.
     assert {r[r.index("a") - 1] for r in rounds if r[0] != "a"} == {"b", "c"}
 
 
@@ -170,7 +170,7 @@ def test_the_loop_feeds_each_output_into_the_next_iteration(mesh: Mesh) -> None:
     expected = np.concatenate(shards)
     np.testing.assert_allclose(np.asarray(state[0], np.float32)[[0, 128], 0], expected[[0, 128], 0], atol=5e-3)
     np.testing.assert_allclose(np.asarray(state[1], np.float32), product, atol=0.2)
-    # Without the dependency the element would have stayed.
+    # Without the dependency, the element would be unchanged.
     assert np.asarray(state[0])[0, 0] != np.asarray(lhs)[0, 0]
 
 
@@ -268,7 +268,7 @@ def synthetic() -> report.Table:
 
 def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
     fused, xla, roof, failed = synthetic().rows()
-    # Per round 1.5, 1.2, 1.3; the ratio of the medians would be 150 / 110.
+    # Ratios per round are 1.5, 1.2, 1.3; the ratio of the medians would be 150 / 110.
     assert fused["xla_over_this"] == pytest.approx(1.3)
     assert fused["roof_over_this"] == pytest.approx(0.95)
     assert fused["xla_over_this_wall"] == pytest.approx(1.5)

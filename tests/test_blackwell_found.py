@@ -1,4 +1,4 @@
-"""What a review of the Blackwell mainloop found: two defects of pairs, each with its program; and more seeded ones."""
+"""Two defects of CTA pairs that a review of the Blackwell mainloop found, with their programs; injected defects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import blackwell_cases, protocol_cases
 from tests.blackwell_cases import ONE, PAIR, ROWS, SUMS
 from tests.blackwell_defects import NOTHING, change_pieces, within
 
-# Five pairs of tiles; rows of a shard that end in the first tile of its second pair, with scales of their own.
+# Five pairs of tiles. The rows of a shard end in the first tile of its second pair, and have scales of their own.
 SHAPE = (1280, 128, 192)
 SCALED = dataclasses.replace(ROWS, widths=(136,), scales=("rows",))
 
@@ -32,14 +32,14 @@ def scaled(joined):
 
 
 def test_nobody_in_a_pair_falls_two_phases_behind():
-    """Where copies and products take no time, and one warp takes long."""
+    """Copies and products take no time, and one warp is slow."""
     kernel = blackwell_cases.launched(PAIR, SHAPE, 2)
     for seed in range(15):
         kernel.run(cores=2, completion="eager", seed=seed)
 
 
 def test_a_second_multiplier_that_waits_as_well_is_reported(monkeypatch):
-    """As it once did, though nobody waited for it in turn."""
+    """Nobody waits for the second multiplier in turn, so it falls behind and misses a phase."""
     multiply = blackwell._multiply
 
     def both(loop, buffers, tile, piece):
@@ -62,11 +62,11 @@ def test_scales_of_gathered_rows_are_known_to_both_epilogues(joined, monkeypatch
     assert "is not ordered" in str(scaled(joined).report(cores=4))
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def slip(holder, name, changes, used_in=None):
-    """A defect that is a slip in the source of a function, or of a class's method."""
+    """A defect that replaces text in the source of a function or of a class's method."""
 
     def patch(monkeypatch):
         function = getattr(holder, name)
@@ -119,7 +119,7 @@ LOAD = "pl.when(load_index + TERM_BUFFERS < self.loads)(lambda: self._load(load_
 issue = functools.partial(slip, blackwell, "_issue_k_step")
 WORK, NEXT = "        role(loop, buffers, tile, piece, *more)\n", "        return read("
 # fmt: off
-SEEDED = {
+INJECTED = {
     "tell after each product": ("pair", "missed phase", issue({MMA: COMMIT + MMA})),
     "begin by the tile's k": ("cut", "nobody has", issue({"k > 0": "piece.k_first + k > 0"})),
     "multiply all of a part": ("cut", "deadlock", slip(blackwell, "_multiply", {"piece.k_": "loop.work.k_"})),
@@ -142,9 +142,9 @@ SEEDED = {
 # fmt: on
 
 
-@pytest.mark.parametrize(("program", "words", "defect"), SEEDED.values(), ids=SEEDED)
-def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
-    """By the emulator, or by the numbers."""
+@pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
+def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
+    """The emulator reports the defect, or the numbers differ."""
     defect(monkeypatch)
     kernel, cores = PROGRAMS[program]()
     with pytest.raises((EmulationError, AssertionError), match=words):

@@ -1,4 +1,4 @@
-"""The Blackwell ladder: every lesson is exact on integers, has no race under any schedule tried, and assembles."""
+"""The Blackwell ladder: every lesson is exact on integers, has no race under the schedules tried, and assembles."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ every_completion = pytest.mark.parametrize("completion", ["late", "random", "eag
 
 @functools.cache
 def operands(m: int, n: int, k: int, dtype: Any = jnp.float16) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Integers, and their product: exact in f32, then rounded once."""
+    """Integers and their product: exact in f32, then rounded once."""
     lhs, rhs = integers(0, m, k, dtype=dtype), integers(1, k, n, dtype=dtype)
     return lhs, rhs, (in_f32(lhs) @ in_f32(rhs)).astype(dtype)
 
 
 @functools.cache
 def jitted(name: str, **knobs: Any) -> Any:
-    """One lesson with these knobs, compiled once for all tests that share it."""
+    """One lesson with these knobs, compiled once and shared by the tests."""
     return jax.jit(functools.partial(BY_NAME[name].matmul, **knobs))
 
 
@@ -125,7 +125,7 @@ def test_no_race_under_any_schedule_tried(name, completion):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in COLLECTIVE])
 def test_the_interpreter_of_jax_agrees(name):
-    # It knows no products of two CTAs, and no inlined PTX: `converge_warp` is left out.
+    # jax's interpreter supports neither products of two CTAs nor inlined PTX, so `converge_warp` is left out.
     if jax.__version_info__ < (0, 12) and name != "basic":
         pytest.skip("the interpreter of jax 0.11 wants a barrier's last phase to have been waited for")
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")):
@@ -191,18 +191,18 @@ def test_wrong_knobs_say_so(name, knobs, words):
         BY_NAME[name].matmul(jnp.zeros((512, 128), jnp.float16), jnp.zeros((128, 512), jnp.float16), **knobs)
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def run_broken(name: str, completion: Any = "late", seed: int = 0) -> None:
-    """Runs a lesson of which a test has replaced a part."""
+    """Runs a lesson in which a test has replaced a part."""
     lhs, rhs, _ = operands(512, 512, 512)
     with emulate(cores=2, completion=completion, seed=seed):
         jax.jit(functools.partial(BY_NAME[name].matmul, tile_n=128, stages=2))(lhs, rhs).block_until_ready()
 
 
 def is_race(earlier: str, later: str) -> Any:
-    """Expects a race of two accesses; the report names the later one first."""
+    """Expects a race between two accesses; the report names the later access first."""
     return pytest.raises(RaceError, match=f"(?s)race.*{later}.*is not ordered with the earlier.*{earlier}")
 
 
@@ -249,7 +249,7 @@ def test_one_read_barrier_for_both_halves_runs_ahead(monkeypatch):
     wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
 
     def first(barrier: Any) -> Any:
-        return barrier.ref.at[0] if "Cluster" in type(barrier.dtype).__name__ else barrier  # `read` is the only one.
+        return barrier.ref.at[0] if "Cluster" in type(barrier.dtype).__name__ else barrier  # `read` is the only mark.
 
     monkeypatch.setattr(plgpu, "barrier_wait", lambda barrier: wait(first(barrier)))
     monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: arrive(first(barrier)))
@@ -322,7 +322,7 @@ def test_a_dry_run_of_the_table_has_a_row_for_every_lesson(tmp_path, repository)
 
 
 def ladder_case(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """One lesson, for `tests.assembly`."""
+    """One lesson, as a case for `tests.assembly`."""
     m, n, k = case.shape
     matmul = BY_NAME[case.config["rung"]].matmul
     mapped = jax.shard_map(matmul, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
@@ -351,7 +351,7 @@ def test_it_assembles_without_spills(name, tmp_path):
     ptx = (tmp_path / "ptx").read_text()
     group = 2 if name in COLLECTIVE else 1
     assert set(re.findall(r"tcgen05\.mma\.cta_group::(\d)", ptx)) == {str(group)}
-    # The arrival behind a product of two CTAs counts in both, and a copy of one CTA counts at the leader's barrier.
+    # The arrival after a product of two CTAs counts in both CTAs. A copy by one CTA counts at the leader's barrier.
     assert ("multicast::cluster" in ptx) == (group == 2)
     assert ("complete_tx::bytes.cta_group::2" in ptx) == (group == 2)
     assert "wgmma" not in ptx

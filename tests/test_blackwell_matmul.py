@@ -1,4 +1,4 @@
-"""`overlap.matmul` on the Blackwell mainloop, emulated: exact on integers for any size, layout, dtype and epilogue."""
+"""`overlap.matmul` on the emulated Blackwell mainloop: exact on integers for any size, layout, dtype and epilogue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BF16 = jnp.dtype(jnp.bfloat16)
 
 
 def drawn(seed):
-    """A problem and a configuration for it, at random."""
+    """Draws a problem and a configuration for it."""
     rng = random.Random(seed)
     shape = rng.randint(1, 40) * 8, rng.randint(1, 40) * 8, rng.randint(1, 50) * 8
     cluster = rng.choice((1, 2))
@@ -147,7 +147,7 @@ def test_wrong_configurations(fields, words):
 
 
 def test_a_ring_is_chosen_without_pairs():
-    """A problem does not say how its operand travels: the best configuration for pulling has pairs."""
+    """A problem does not name its transport, and the best configuration for pulling uses pairs."""
     lhs, rhs = jax.ShapeDtypeStruct((512, 256), BF16), jax.ShapeDtypeStruct((256, 512), BF16)
     with emulating("blackwell"):
         given = overlap.all_gather_lhs_matmul, lhs, rhs, "x"

@@ -1,4 +1,4 @@
-"""The Blackwell mainloop, alone and in fused operations: clean under many schedules, and each defect is reported."""
+"""The Blackwell mainloop, alone and in fused operations: clean under many schedules; each defect is reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests import blackwell_cases
 from tests.blackwell_cases import FUSED, ONE, PAIR
 from tests.blackwell_defects import EXCHANGED, MAINLOOP
 
-# Five tiles or pairs of tiles for each CTA or pair, of three k steps each.
+# Five tiles or pairs of tiles for each CTA or CTA pair, with three k steps each.
 PRODUCTS = {"one": (ONE, (640, 128, 192)), "pair": (PAIR, (1280, 128, 192))}
 
 
@@ -22,12 +22,12 @@ def test_fused_operations_are_exact_and_clean(name, completion):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_launches_in_a_row(name):
-    """On the same memory, with devices that are late by any amount; flags are whatever the launch before left."""
+    """Launches share memory, devices are late by any amount, and flags keep the values that the last launch left."""
     blackwell_cases.clean(name).run(cores=2, completion="random", laps=3, seed=5)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_what_the_defects_are_seeded_in_is_clean(name):
+def test_kernels_are_clean_before_defects_are_injected(name):
     config, shape = PRODUCTS[name]
     kernel = blackwell_cases.launched(config, shape, config.cluster)
     for seed in range(12):

@@ -1,6 +1,6 @@
-"""Blocks of a transformer as users write them: a gather before the first products, a reduce-scatter behind the last.
+"""Transformer blocks as users write them: a gather before the first products, a reduce-scatter after the last one.
 
-Or, where each device has all rows, an all-reduce behind the last product alone.
+Or, if each device has all rows, only an all-reduce after the last product.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from overlap.tuning.programs import mesh_of
 from tests.product_cases import normal
 
 ROWS, COLUMNS = P("x", None), P(None, "x")
-HEADS, WIDTH = 2, 16  # Of each device.
-# Times the error of plain JAX in bf16; each is that against f32.
+HEADS, WIDTH = 2, 16  # Sizes per device.
+# Allowed factor on the error of plain JAX in bf16; both errors are measured against f32.
 ALLOWED = 2.0
 
 
 def attention(implementation, x, q, k, v, out):
-    """Self-attention over all rows, each device with heads of its own."""
+    """Self-attention over all rows; each device has its own heads."""
     if implementation == "plain":
         rows = lax.all_gather(x, "x", tiled=True)
         heads = [rows @ w for w in (q, k, v)]
@@ -42,7 +42,7 @@ def attention(implementation, x, q, k, v, out):
 
 
 def mlp_of_all_rows(implementation, x, gate, up, down):
-    """A gated MLP, each device with some of its inner columns."""
+    """A gated MLP; each device has some of the inner columns."""
     inner = jax.nn.silu(x @ gate) * (x @ up)
     if implementation == "plain":
         return lax.psum(inner @ down, "x")
@@ -50,7 +50,7 @@ def mlp_of_all_rows(implementation, x, gate, up, down):
 
 
 def operands(devices, sizes):
-    """Rows of 16 tokens a device, and weights; `sizes` of the weights, those along the devices for one of them."""
+    """Rows of 16 tokens per device, and weights of the given `sizes`; one size is sharded over the devices."""
     hidden, inner, sides = sizes
     shapes = [(devices * 16, hidden), *[(hidden, devices * inner)] * sides, (devices * inner, hidden)]
     arrays = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
@@ -100,8 +100,9 @@ def test_a_block_and_its_gradients(name, devices, check_vma):
     with emulate(cores=3, keep=True) as run:
         fused = results(name, "fused", devices, arrays, check_vma)
         run.check()
-    # Forward one of each; backward a gather for the last product, and a scatter for each that shares the first gather.
-    # (That of an all-reduce has none of our kernels.) The attention block keeps nothing: a gather for each weight more.
+    # Forward: one gather and one scatter. Backward: a gather for the last product, and a scatter for each product that
+    # shares the first gather. The backward pass of an all-reduce runs none of our kernels. The attention block keeps no
+    # gathered operand: one more gather per weight.
     counts = collections.Counter(launch.name.split("_")[1] for launch in run.launches)
     sides = BLOCKS[name][1][2]
     gathers = 2 + sides if name == "attention" else 2

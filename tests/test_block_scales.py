@@ -1,6 +1,6 @@
-"""Calls with scales of blocks (mxfp8): exact by XLA in all operations, and wherever the frame carries them.
+"""Calls with block scales (mxfp8): exact with XLA in all operations, and through all of the frame.
 
-What the emulated kernel does with them is in tests/test_block_scales_kernel.py.
+tests/test_block_scales_kernel.py tests what the emulated kernel does with block scales.
 """
 
 import functools
@@ -41,7 +41,7 @@ def mesh(devices):
     return oracle.make_mesh(x=devices)
 
 
-COLLECTIVES = [  # the operation, its keywords, specs of both operands (k is the second dimension), the result's
+COLLECTIVES = [  # The operation, its keywords, specs of both operands (k is the second dimension), the result's spec.
     (overlap.all_gather_lhs_matmul, {}, P("x", None), P("x", None), P(None, "x")),
     (overlap.all_gather_rhs_matmul, dict(gather_dimension=0), P("x", None), P("x", None), P("x", None)),
     (overlap.all_gather_rhs_matmul, dict(gather_dimension=1), P("x", None), P(None, "x"), P("x", None)),
@@ -68,7 +68,7 @@ def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices, check_v
 
     arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales)
     np.testing.assert_array_equal(mapped()(arrays), product.exact)
-    # What travels are 8 bits and their scales, not what they stand for.
+    # The 8-bit values and their scales travel, not the numbers that they represent.
     text = mapped().lower(arrays).as_text()
     gathers = re.findall(r'"stablehlo.all_gather"[^\n]*: \(tensor<[^>]*x(\w+)>', text)
     assert set(gathers) <= {"ui8", "f8E4M3FN", "f8E5M2"} and len(gathers) in (0, 2)
@@ -80,7 +80,7 @@ def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices, check_v
 
 def test_several_right_operands_and_the_gathered_one():
     products = [Product(7, 32, n, 64) for n in (32, 48)]
-    first = products[0]  # (The same left operand: it is drawn first.)
+    first = products[0]  # The same left operand, since it is drawn first.
 
     def call(lhs, rhs, lhs_scale, rhs_scale):
         return overlap.all_gather_lhs_matmul(
@@ -96,7 +96,7 @@ def test_several_right_operands_and_the_gathered_one():
 
 
 def by_either(function):
-    """`function(implementation)` by XLA and by the emulated kernel: the same."""
+    """`function(implementation)` with XLA and with the emulated kernel; both must agree."""
     expected = function("xla")
     with emulating("blackwell"), emulate(cores=2):
         jax.tree.map(np.testing.assert_array_equal, function("fused"), expected)
@@ -167,7 +167,7 @@ def test_sharded_operands(lhs, rhs, out):
 
 
 def wrong(**changes):
-    """A call of 24 x 40 x 96 with other arguments."""
+    """A call of 24 x 40 x 96 with some arguments changed."""
     product = Product(13, 24, 40, changes.pop("k", 96) // 32 * 32)
     arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales) | changes
     return lambda: overlap.matmul(**arrays, transpose_rhs=True)

@@ -1,4 +1,4 @@
-"""Scales of blocks that travel with the gathered rows: exact on Blackwell, emulated; and what cannot be is refused."""
+"""Block scales that travel with the gathered rows: exact on emulated Blackwell; unsupported calls are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAIR = ONE.replace(cluster=2, tile_n=128)
 
 
 class Gathered:
-    """Operands on `devices`, each with `m` rows, and their exact products with several right operands."""
+    """Operands on `devices`, each with `m` rows, and the exact products with several right operands."""
 
     def __init__(self, devices, m=136, widths=(128,), k=288, batch=(), transpose_rhs=True):
         chance = np.random.default_rng(0)
@@ -55,7 +55,7 @@ class Gathered:
         return on_mesh(self.mesh, body, self.specs, self.out)
 
     def run(self, function, cores=3, **settings):
-        """One emulated run, whose result must be exact."""
+        """Emulates one run and checks the result exactly."""
         with emulating("blackwell"), emulate(cores=cores, **settings) as run:
             results = function(*self.given)
             run.check()
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused():
 
 
 def gathered_case(case, mesh):
-    """For `tests.assembly`."""
+    """A case for `tests.assembly`."""
     m, n, k = case.shape
     size = mesh.shape["x"]
 

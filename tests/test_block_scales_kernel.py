@@ -1,4 +1,4 @@
-"""Scales of blocks in the Blackwell kernel: emulated and exact, with seeded defects; chosen; assembled."""
+"""Block scales in the Blackwell kernel: emulated and exact, with injected defects; the choice; assembled."""
 
 import dataclasses
 import itertools
@@ -65,7 +65,7 @@ def test_with_an_epilogue():
 
 
 def drawn(seed):
-    """A shape and a configuration."""
+    """Draws a shape and a configuration."""
     chance = np.random.default_rng(seed)
     m, n, k = int(chance.integers(1, 420)), 16 * int(chance.integers(1, 20)), 32 * int(chance.integers(1, 24))
     cluster = int(chance.integers(1, 3))
@@ -81,7 +81,7 @@ def test_drawn_shapes_and_schedules(seed, completion):
     Product(seed, *shape).check(2 * (1 + seed % 2), settings, config=drawn_config)
 
 
-# --- Defects, each seeded by a patch ----------------------------------------------------------------------------------
+# --- Defects, each injected by a patch --------------------------------------------------------------------------------
 
 
 def of_another_step(patch):
@@ -98,7 +98,7 @@ def of_another_row_of_tiles(patch):
 
 
 def into_a_stage_that_is_still_read(patch):
-    """The scales go to the next stage, whose product may be under way."""
+    """The scales go to the next stage, whose product may still be running."""
     load = scales.load
 
     def early(loop, buffers, tile, k_step, stage):
@@ -108,7 +108,7 @@ def into_a_stage_that_is_still_read(patch):
 
 
 def not_awaited(patch):
-    """The barrier of a stage counts the copies of the operand tiles only."""
+    """The barrier of a stage counts only the copies of the operand tiles."""
     patch.setattr(scales, "COPIES", 0)
 
 

@@ -1,4 +1,4 @@
-"""`jax.shard_map` as it comes, with `check_vma=True`: types, results and gradients are XLA's."""
+"""`jax.shard_map` with its default `check_vma=True`: types, results and gradients equal XLA's."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ CONFIG = overlap.Config(tile_n=64, stages=2)
 JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True)
 ROWS, ALL_ROWS = P("x", None), P(("data", "x"), None)
 GATHERED = P("data", "x")
-M, N, K = 128, 128, 64  # Of the global product; the mesh is 2 × 2.
+M, N, K = 128, 128, 64  # Sizes of the global product; the mesh is 2 × 2.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def gather(lhs, rhs, **keywords):
 
 
 def everything(lhs, rhs, **keywords):
-    """What a product may have beside its operands, all of it the same on all devices but `addend`."""
+    """All operands that a product may have; all except `addend` are the same on all devices."""
     m, n = lhs.shape[0], rhs.shape[1]
     return overlap.matmul(
         lhs, rhs, addend=lhs[:, :1] * jnp.ones((1, n), lhs.dtype), bias=rhs[0].astype(jnp.float32),
@@ -57,13 +57,13 @@ def everything(lhs, rhs, **keywords):
 
 
 def several(lhs, rhs, **keywords):
-    """Q and K, say: the first one with weights that vary along "x", the second one's are the same everywhere."""
+    """Two right operands, such as Q and K: the first varies along "x", the second is the same everywhere."""
     both = rhs, lax.all_gather(rhs, "x", axis=1, tiled=True)[:, :64]
     scales = dict(lhs_scale=jnp.ones((*lhs.shape[:-1], 1)) * 0.5, rhs_scale=[2.0, jnp.arange(64.0)])
     return gather(lhs, both, return_gathered=True, **scales, **keywords)
 
 
-# Weights that are the same on all devices along "data": their gradients are summed over these.
+# These weights are the same on all devices along "data": their gradients are summed over "data".
 TENSOR = (ALL_ROWS, P(None, "x"), GATHERED)
 CASES = {
     "matmul": Case(overlap.matmul, ALL_ROWS, P(), ALL_ROWS),
@@ -80,7 +80,7 @@ CASES = {
         lambda *a, **b: overlap.all_gather_rhs_matmul(*a, "x", gather_dimension=1, **b),
         ALL_ROWS, P(None, "x"), ALL_ROWS,
     ),
-    # The left operand is the same along "data", the weights are not.
+    # The left operand is the same along "data"; the weights are not.
     "gathered operand the same along both axes": Case(
         lambda *a, **b: gather(*a, return_gathered=True, **b),
         ROWS, P(None, ("data", "x")), (P(None, ("data", "x")), P()),
@@ -90,7 +90,7 @@ KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def on_mesh(kind, case, layer):
-    """The layer inside `shard_map` with its defaults, and its operands."""
+    """The layer inside `shard_map` with its defaults, and the layer's operands."""
     mesh = jax.make_mesh((2, 2), ("data", "x"), axis_types=(KINDS[kind],) * 2)
     specs = case.lhs, case.rhs
     operands = [
@@ -112,7 +112,7 @@ def values_and_gradients(kind, case, layer):
 
 
 def assert_close(actual, expected):
-    """Rounding aside, which is not what this file is about; a sum too many or too few is off by a factor."""
+    """Compares with a tolerance for rounding, which other files test; a sum too many or too few is off by a factor."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         assert a.shape == b.shape and np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
@@ -130,7 +130,7 @@ def test_results_and_gradients(kind, name):
 
 
 def types(kind, case, layer):
-    """Along which axes each result varies."""
+    """The axes along which each result varies."""
     seen = []
 
     def typed(*operands):
@@ -160,7 +160,7 @@ def test_lowered_for_a_gpu(name, monkeypatch):
 
 
 def test_one_device_on_the_axis():
-    """Nothing is gathered there, and the operand itself is what is the same on all devices."""
+    """Nothing is gathered there; the operand itself is the same on all devices."""
     mesh = jax.make_mesh((2, 1), ("data", "x"))
     specs = (P("data"), P()), (P("data", "x"), P("data"))
     with emulate(cores=2):
@@ -174,7 +174,7 @@ def test_one_device_on_the_axis():
 
 
 def scanned(layer):
-    """Twice, with a carry that varies as the result does."""
+    """Runs the layer twice in a scan; the carry varies along the same axes as the result."""
 
     def run(lhs, rhs):
         def step(total, shift):
@@ -186,7 +186,7 @@ def scanned(layer):
 
 
 def mapped(layer):
-    """Over elements that differ, and with the rest the same for all."""
+    """Runs the layer under `vmap`, over elements that differ; the other operands are shared."""
     return lambda lhs, rhs: jax.vmap(layer, in_axes=(0, None))(jnp.stack([lhs, 2 * lhs]), rhs).sum(0)
 
 

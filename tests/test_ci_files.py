@@ -1,4 +1,4 @@
-"""The files for pre-commit and for GitHub run the Makefile's own targets, all that `make test` needs on a CPU."""
+"""The pre-commit and GitHub files run the Makefile's own targets: everything that `make test` needs on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.one_jax
 
 @pytest.fixture(scope="module")
 def targets(repository):
-    """From each target of the Makefile to the targets that it depends on."""
+    """Maps each target of the Makefile to the targets that it depends on."""
     lines = re.findall(r"^([a-z][\w.-]*):([^=#\n]*)", (repository / "Makefile").read_text(), re.MULTILINE)
     return {target: needed.split() for target, needed in lines}
 
@@ -32,5 +32,5 @@ def test_the_workflow_of_github(repository, targets):
     assert run == {"run": "make ${{ matrix.target }}"} and all("uses" in step for step in actions)
     assert actions[-1]["with"] == {"python-version": "3.12"}
     run_there = job["strategy"]["matrix"]["target"]
-    # There are no GPUs.
+    # CI has no GPUs.
     assert set(run_there) == set(targets["test"]) - {"test-gpu"} <= targets.keys()

@@ -1,4 +1,4 @@
-"""`python -m overlap`: its exit statuses, and the demo end to end, emulated."""
+"""`python -m overlap`: its exit statuses, and the emulated demo from end to end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_demo_on_another_number_of_devices(repository, tmp_path):
 
 @pytest.fixture
 def places(tmp_path):
-    """What `--out` may name wrongly, by words for it."""
+    """Invalid values of `--out`, with the words that describe each."""
     (tmp_path / "old.png").touch(mode=0o444)
     (tmp_path / "file").touch()
     yield {"READ-ONLY": tmp_path / "old.png", "FOLDER": tmp_path, "IN-A-FILE": tmp_path / "file/x.png",
@@ -112,7 +112,7 @@ def _xla(problem: Problem) -> Call:
 
 
 def _on_gpus(monkeypatch, fused: Callable[[Problem], Call]) -> list[str]:
-    """Runs what the demo does on GPUs, on four CPU devices; returns the pictures that it asked for."""
+    """Runs the demo's GPU code on four CPU devices; returns the pictures that the code asked for."""
     pictures: list[str] = []
     small = tuple(dataclasses.replace(problem, m=32, n=8, k=16) for problem in demo._ON_GPUS)
     monkeypatch.setattr(demo, "_ON_GPUS", small)
@@ -188,7 +188,7 @@ def test_what_was_measured_is_shown_even_if_no_picture_can_be_written(monkeypatc
     assert demo.run(pathlib.Path("x.png"), devices=4) == 1
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == "demo: no picture was written: [Errno 28] No space left on device"
-    # In so few columns a line for each cell.
+    # With so few columns, each cell has a line of its own.
     assert len(re.findall(r"^  XLA / this: 1\.50$", said.out, re.MULTILINE)) == 4
 
 
@@ -201,7 +201,7 @@ def test_a_replay_that_fails_is_said(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, list[spans.Span]]:
-    """Of the demo's own run on 3 devices."""
+    """A recording of the demo's own run on 3 devices."""
     mesh = demo._mesh(3)
     return {problem.op: demo._emulated(demo._of(problem, 3), mesh, lambda text: None)[1] for problem in demo._EMULATED}
 
@@ -210,7 +210,7 @@ def recorded() -> dict[str, list[spans.Span]]:
 @pytest.mark.parametrize("op", spans.LANES)
 def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded, op):
     devices, problem, config = range(3), demo._EMULATED[0], demo._EMULATED_CONFIG
-    # Both compute warpgroups have half of each tile.
+    # Each compute warpgroup has half of each tile.
     per_shard = 2 * (problem.m // config.tile_m) * (problem.n // config.tile_n)
     multiplied = Counter((span.device, span.shard) for span in recorded[op] if span.lane == "multiplies")
     assert multiplied == {(device, shard): per_shard for device in devices for shard in devices}
@@ -222,7 +222,7 @@ def test_the_spans_of_a_recorded_run_are_its_whole_work(recorded, op):
 
 @pytest.mark.one_jax
 def test_the_spans_on_blackwell_are_its_whole_work():
-    """Where another thread stores a tile than the one that has it multiplied."""
+    """On Blackwell, different threads multiply and store a tile."""
     devices, mesh, config = range(2), demo._mesh(2), demo._EMULATED_CONFIG
     for problem in demo._EMULATED:
         with emulating("blackwell"):
@@ -274,7 +274,7 @@ def test_every_lane_of_the_picture_is_drawn(recorded, tmp_path):
             less = recorded | {op: [span for span in recorded[op] if span.lane != lane]}
             picture.draw(less, tmp_path / "less.png", devices=3, title="")
             missing = np.abs(whole - image.imread(tmp_path / "less.png")).max(axis=-1) > 0.1
-            assert missing.mean() > 0.003, (op, lane)  # Of all pixels.
+            assert missing.mean() > 0.003, (op, lane)  # As a share of all pixels.
 
 
 def test_demo_without_rich(monkeypatch, capsys):
@@ -295,7 +295,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def test_version(capsys):
@@ -320,7 +320,7 @@ def test_an_interrupt_and_an_output_that_cannot_be_written(monkeypatch, capsys, 
     monkeypatch.setattr(doctor, "run", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-    # With nobody to read, the first line is already too much; nor can anything be written to a full disk.
+    # With the reader gone, the first line already fails; nor can anything be written to a full disk.
     line = [sys.executable, "-m", "overlap", "doctor"]
     environment = os.environ | {"PYTHONPATH": str(repository)}
     read, write = os.pipe()
@@ -331,7 +331,7 @@ def test_an_interrupt_and_an_output_that_cannot_be_written(monkeypatch, capsys, 
     with open("/dev/full", "w") as full:
         process = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, check=False)
     assert (process.returncode, process.stderr) == (1, "the output: No space left on device\n")
-    # Without any output, what is asked is done all the same.
+    # Without any output stream, the command still does its work.
     process = subprocess.run(["sh", "-c", f"{shlex.join(line[:-1])} --version >&- 2>&-"], env=environment, check=False)
     assert process.returncode == 0
 

@@ -15,20 +15,20 @@ from tests import oracle
 from tests.product_cases import check, check_exactly, check_gathered, handed_over, integers, normal, work_of
 
 SMALL = dict(tile_n=128, epilogue_tile_n=64, cluster=2)
-# Three tile rows and columns of 128: the second tile of the last cluster lies wholly outside.
+# Three rows and columns of 128 x 128 tiles: the second tile of the last cluster lies wholly outside.
 PHANTOM = (260, 264, 200)
 BOTH_WAYS = pytest.mark.parametrize("along", ["m", "n"])
 
 SIZES = [  # cores, shape, config
     (2, (256, 128, 320), overlap.Config.of(**SMALL)),
     (4, (512, 256, 448), overlap.Config.of(stages=2, **SMALL)),  # Two waves.
-    (4, (256, 128, 64), overlap.Config.of(**SMALL)),  # Fewer k steps than slots, and an idle cluster.
+    (4, (256, 128, 64), overlap.Config.of(**SMALL)),  # Fewer k steps than stages, and an idle cluster.
     (3, (256, 256, 192), overlap.Config.of(stages=3, **SMALL)),  # An idle CTA.
     (5, PHANTOM, overlap.Config.of(**SMALL)),
     (2, (1, 8, 8), overlap.Config.of(**SMALL)),
     (2, (100, 136, 72), overlap.Config.of(order_minor="n", order_width=1, **SMALL)),
     (7, (450, 264, 136), overlap.Config.of(order_width=1, **SMALL)),
-    (2, (130, 264, 136), overlap.Config(tile_m=64, cluster=2, stages=3)),  # A warpgroup has half of the columns.
+    (2, (130, 264, 136), overlap.Config(tile_m=64, cluster=2, stages=3)),  # Each warpgroup has half of the columns.
     (2, (300, 72, 200), overlap.Config(tile_m=256, tile_n=64, cluster=2, stages=3)),
     (3, (300, 264, 328), overlap.Config.of(cluster=2, stages=3, epilogue_buffers=2)),
 ]
@@ -80,7 +80,7 @@ def test_error_within_twice_that_of_rounding(dtype):
 
 @pytest.mark.parametrize(("along", "boxes"), [("m", 2), ("n", 1)])
 def test_the_common_operand_is_loaded_once_for_both(along, boxes):
-    """Each CTA fetches half of a box and it lands in both: as many bytes as before, in twice as many copies."""
+    """Each CTA loads half of a box, and both CTAs receive it: the same number of bytes, in twice as many copies."""
     shape, tiles, k_steps = (512, 256, 320), 8, 5
     alone = check_exactly(shape, overlap.Config.of(**SMALL | {"cluster": 1}), cores=4).counts
     shared = check_exactly(shape, overlap.Config.of(cluster_along=along, **SMALL), cores=4).counts
@@ -104,7 +104,7 @@ def test_the_same_bits_under_every_schedule(along, stream_k):
         for seed, (completion, scheduler) in enumerate(schedules)
     ]
     assert all((result == results[0]).all() for result in results)
-    if stream_k == 1:  # Then a tile's k steps are added in one order, whoever loads them.
+    if stream_k == 1:  # Each tile's k steps are then added in one order, whichever CTA loads them.
         assert (product(1, cores=8) == results[0]).all()
 
 
@@ -120,7 +120,7 @@ def test_as_many_clusters_at_a_time_as_a_tile_has_parts_are_enough():
 @pytest.mark.parametrize(
     ("devices", "cores", "shape", "along", "stream_k"),
     [
-        (2, 2, (128, 128, 128), "m", 1),  # One block of rows per shard: each cluster's second tile is a phantom.
+        (2, 2, (128, 128, 128), "m", 1),  # One block of rows per shard: each cluster's second tile has no rows.
         (2, 5, (300, 264, 200), "m", 1),
         (2, 5, (300, 264, 200), "n", 1),
         (3, 4, (257, 136, 72), "m", 1),

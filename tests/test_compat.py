@@ -1,4 +1,4 @@
-"""How `overlap/_compat/` changes jax: once, when a kernel is lowered for a GPU, and with checked versions only."""
+"""How `overlap/_compat/` changes jax: once, when a kernel is lowered for a GPU, and only in checked versions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_there_a_fused_kernel_is_refused_and_all_else_works(too_new, monkeypatch
         lower()
     _, lower = lowered(gather("xla"), *SHAPES)
     assert "dot" in lower().as_text()
-    # A kernel with both operands along k needs no change.
+    # A kernel whose operands are both contiguous along k needs no change.
     call = lambda a, b: overlap.matmul(a, b, transpose_rhs=True, implementation="fused")  # noqa: E731
     text = (
         jax.jit(call).trace(*[jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * 2).lower(lowering_platforms=("cuda",))
@@ -121,7 +121,7 @@ def test_there_kernels_run_emulated(too_new):
 
 
 def test_tracing_changes_nothing(nothing_applied, monkeypatch):
-    """Not even a kernel with peers; lowering it does."""
+    """Tracing a kernel changes nothing, even with peers; lowering does."""
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
     _, lower = lowered(gather("fused"), *SHAPES)
     assert not mend._applied
@@ -164,7 +164,7 @@ def test_another_copy_of_the_library_changes_nothing_again(monkeypatch):
 
 
 def test_a_kernel_of_a_user_is_prepared_for_explicitly(nothing_applied, monkeypatch):
-    """Without that it is refused, instead of lowered for devices that nobody knows."""
+    """Without explicit preparation, the kernel is refused instead of being lowered for unknown devices."""
     name = "mpmd_map_mgpu_lowering_rule"
     registration = "jax._src.pallas.mosaic_gpu.pallas_call_registration"
     rule = mend.private(registration, name)

@@ -1,4 +1,4 @@
-"""The choice between the fused kernel and XLA by what was measured."""
+"""The choice between the fused kernel and XLA according to stored measurements."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ def nothing_said(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Three measurements: XLA is faster for few rows and for rows that lie across the cache's lines."""
+    """Three measurements: XLA is faster for few rows, and for rows that are not aligned to the cache's lines."""
     few, many, ragged = (dataclasses.replace(GATHER, **sizes) for sizes in (dict(m=16), {}, dict(n=4104, k=4104)))
     pairs = (Measured(few, 30.0, 20.0), Measured(many, 200.0, 300.0), Measured(ragged, 200.0, 180.0))
     monkeypatch.setattr(crossover, "_measurements", lambda: pairs)
@@ -44,11 +44,11 @@ def test_the_shipped_table_is_sound():
     assert len({row.problem for row in rows}) == len(rows)
     for row in rows:
         (distance, nearest), *_ = neighbours(row.problem)
-        # One size may have been measured in both kinds of 16 bits, which count as one.
+        # A size may have been measured in f16 or bf16, which count as one.
         of_this_kind = dataclasses.replace(nearest.problem, dtype=row.problem.dtype, out_dtype=row.problem.out_dtype)
         assert distance == 0 and of_this_kind == row.problem
         assert row.fused_us > 0 and row.xla_us > 0
-        # It says what it was measured to be.
+        # The choice agrees with the measurement.
         assert (xla_is_faster(row.problem) is None) == (row.ratio >= crossover.LEAST_RATIO)
 
 
@@ -68,7 +68,7 @@ def test_an_operation_that_was_never_measured_is_left_to_xla(measured, caplog):
     assert xla_is_faster(other) == f'{NOT_MEASURED}: implementation="fused" runs the kernel'
     choice = decide(other)
     assert choice.implementation == "xla" and choice.config is None
-    # The way to the kernel is in the reason, so in what `explain` returns, and in the log.
+    # The reason tells how to force the kernel; so does the result of `explain`, and the log.
     assert "not measured" in str(choice) and 'implementation="fused"' in choice.reason
     assert [record.levelname for record in caplog.records if "not measured" in record.getMessage()] == ["WARNING"]
     assert decide(other, implementation="fused").implementation == "fused"
@@ -91,7 +91,7 @@ def test_on_a_cpu_the_reason_is_the_cpu(measured):
 
 
 def grid(monkeypatch, ratios):
-    """Measurements by m_shard: how much faster the fused kernel was."""
+    """Measurements by m_shard: the speedup of the fused kernel."""
     pairs = tuple(Measured(dataclasses.replace(GATHER, m=m), 100.0, 100.0 * ratio) for m, ratio in ratios.items())
     monkeypatch.setattr(crossover, "_measurements", lambda: pairs)
 
@@ -106,7 +106,7 @@ def test_the_ratio_is_interpolated(monkeypatch):
 
 
 def test_fused_is_never_picked_where_the_neighbours_say_xla(monkeypatch):
-    """Whatever is measured: between two points that are for XLA there is none for fused, nor next to one of them."""
+    """Fused is not chosen between two measured points that favour XLA, nor next to one of them."""
     sizes = [16, 64, 512, 2048]
     for ratios in itertools.product((0.6, 0.94, 1.0, 3.0), repeat=len(sizes)):
         grid(monkeypatch, dict(zip(sizes, ratios, strict=True)))
@@ -129,7 +129,7 @@ def test_halfway_between_a_loss_and_a_small_gain_xla_runs(monkeypatch):
 
 
 def test_rows_of_all_devices_count(monkeypatch):
-    """With twice the devices, half the rows on each are the nearest."""
+    """With twice the devices, the nearest measurement has half the rows per device."""
     few, many = (Measured(dataclasses.replace(GATHER, m=m), 100.0, xla) for m, xla in ((16, 60.0), (64, 200.0)))
     monkeypatch.setattr(crossover, "_measurements", lambda: (few, many))
     assert xla_is_faster(dataclasses.replace(GATHER, m=8, devices=8)) is not None
@@ -138,7 +138,7 @@ def test_rows_of_all_devices_count(monkeypatch):
 
 @pytest.mark.usefixtures("no_tables")
 def test_who_tuned_a_problem_has_measured_it(measured):
-    """XLA's time in a tuning entry is about the very configuration that would run."""
+    """A tuning entry's XLA time applies to exactly the configuration that would run."""
     other = dataclasses.replace(GATHER, op="all_gather_rhs_matmul_n")
     for xla_us, implementation in ((90.0, "xla"), (110.0, "fused")):
         entry = tables.Entry(other, H200.kind, jax.__version__, Config(stages=3), 100.0, {"xla": xla_us})
@@ -150,7 +150,7 @@ def test_who_tuned_a_problem_has_measured_it(measured):
         with Tuning([Outcome(GATHER, result=dataclasses.replace(entry, problem=GATHER))], None):
             assert decide(GATHER).implementation == implementation
     assert choice.config == Config(stages=3)
-    # A tuning that has not got as far as XLA says nothing.
+    # A tuning run that has not reached XLA says nothing.
     assert str(choose.xla_is_faster(dataclasses.replace(other, m=1 << 14), H200)).startswith(NOT_MEASURED)
 
 
@@ -170,7 +170,7 @@ def test_the_chooser_listens_and_a_wish_comes_first(measured, caplog):
     with caplog.at_level(logging.INFO, "overlap"):
         choice = decide(few)
     assert choice.implementation == "xla" and choice.config is None and "1.50 x as fast" in choice.reason
-    # It is no surprise, and no fault of the caller's.
+    # No warning: this is expected, and no mistake of the caller.
     assert [record.levelno for record in caplog.records if "1.50 x" in record.getMessage()] == [logging.INFO]
     assert decide(GATHER).implementation == "fused"
     assert decide(few, implementation="fused").implementation == "fused"

@@ -1,4 +1,4 @@
-"""The current results: how runs are brought into them, and that index, README and tables say what the files say."""
+"""The current results: how runs are merged into them, and that index, README and tables agree with the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLES = {table.name: table for table in current.tables(index.RESULTS)}
 OP = "all_gather_lhs_matmul"
 
 
-# --- The files at hand ------------------------------------------------------------------------------------------------
+# --- The stored files -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_made_from_results_agrees_with_them() -> None:
@@ -47,7 +47,7 @@ def test_every_file_lies_under_the_name_of_its_rows() -> None:
 
 
 def test_current_results_are_the_newest_runs_of_the_pinned_jax() -> None:
-    """Of runs that compare the two; the suite `breakdown` measures no sizes that are of use."""
+    """Only runs that compare fused and XLA count; the suite `breakdown` measures no useful sizes."""
     newest: dict[tuple[str, ...], str] = {}
     times: dict[tuple[str, ...], str] = {}
     for path in index.EXPERIMENTS.glob("*/*.csv"):
@@ -100,7 +100,7 @@ def test_the_command_under_a_table_measures_its_problems(name: str, monkeypatch:
     assert shown == [current.problem_of(problem[0]) for problem in table.problems()]
 
 
-# --- How runs are brought in ------------------------------------------------------------------------------------------
+# --- How runs are merged ----------------------------------------------------------------------------------------------
 
 
 def run_of(folder: pathlib.Path, date: str, problems: list[TableProblem], us: float, *, failed: str = "") -> None:

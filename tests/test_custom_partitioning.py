@@ -1,4 +1,4 @@
-"""What docs/sharded.md says of `custom_partitioning`, tried. Where one of these fails, jax has changed: look again."""
+"""Checks docs/sharded.md on `custom_partitioning`. If one of these fails, jax has changed: review the page."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_works() -> None:
-    """The shardings reach the callback, and the operations by XLA run there."""
+    """The shardings reach the callback, and the operations run there with XLA."""
     done = run("""
         assert np.all(np.asarray(run(by_xla, *columns, P("data", None, "tensor"))) == 32)
         assert plans == ["`rhs` is gathered along 'data', then all_gather_lhs_matmul along 'tensor'"], plans
@@ -80,7 +80,7 @@ def test_an_open_result_gathers_the_weights() -> None:
 
 
 def test_callbacks_inside_crash() -> None:
-    """So no kernel can be emulated there."""
+    """So no kernel can be emulated inside the callback."""
     done = run("run(by_callback, *columns, P('data', None, 'tensor')).block_until_ready()")
     assert done.returncode == -11
 

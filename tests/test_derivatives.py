@@ -1,4 +1,4 @@
-"""Derivatives of the fused operations, emulated: both modes, second ones, and what is rounded when."""
+"""Derivatives of the fused operations, emulated: both modes, second derivatives, and what is rounded when."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def close(actual, expected, limit):
 
 # --- The ends of the dtypes' ranges -----------------------------------------------------------------------------------
 
-RANGES = {  # What `matmul` is given, and by what the sum of its result is multiplied.
+RANGES = {  # The arguments of `matmul`, and the factor on the sum of its result.
     "cotangents too large": (dict(lhs_scale=1e5, preferred_element_type=F32), 1e-5),
     "cotangents too small": (dict(rhs_scale=1e-6, preferred_element_type=F32), 1.0),
     "an activation with small slopes": (
@@ -40,7 +40,7 @@ RANGES = {  # What `matmul` is given, and by what the sum of its result is multi
 
 def in_f64(lhs, rhs, *, lhs_scale=1.0, rhs_scale=1.0, bias=0.0, activation=lambda y: y, transpose_rhs=False, times=1.0,
            **_):  # fmt: skip
-    """The gradient of the sum of what `matmul` computes."""
+    """The gradient of the sum of `matmul`'s result, in f64."""
     lhs, rhs, scale, bias = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, lhs_scale * rhs_scale, bias))
     with jax.enable_x64(True):
 
@@ -75,7 +75,7 @@ def test_what_does_not_fit_the_operands_is_not_rounded_to_them(name, dtype):
 @pytest.mark.parametrize("how", ["leading dimension", "transposed", "vmap", "vmap of jvp"])
 @pytest.mark.parametrize("shared", ["lhs", "rhs"])
 def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
-    """Those of the elements nearly cancel: rounded to bfloat16 before the sum, nothing right would be left."""
+    """The elements' cotangents nearly cancel: rounded to bfloat16 before the sum, the result would be useless."""
     lhs, rhs = normal(2, *(() if shared == "lhs" else (2,)), M, K), normal(3, *(() if shared == "rhs" else (2,)), K, N)
     g = normal(4, 2, M, N)
     g = g.at[1].set(-g[0])
@@ -89,7 +89,7 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
             lhs = lhs.mT
         if how != "vmap of jvp":
             return overlap.matmul(lhs, rhs, transpose_lhs=how == "transposed", implementation="fused", config=SMALL)
-        # The shared operand as a direction: the tangent is the same product.
+        # Perturb the shared operand: the tangent is the same product.
         if shared == "lhs":
             return jax.jvp(lambda x: overlap.matmul(x, rhs, implementation="fused"), (0 * lhs,), (lhs,))[1]
         return jax.jvp(lambda x: overlap.matmul(lhs, x, implementation="fused"), (0 * rhs,), (rhs,))[1]
@@ -117,7 +117,7 @@ def test_a_cotangent_of_the_operands_dtype_goes_through_the_kernel(monkeypatch):
         assert [plan.out_dtype for plan in run] == [BF16] * 3
         run.clear()
         jax.grad(lambda a: overlap.matmul(a, rhs, implementation="fused").astype(F32).sum())(lhs)
-        assert len(run) == 2  # Nothing is multiplied for an operand that has no gradient.
+        assert len(run) == 2  # An operand without a gradient needs no product.
 
 
 # --- Both modes, and twice --------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_both_modes_and_twice(name, op):
 
 @pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint], ids=["scan", "scan and checkpoint"])
 def test_a_second_derivative_through_a_loop(wrapped):
-    """JAX keeps only what is known of a loop's body, without the rules of `jax.custom_jvp`."""
+    """JAX keeps a traced loop body without the rules of `jax.custom_jvp`."""
     x, ws = 0.2 * normal(0, 16, 64), 0.2 * normal(1, 2, 64, 64)
 
     def gradient(implementation):
@@ -238,7 +238,7 @@ def test_vmap_over_no_element():
 @pytest.mark.parametrize("op", ["lhs", "n", "k"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 def test_gathers_as_the_gradient_of_the_plain_operations(dtype, op):
-    """At the ends of the range: large rows of one operand against small columns of the other."""
+    """Values at the ends of the range: large rows of one operand, small columns of the other."""
     lhs_shape, rhs_shape = SHAPES[op]
     lhs, rhs = (
         normal(0, 2 * lhs_shape[0], lhs_shape[1], dtype=dtype),

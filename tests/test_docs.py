@@ -1,4 +1,4 @@
-"""What docs/ says is so: its code runs, its commands parse, its messages are the library's, no variable is missing."""
+"""Checks docs/: code runs, commands parse, quoted messages are the library's, no environment variable is missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from overlap import cli
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Variables that only this project's own programs set for each other, or that its tests read.
+# Variables that only this project's own programs set for each other, or that only its tests read.
 _INTERNAL = {"OVERLAP_DEMO_TITLE", "OVERLAP_COMMIT", "OVERLAP_RANDOM_CASES"}
 
 
@@ -53,7 +53,7 @@ def test_the_page_on_global_arrays_runs() -> None:
 
 
 def test_the_page_on_primitives_runs() -> None:
-    """And its functions are those of the examples, which the other tests run."""
+    """The page's functions equal those in examples/, which other tests run."""
     examples = [(ROOT / "examples" / name).read_text() for name in ("all_gather.py", "halo_exchange.py")]
     names: dict[str, object] = {}
     for block in blocks("primitives.md", "python"):
@@ -68,7 +68,7 @@ def test_the_page_on_primitives_runs() -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of each line of each `sh` block, lines that end with a backslash joined."""
+    """(page, command) for each line of each `sh` block; lines that end with a backslash are joined."""
     found = []
     for page in sorted(DOCS.glob("*.md")):
         for block in blocks(page.name, "sh"):
@@ -83,7 +83,7 @@ def test_there_are_commands() -> None:
 
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_commands(page: str, command: str) -> None:
-    """What a command names exists, and this library's own commands take their arguments."""
+    """Everything that a command names exists, and this library's own commands accept their arguments."""
     for part in re.split(r"&&|\|", command):
         words = shlex.split(part, comments=True)
         part = " ".join(words)
@@ -105,7 +105,7 @@ def test_commands(page: str, command: str) -> None:
 
 @functools.cache
 def said() -> str:
-    """All texts of the library and its scripts, the parts of f-strings that differ left out."""
+    """All message texts of the library and its scripts; varying parts of f-strings are left out."""
     texts = [path.read_text() for path in sorted((ROOT / "launch").iterdir())]
     for path in sorted((ROOT / "overlap").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -125,7 +125,7 @@ def test_messages_are_those_of_the_library(message: str) -> None:
     parts = [" ".join(part.split()) for part in message.split("…")]
     assert max(map(len, parts)) >= 12, "too little to be found by"
     for part in parts:
-        # (A number or a variable's name may be one that the code puts in.)
+        # The code may fill in a number or a variable's name.
         as_written, with_gaps = part.strip(" :;,.()"), re.sub(r"\b(\d+|OVERLAP_\w+)\b", "…", part).strip(" :;,.()")
         assert as_written in said() or with_gaps in said(), part
 
@@ -147,7 +147,7 @@ def test_all_pages_are_built() -> None:
 
 @pytest.mark.one_jax
 def test_the_pages_are_built_strictly(tmp_path: pathlib.Path) -> None:
-    """A link that leads nowhere is an error, as `make docs` has it."""
+    """As in `make docs`, a broken link is an error."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra `docs`)")
     docs = tmp_path / "docs"
     docs.mkdir()

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public functions run, with small operands by the names that are used there."""
+"""The examples in the docstrings of public functions run, with small operands under the names used there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fused(x: jax.Array, w: Any = None) -> jax.Array:
     return overlap.matmul(x, x if w is None else w, implementation="fused")
 
 
-# What an example takes as given. Its own names come first: a `mesh` that it makes is the one that it uses.
+# Names that an example may assume. The example's own names take precedence, such as a `mesh` that it makes.
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "all_gather_lhs_matmul": lambda: {"x": matrix(64, 64), "w": matrix(64, 256)},
     "all_gather_rhs_matmul": lambda: {"x": matrix(64, 64), "w": matrix(64, 64)},
@@ -64,7 +64,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "wait_timeout_s": dict,
 }
-# Per shard, for lines that stand inside a layer.
+# Per-shard operands, for lines that stand inside a layer.
 SHARDS = {"x_shard": (16, 64), "w_gate": (64, 64), "w_up": (64, 64)}
 
 

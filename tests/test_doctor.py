@@ -1,4 +1,4 @@
-"""`python -m overlap doctor`: what it finds, and what it says about it."""
+"""`python -m overlap doctor`: what it finds, and what it prints about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.command import run_overlap
 
 
 def test_doctor_on_a_machine_without_gpus(repository):
-    """The real thing, on a narrow terminal that knows ASCII alone."""
+    """The real command, on a narrow terminal that can only show ASCII."""
     process = run_overlap(repository, "doctor", CUDA_VISIBLE_DEVICES="", PYTHONIOENCODING="ascii", COLUMNS="40")
     assert process.returncode == 0, process.stdout + process.stderr
     assert not process.stderr
@@ -33,7 +33,7 @@ def test_doctor_on_a_machine_without_gpus(repository):
 
 
 def _machine(**answers: object) -> Machine:
-    """One with these answers, and no GPU, no NCCL and the jax at hand otherwise."""
+    """A machine with these properties; otherwise without GPU and NCCL, and with the installed jax."""
     machine = Machine()
     at_hand = Jax(version="0.11.2", numpy="2.1", path="/site-packages/jax")
     machine.__dict__.update({"jax": at_hand, "driver": Driver(), "nccl": Nccl()} | answers)
@@ -50,7 +50,7 @@ def _nccl(version: tuple[int, int, int], *copies: str) -> Nccl:
 
 @pytest.fixture
 def with_gpus(monkeypatch):
-    """With a driver and jax's plugin, and versions that fit."""
+    """A machine with a driver and jax's plugin, with versions that fit."""
     monkeypatch.setattr(_cuda, "driver_version", lambda: "580.65.06")
     monkeypatch.setattr(_cuda, "jax_plugin", lambda: "xla_cuda13")
     monkeypatch.setattr(checks, "version_of", lambda package: "0.11.2" if package in ("jax", "jaxlib") else None)
@@ -59,7 +59,7 @@ def with_gpus(monkeypatch):
 
 
 def _answers(monkeypatch, answer) -> None:
-    """What the processes of their own say."""
+    """The answers of the child processes."""
     for module in (checks, gpu_checks):
         monkeypatch.setattr(module, "ask", answer)
 
@@ -200,7 +200,7 @@ def test_doctor_for_programs(monkeypatch, capsys):
     assert found["can_run"] == [] and "emulator" in found["problems"]
 
 
-# --- Variables and libraries that make no sense -----------------------------------------------------------------------
+# --- Invalid variables and libraries ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_doctor_reads_which_gpus_are_visible(monkeypatch, given, there, status, 
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     fact = gpu_checks.visible_devices([], _machine(driver=Driver(in_all=there)))
     assert (fact.status, said in fact.found) == (status, True), fact
-    # The line on GPUs then points there, and is no second problem.
+    # The line on GPUs then points to this problem, and does not count as a second one.
     if there:
         assert gpu_checks.devices([fact], _machine(driver=Driver(in_all=there))).status == NOTE
 
@@ -250,7 +250,7 @@ def test_doctor_reads_the_platforms(monkeypatch, given, works, status, said):
 
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory):
-    """Folders with what is called libnccl.so.2 and is none."""
+    """Folders with files named libnccl.so.2 that are not NCCL."""
     folder = tmp_path_factory.mktemp("fakes")
     for name in ("empty", "text", "other"):
         (folder / name).mkdir()
@@ -282,7 +282,7 @@ def test_doctor_names_a_library_that_is_no_nccl(monkeypatch, fakes, variable, ki
     there = f"{path} (from {variable}) is no NCCL: {reason}"
     assert there in fact.found and variable in os.environ | {variable: ""}
     assert fact.status == (NOTE if machine.nccl.library else PROBLEM)
-    # Where a right one is used all the same, it is no problem.
+    # It is no problem if a valid library is used anyway.
     machine.__dict__["nccl"] = Nccl(_nccl((2, 30, 7)).library, machine.nccl.fakes)
     fact = gpu_checks.nccl([], machine)
     assert fact.status == NOTE and there in fact.found and "NCCL 2.30.7" in fact.found

@@ -31,7 +31,7 @@ def test_doctor_knows_the_allocator(monkeypatch, allocator, preallocate, status,
         monkeypatch.delenv(variable, raising=False)
         if value is not None:
             monkeypatch.setenv(variable, value)
-    # What is not measured is a note until it is, whatever comes out.
+    # An unmeasured allocator gets a note, whatever a measurement would find. Here only the default one is measured.
     verdicts = {key: allocators.Verdict("not measured", "not measured") for key in allocators.VERDICTS}
     monkeypatch.setattr(allocators, "VERDICTS", verdicts | {("default", True): allocators.Verdict("runs", "runs")})
     fact = gpu_checks.allocator([], _machine())
@@ -100,7 +100,7 @@ def test_doctor_sees_versions_that_differ(monkeypatch):
     fact = checks.jax([], _machine())
     assert fact.status == PROBLEM
     assert "the versions differ" in fact.advice
-    # What is imported counts, whatever is installed.
+    # The imported version counts, not the installed one.
     fact = checks.jax([], _machine(jax=Jax(version="0.10.2", path="/elsewhere/jax")))
     assert fact.status == PROBLEM
     assert "`import jax` gives jax 0.10.2 from /elsewhere/jax" in fact.found and "PYTHONPATH" in fact.advice

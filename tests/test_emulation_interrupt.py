@@ -1,4 +1,4 @@
-"""Ctrl-C while kernels run emulated, in processes of their own: the launch ends, and the next one works."""
+"""Ctrl-C during emulated kernels, in child processes: the launch ends, and the next one works."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ interrupted("loop in a context", loop, 128, emulation.emulate())
 def test_an_interrupt_ends_the_run_and_the_next_one_works(repository):
     if os.name != "posix":
         pytest.skip("signals of POSIX")
-    # A shell that runs the tests in the background has SIGINT ignored, and a child would inherit that.
+    # In a shell's background job SIGINT is ignored, and a child process would inherit that.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + PROGRAM
     environment = os.environ | {"PYTHONPATH": str(repository), "JAX_PLATFORMS": "cpu"}
     process = subprocess.run(
@@ -90,4 +90,4 @@ def test_an_interrupt_ends_the_run_and_the_next_one_works(repository):
     ], process.stdout + process.stderr  # fmt: skip
     for name, error, right, seconds in said:
         assert (error, right) == ("KeyboardInterrupt", "True"), name
-        assert float(seconds) < 5, f"{name}: the next result came after {seconds} s"  # Uninterrupted: 10 to 60 s.
+        assert float(seconds) < 5, f"{name}: the next result came after {seconds} s"  # Without interrupt: 10 to 60 s.

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error of the right type before anything is traced."""
+"""Invalid input raises a clear error of the right type before anything is traced."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def struct(shape, dtype=BF16):
 
 
 def trace(lhs, rhs, axis_name="x", *, on=None, axis_names=None, **kwargs):
-    """Traces the call inside `shard_map` on per-shard operands; runs nothing."""
+    """Traces the call inside `shard_map` on per-shard operands, without running it."""
     on = on or mesh(x=2)
     extra = {} if axis_names is None else {"axis_names": axis_names}
 

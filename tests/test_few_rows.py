@@ -1,4 +1,4 @@
-"""A left operand with fewer rows than a tile: only these are loaded, and nothing else gets into the result."""
+"""A left operand with fewer rows than a tile: only existing rows are loaded, and nothing else affects the result."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def test_whole_rows_of_swizzle_atoms_are_loaded(m, config, transposed, rows):
 
 CASES = [  # cores, shape, config, what else
     (2, (16, 264, 200), NARROW, {}),
-    (2, (1, 8, 8), NARROW, {}),  # Fewer k steps than slots.
+    (2, (1, 8, 8), NARROW, {}),  # Fewer k steps than stages.
     (3, (33, 264, 200), TALL, {"transpose_rhs": True}),
     (3, (72, 136, 136), HIGH, {}),
     (5, (40, 264, 328), ALONG_N, {}),
@@ -51,7 +51,7 @@ CASES = [  # cores, shape, config, what else
     (5, (24, 264, 520), dataclasses.replace(TALL, split_k=3), {}),
     (3, (16, 136, 200), NARROW, {"batch": (3,)}),
     (3, (16, 136, 272), dataclasses.replace(NARROW, tile_k=128), {"dtype": E4M3, "transpose_rhs": True}),
-    # Rows run along m: whole boxes are left out.
+    # Rows are contiguous along m: whole boxes are left out.
     (3, (16, 136, 200), TALL, {"transpose_lhs": True}),
     (3, (136, 136, 200), HIGH, {"transpose_lhs": True, "transpose_rhs": True}),
     (5, (72, 136, 200), dataclasses.replace(HIGH, cluster=2, cluster_along="n"), {"transpose_lhs": True}),
@@ -91,7 +91,7 @@ def test_no_rows_are_loaded_and_none_multiplied_that_are_not_there(m, loaded, bu
 
 
 def test_negative_control_with_a_row_too_few_the_result_is_wrong(monkeypatch):
-    """What is in the rest of a slot is no number here, so that it shows wherever it gets to."""
+    """The rest of a stage holds NaN, so that any use of it shows."""
     monkeypatch.setattr(mainloop, "rows_loaded", lambda *args: rows_loaded(*args) - 8)
     with pytest.raises(AssertionError):
         check_exactly((20, 264, 136), NARROW, cores=2)

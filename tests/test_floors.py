@@ -8,7 +8,7 @@ import pytest
 import overlap
 
 PACKAGE = pathlib.Path(overlap.__file__).parent
-# From below. What stands beside each other in a row may not import each other.
+# From the bottom up. Packages in the same row may not import each other.
 FLOORS = (
     ("_cuda", "_requirements", "_settings", "_version", "_xla_flags", "emulation"),
     ("_compat",),
@@ -34,7 +34,7 @@ def room_of(path):
 
 
 def rooms_of(tree):
-    """Each room of the package that the code imports something from, and the line."""
+    """Each package that the code imports something from, with the line number."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "overlap":
             for alias in node.names:

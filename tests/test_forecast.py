@@ -28,7 +28,7 @@ MORE_IS_SLOWER = ("copy_latency_cycles", "cta_start_cycles", "drain_cycles", "la
 
 
 def errors(chip: Chip = H200) -> list[float]:
-    """Of the Hopper ladder, relative to what was measured."""
+    """Errors of the forecast for the Hopper ladder, relative to the measured times."""
     measured = forecast_tables.measured_ladder()
     return [forecast(chip, lesson).us / measured[lesson.name] - 1 for lesson in HOPPER]
 
@@ -122,7 +122,7 @@ def test_bytes_and_cycles_of_a_known_tile() -> None:
     pair = step_cycles(B200, collective, 2)
     assert pair["L2"] == pytest.approx(steps["L2"]) and pair["tensor cores"] == pytest.approx(2 * steps["tensor cores"])
     assert epilogue_cycles(B200, dataclasses.replace(narrow, epilogue="chunks"), 2) < epilogue_cycles(B200, narrow, 2)
-    # Half the itemsize: as many bytes in a k step, and twice as many multiply-adds at twice the rate.
+    # Half the itemsize: the same bytes per k step, and twice as many multiply-adds at twice the rate.
     assert step_cycles(B200, narrow, 1) == pytest.approx(steps)
 
 
@@ -135,7 +135,7 @@ def test_several_ctas_on_an_sm_do_not_multiply_its_tensor_cores() -> None:
 def test_bands_spare_memory_traffic_where_the_operands_do_not_fit_into_l2() -> None:
     rows, bands = HOPPER[-3], HOPPER[-2]
     assert hbm_bytes(H200, bands, LADDER) < 0.5 * hbm_bytes(H200, rows, LADDER)
-    # An L2 that holds what one wave needs keeps the rows of a band: lhs is read once, rhs once for each band.
+    # An L2 that holds one wave's operands keeps the rows of a band: lhs is read once, rhs once for each band.
     small = dataclasses.replace(H200, l2_bytes=36e6)
     assert hbm_bytes(small, bands, LADDER) <= 2 * (4096**2 + 2 * 4096 * 8192 + 4096 * 8192)
     large = dataclasses.replace(H200, l2_bytes=1e12)

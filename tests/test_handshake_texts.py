@@ -1,7 +1,7 @@
-"""The PTX of the handshakes and of the proxy fence, changed in one place: the emulator reports it, or it is harmless.
+"""The PTX of the handshakes and of the proxy fence, changed in one place: reported by the emulator, or harmless.
 
-Each change is made to the text on its way into a kernel, so what is tested is what runs. The kernel has the handshakes
-and little else: each device gathers all rows.
+Each change is made to the text on its way into a kernel, so the test runs the changed text. The kernel does little more
+than the handshakes: each device gathers all rows.
 """
 
 import functools
@@ -26,7 +26,7 @@ X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
 
 
 def gather(x_gmem, out_gmem, x_smem, loaded):
-    """[1, 64] -> [3, 64]: whoever draws a peer copies its row."""
+    """[1, 64] -> [3, 64]: the CTA that draws a peer's number copies that peer's row."""
     (flags,) = shared_semaphores(HANDSHAKE_FLAGS)
     group = PeerGroup("x", (("x", DEVICES),))
     handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
@@ -72,7 +72,7 @@ def run(seeds):
             np.testing.assert_array_equal(mapped(operand(mesh)), np.tile(X, (DEVICES, 1)))
 
 
-# (what is found in a text, what takes its place)
+# (text to find, replacement)
 REPORTED = {
     # The beacon.
     "raised without a release": (r"fence\.acq_rel\.sys;(\s*@first st)", r"\1"),
@@ -97,7 +97,7 @@ REPORTED = {
     "with a release": (r"THERE:\s*fence\.acquire\.sys", "THERE: fence.release.sys"),
     "for a number within the GPU": (r"ld\.relaxed\.sys(\S* got)", r"ld.relaxed.gpu\1"),
     "for any number but the expected one": (r"setp\.eq\.u32 there, got", "setp.ne.u32 there, got"),
-    # A wait for others of this device.
+    # A wait for other CTAs of this device.
     "too long": (r"setp\.ge\.u32 enough", "setp.gt.u32 enough"),
     "not at all": (r"setp\.ge\.u32 enough", "setp.le.u32 enough"),
     "until it is not enough": (r"@!enough", "@enough"),
@@ -106,7 +106,7 @@ REPORTED = {
     "for others, with a plain load": (r"ld\.relaxed\.gpu", "ld"),
     "for others, without a proxy fence": (r"(fence\.acquire\.gpu;\s*)fence\.proxy\.async\.global;", r"\1"),
     "for others, the proxy fence first": (r"(fence\.acquire\.gpu;)\s*(fence\.proxy\.async\.global;)", r"\2 \1"),
-    # Words that several set.
+    # Words in which several devices set bits.
     "a bit without a release": (r"red\.release\.sys(\S*or)", r"red.relaxed.sys\1"),
     "a bit within the GPU": (r"red\.release\.sys(\S*or)", r"red.release.gpu\1"),
     "a bit in place of all others": (r"red\.release\.sys\.global\.or", "red.release.sys.global.min"),
@@ -115,11 +115,11 @@ REPORTED = {
     "a sum without a release": (r"atom\.acq_rel(\S*add)", r"atom.acquire\1"),
     "numbers of which each second is left out": (r"(atom\.relaxed\.gpu\S*add\S* number, \[\$1\], )1", r"\g<1>2"),
     "numbers drawn by each lane": (r"@first (atom\.relaxed\.gpu\S*add)", r"\1"),
-    # The copy engine's fence.
+    # The fence for the copy engine (async proxy).
     "a fence of aliases": (r"fence\.proxy\.async\.global", "fence.proxy.alias"),
     "a fence of shared memory": (r"fence\.proxy\.async\.global", "fence.proxy.async.shared::cta"),
 }  # fmt: skip
-# With the reason why the emulator is right to say nothing.
+# Each with the reason why the emulator rightly reports nothing.
 HARMLESS = {
     "only keys are ever in these words here: the three others are for what memory may hold by chance": (
         r"setp\.eq\.and\.u32 there, word[123][^;]*;", "",
@@ -145,7 +145,7 @@ HARMLESS = {
 
 
 def change(monkeypatch, found, replacement):
-    """Has the texts changed from now on; returns how often that has happened."""
+    """Changes the texts from now on; returns a list of the numbers of replacements."""
     emit, changes = mgpu_utils.inline_ptx, []
 
     def changed(text, *operands, **keywords):

@@ -1,4 +1,4 @@
-"""Launches in a row without a barrier between them: clean, and each seeded defect of the handshakes is reported."""
+"""Launches in a row without a barrier between them: clean; each injected defect of the handshakes is reported."""
 
 import pytest
 from jax import lax
@@ -11,7 +11,7 @@ from tests import handshake_cases as defects
 from tests.protocol_cases import KERNELS, ONE_SHOT, SPREAD, clean, of_sums
 
 ALL = pytest.mark.parametrize("kernel", KERNELS)
-# A loop that does not end is found after so many steps; a right kernel takes less than a fifth.
+# A hang is detected after this number of steps; a correct kernel takes less than a fifth.
 STEPS = 35_000
 PULLS = ["pull", "joined", "rhs n", "rhs k"]
 
@@ -31,7 +31,7 @@ def test_clean_under_many_schedules(kernel, scheduler, seeds):
         clean(kernel).run(cores=1 + seed % 3, completion="random", scheduler=scheduler, seed=seed, laps=4)
 
 
-# (`test_residency.py` has it for others.)
+# `test_residency.py` tests the other kernels.
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel not in ("ring", SPREAD, ONE_SHOT)])
 def test_clean_if_one_cta_runs_at_a_time(kernel):
     for seed, completion in enumerate(("late", "eager", "random")):
@@ -39,13 +39,13 @@ def test_clean_if_one_cta_runs_at_a_time(kernel):
 
 
 def raise_late(patch, victim):
-    """A device raises its beacon only when its own CTAs have seen all others'."""
+    """A device raises its beacon only after its own CTAs have seen all peers' beacons."""
     raise_beacon = Handshake._raise
 
     def stall_and_raise(self):
         late = lax.axis_index("x") == victim
 
-        @pl.when(late & (self.cta == 0))  # Any other CTA that is asked to is the one that must look.
+        @pl.when(late & (self.cta == 0))  # Any other CTA that is asked to raise the beacon still has to look for peers.
         def _stall():
             semaphore_wait(self.flags.at[handshake._BEGUN], self.looks)
             raise_beacon(self)
@@ -56,7 +56,7 @@ def raise_late(patch, victim):
 
 
 def begin_late(patch):
-    """On each device, the communicator of CTA 0 begins when the others have lowered the beacon."""
+    """On each device, CTA 0's communicator begins after the other CTAs have lowered the beacon."""
     begin = Handshake._begin
 
     def stall_and_begin(self, look):
@@ -113,7 +113,7 @@ EVERYWHERE = [
     defects.say_done_by_the_wrong_bit,
     defects.leave_without_a_word,
 ]
-# Where there are several peers to look for, and transfers.
+# For kernels with several peers to look for, and with transfers.
 OF_TRANSFERS = [
     defects.look_for_the_same_peer,
     defects.stop_drawing_too_early,
@@ -124,7 +124,8 @@ OF_TRANSFERS = [
     defects.leave_the_last_number,
     defects.take_a_number_too_many,
 ]
-# Where peers read this device's memory, of which it sees nothing. What they write it awaits itself, for its own tiles.
+# For kernels whose peers read this device's memory, which this device cannot observe. A device waits itself, in its own
+# tiles, for what its peers write.
 OF_PULLS = [
     *OF_TRANSFERS,
     defects.speak_when_the_first_has_completed_something,
@@ -144,7 +145,7 @@ def test_each_defect_is_reported(defect, kernel, monkeypatch):
     assert KERNELS[kernel](3).report(cores=2, laps=3, step_limit=STEPS)
 
 
-# What is sent waits for a tile, with a proxy fence of its own. ("scatter n" has the same handshakes.)
+# Sending waits for a tile with a proxy fence of its own. "scatter n" has the same handshakes.
 OF_SUMS = [defect for defect in EVERYWHERE + OF_TRANSFERS if defect is not defects.begin_without_a_proxy_fence]
 
 
@@ -154,8 +155,8 @@ def test_each_defect_of_scattered_sums_is_reported(defect, monkeypatch):
     assert KERNELS["scatter m"](3).report(cores=2, laps=3, step_limit=STEPS)
 
 
-# Results that peers write are guarded by the last word. In one shot own tiles wait for all that peers write, and it is
-# said by another warp. (What they have in common with "scatter m" and all others is tested there.)
+# The final handshake guards results that peers write. In one shot, own tiles wait for everything that peers write, and
+# another warp tells peers that the device is done. "scatter m" tests the handshakes that these kernels share with it.
 OF_ALL = [
     (SPREAD, defects.wait_for_all_but_one_to_be_done),
     (SPREAD, defects.speak_when_the_first_has_completed_something),

@@ -1,4 +1,4 @@
-"""Few rows per shard: the rows of all shards as one product. Its schedule, its results, and when it is chosen."""
+"""Few rows per shard: one product over the rows of all shards. The schedule, the results, and when it is chosen."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_
         copied, raised = np.zeros((devices * m_shard, k), int), np.zeros(schedule.flags_shape, int)
         for index in range(schedule.chunks):
             step, row, column = schedule.chunk(index)
-            # The peers' come first: they are what takes long.
+            # The peers' chunks come first, since their transfer takes longest.
             assert (step > 0) == (index < schedule.pulled_chunks)
             rows, columns = size_of(schedule.chunking, row, column)
             assert row + rows <= m_shard and column + columns <= k
@@ -77,7 +77,7 @@ def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_
 
 
 def check(form, devices, cores, config, completions=("late", "random"), kernel=True, **settings):
-    """Every bit under several schedules, launched twice in each."""
+    """Compares every bit under several schedules, with two launches in each."""
     mesh = oracle.make_mesh(x=devices)
     body = several_sides_cases.call(form, implementation="fused", config=config)
     fused = several_sides_cases.on_mesh(form, mesh, body)
@@ -97,13 +97,13 @@ SIZES = [  # devices, cores, form, config
     (2, 2, Form(16, (128,), 128, container=None), ONE),
     (4, 3, Form(16, (200,), 264, container=None), CUT),
     (8, 3, Form(16, (136,), 520, container=None), CUT),  # Two rows of tiles.
-    (3, 4, Form(50, (72,), 136, container=None), MANY),  # A tile with the rows of all three.
+    (3, 4, Form(50, (72,), 136, container=None), MANY),  # A tile contains rows of all three shards.
     (8, 2, Form(3, (72,), 1032, container=None), FINE),  # Chunks are parts of rows.
     (2, 7, Form(1, (8,), 8, container=None), ONE),  # More CTAs than chunks or tiles.
     (4, 3, Form(1, (24,), 200, container=None), CUT),
-    (3, 4, Form(100, (136,), 72, container=None), ALONG_M),  # Three rows of tiles or five: a phantom below them.
-    (2, 9, Form(40, (264,), 200, container=None), ALONG_N),  # And one beside them.
-    (2, 1, Form(70, (136,), 136, container=None), ONE),  # One CTA does everything.
+    (3, 4, Form(100, (136,), 72, container=None), ALONG_M),  # Three or five rows of tiles: a phantom below them.
+    (2, 9, Form(40, (264,), 200, container=None), ALONG_N),  # The last cluster also has a tile without columns.
+    (2, 1, Form(70, (136,), 136, container=None), ONE),  # One CTA does all the work.
     (1, 2, Form(16, (128,), 128, container=None), CUT),  # Nothing to gather: a plain product.
 ]
 
@@ -139,7 +139,7 @@ TALL = dataclasses.replace(ONE, tile_m=256)
     ("m", "config"), [(96, MANY), (33, MANY), (20, TALL), (96, ALONG_M), (40, ALONG_M), (33, ALONG_N)], ids=str
 )
 def test_no_scale_is_read_that_nobody_has_written(m, config, monkeypatch):
-    """Where tiles, or blocks of 64 rows, end below the last row; not even as part of what is read at once."""
+    """Tiles, or blocks of 64 rows, end below the last row: even wide loads must not read scales beyond it."""
     access = RaceDetector.access
 
     def whole(self, access_, knowledge):
@@ -219,7 +219,7 @@ def test_gradients():
 
 
 def test_the_ring_has_a_tile_for_each_shard():
-    """It passes on operand tiles, and these must be of one shard. The same call, the same result."""
+    """The ring passes on operand tiles, and each must be of a single shard. The result of the call is the same."""
     form, mesh = Form(16, (72,), 136, container=None), oracle.make_mesh(x=3)
     arrays = several_sides_cases.operands(form, 3)
     body = several_sides_cases.call(form, implementation="fused", config=ONE, transport="ring")
@@ -233,25 +233,25 @@ def test_the_ring_has_a_tile_for_each_shard():
 
 @pytest.mark.parametrize(("stages", "steps"), [(2, 2), (3, 3), (5, 4)])
 def test_the_weights_do_not_wait_for_the_gather(stages, steps):
-    """All slots' tiles of the right operand are asked for before the producer waits for the first row."""
+    """The producer requests right-operand tiles for all stages before it waits for the first row."""
     form, mesh = Form(16, (128,), 64 * 4, container=None), oracle.make_mesh(x=2)
     body = several_sides_cases.call(form, implementation="fused", config=dataclasses.replace(ONE, stages=stages))
     with emulate(cores=2, record=True) as run:
         given = several_sides_cases.put(form, mesh, several_sides_cases.operands(form, 2))
         several_sides_cases.on_mesh(form, mesh, body)(*given)
-    # There is one tile: CTA 0's.
+    # There is one tile, which CTA 0 computes.
     events = sorted((e for e in run.events if e.cta == 0 and e.thread == "wg2.warp0"), key=lambda e: e.start)
     for device in range(2):
         kinds = [e.target.split("{")[0] if e.kind == "copy" else e.source for e in events if e.device == device]
         first_wait = next(i for i, kind in enumerate(kinds) if kind.startswith("semaphore"))
-        assert kinds[:first_wait] == ["buffers.rhs"] * (2 * steps)  # Two boxes each.
+        assert kinds[:first_wait] == ["buffers.rhs"] * (2 * steps)  # Two boxes per operand tile.
         assert kinds[first_wait + 1 : first_wait + 1 + steps] == ["buffers.lhs"] * steps
 
 
 # --- Assembled --------------------------------------------------------------------------------------------------------
 
 SIDES = {"widths": "1024+256+256", "scales": "rows+columns", "gathered": True}
-ASSEMBLED = [  # devices, dtype, shape, what is given
+ASSEMBLED = [  # devices, dtype, shape, given operands
     (2, "bf16", (16, 8192, 8192), {"tile_m": 64, "tile_n": 256, "stream_k": 4}),
     (4, "bf16", (16, 4096, 4096), {"tile_m": 64, "tile_n": 128, "stages": 8, "stream_k": 4, "cluster": 2,
                                    "cluster_along": "n"}),
@@ -295,13 +295,13 @@ def test_it_is_chosen_for_few_rows_and_not_for_many(devices, n, k):
 
 def test_the_space_has_both_where_both_make_sense():
     assert {config.joined for config in space.candidates(gather(16), H200)} == {False, True}
-    # Rows that fill tiles of their own, many rows, one device, other operations, plain products.
+    # Not chosen: shards that fill tiles of their own, many rows, one device, other operations, plain products.
     others = [gather(1024), gather(257), gather(16, devices=1)]
     others += [dataclasses.replace(gather(16), op="all_gather_rhs_matmul_n")]
     others += [dataclasses.replace(gather(16), op="matmul", devices=1)]
     for other in others:
         assert {config.joined for config in space.candidates(other, H200)} == {False}
-    # A batch of few rows is few rows.
+    # A batch whose elements have few rows counts as few rows.
     chosen = space.heuristic(gather(1, batch=16), H200)
     assert chosen is not None and chosen.joined
 

@@ -1,4 +1,4 @@
-"""The kernel for few rows is clean under many schedules, and each seeded defect in its protocol is reported."""
+"""The kernel for few rows is clean under many schedules; each injected defect in its protocol is reported."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ NOTHING = lambda *_, **__: None  # noqa: E731
 
 @functools.cache
 def clean(form, config, devices):
-    """A kernel that is traced once for all tests that patch nothing."""
+    """A kernel that is traced once and shared by all tests that patch nothing."""
     return of_rows(form, config, devices)
 
 
@@ -75,7 +75,7 @@ def count_too_many(patch):
 
 
 def wait_for_one_shard_only(patch):
-    """What would be right with a tile for each shard."""
+    """Waits as if each shard had a tile of its own."""
     patch.setattr(JoinedSchedule, "flag_target", lambda self, flag: self.chunking.chunks)
 
 
@@ -118,7 +118,7 @@ def leave_the_last_own_chunk(patch):
 
 
 def draw_own_chunks_from_the_peers_counter(patch):
-    """The numbers that it gives to them are missing among the transfers."""
+    """The numbers drawn for own chunks are then missing from the transfers."""
     drawn_from = []
 
     def keep(copy_chunks, number, numbers, counter, *args, **kwargs):
@@ -135,22 +135,22 @@ def draw_own_chunks_from_the_peers_counter(patch):
 
 
 def lay_the_shards_in_the_order_of_steps(patch):
-    """No race: the right rows in the wrong place, which the result must show."""
+    """Not a race: the rows are right but in the wrong place, so the result must show the defect."""
     patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: step * self.chunking.shard_rows + row)
 
 
 def _in_the_mainloop(patch, name, function):
-    """Replaces a function of `jax.numpy` there alone."""
+    """Replaces a function of `jax.numpy` in the producer only."""
     patch.setattr(produce, "jnp", types.SimpleNamespace(**{**vars(jnp), name: function}))
 
 
 def fill_a_slot_too_many(patch):
-    """As many tiles of the right operand as slots, and one more, which lands where the first one lies."""
+    """Loads one right-operand tile more than there are stages; it overwrites the first one."""
     _in_the_mainloop(patch, "minimum", lambda steps, stages: jnp.minimum(steps, stages + 1))
 
 
 def fill_the_slots_for_every_tile(patch):
-    """Not of the first tile alone, when they are free, but of the next one as well."""
+    """Prefetches for every tile, not only for the first tile, when all stages are free."""
     _in_the_mainloop(patch, "where", lambda is_first, steps, none: steps)
 
 
@@ -235,7 +235,8 @@ def test_each_defect_of_scales_is_reported(defect, monkeypatch):
 
 def test_scales_count_as_transfers(monkeypatch):
     take_scales_for_no_transfers(monkeypatch)
-    # So few chunks that not every CTA carries one: what it then adds to the count would speak for its scales as well.
+    # There are fewer chunks than CTAs, so some CTAs carry none. If each CTA carried one, adding it to the count
+    # would cover the CTA's scales too, and hide the defect.
     report = of_rows(SCALED, WHOLE.replace(chunk_bytes=65536)).report(cores=6)
     assert "may leave the kernel before" in str(report)
 
@@ -258,7 +259,7 @@ def test_a_wrong_order_of_the_shards_shows_in_the_numbers(monkeypatch):
 
 @pytest.mark.parametrize("config", [WHOLE, CUT], ids=["whole", "cut"])
 def test_many_launches_in_a_row_with_operands_that_change(config):
-    """Each launch overwrites what the one before has read and written."""
+    """Each launch overwrites what the previous one has read and written."""
     mesh = make_mesh(x=4)
     form = Form(16, (128,), 200, container=None)
     fused = several_sides_cases.on_mesh(
@@ -275,5 +276,5 @@ def test_many_launches_in_a_row_with_operands_that_change(config):
 
 
 def test_integers_differ_between_launches():
-    """What the test above rests on."""
+    """The test above relies on this."""
     assert not np.array_equal(integers(0, 64), integers(1, 64))

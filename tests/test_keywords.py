@@ -1,4 +1,4 @@
-"""The same keywords on all operations: right by XLA, and where a fused kernel lacks them, refused in the same words."""
+"""The same keywords on all operations: right with XLA; fused kernels without support refuse them in the same words."""
 
 import functools
 
@@ -34,7 +34,7 @@ def mesh():
 
 
 class Case:
-    """A call with global operands; dimensions by letter, "b" and "c" leading ones."""
+    """A call with global operands. Each dimension is a letter; "b" and "c" are leading dimensions."""
 
     def __init__(self, op, lhs="mk", rhs="kn", **extras):
         self.op, _, along = op.partition(" ")
@@ -65,9 +65,9 @@ class Case:
         return along[self.sharded] | transposed | self.rest
 
     def specs(self):
-        """Of each array: what a device has. The operand that is not gathered is sharded in its other dimension.
+        """The partition spec of each array. The operand that is not gathered is sharded in its other dimension.
 
-        Of a sum over the devices both operands are sharded along k, and the addend as the result is, if that is.
+        For a sum over the devices, both operands are sharded along k. The addend is sharded as the result is.
         """
         cut = {None: {}, "m": {"lhs": "m", "lhs_scale": "m"}, "n": {"rhs": "n", "rhs_scale": "n"}, "k": {"rhs": "k"},
                "sum": {"lhs": "k", "rhs": "k", "addend": "m"}, "whole sum": {"lhs": "k", "rhs": "k"}}  # fmt: skip
@@ -116,7 +116,7 @@ EXTRAS = [
     {"rhs": "bkn"},
     {"lhs": "bcmk", "rhs": "bcnk", "rhs_scale": "n", "lhs_scale": "bcm1"},
 ]
-# What a fused kernel takes of them; of the rest it says what it lacks.
+# The keywords and layouts that each fused kernel supports; it names the others in its refusal.
 TAKES = {
     "matmul": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk", "rhs batch"},
     "all_gather_lhs_matmul": {"lhs_scale", "rhs_scale", "rhs nk"},
@@ -127,7 +127,7 @@ TAKES = {
 
 
 def needs(extras):
-    """What a case needs beside a plain product with or without leading dimensions of `lhs`."""
+    """What a case needs beyond a plain product, with or without leading dimensions of `lhs`."""
     found = {name for name in extras if name not in ("lhs", "rhs")}
     found |= {
         f"{name} {extras[name][-2:]}"
@@ -206,7 +206,7 @@ def test_several_right_operands_have_a_bias_and_an_addend_each():
 
 @pytest.mark.parametrize("shared", ["lhs", "rhs"])
 def test_scales_of_rows_with_a_batch_in_the_kernel_under_vmap_and_grad(shared):
-    """Each leading index has scales of its own, whether `lhs` or `rhs` or both have one."""
+    """Each leading index has its own scales, whether `lhs`, `rhs` or both have a leading dimension."""
     lhs = draw(0, *(() if shared == "lhs" else (3,)), M, K)
     rhs, scale = draw(1, 3, K, N), draw(2, 3, M, 1)
     exact = lambda lhs, rhs, scale: ((lhs @ rhs) * scale).sum()  # noqa: E731
@@ -248,7 +248,7 @@ def test_right_operands_of_which_some_have_a_bias():
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_settings_of_jax(op):
-    """Neither strict ranks nor running without `jax.jit` make a difference."""
+    """Neither strict rank promotion nor running without `jax.jit` changes the result."""
     extras = {"bias": "n", "addend": "mn", "lhs_scale": "m1", "rhs_scale": "n", "activation": jnp.tanh}
     case = Case(op, lhs="bmk", **extras)
     with jax.numpy_rank_promotion("raise"):

@@ -1,4 +1,4 @@
-"""The ladder: every rung computes the product, has no race under any schedule tried, and assembles without spills."""
+"""The ladder: every rung computes the product, has no race under the schedules tried, and assembles without spills."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ every_rung = pytest.mark.parametrize("name", BY_NAME)
 
 @functools.cache
 def operands(m: int, n: int, k: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normal operands, and their product in fp32."""
+    """Normally distributed operands, and their product in fp32."""
     lhs, rhs = normal(0, m, k, dtype=dtype), normal(1, k, n, dtype=dtype)
     return lhs, rhs, lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
 
@@ -148,7 +148,7 @@ def test_a_dry_run_of_the_table_has_a_row_for_every_rung(tmp_path, repository):
         rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows] == [*BY_NAME, "fused", "xla"]
     assert all(row["status"] == "ok" and float(row["roof_over_this"]) > 0 for row in rows)
-    assert all(row["percent_of_peak"] == "" for row in rows)  # A CPU has no data sheet here.
+    assert all(row["percent_of_peak"] == "" for row in rows)  # The CPU has no data-sheet figures.
 
 
 def test_percent_of_peak():
@@ -164,7 +164,7 @@ def test_percent_of_peak():
 
 
 def ladder_case(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """One rung, for `tests.assembly`."""
+    """One rung, as a case for `tests.assembly`."""
     m, n, k = case.shape
     matmul = BY_NAME[case.config["rung"]].matmul
     mapped = jax.shard_map(matmul, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)

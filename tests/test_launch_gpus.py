@@ -1,4 +1,4 @@
-"""Which GPUs a process of a job gets, and what `overlap.initialize` asks for before it joins."""
+"""The GPUs that each process of a job gets, and the checks of `overlap.initialize` before it joins the job."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_nccl_too_old():
 
 @pytest.fixture
 def job(monkeypatch):
-    """Process 1 of four GPU processes on one host; `joined` has the calls of jax's own initialize."""
+    """Process 1 of four GPU processes on one host; `joined` records the calls of jax's own initialize."""
     mates = [cards.Card(rank, "a", "a", 100 + rank, "0", "0", None) for rank in range(4)]
     place = launchers.Place("mpirun", "Open MPI", 4, 1, 1, 4, None, "127.0.0.1", "key")
     job = types.SimpleNamespace(met=mates, place=place, coordinator="127.0.0.1:1", held=None)
@@ -97,15 +97,15 @@ def job(monkeypatch):
 
 
 def test_initialize_with_old_nccl_stops_before_joining(monkeypatch, job):
-    """The whole way: several GPU processes and an old NCCL end in our message, not inside XLA."""
+    """With several GPU processes and an old NCCL, the job ends with our message, not inside XLA."""
     with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9"):
         start.initialize()
     assert not job.joined and job.hooks == ["failure", "exit"]
     start.initialize(check_nccl=False)
-    # Called again, it installs no hook twice. The handler behind jax's own is new.
+    # A second call installs no second hook. The handler behind jax's own handler is new.
     assert job.hooks == ["failure", "exit", "exit"]
     assert job.joined == [("127.0.0.1:1", 4, 1, [1])]
-    # With an NCCL that will do, it also makes room for the windows of several programs, unless that was done already.
+    # With a suitable NCCL, it also makes room for the windows of several programs, unless that was done before.
     monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/new/libnccl.so.2", ()))
     monkeypatch.setenv("NCCL_WIN_STRIDE", "1")
     start.initialize()
@@ -113,12 +113,12 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch, job):
     monkeypatch.delenv("NCCL_WIN_STRIDE")
     start.initialize()
     assert int(os.environ["NCCL_WIN_STRIDE"]) >= 10 * 141 << 30
-    monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # So that its end is the test's.
-    # Several hosts compile each for itself.
+    monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # monkeypatch restores it after the test.
+    # Each of several hosts compiles its own program.
     assert "autotuning" not in os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", "")
     with monkeypatch.context() as patch:
-        patch.setenv("JAX_PARTITION_INDEX", "0")  # Which makes several hosts of one.
+        patch.setenv("JAX_PARTITION_INDEX", "0")  # This variable makes one host count as several.
         start.initialize()
         assert os.environ["XLA_FLAGS"] == "--xla_gpu_shard_autotuning=false"
     job.met += [cards.Card(rank, "b", "b", 100 + rank, "0", "0", None) for rank in range(4, 8)]
@@ -130,10 +130,10 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch, job):
 
 
 def test_what_jax_is_told(job):
-    """The time that is left, an address that only this host can reach if it is alone, and GPUs that were named."""
+    """jax receives the remaining time, the named GPUs, and (on a single host) an address only reachable there."""
     with ports.hold_free("127.0.0.1") as job.held:
         start.initialize(check_nccl=False, timeout_s=500, local_device_ids=[2, 3])
-        assert job.held.fileno() == -1  # The coordinator's from now on.
+        assert job.held.fileno() == -1  # From here on, the port belongs to the coordinator.
     job.coordinator, job.held = "gpu1:7", None
     start.initialize(check_nccl=False, timeout_s=1)
     assert job.joined == [("127.0.0.1:1", 4, 1, [2, 3]), ("gpu1:7", 4, 1, [1])]
@@ -154,7 +154,7 @@ def test_nccl_version_code(code, version):
 
 
 def test_nccl_is_asked_in_the_order_of_xla(monkeypatch, tmp_path):
-    """A library that is loaded already wins over the wheel, the wheel over the search path."""
+    """A library that is already loaded wins over the wheel, and the wheel wins over the search path."""
     spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(_cuda.importlib.util, "find_spec", lambda name: spec)
     names = [name for name, mode in _cuda._nccl_candidates()]

@@ -1,4 +1,4 @@
-"""The processes of a job meet over TCP: here as threads of one process, beside strangers of all kinds."""
+"""The processes of a job meet over TCP: here as threads of one process, with foreign processes of all kinds around."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _card(place: launchers.Place, **changes: object) -> cards.Card:
 
 
 def _start(pool, key, size, ranks=None, port=None, timeout_s=20.0, **changes):
-    """The given ranks of a job, each in a thread; `changes` are of the card of the last one."""
+    """Starts the given ranks of a job, each in a thread; `changes` apply to the last one's card."""
     ranks = range(size) if ranks is None else ranks
     futures = []
     for rank in ranks:
@@ -45,7 +45,7 @@ def _start(pool, key, size, ranks=None, port=None, timeout_s=20.0, **changes):
 
 
 def _agreed(futures):
-    """What they have agreed on, the same on all."""
+    """Returns the agreement, which must be the same for all."""
     agreements = [future.result(30) for future in futures]
     assert agreements[0].held is None or agreements[0].held.close() is None
     assert len({agreement.coordinator for agreement in agreements}) == 1
@@ -54,7 +54,7 @@ def _agreed(futures):
 
 
 def _said(futures):
-    """The error that each of them has raised."""
+    """Returns the error that each of them has raised."""
     return [str(future.exception(30)) for future in futures if isinstance(future.exception(30), RuntimeError)]
 
 
@@ -71,7 +71,7 @@ def test_they_meet(pool):
 
 
 def test_jobs_that_look_at_the_same_ports_do_not_meet(pool, monkeypatch):
-    """As with job N and N + 256 of Slurm, when the port was their number mod 4096."""
+    """For example jobs N and N + 256 of Slurm, whose ports are the same if computed from the job number mod 4096."""
     same = ports.candidates("the same for all")
     monkeypatch.setattr(ports, "candidates", lambda key: same)
     jobs = {key: _start(pool, key, 2 + number) for number, key in enumerate("abc")}
@@ -87,7 +87,7 @@ def test_candidates_differ_from_job_to_job():
 
 
 def _deaf_or_babbling(says: bytes | None):
-    """A foreign server: it takes calls, and says nothing or nonsense."""
+    """A foreign server that accepts connections and says nothing, or nonsense."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -114,7 +114,7 @@ def test_a_foreign_server_on_the_first_port_holds_up_nobody(pool, monkeypatch, s
 
 
 def test_foreign_callers_end_no_meeting(pool):
-    """Garbage, silence, half a line, and a whole call of another job: which is told that it is wrong here."""
+    """Garbage, silence, half a line, and a complete call of another job, which is told that it has the wrong port."""
     host = _start(pool, "a", 2, ranks=[0])
     port = _port_of("a", 2)
     open_calls = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
@@ -124,12 +124,12 @@ def test_foreign_callers_end_no_meeting(pool):
                b"overlap-meeting " + b"x" * 100_000, mine[:-3], mine.replace(b'"rank": 1', b'"rank": "x"'),
                mine.replace(b'"rank": 1', b'"rank": 99'), mine.replace(b'"node"', b'"knot"')]  # fmt: skip
     for call, says in zip(open_calls, garbage):
-        with contextlib.suppress(OSError):  # It may have hung up already.
+        with contextlib.suppress(OSError):  # The server may have closed the connection already.
             call.sendall(says)
     with socket.create_connection(("127.0.0.1", port)) as call:
         call.sendall(other)
         assert call.makefile("rb").readline() == meeting._line("not here")
-    # The silent ones are dropped within the time that a caller has.
+    # Silent callers are dropped after the time that a caller may take.
     open_calls[-1].settimeout(5)
     assert open_calls[-1].recv(1) == b""
     assert not host[0].done()
@@ -139,7 +139,7 @@ def test_foreign_callers_end_no_meeting(pool):
 
 
 def _port_of(key: str, size: int) -> int:
-    """Where process 0 of this job listens, once it does."""
+    """The port on which process 0 of this job listens, as soon as it does."""
     for _ in range(200):
         for port in ports.candidates(f"{key} {size}"):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
@@ -219,7 +219,7 @@ def test_a_given_port(pool):
 
 
 def test_a_given_port_in_use_is_refused(pool):
-    """Also where the other one shares it, as gRPC does: jax's coordinators would then both get it."""
+    """Refused even if the other process shares the port, as gRPC does: jax's coordinators would both get the port."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
@@ -234,7 +234,7 @@ def test_the_port_found_is_kept_for_the_coordinator_alone():
     assert len({each.getsockname()[1] for each in held}) == 300
     with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(held[0].getsockname())
-    with socket.socket() as coordinator:  # As gRPC does it.
+    with socket.socket() as coordinator:  # gRPC shares the port like this.
         coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         coordinator.bind(held[0].getsockname())
     for each in held:
@@ -278,7 +278,7 @@ def test_ranks_in_words(ranks, text):
 
 
 def test_torchrun(repository):
-    """Beside torch's own store, which has MASTER_PORT."""
+    """torch's own store occupies MASTER_PORT."""
     with socket.create_server(("127.0.0.1", 0)) as store:
         variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "TORCHELASTIC_RUN_ID": "none",
                      "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.getsockname()[1]), "WORLD_SIZE": "2",

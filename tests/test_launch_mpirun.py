@@ -56,7 +56,7 @@ def test_a_rank_that_ends_well_while_another_goes_on_is_named(repository):
     [("raise", "process 1 gives up", 1), ("exit", "status 3", 3), ("kill", "signal 9", 137)],
 )
 def test_a_failing_rank_ends_the_job(repository, mode, said, status):
-    """Process 0 waits in a collective for process 1; without the abort it would do so for its heartbeat's 100 s."""
+    """Process 0 waits in a collective for process 1. Without the abort it would wait for its heartbeat's 100 s."""
     process, seconds = _mpirun(repository, mode)
     assert process.returncode == status, process.stderr
     assert said in process.stderr
@@ -73,18 +73,18 @@ def test_devices_used_too_early(repository):
 
 @pytest.mark.one_jax
 def test_a_rank_that_does_not_come_is_named(repository):
-    """It has ended with status 0, which mpirun takes for success."""
+    """The missing rank has exited with status 0, which mpirun takes for success."""
     process, seconds = _mpirun(repository, "absent")
     assert process.returncode == 1, process.stderr
     assert "rank 1 of 2 has not come to overlap.initialize() within 2 s (rank 0 came)" in process.stderr
-    # The reason alone, not as an error within another one.
+    # The output has only the reason, not as an exception within another one.
     assert "During handling" not in process.stderr
     assert seconds < 30
 
 
 @pytest.mark.one_jax
 def test_a_failing_rank_ends_others_that_do_not_communicate(repository):
-    """Process 0 sleeps, and jax's preemption service catches the SIGTERM that mpirun sends it."""
+    """Process 0 sleeps, and jax's preemption service catches the SIGTERM that mpirun sends to it."""
     process, seconds = _mpirun(repository, "sleeps")
     assert process.returncode == 1, process.stderr
     assert "process 1 gives up" in process.stderr
@@ -92,7 +92,7 @@ def test_a_failing_rank_ends_others_that_do_not_communicate(repository):
     assert seconds < 25
 
 
-# --- Where only MPI knows the hosts (here: because the variable that says that there is one host is taken away) -------
+# --- Only MPI knows the hosts (the test removes the variable that says that there is one host) ------------------------
 
 _ONLY_MPI = ("env", "-u", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
@@ -108,7 +108,7 @@ def test_by_mpi(repository):
 
 @pytest.mark.one_jax
 def test_by_mpi_a_rank_that_does_not_come_ends_the_job(repository):
-    """MPI_Init of the others would wait for ever, and can neither be interrupted nor left."""
+    """MPI_Init of the other ranks would wait forever, and can neither be interrupted nor left."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed (extra `mpi`)")
     process, seconds = _mpirun(repository, "stuck", before=_ONLY_MPI)
     assert process.returncode != 0
@@ -129,7 +129,7 @@ def mpirun_of_mpich():
 @pytest.mark.one_jax
 @pytest.mark.parametrize("mode", ["stuck", "sleeps"])
 def test_a_failing_rank_ends_a_job_of_mpich(mpirun_of_mpich, repository, mode):
-    """Hydra takes no notice of a status other than 0, unless the process has called MPI."""
+    """Hydra ignores a status other than 0 unless the process has called MPI."""
     command = [mpirun_of_mpich, "-np", "2", sys.executable, repository / "tests" / "launch_rank.py", mode]
     start = time.monotonic()
     process = subprocess.run(command, env=_environment(repository), stdin=subprocess.DEVNULL, timeout=100,
@@ -143,7 +143,7 @@ def test_a_failing_rank_ends_a_job_of_mpich(mpirun_of_mpich, repository, mode):
 
 @pytest.mark.one_jax
 def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(mpirun_of_mpich, repository):
-    """It hands SIGTERM on and waits, and jax's preemption service would catch it in each process."""
+    """Hydra passes SIGTERM on and waits, while jax's preemption service would catch the signal in each process."""
     mpirun = mpirun_of_mpich
     command = [mpirun, "-np", "2", sys.executable, repository / "tests" / "launch_rank.py", "wait"]
     with subprocess.Popen(command, env=_environment(repository), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -155,10 +155,10 @@ def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(mpirun_of_mpich, repository
                 assert lines[-1], lines
             start = time.monotonic()
             process.send_signal(signal.SIGTERM)
-            # Its pipes close when the processes are gone. (The status is Hydra's: 4.0 returns 0 here.)
+            # Its pipes close when the processes are gone. Hydra decides the status: version 4.0 returns 0 here.
             output, _ = process.communicate(timeout=40)
         finally:
-            # All of the session: ranks that ignore SIGTERM would stay behind.
+            # Kill the whole session: ranks that ignore SIGTERM would stay behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert "is done" not in output

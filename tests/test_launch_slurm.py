@@ -40,7 +40,7 @@ def _srun(slurm, *arguments):
 
 
 class Strangers:
-    """Threads that call at ports all the time, with garbage, or with nothing, or as a rank of another job."""
+    """Threads that keep connecting to ports: with garbage, with nothing, or as a rank of another job."""
 
     def __init__(self, called: list[int]) -> None:
         card = Card(1, "a", "a", 7, "0", "0", None)
@@ -72,7 +72,7 @@ class Strangers:
 
 
 def test_jobs_256_apart_run_side_by_side(slurm, repository, tmp_path):
-    """Their ports were the same when they followed from the numbers mod 4096, and the second job ended the first."""
+    """Ports computed from the job numbers mod 4096 would be equal, and the second job would end the first."""
     script = repository / "launch" / "srun.sbatch"
     numbers = (300, 556)
     for number in numbers:
@@ -92,13 +92,13 @@ def test_jobs_256_apart_run_side_by_side(slurm, repository, tmp_path):
 
 
 def test_strangers_do_not_end_a_job_on_two_nodes(slurm, tmp_path):
-    """Neither while its processes meet, nor at jax's coordinator, which is gRPC's to answer."""
+    """Foreign calls end neither the meeting of the processes nor jax's coordinator, where gRPC must handle them."""
     try:
         socket.gethostbyname(own_slurm.NODES[0])
     except OSError:
         pytest.skip(f"the name of this machine, {own_slurm.NODES[0]}, leads nowhere")
     go = tmp_path / "go"
-    # So that the job's key is known beforehand.
+    # Fix the job number, so that the job's key is known beforehand.
     number = 900
     slurm.number_next_job(number)
     key = f"srun overlap {number} 0 - 2"

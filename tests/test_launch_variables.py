@@ -1,4 +1,4 @@
-"""What the variables of mpirun, srun and torchrun say of a process, complete or odd."""
+"""What the variables of mpirun, srun and torchrun tell about a process, complete or incomplete."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         ({"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"}, None),
         (SRUN, ("srun", None, 8, 5)),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-        # In an interactive allocation, without srun; and in a batch script.
+        # In an interactive allocation without srun, and in a batch script.
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),
-        # mpirun inside a Slurm allocation; then Hydra's proxies are what srun counts.
+        # mpirun inside a Slurm allocation: srun then counts Hydra's proxies.
         (OPEN_MPI | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("mpirun", "Open MPI", 4, 3)),
         (MPICH | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("mpirun", "MPICH", 2, 1)),
         # srun with a PMI plug-in.
@@ -50,7 +50,7 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         # One torchrun per node, started by srun or by mpirun.
         (TORCHRUN | SRUN, ("torchrun", None, 4, 2)),
         (TORCHRUN | OPEN_MPI, ("torchrun", None, 4, 2)),
-        # Set by hand, as for torch.distributed's env://. Two of the names alone may mean anything.
+        # Set by hand, as for torch.distributed's env://. Two of the names alone are not enough to tell.
         ({name: TORCHRUN[name] for name in TORCHRUN if "ELASTIC" not in name}, ("torchrun", None, 4, 2)),
         ({"RANK": "1", "WORLD_SIZE": "4"}, None),
     ],
@@ -66,7 +66,7 @@ def test_where_the_processes_meet():
         return place.host, place.local_rank, place.local_size
 
     assert meeting_of(OPEN_MPI) == ("127.0.0.1", 3, 4)
-    assert meeting_of(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (None, 3, 2)  # Only MPI can tell.
+    assert meeting_of(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (None, 3, 2)  # Only MPI can tell the hosts.
     assert meeting_of(MPICH) == (None, 1, 2)  # Without a key.
     assert meeting_of(SRUN) == ("gpu007", 1, None)
     assert meeting_of(SRUN | {"SLURM_STEP_NUM_NODES": "1"}) == ("127.0.0.1", 1, 8)
@@ -145,7 +145,7 @@ def test_first_slurm_host(nodes, first):
 def test_single_process_is_a_no_op_without_mpi4py(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "mpi4py", None)  # An import of it would fail.
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # Importing it would fail.
     hook = sys.excepthook
     overlap.initialize()
     assert not jax.distributed.is_initialized()
@@ -200,7 +200,7 @@ def test_mpirun_and_mpi4py_of_different_installations(monkeypatch):
 
 
 def test_by_mpi_all_ranks_hear_that_the_port_is_taken_or_the_versions_differ(monkeypatch):
-    """The fake gathers what process 0 offers and what this process says, as any rank sees it."""
+    """The fake gathers process 0's offer and this process's message, as any rank sees them."""
     place = launchers.find_place(MPICH)
     other = cards.Card(1, "b", "b", 7, "0.1", overlap.__version__, None)
     _fake_mpi(monkeypatch, size=2, rank=0, allgather=lambda own: [own, (other, None)])
@@ -246,13 +246,13 @@ def leave():
         ("leave()", 43),
         ("sys.exit('a reason')", 41),
         ("1 / 0", 41),
-        # What is caught on the way, or ends another thread, is no end of this process.
+        # An exception that is caught, or that ends another thread, does not end this process.
         ("try:\n    leave()\nexcept SystemExit:\n    pass", 0),
         ("_thread.start_new_thread(leave, ())\ntime.sleep(0.2)", 0),
     ],
 )
 def test_which_ends_of_a_process_end_the_job(ending, status):
-    """The job ends with 40 more than the status that the others are told."""
+    """The job's exit status is 40 more than the status that the other ranks are told."""
     command = [sys.executable, "-I", "-S", "-c", _ENDS + ending, aborting.__file__]
     process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert process.returncode == status, process.stderr

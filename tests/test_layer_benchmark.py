@@ -1,4 +1,4 @@
-"""The benchmark of transformer layers: what it measures is the same by all methods, and a wrong one is noticed."""
+"""The benchmark of transformer layers: all methods measure the same computation, and wrong results are detected."""
 
 from __future__ import annotations
 

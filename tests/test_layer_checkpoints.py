@@ -1,4 +1,4 @@
-"""Checkpoints interchange between a model of the library's layers and the same model of flax's own: both ways."""
+"""Checkpoints are interchangeable between the library's layers and flax's own layers, in both directions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shardings(module: nnx.Module) -> Any:
 
 
 def assert_same(ours: nnx.Module, theirs: nnx.Module) -> None:
-    """The same names, shapes and values."""
+    """Names, shapes and values must be equal."""
     found, expected = numbers(ours), numbers(theirs)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert len(jax.tree.leaves(found)) == 17
@@ -33,7 +33,7 @@ def assert_same(ours: nnx.Module, theirs: nnx.Module) -> None:
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_states(kind: Any) -> None:
-    """nnx.state of one, nnx.update of the other, as docs/layers.md has it (whose test runs both)."""
+    """nnx.state of one model, nnx.update of the other, as in docs/layers.md (test_layer_docs.py runs both)."""
     mesh, theirs = make_mesh(kind=kind), PlainBlock(nnx.Rngs(1), use_bias=True)
     spread(theirs)
     with jax.set_mesh(mesh):
@@ -51,7 +51,7 @@ def test_states(kind: Any) -> None:
 @EXPLICIT_FIRST
 @pytest.mark.parametrize("written_by", ["plain", pytest.param("layers", marks=pytest.mark.slow)])
 def test_orbax(written_by: str, kind: Any, tmp_path: pathlib.Path) -> None:
-    """A checkpoint that one model has written is read by the other; each device reads its own part."""
+    """One model reads the checkpoint that the other wrote; each device reads only its own part."""
     theirs = PlainBlock(nnx.Rngs(1), use_bias=True)
     with jax.set_mesh(make_mesh(kind=kind)):
         ours = Block(nnx.Rngs(0), use_bias=True)

@@ -1,4 +1,4 @@
-"""docs/layers.md: its code runs, what it says of memory is so; its examples in bare JAX and equinox run."""
+"""Checks docs/layers.md: its code and its examples in bare JAX and equinox run, and its memory figures are right."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def test_the_page_runs(repository: pathlib.Path) -> None:
 
 
 def kept_bytes(layer: nnx.Module, x: jax.Array) -> int:
-    """What each device keeps from the forward to the backward pass."""
+    """The bytes that each device keeps from the forward to the backward pass."""
     graph, state = nnx.split(layer)
     back = jax.jit(lambda state, x: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1])(state, x)
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(back))
 
 
 def test_what_the_backward_pass_keeps() -> None:
-    """The input and the weights of a column-parallel layer: in shards, or gathered."""
+    """The input and the weights of a column-parallel layer: kept as shards, or gathered."""
     devices, mesh = 2, make_mesh(2, 2, EXPLICIT)
-    x_bytes = 4 * 16 * 32 * 2 // 2  # Of one index along "data", all rows.
-    kernel_bytes = 32 * 64 * 2 // devices  # Of one index along "tensor", all rows.
+    x_bytes = 4 * 16 * 32 * 2 // 2  # All rows of one index along "data".
+    kernel_bytes = 32 * 64 * 2 // devices  # All rows of one index along "tensor".
     kept = {}
     with jax.set_mesh(mesh):
         x = put(draw(0, dtype=jnp.bfloat16), mesh, BETWEEN)
@@ -66,7 +66,7 @@ def test_what_the_backward_pass_keeps() -> None:
     assert kept["fused", False] == (x_bytes + kernel_bytes) // 2
     assert kept["xla", False] == x_bytes + kernel_bytes // 2
     assert kept["xla", True] == x_bytes + kernel_bytes
-    # (The kernel keeps the shard besides.)
+    # The kernel keeps the shard too.
     assert kept["fused", True] - x_bytes - kernel_bytes in (0, x_bytes // 2)
 
 
@@ -86,7 +86,7 @@ def test_example_is_short_and_says_what_does_not_fit(
 ) -> None:
     assert len((repository / "examples" / f"{name}.py").read_text().splitlines()) <= 80
     example = load(name, repository, monkeypatch)
-    for sizes in ((1, 8), (3, 1), (4, 4)):  # Of heads, of the batch, of devices.
+    for sizes in ((1, 8), (3, 1), (4, 4)):  # Sharded by heads, by batch, by devices.
         with pytest.raises(ValueError, match=r"must divide BATCH=4, tensor=. must divide KV_HEADS=4, on at most 8 dev"):
             example.main(*sizes)
 
@@ -101,4 +101,4 @@ def test_example(name: str, repository: pathlib.Path, monkeypatch: pytest.Monkey
     assert len(leaves) == 9
     for a, b in zip(leaves, expected_leaves, strict=True):
         distance = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)
-        assert distance < 3e-2, distance  # (bf16, summed in another order.)
+        assert distance < 3e-2, distance  # In bf16, summed in another order.

@@ -34,10 +34,10 @@ def run(block: Any, x: Any, target: Any) -> Any:
 
 @functools.cache
 def references() -> tuple[Any, Any]:
-    """The same by flax's own layers on one device, in float32 and in bf16."""
+    """The same from flax's own layers on one device, in float32 and in bf16."""
 
     def plain(dtype: Any) -> Any:
-        block = PlainBlock(nnx.Rngs(0), use_bias=True, dtype=dtype)  # Drawn alike.
+        block = PlainBlock(nnx.Rngs(0), use_bias=True, dtype=dtype)  # Both models draw the same parameters.
         spread(block)
         return run(block, *map(jnp.asarray, DATA))
 
@@ -57,17 +57,17 @@ def distances(found: Any, exact: Any) -> dict[str, float]:
 
 def assert_no_worse(found: Any, unfused: Any, exact: Any) -> None:
     ours, theirs = distances(found, exact), distances(unfused, exact)
-    assert len(ours) == 20  # The output, the loss, the input's gradient, and those of 17 parameters.
-    # A bias of all keys changes nothing, since softmax takes it out: its gradient is zero but for rounding.
+    assert len(ours) == 20  # The output, the loss, the input's gradient, and the gradients of 17 parameters.
+    # Softmax cancels a bias that all keys share: its gradient is zero except for rounding.
     assert theirs.pop("parameters/qkv/key/bias") > 100
-    # A loss may be right by chance: it has the error of bf16 at least.
+    # The loss may be right by chance: assume at least bf16's error.
     theirs["loss"] = max(theirs["loss"], float(jnp.finfo(jnp.bfloat16).eps))
     worse = {name: (ours[name], error) for name, error in theirs.items() if ours[name] > ALLOWED * error}
     assert not worse, ", ".join(f"{name}: {pair}" for name, pair in worse.items())
 
 
 def block_on(mesh: Mesh, **options: Any) -> Block:
-    """In bf16, with f32 parameters."""
+    """The block in bf16, with f32 parameters."""
     with jax.set_mesh(mesh):
         block = Block(nnx.Rngs(0), use_bias=True, dtype=jnp.bfloat16, **options)
         spread(block)
@@ -84,7 +84,7 @@ def test_a_block(kind: Any) -> None:
     mesh, (exact, unfused) = make_mesh(kind=kind), references()
     block = block_on(mesh)
     assert_no_worse(run_on(mesh, block), unfused, exact)
-    # Negative control: gate and up in each other's place.
+    # Negative control: gate and up are exchanged.
     gate, up = block.mlp.gate.kernel.get_value(), block.mlp.up.kernel.get_value()
     block.mlp.gate.kernel.set_value(up)
     block.mlp.up.kernel.set_value(gate)
@@ -94,6 +94,6 @@ def test_a_block(kind: Any) -> None:
 
 @pytest.mark.one_jax
 def test_a_fused_block() -> None:
-    """All products by the library's kernels, emulated: FSDP × tensor parallelism, forward and backward."""
+    """All products run in the library's emulated kernels: FSDP × tensor parallelism, forward and backward."""
     mesh, (exact, unfused) = make_mesh(2, 2), references()
     assert_no_worse(run_on(mesh, block_on(mesh, implementation="fused")), unfused, exact)

@@ -1,4 +1,4 @@
-"""What the layers of overlap/layers/ refuse, at construction and at the call: the message names layer and argument."""
+"""What the layers of overlap/layers/ refuse, at construction and at the call; messages name layer and argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers under what training uses: scan, remat and its policies, accumulation, donation, bf16, export, profiles."""
+"""The layers in training: scan, remat with policies, gradient accumulation, donation, bf16, export, profiles."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from layer_cases import AXES, BETWEEN, EXPLICIT_FIRST, Block, PlainBlock, draw, 
 
 from overlap import layers
 
-STACKED = {nnx.PARTITION_NAME: None}  # No mesh axis for the dimension of the layers.
+STACKED = {nnx.PARTITION_NAME: None}  # The dimension of the layers has no mesh axis.
 
 
 class Stack(nnx.Module):
-    """Blocks whose parameters are stacked, run by one scan, each computed again in the backward pass."""
+    """Blocks with stacked parameters, run by one scan; the backward pass computes each block again."""
 
     def __init__(self, count: int, rngs: nnx.Rngs, **options: Any):
         @nnx.split_rngs(splits=count)
@@ -42,7 +42,7 @@ class Stack(nnx.Module):
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_scan_over_layers(kind: Any) -> None:
-    """One scan over stacked blocks, rematerialized, against the same blocks one after the other on one device."""
+    """One scan over stacked, rematerialized blocks, against the same blocks one after the other on one device."""
     mesh, x, target = make_mesh(kind=kind), draw(1), draw(2)
     with jax.set_mesh(mesh):
         stack = Stack(2, nnx.Rngs(0))
@@ -51,7 +51,7 @@ def test_scan_over_layers(kind: Any) -> None:
     assert kernel[...].sharding.spec == P(None, "data", "tensor") == P(*kernel.get_metadata("out_sharding"))
     assert jax.typeof(grads["blocks"]["mlp"]["gate"]["kernel"][...]).shape == (2, 32, 64)
 
-    # The same parameters in blocks of flax's own, one after the other.
+    # The same parameters in blocks of flax's own layers, one after the other.
     graph, _ = nnx.split(PlainBlock(nnx.Rngs(0)))
 
     def plain(stacked: Any) -> jax.Array:
@@ -65,7 +65,7 @@ def test_scan_over_layers(kind: Any) -> None:
 
 
 def count_of(primitive: str, program: Any) -> int:
-    """How often a primitive is executed, sub-programs included."""
+    """How often a primitive is executed, including sub-programs."""
     program = getattr(program, "jaxpr", program)
     if not hasattr(program, "eqns"):
         return sum(count_of(primitive, part) for part in program) if isinstance(program, (list, tuple)) else 0
@@ -77,7 +77,7 @@ def count_of(primitive: str, program: Any) -> int:
 
 @pytest.mark.slow
 def test_policies_of_checkpoint() -> None:
-    """Each product's result can be kept by its layer's name: then the backward pass does not compute it again."""
+    """A policy can keep each product's result by the layer's name: the backward pass then does not compute it again."""
     mesh = make_mesh(1, 4)
     with jax.set_mesh(mesh):
         graph, state = nnx.split(layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0)))
@@ -98,13 +98,13 @@ def test_policies_of_checkpoint() -> None:
             counts[name] = count_of("dot_general", program)
             if name != "nothing":
                 grads[name] = jax.device_get(jax.jit(grad)(state, x))
-    # Gate and up are kept; down is computed again, since the square of its result is differentiated.
+    # Gate and up are kept. Down is computed again, since the loss squares its result.
     assert counts["nothing"] - counts["by name"] == 2 and counts["by name"] - counts["all"] == 1, counts
     jax.tree.map(np.testing.assert_array_equal, grads["by name"], grads["all"])
 
 
 def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int = 3) -> tuple[list[float], str]:
-    """Losses of some steps of Adam, each accumulated over `parts` parts of the batch; and the compiled step."""
+    """The losses of some Adam steps, each accumulated over `parts` parts of the batch; and the compiled step."""
     optimizer = nnx.Optimizer(block, optax.adamw(3e-3), wrt=nnx.Param)
 
     def step(block: Any, optimizer: nnx.Optimizer, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -127,14 +127,14 @@ def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_training_steps(kind: Any) -> None:
-    """bf16 compute with f32 masters, gradients accumulated, parameters and optimizer donated: as on one device."""
+    """bf16 compute, f32 masters, accumulated gradients, donated parameters and optimizer: as on one device."""
     mesh, x, target = make_mesh(kind=kind), draw(1, (2, 4, 16, 32)), draw(2, (2, 4, 16, 32))
     with jax.set_mesh(mesh):
         block = Block(nnx.Rngs(0), dtype=jnp.bfloat16)
         donated = block.mlp.gate.kernel.get_value()
         spec = P(None, *BETWEEN)
         losses, text = steps(block, put(x, mesh, spec), put(target, mesh, spec), parts=2)
-    # Profiles show the HLO's metadata: they name layer and product, forward and backward.
+    # Profiles show the HLO's metadata, which names layer and product, forward and backward.
     names = " ".join(set(re.findall(r'op_name="([^"]*)"', text)))
     for name in ("RMSNorm", "QKVProjection", "OutputProjection", "LayerNorm", "GatedMLP"):
         assert f"/jvp({name})/" in names and f"/transpose(jvp({name}))/" in names
@@ -143,14 +143,14 @@ def test_training_steps(kind: Any) -> None:
     assert donated.is_deleted() and "input_output_alias" in text
     assert block.mlp.gate.kernel[...].dtype == jnp.float32
     assert block.mlp.gate.kernel[...].sharding.spec == P("data", "tensor")
-    plain = PlainBlock(nnx.Rngs(0), dtype=jnp.bfloat16)  # Drawn alike.
+    plain = PlainBlock(nnx.Rngs(0), dtype=jnp.bfloat16)  # Both models draw the same parameters.
     expected, _ = steps(plain, x, target, parts=2)
     np.testing.assert_allclose(losses, expected, rtol=2e-2)
     assert losses[2] < losses[0] * 0.9
 
 
 def test_export() -> None:
-    """Gradients are lowered for CPU and GPU alike, and run as exported."""
+    """Gradients are lowered for CPU and GPU in one export, and run after loading."""
     mesh = make_mesh()
     with jax.set_mesh(mesh):
         graph, state = nnx.split(layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0), **AXES))

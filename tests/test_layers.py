@@ -1,4 +1,4 @@
-"""The layers of overlap/layers/ against flax's own: values, where parameters and activations lie, what is refused."""
+"""The layers of overlap/layers/ against flax's own: values, placement of parameters and activations, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def same(x: jax.Array, spec: P) -> bool:
 @KINDS
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["rows sharded", "rows whole"])
 def test_linear_layers(kind: Any, sequence_parallel: bool) -> None:
-    """Both halves equal nnx.Linear with the same key, and lie where they say."""
+    """Both layers equal nnx.Linear with the same key, and arrays have the documented shardings."""
     options: Any = AXES | {"sequence_parallel": sequence_parallel}
     mesh, between = make_mesh(kind=kind), BETWEEN if sequence_parallel else WHOLE
     with jax.set_mesh(mesh):
@@ -55,7 +55,7 @@ def test_linear_layers(kind: Any, sequence_parallel: bool) -> None:
 @pytest.mark.one_jax
 @EXPLICIT_FIRST
 def test_one_gather_for_several_products(kind: Any) -> None:
-    """The program of a gated MLP has one all-gather and one reduce-scatter, that of QKV one all-gather."""
+    """A gated MLP has one all-gather and one reduce-scatter in its program; QKV has one all-gather."""
     mesh = make_mesh(1, 4, kind)
     options: Any = {"axis": "tensor", "implementation": "xla", "rngs": nnx.Rngs(0)}
     with jax.set_mesh(mesh):
@@ -86,7 +86,7 @@ def test_heads(kind: Any) -> None:
 @pytest.mark.parametrize("norm", ["RMSNorm", pytest.param("LayerNorm", marks=pytest.mark.slow)])
 @EXPLICIT_FIRST
 def test_norms(norm: str, kind: Any) -> None:
-    """Values, and the gradient of the scale, which is a sum over the rows of all devices."""
+    """Values, and the gradient of the scale, which is summed over the rows of all devices."""
     mesh, x, weight = make_mesh(kind=kind), draw(0), draw(1)
 
     def weighted(layer: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def test_norms(norm: str, kind: Any) -> None:
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_one_device(kind: Any) -> None:
-    """Along an axis of one device nothing is communicated."""
+    """Along an axis of one device, nothing is communicated."""
     mesh = make_mesh(1, 1, kind)
     with jax.set_mesh(mesh):
         mlp, norm = layers.GatedMLP(32, 64, rngs=nnx.Rngs(0), **AXES), layers.RMSNorm(32, rngs=nnx.Rngs(0), **AXES)
@@ -127,7 +127,7 @@ def test_one_device(kind: Any) -> None:
 @pytest.mark.one_jax
 @EXPLICIT_FIRST
 def test_decoding_with_the_trained_model(kind: Any) -> None:
-    """One row of each sequence, by the same parameters."""
+    """One row of each sequence, with the same parameters."""
     mesh, x = make_mesh(kind=kind), draw(0, (4, 1, 32))
     with jax.set_mesh(mesh):
         mlp = layers.GatedMLP(32, 64, rngs=nnx.Rngs(0), **AXES)
@@ -142,7 +142,7 @@ def test_decoding_with_the_trained_model(kind: Any) -> None:
 
 @pytest.mark.one_jax
 def test_a_mesh_of_its_own() -> None:
-    """Without jax.set_mesh: the layer's mesh= is that of its parameters and products."""
+    """Without jax.set_mesh, the layer's mesh= applies to its parameters and products."""
     mesh, x = make_mesh(), draw(0)
     mlp, norm = (layer(rngs=nnx.Rngs(0), mesh=mesh, **AXES) for layer in (
         lambda **options: layers.GatedMLP(32, 64, **options), lambda **options: layers.RMSNorm(32, **options)
@@ -153,7 +153,7 @@ def test_a_mesh_of_its_own() -> None:
 
 @pytest.mark.one_jax
 def test_a_residual_keeps_its_dtype() -> None:
-    """A float32 residual beside a product in bf16 is not rounded; one in bf16 goes into the product."""
+    """A float32 residual beside a bf16 product is not rounded; a bf16 residual is added inside the product."""
     mesh, x = make_mesh(kind=EXPLICIT), draw(0)
     with jax.set_mesh(mesh):
         mlp = layers.GatedMLP(32, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **AXES)
@@ -178,7 +178,7 @@ def test_dot_general_of_nnx_linear(kind: Any) -> None:
         )  # fmt: skip
         text = nnx.jit(lambda layer, x: layer(x)).lower(linear, put(x, mesh, BETWEEN)).as_text()
         out = nnx.jit(lambda layer, x: layer(x))(linear, put(x, mesh, BETWEEN))
-        # What the call says comes first.
+        # The arguments of the call take precedence.
         whole = nnx.jit(lambda layer, x: layer(x, out_sharding=INSIDE))(linear, put(x, mesh, BETWEEN))
         lying = put(np.asarray(linear.kernel[...]).T, mesh, P("tensor", "data"))
         transposed = dataclasses.replace(dot, rhs_sharding=P("tensor", "data"))(
@@ -200,10 +200,10 @@ def test_what_dot_general_refuses() -> None:
         dot(x, w, (((2,), (0,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
     with pytest.raises(ValueError, match="must know how its result is sharded"):
         layers.ShardedDotGeneral()(x, w, (((2,), (0,)), ((), ())))
-    assert hash(dot) == hash(layers.ShardedDotGeneral(out_sharding=P()))  # nnx.jit compares what is static.
+    assert hash(dot) == hash(layers.ShardedDotGeneral(out_sharding=P()))  # nnx.jit compares static attributes.
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- Refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "no such axis": (
@@ -254,7 +254,7 @@ def test_refused_activations() -> None:
         norm, mlp = layers.RMSNorm(32, rngs=nnx.Rngs(0), **AXES), layers.GatedMLP(32, 64, rngs=nnx.Rngs(0), **AXES)
         with pytest.raises(ValueError, match=r"RMSNorm: activations must be sharded .*tensor.*got .*jax.reshard\(x, "):
             norm(put(draw(0), mesh, INSIDE))
-        # What is whole is cut.
+        # A replicated operand is split among the devices.
         assert same(norm(put(draw(0), mesh, WHOLE)), BETWEEN) and same(mlp(put(draw(0), mesh, WHOLE)), BETWEEN)
         with pytest.raises(ValueError, match="`lhs_sharding` must be as the type of `lhs` says"):
             mlp(put(draw(0), mesh, INSIDE))
@@ -283,7 +283,7 @@ def test_flax_is_loaded_by_the_layers_alone(tmp_path: pathlib.Path, repository: 
 
 @pytest.mark.one_jax
 def test_a_layer_is_short() -> None:
-    """At most 60 lines of code in each class, without docstrings and empty lines."""
+    """Each class has at most 60 lines of code, without docstrings and empty lines."""
     classes = 0
     for path in sorted((pathlib.Path(overlap.__file__).parent / "layers").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""The kernels lower for CUDA with either supported jax (the assembled proof needs jax's CUDA plugin; this does not)."""
+"""The kernels lower for CUDA with every supported jax. (Assembling them needs jax's CUDA plugin; this does not.)"""
 
 import re
 
@@ -32,13 +32,13 @@ def test_all_gather_lhs_matmul(axes):
     if devices > 1:
         peers = ",".join(str(d) for d in range(mesh.size))
         assert f'xla_replica_ids = "{peers}"' in text
-        # All that XLA places beside the operands is a multiple of NCCL's window alignment (primitives/semaphores.py).
+        # The size of each buffer that XLA adds is a multiple of NCCL's window alignment (primitives/semaphores.py).
         (flags,) = set(re.findall(r"tensor<(\d+)xi32>", text))
         assert int(flags) * 4 % 4096 == 0
 
 
 def test_matmul():
-    # A size near measured ones: the chooser takes the kernel.
+    # A size near measured ones: the chooser selects the kernel.
     lhs, rhs = jax.ShapeDtypeStruct((1024, 4096), jnp.float16), jax.ShapeDtypeStruct((4096, 2048), jnp.float16)
     lowered = jax.jit(overlap.matmul).trace(lhs, rhs).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

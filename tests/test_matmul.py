@@ -117,7 +117,7 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
 def test_calls_outside_jit_trace_their_kernel_once(monkeypatch):
     traced, launch = [], ProductKernel.launch
     monkeypatch.setattr(ProductKernel, "launch", lambda self, *a: traced.append(self.name) or launch(self, *a))
-    lhs, rhs = normal(8, 136, 72), normal(9, 72, 136)  # Sizes that no other test has.
+    lhs, rhs = normal(8, 136, 72), normal(9, 72, 136)  # No other test uses these sizes, so the kernel is traced here.
     with emulate(cores=2):
         for _ in range(3):
             overlap.matmul(lhs, rhs, implementation="fused")

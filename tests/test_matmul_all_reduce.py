@@ -1,6 +1,6 @@
-"""`matmul_all_reduce` in both its forms: emulated on CPU devices (numerics, bits, meshes, types), and the same by XLA.
+"""Both forms of `matmul_all_reduce`: emulated on CPU devices (numerics, bits, meshes, types), and with XLA.
 
-What it has in common with `matmul_reduce_scatter` is tested with that as well: `test_scatter_*.py`.
+`test_scatter_*.py` tests what it has in common with `matmul_reduce_scatter`.
 """
 
 import jax
@@ -19,14 +19,14 @@ from tests.test_matmul_reduce_scatter import BY_XLA, KEYWORDS, LAYOUTS, SETTINGS
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 ONCE = SMALL.replace(one_shot=True)
-# Each device sums up a block of rows or of columns, or all of it.
+# Each device sums a block of rows or of columns, or the whole result.
 FORMS = ["rows", "columns", "one shot"]
 
 
 def shape(form, devices, rows=24, columns=40, *, odd=True):
-    """m and n of a result of which each device sums up so many rows and columns; `columns`: 8 times a prime number.
+    """m and n of a result of which each device sums `rows` × `columns`; `columns`: 8 times a prime number.
 
-    Where it is to be columns, there is one row more, so that the devices do not divide them, if that is `odd`.
+    For blocks of columns, `odd` adds one row, so that the devices cannot split the rows.
     """
     if form == "columns":
         return rows + (odd and rows % devices == 0), columns * devices
@@ -34,7 +34,7 @@ def shape(form, devices, rows=24, columns=40, *, odd=True):
 
 
 def check_form(form, layer, mesh, arrays, *, config=SMALL, **settings):
-    """`check`, and that it is this form."""
+    """`check`, and that the kernel uses this form."""
     result = check(layer, mesh, arrays, config=config.replace(one_shot=form == "one shot"), **settings)
     blocks = layer.blocks(*result.shape[-2:], mesh.size, arrays["lhs"].dtype)
     assert mesh.size == 1 or form == "one shot" or form == {"m": "rows", "n": "columns"}[blocks]
@@ -74,7 +74,7 @@ def test_exact_on_any_number_of_devices(devices, form):
 )
 def test_layouts(left, right, form):
     layer = Layer(EVERYWHERE, transpose_lhs=left, transpose_rhs=right)
-    # (If the right operand is transposed, 4 columns of float32 are a block.)
+    # For a transposed right operand, 4 columns of float32 are a block.
     given = layer.integers(2, *shape(form, 2, 72, 68 if form == "rows" else 40, odd=False), 72)
     check_form(form, layer, make_mesh(x=2), given)
 
@@ -105,7 +105,7 @@ def test_one_row_or_a_few_columns_for_each_device(form):
 
 
 def test_rows_of_one_warpgroup_alone():
-    """The other one has no rows of the tile to compute or to send."""
+    """The other warpgroup has no rows of the tile to compute or to send."""
     layer = Layer(EVERYWHERE, dtype=BF16, activation=jax.nn.relu)
     for m in (1, 72):
         config = SMALL.replace(tile_m=128, tile_n=64)
@@ -120,7 +120,7 @@ def test_float8_with_scales_of_each_device(kinds, form):
     check_form(form, layer, make_mesh(x=2), arrays, config=SMALL.replace(tile_k=128))
 
 
-# `test_keywords.py` has them with blocks of columns.
+# `test_keywords.py` tests these with blocks of columns.
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -146,7 +146,7 @@ def test_leading_dimensions(form):
 
 
 def test_leading_dimensions_are_more_rows():
-    """One token of each of 24 sequences takes no more products than 24 tokens of one."""
+    """One token of each of 24 sequences takes as many products as 24 tokens of one sequence."""
     layer, mesh, work = Layer(EVERYWHERE), make_mesh(x=2), []
     for lead, m in (((), 24), ((24,), 1), ((4, 3), 2)):
         arrays = layer.integers(2, m, 40, 24, lead=lead, extras=("lhs_scale", "rhs_scale"))
@@ -159,7 +159,7 @@ def test_leading_dimensions_are_more_rows():
 
 @pytest.mark.parametrize(("dtype", "form"), [(BF16, "rows"), (F16, "one shot")])
 def test_parts_are_rounded_once_before_they_travel(dtype, form):
-    """The own one is not where one device adds up for all, and is where each does so: else these had other bits."""
+    """In one shot all devices sum, and round their own parts too, for the same bits; in blocks only peers' parts."""
     arrays = (layer := Layer(EVERYWHERE, dtype=dtype)).integers(3, *shape(form, 3), 72, dtype=dtype)
     arrays["lhs"] = arrays["lhs"] * (37 if dtype == BF16 else 301)
     check_form(form, layer, make_mesh(x=3), arrays)
@@ -205,7 +205,7 @@ def test_all_devices_and_all_launches_agree_bit_for_bit(form):
 
 @pytest.mark.parametrize(("over", "form"), [("cluster", "one shot"), ("warpgroup", "rows")])
 def test_one_axis_of_a_larger_mesh_whatever_the_axes_are_called(over, form):
-    """The devices along the other axis have other operands, so that a part from another group shows."""
+    """The devices along the other axis have other operands, so that a part from another peer group shows."""
     mesh, layer = make_mesh(cluster=2, warpgroup=2), Layer(EVERYWHERE, axis=over)
     (other,), config = {"cluster", "warpgroup"} - {over}, ONCE if form == "one shot" else SMALL
     arrays = layer.integers(2, *shape(form, 2), 24)
@@ -280,14 +280,14 @@ def test_what_differs_by_its_type_is_refused_by_the_kernel_and_served_by_xla(nam
     assert_exact(call(None), np.stack([exact, 2 * exact if name == "activation" else exact + 1]))
 
 
-# --- By XLA -----------------------------------------------------------------------------------------------------------
+# --- With XLA ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("extras", "lead", "rhs_lead"), BY_XLA[2:4])
 def test_by_xla_with_every_keyword(extras, lead, rhs_lead):
     transposed, activation = len(extras) > 2, jax.nn.relu if "bias" in extras else None
     layer = Layer(EVERYWHERE, transpose_lhs=transposed, transpose_rhs=transposed, activation=activation)
-    # Sizes and a dtype that the fused kernel does not take.
+    # Sizes and a dtype that the fused kernel does not support.
     arrays = layer.integers(2, 10, 6, 5, extras=extras, lead=lead, rhs_lead=rhs_lead, dtype=F32)
     check(layer, make_mesh(x=2), arrays, implementation="xla" if lead else None)
 

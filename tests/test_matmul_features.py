@@ -1,4 +1,4 @@
-"""What `matmul` can do beyond lhs @ rhs, emulated: forms, epilogues, batches, f8, split k, transformations."""
+"""Features of `matmul` beyond lhs @ rhs, emulated: forms, epilogues, batches, f8, split k, transformations."""
 
 import itertools
 
@@ -48,7 +48,7 @@ RAGGED = [(1, 8, 8), (16, 40, 72), (130, 264, 136), (257, 136, 200)]
 @pytest.mark.parametrize(("left", "right"), FORMS)
 def test_ragged(shape, left, right):
     m, n, k = shape
-    m += -m % 8 if left else 0  # The rows of an operand are multiples of 16 bytes.
+    m += -m % 8 if left else 0  # The rows of an operand have multiples of 16 bytes.
     lhs, rhs = normal(40, *((k, m) if left else (m, k))), normal(41, *((n, k) if right else (k, n)))
     rows, addend = jnp.exp(normal(42, m, 1, dtype=jnp.float32)), normal(43, m, n)
     extra = dict(bias=normal(44, n, dtype=jnp.float32), addend=addend, lhs_scale=rows)
@@ -96,7 +96,7 @@ EPILOGUES = {
 def test_epilogues(name, split):
     limit = (
         6e-3 if name in ("all", "activation", "addend") else None
-    )  # The addend is taken in the result's dtype; tanh is approximate.
+    )  # The addend is converted to the result's dtype; tanh is approximate.
     config = overlap.Config.of(tile_n=128, split_k=split, epilogue_tile_n=64)
     check(normal(17, 256, 256), normal(18, 256, 256), config=config, limit=limit, **EPILOGUES[name])
 
@@ -125,7 +125,7 @@ def test_leading_dimensions(lhs_batch, rhs_batch, addend_batch):
 
 
 def test_leading_dimensions_are_more_rows_where_they_can_be():
-    """A token of each of many sequences takes one tile, not one for each."""
+    """A token of each of many sequences takes one tile, not one tile per sequence."""
     lhs, rhs, addend = normal(24, 24, 1, 128), normal(25, 128, 128), normal(26, 24, 1, 128)
     scale = jnp.exp(normal(27, 24, 1, 1, dtype=jnp.float32))
     work = []
@@ -135,7 +135,7 @@ def test_leading_dimensions_are_more_rows_where_they_can_be():
         work.append(run.counts["wgmmas"])
     assert work[0] == work[1] > 0
     check(lhs, rhs, addend=addend, lhs_scale=scale, activation=jax.nn.relu, config=SMALL, limit=6e-3)
-    # An addend that all of them share is none of the rows of one matrix.
+    # An addend that all elements share cannot be part of one matrix of all rows.
     check(lhs, rhs, addend=addend[0], lhs_scale=scale[0], config=SMALL, limit=6e-3)
 
 

@@ -1,4 +1,4 @@
-"""`matmul_reduce_scatter`: emulated on CPU devices (numerics, meshes, loops), and the same by XLA."""
+"""`matmul_reduce_scatter`: emulated on CPU devices (numerics, meshes, loops), and with XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def test_layouts(left, right, along):
     check(layer, make_mesh(x=2), layer.integers(2, 2 * 72, 2 * 72, 72))
 
 
-SETTINGS = {  # a configuration, and how it is run
+SETTINGS = {  # A configuration, and the settings of the emulation.
     "one core": (SMALL, {"cores": 1}),
     "many cores": (SMALL, {"cores": 7, "completion": "random"}),
     "one CTA at a time": (SMALL, {"cores": 4, "resident": 1, "seed": 3}),
@@ -146,7 +146,7 @@ def test_leading_dimensions(along, transposed):
     arrays = layer.integers(2, 2 * 72, 2 * 40, 24, lead=(1, 2), extras=(*EVERY, "addend"))
     actual = check(layer, make_mesh(x=2), arrays)
     assert actual.shape == (1, 2, 2 * 72, 2 * 40)
-    arrays["lhs_scale"] = arrays["lhs_scale"][:, 0, 0]  # The same for all of them: [D, m, 1].
+    arrays["lhs_scale"] = arrays["lhs_scale"][:, 0, 0]  # The same scales for all elements: [D, m, 1].
     spread = jnp.broadcast_to(arrays["lhs_scale"][:, None, None], (2, 1, 2, 2 * 72, 1))
     with emulate(cores=2):
         actual = layer.mapped(make_mesh(x=2), arrays)(arrays)
@@ -191,7 +191,7 @@ def test_launches_agree_bit_for_bit_whoever_is_first(along):
 
 @pytest.mark.parametrize(("over", "along"), alternating(["cluster", "warpgroup"]))
 def test_one_axis_of_a_larger_mesh_whatever_the_axes_are_called(over, along):
-    """The devices along the other axis have other operands, so that a part from another group shows."""
+    """The devices along the other axis have other operands, so that a part from another peer group shows."""
     mesh, layer = make_mesh(cluster=2, warpgroup=2), Layer(along, axis=over)
     (other,) = {"cluster", "warpgroup"} - {over}
     arrays = layer.integers(2, 48, 48, 24)
@@ -220,7 +220,7 @@ def test_tuples_of_axes_and_permuted_devices(case, along):
     size = 16 * case.size
     arrays = layer.integers(case.size, size, size, 24, extras=EVERY)
     check(layer, case.mesh(), arrays)
-    # Blocks lie where `lax.psum_scatter` puts them.
+    # Blocks have the same place as with `lax.psum_scatter`.
     assert_exact(layer.mapped(case.mesh(), arrays, layer.plain)(arrays), layer.expected(arrays, case.size))
 
 
@@ -241,9 +241,9 @@ def test_in_a_loop_with_operands_that_change(along):
         assert not np.asarray(layer.mapped(make_mesh(x=3), arrays, body, P())(arrays)).any()
 
 
-# --- By XLA -----------------------------------------------------------------------------------------------------------
+# --- With XLA ---------------------------------------------------------------------------------------------------------
 
-BY_XLA = [  # what is given, leading dimensions of lhs and of rhs
+BY_XLA = [  # The given operands, and the leading dimensions of lhs and rhs.
     (("addend",), (), ()),
     (("addend", *EVERY), (), ()),
     (("addend", *EVERY), (2,), ()),
@@ -258,7 +258,7 @@ def test_by_xla_with_every_keyword(extras, lead, rhs_lead, along, implementation
     transposed = along == "n"
     activation = jax.nn.relu if "bias" in extras else None
     layer = Layer(along, transpose_lhs=transposed, transpose_rhs=transposed, activation=activation)
-    # Sizes and a dtype that the fused kernel does not take.
+    # Sizes and a dtype that the fused kernel does not support.
     arrays = layer.integers(2, 10, 6, 5, extras=extras, lead=lead, rhs_lead=rhs_lead, dtype=F32)
     check(layer, make_mesh(x=2), arrays, implementation=implementation)
 
@@ -275,7 +275,7 @@ def test_nothing_to_multiply():
         for m, n in ((0, 8), (8, 0)):
             layer = Layer(along, dtype=BF16)
             check(layer, make_mesh(x=2), layer.integers(2, m, n, 8), implementation=None)
-        # (jax 0.11 cannot compile a program whose sharded arguments are all empty.)
+        # jax 0.11 cannot compile a program whose sharded arguments are all empty.
         no_products = trace(struct(8, 0), struct(0, 8), scatter_dimension=ALONG.index(along))
         assert no_products.shape == ((4, 8) if along == "m" else (8, 4))
 

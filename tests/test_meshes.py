@@ -47,7 +47,7 @@ LAYOUTS = [
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
-# The ring differs in that a device sends to the one before it: fewer layouts show all that can go wrong there.
+# On the ring, a device sends to the one before it. Fewer layouts show everything that can go wrong there.
 CASES = [*((case, "pull") for case in LAYOUTS), *((case, "ring") for case in (*LAYOUTS[::3], layout("x", x=6)))]
 
 
@@ -150,7 +150,7 @@ def test_me_counts_as_all_gather_does(axes):
         gathered = lax.all_gather(group.me(), axes)
         return jnp.concatenate([gathered, jnp.stack([group.me() - lax.axis_index(axes)])])[None]
 
-    # (Without jit, each operation in it would be compiled by itself.)
+    # Without jit, jax would compile each operation of the function separately.
     out = oracle.on_mesh(mesh, body, (), P(("a", "b", "c")))()
     np.testing.assert_array_equal(np.asarray(out), [[*range(group.size), 0]] * 6)
 
@@ -160,7 +160,7 @@ def test_a_tuple_of_one_axis_is_that_axis():
     assert peer_group_of("op", ("x",), mesh) == peer_group_of("op", ["x"], mesh) == peer_group_of("op", "x", mesh)
 
 
-# ---- What the tests above would catch: seeded defects ----------------------------------------------------------------
+# ---- Injected defects: the tests above would detect them -------------------------------------------------------------
 
 
 def take_ids_of_devices(patch, order):
@@ -200,7 +200,7 @@ def fails(case):
 
 
 def test_ids_of_devices_are_no_logical_ids(monkeypatch):
-    """The framework's logical id is the position in the mesh, so a kernel must not take the id of the device there."""
+    """The logical id of a device is its position in the mesh, so a kernel must not use the device's own id there."""
     take_ids_of_devices(monkeypatch, PERMUTED)
     assert fails(layout("x", PERMUTED, x=4))
 
@@ -213,7 +213,7 @@ def test_ids_of_devices_serve_where_they_are_positions(monkeypatch):
 @pytest.mark.filterwarnings("ignore:device_id_type is deprecated")
 def test_a_position_is_a_logical_id_on_one_axis_only(monkeypatch):
     take_the_position_for_a_logical_id(monkeypatch)
-    check(layout("x", PERMUTED, x=4))  # The whole mesh: right, however its devices are permuted.
+    check(layout("x", PERMUTED, x=4))  # On the whole mesh the result is right, however its devices are permuted.
     check(layout(("a", "b"), PERMUTED, a=2, b=2))
     assert fails(layout("b", a=2, b=2))
     assert fails(layout(("b", "a"), a=2, b=2))
@@ -222,7 +222,7 @@ def test_a_position_is_a_logical_id_on_one_axis_only(monkeypatch):
 @pytest.mark.parametrize(
     ("defect", "over"), [(count_in_the_order_of_the_mesh, ("b", "a")), (reach_into_the_first_ring, "b")]
 )
-def test_seeded_defects(defect, over, monkeypatch):
+def test_injected_defects(defect, over, monkeypatch):
     defect(monkeypatch)
     assert fails(layout(over, a=2, b=3))
 
@@ -255,7 +255,7 @@ def ids_for_xla(text):
 
 @pytest.mark.parametrize(("case", "transport"), CASES, ids=str)
 def test_xla_is_given_positions(case, transport, hopper):
-    """And Mosaic can work out on the host whom a device sends to, along any axes."""
+    """Mosaic can compute on the host to which device each device sends, along any axes."""
     mesh = case.mesh()
     assert ids_for_xla(lowered(case, mesh, transport=transport)) == list(range(mesh.size))
 
@@ -266,10 +266,10 @@ def test_xla_is_given_positions_of_an_abstract_mesh(hopper):
 
 
 def test_jax_alone_would_refuse_a_permuted_mesh(hopper, monkeypatch):
-    """If this fails, jax has learnt it, and `overlap/primitives/clique.py` is needed for several hosts only."""
+    """If this fails, jax supports permuted meshes: `primitives/clique.py` is then needed for several hosts only."""
     _compat.apply(clique.IN_CLIQUES)
     rule = registration.mpmd_map_mgpu_lowering_rule
-    # Otherwise the kernel's own check, that jax is prepared, would raise.
+    # Otherwise the kernel's own check that jax is prepared would raise first.
     monkeypatch.setattr(rule.__wrapped__, "lowers_by_cliques", True, raising=False)
     monkeypatch.setattr(registration, "mpmd_map_mgpu_lowering_rule", rule.__wrapped__)
     case = layout("x", PERMUTED, x=4)
@@ -306,7 +306,7 @@ def test_a_kernel_without_peers_takes_any_devices(hopper):
 @TRANSPORTS
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 2, "b": 3}], ids=str)
 def test_assembled_over_both_axes_in_reverse_of_permuted_devices(sizes, transport):
-    """The assembled kernel needs no more registers or shared memory than along one axis, and does not spill."""
+    """The kernel needs no more registers or shared memory than along one axis, and does not spill."""
     given, devices = {"transport": transport}, math.prod(sizes.values())
     along_one = assembly.Case("tests.several_sides_cases:assembled", devices=devices, config=given)
     along_both = assembly.Case("tests.mesh_cases:reversed_axes_of_permuted_devices", mesh=sizes, config=given)

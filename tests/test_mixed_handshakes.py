@@ -1,7 +1,7 @@
-"""Launches that need one neighbour's memory, then launches that need all peers': none is taken for another.
+"""Launches that need one neighbour's memory, then launches that need all peers': no launch mistakes one for the other.
 
-Who has needed one neighbour leaves without a word of the others: their beacons may still be raised. So the key says
-which peers a launch looks for.
+A device that needs only one neighbour leaves without waiting for the others, whose beacons may still be raised. So the
+key of the beacon also says which peers a launch looks for.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from tests import sequences
 from tests.sequences import Call, Trial, layout
 
 THREE, SEEDS = layout(x=3), 6
-# Their handshakes have flags at the same addresses.
+# The handshakes of these kernels have flags at the same addresses.
 MIXED = {
     "sums": (("scatter by ring", (16, 64, 64)), ("scatter m", (16, 64, 64))),
     "gather, then sums": (("ring", (136, 64, 64)), ("one shot", (72, 40, 72))),

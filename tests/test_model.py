@@ -1,4 +1,4 @@
-"""The model that ranks configurations: what it is fitted to, what its choices lose; and how that is measured."""
+"""The model that ranks configurations: the data it is fitted to, the loss of its choices, and how both are measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drawn(count: int, seed: int = 0, **given: float | bool) -> list[Problem]:
     return [model_tasks.draw_problem(chance, **wanted) for _ in range(count)]  # pyright: ignore[reportArgumentType]
 
 
-# --- What is measured -------------------------------------------------------------------------------------------------
+# --- Measurements -----------------------------------------------------------------------------------------------------
 
 
 def test_tasks_are_drawn_from_the_whole_space_and_can_run():
@@ -70,7 +70,7 @@ def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
     others = [row for name, row in rows.items() if name != wrong]
     assert len(others) == 2 and all(row["status"] == "ok" and row["samples"] == 2 for row in others)
     assert all(float(row["us"]) > 0 for row in others)
-    # What differs from XLA's result is no time.
+    # A configuration whose result differs from XLA's has no time.
     again = worker.measure(worker.compile(task), loop, expected + 1, difference)
     assert all(row["status"].startswith("wrong") for row in again if row["config"] != wrong)
 
@@ -79,7 +79,7 @@ def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
 
 
 def synthetic(with_rates: Rates, noise: float = 0.03) -> fit_model.Times:
-    """Times as of a device with such rates."""
+    """Times as of a device with the given rates."""
     times, chance = fit_model.Times(), random.Random(5)
     for problem in drawn(30, 7, aligned=1.0, few_rows=0.0, bfloat16_only=True):
         for config in model_tasks.draw_configs(chance, problem):
@@ -107,7 +107,7 @@ def test_the_rates_lie_beside_the_code_and_are_all_there():
     assert fit_model.FREE.keys() <= fitted.keys()
 
 
-# --- What choices lose ------------------------------------------------------------------------------------------------
+# --- The loss of the choices ------------------------------------------------------------------------------------------
 
 
 def test_the_held_out_problems_are_none_of_those_fitted_to():
@@ -118,7 +118,7 @@ def test_the_held_out_problems_are_none_of_those_fitted_to():
 
 
 def test_choices_lose_little_on_problems_that_the_model_has_not_seen():
-    """Of measurements that are kept: they change with the model, and not with this machine."""
+    """Uses stored measurements, so the result depends on the model and not on this machine."""
     times = fit_model.load(fit_model.HELD_OUT)
     lost = [loss for loss, _ in fit_model.losses(times).values()]
     assert statistics.mean(lost) <= 0.03 and fit_model._at(lost, 0.95) <= 0.11
@@ -144,6 +144,6 @@ def test_more_work_takes_longer(schedule):
         return model.predicted_us(config, Problem("matmul", m, n, k, "bfloat16", "bfloat16"), TARGET)
 
     assert us(4096, 4096, 4096) < us(8192, 4096, 4096) < us(8192, 4096, 8192)
-    # Of short products the stores count; who takes turns hides them.
+    # For small k, the time of the stores counts; with the pingpong schedule it is hidden.
     short, long = (us(8192, 8192, 512), us(8192, 8192, 1024))
     assert short < long and (long < 1.75 * short) == (schedule == "cooperative")

@@ -1,4 +1,4 @@
-"""What the two packages hold, by the build backend itself, in this process: no network is needed."""
+"""The contents of the two packages, built by the build backend in this process: no network is needed."""
 
 import pathlib
 import subprocess
@@ -14,16 +14,16 @@ from hatchling.builders.wheel import WheelBuilder
 import overlap
 
 pytestmark = pytest.mark.one_jax
-# The tests do without: it calls `make test` on the machines that check what is submitted.
+# The tests do not need this file: it calls `make test` on the CI machines.
 NOT_IN_THE_SDIST = {".ci/run"}
 
 
 def test_the_sdist_holds_what_its_tests_need(repository, tmp_path):
-    """Everything that git keeps: a test may import, open or run any of it."""
+    """The sdist has every file in git: a test may import, open or run any of them."""
     git = subprocess.run(["git", "ls-files", "-z"], cwd=repository, capture_output=True, text=True, check=False)
     if not (repository / ".git").exists() or git.returncode:
         pytest.skip("needs a checkout: this is a copy without .git, or git does not read it")
-    # (A file may be deleted here and not yet in git.)
+    # A file may be deleted here but not yet in git.
     kept = {name for name in git.stdout.split("\0") if name and (repository / name).exists()}
     assert len(kept) > 500 and kept > NOT_IN_THE_SDIST
     (sdist,) = SdistBuilder(str(repository)).build(directory=str(tmp_path), versions=["standard"])

@@ -1,4 +1,4 @@
-"""Warpgroups that take turns (`Config.schedule`): exact results, clean protocols, and each seeded defect noticed."""
+"""Warpgroups that take turns (`Config.schedule`): exact results, clean protocols; each injected defect is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from overlap.kernels.target import Target
 from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL
 from tests.blackwell_cases import B200
-from tests.pingpong_defects import HARMLESS, SEEDED
+from tests.pingpong_defects import HARMLESS, INJECTED
 from tests.product_cases import check_exactly, in_f32, integers, oracle_of, work_of
 from tests.protocol_cases import FEW, JOINED, ONE, PULL, SUMS, WEIGHTS, Kernel, of_rows, of_sums, of_weights
 
@@ -37,7 +37,7 @@ EPILOGUE = dict(
 )  # fmt: skip
 LAYOUTS = [dict(transpose_lhs=left, transpose_rhs=right) for left, right in itertools.product((False, True), repeat=2)]
 RAGGED = (200, 264, 328)
-CASES = {  # cores, shape, config, what else
+CASES = {  # cores, shape, config, further arguments
     "64 x 128": (2, RAGGED, TURNS, {}),
     "64 x 256": (2, RAGGED, TURNS.replace(tile_n=256), {}),
     "128 x 128": (1, RAGGED, TURNS.replace(tile_m=128), {}),
@@ -76,7 +76,7 @@ def test_every_bit(case):
 
 
 def test_launches_in_a_row():
-    """Of seven tiles the first warpgroup has four: barriers begin anew with each launch."""
+    """The first warpgroup has four of the seven tiles: barriers start anew with each launch."""
     xs, w = integers(15, 3, 7 * 64, 200), integers(16, 200, 200)
 
     def step(w, x):
@@ -136,29 +136,29 @@ FUSED = {
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_operations_are_clean(name):
     kernel = FUSED[name]()
-    # Copies that are fast, and tiles for each CTA that go on and on; then others.
+    # First fast copies with many tiles per CTA; then other settings.
     kernel.run(cores=2 if "cluster" in name else 1, completion="eager", scheduler="pct", seed=1)
     kernel.run(cores=3, completion="random", scheduler="random", seed=2)
 
 
 @pytest.mark.parametrize("name", ["scatter m", "ring m", "one shot"])
 def test_one_cta_at_a_time_is_enough(name):
-    """Tiles are drawn: who has not started holds none of them."""
+    """Tiles are drawn, so a CTA that has not started holds none."""
     FUSED[name]().run(cores=3, resident=1, scheduler="pct", completion="random")
 
 
 @pytest.mark.xfail(raises=EmulationError, strict=True, reason="boxes are read of which no rows were sent")
 @pytest.mark.parametrize("config", [TALL, TOGETHER], ids=["in turn", "together"])
 def test_one_shot_of_fewer_rows_than_a_block(config):
-    """A part has 128 rows and comes as 16; `term_values` reads all of it, though no row of its second block is kept."""
+    """16 of a part's 128 rows arrive. `term_values` reads all 128, although no row of the second block is kept."""
     of_sums("one shot", config, 2, block=(16, 136)).run(cores=2)
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int, addend: bool = False) -> Kernel:
-    """A product alone, traced anew: `overlap.matmul` would reuse what it has traced before."""
+    """Traces the kernel of a plain product anew; `overlap.matmul` would reuse an earlier trace."""
     (m, n, k), plan = shape, LaunchPlan(MATMUL, PLAIN, jnp.float32, Target("cpu", "cpu", cores), config)
     lhs, rhs, more = integers(1, m, k), integers(2, k, n), integers(3, m, n) if addend else None
     function = jax.jit(lambda *given: product.launch(Operands(lhs, (rhs,), addends=given or None), plan))
@@ -169,7 +169,7 @@ def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int, ad
     )
 
 
-# Three k steps in two slots: where a tile begins is another slot than for the tile before.
+# Three k steps in two stages: each tile begins in a different stage than the previous tile.
 PROGRAMS = {  # cores, kernel
     "one": (1, lambda: launched(TURNS, (320, 128, 192), 1)),
     "two cores": (2, lambda: launched(TURNS, (640, 128, 192), 2)),
@@ -196,9 +196,9 @@ def test_programs_without_defects_are_clean(program):
     run_some(kernel(), cores, 3)
 
 
-@pytest.mark.parametrize(("program", "words", "defect"), SEEDED.values(), ids=SEEDED)
-def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
-    """By the emulator, or by the numbers."""
+@pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
+def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
+    """The emulator reports the defect, or the numbers differ."""
     defect(monkeypatch)
     cores, kernel = PROGRAMS[program]
     with pytest.raises((EmulationError, AssertionError), match=words):
@@ -207,7 +207,7 @@ def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
 
 @pytest.mark.parametrize(("program", "change"), HARMLESS.values(), ids=HARMLESS)
 def test_what_does_no_harm(program, change, monkeypatch):
-    """If one of these is reported one day, it belongs among the defects."""
+    """If one of these changes is ever reported, move it to the defects."""
     change(monkeypatch)
     cores, kernel = PROGRAMS[program]
     run_some(kernel(), cores, 4)

@@ -1,7 +1,7 @@
 """PTX that no emulator runs, word for word, with the reason for each instruction.
 
-Most is for GPUs that have a process each: the emulator is one process. Who changes a text here has to say why it is
-right, and to run tests/multi_gpu/, also under mpirun.
+Most of these texts are for GPUs with a process each, and the emulator is one process. If you change a text here, say
+why the new text is right, and run tests/multi_gpu/, also under mpirun.
 """
 
 import functools
@@ -21,9 +21,9 @@ from overlap.primitives.addresses import TABLE_FLAGS
 from tests import oracle
 from tests.mesh_cases import layout
 
-# The kernel that tells the addresses zeroes the flags behind the table, as XLA would: by 128 threads, each of them the
-# words at its own distance from the beginning ($0, of flags of 4 bytes). Plain stores will do: it is the only kernel
-# that knows this memory yet, and the one that reads it is launched behind it on the same stream.
+# The kernel that writes the addresses zeroes the flags behind the table, as XLA would. 128 threads do it, each at its
+# own offset from the start ($0, flags of 4 bytes). Plain stores suffice: no other kernel uses this memory yet, and the
+# kernel that reads it is launched later on the same stream.
 ZEROES = r"""{
 \.reg \.b32 thread;
 \.reg \.b64 mine;
@@ -31,16 +31,16 @@ mov\.u32 thread, %tid\.x;
 mad\.wide\.u32 mine, thread, 4, \$0;
 (?:st\.global\.b32 \[mine\+\d+\], 0;
 )+}"""
-# An entry of the table, of 8 bytes: an address, or the rank. All threads store the same value, so it does not matter
-# which of them is last.
+# A table entry of 8 bytes: an address, or the rank. All threads store the same value, so the order does not matter.
 ENTRY = r"st\.global\.b64 \[\$0\+(\d+)\], \$1;"
-# In the other kernel, by one warp: an address that peers have been told ($0) must be the one that this kernel got ($1).
-# `ne`, as any difference counts; all 64 bits; the trap is an error of the program instead of a wrong number at a peer.
+# In the fused kernel, by one warp: the address that peers were told ($0) must be the address that this kernel received
+# ($1). `ne`: any difference counts, in all 64 bits. The trap makes the program fail instead of corrupting a peer's
+# memory.
 REQUIRES = r"{ \.reg \.pred differ; setp\.ne\.b64 differ, \$0, \$1; @differ trap; }"
 
 
 def texts_of(processes, **keywords):
-    """All texts of a program for four GPUs, of one process or one each."""
+    """All PTX texts of a program for four GPUs, in one process or one process per GPU."""
     found = []
     emit = mgpu_utils.inline_ptx
 
@@ -75,7 +75,7 @@ def test_the_flags_are_zeroed(texts):
 
 def test_the_table_is_stored(texts):
     places = [int(found[1]) for text in texts if (found := re.fullmatch(ENTRY, text))]
-    # The rank, where the two buffers are themselves, and their addresses on the four peers: each entry once.
+    # The rank, the addresses of the two buffers here, and their addresses on the four peers: each entry once.
     assert sorted(places) == [0, 8, 16, *range(32, 32 + 8 * 2 * 4, 8)]
 
 
@@ -84,11 +84,11 @@ def test_the_table_is_checked(texts):
 
 
 def test_a_warp_arrives_at_the_barriers_of_a_cluster():
-    """Pallas's own arrival, which the emulator knows; what it becomes on a GPU is ours (`CLUSTER_ARRIVALS`)."""
+    """Pallas's own arrival, which the emulator knows; on a GPU our code replaces it (`CLUSTER_ARRIVALS`)."""
     config = overlap.Config(cluster=2)
     found = {" ".join(text.split()) for text in texts_of(1, transport="ring", config=config) if "mbarrier" in text}
-    # $0: this lane's number is that of a CTA concerned; $1: the barrier here; $2: the lane. `mapa` gives the address of
-    # the same barrier in that CTA; the release at cluster scope is what the wait acquires.
+    # $0: whether this lane's number is that of a CTA concerned; $1: the barrier here; $2: the lane. `mapa` gives the
+    # address of the same barrier in that CTA. The waiting CTA acquires what this arrival releases at cluster scope.
     assert (
         "{ .reg .b32 there; @$0 mapa.shared::cluster.u32 there, $1, $2; "
         "@$0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"

@@ -1,4 +1,4 @@
-"""Kernels of one's own made of `overlap.primitives`: the examples, emulated, with defects, and assembled."""
+"""Users' own kernels made of `overlap.primitives`: the examples, emulated, with defects, and assembled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import assembly, oracle
 from tests.assembly import Case
 from tests.primitive_cases import KERNELS, program
 
-# Two rows of 8 KB make a chunk of the gather; three tiles have one without an edge.
+# The gather's chunks are two rows of 8 KB. With three tiles, one has no edge.
 SHARDS = {"all_gather": (4, 2048), "all_gather, handshake": (4, 2048), "halo_exchange": (24, 128)}
 program = functools.cache(program)
 
@@ -43,7 +43,7 @@ def nothing(*_, **__):
 
 
 def plain_wait(flag, value, *_, **__):
-    """At the right scope, but without the proxy fence."""
+    """Waits at the right scope, but without the proxy fence."""
     prim.semaphores.plgpu.semaphore_wait(flag, value, decrement=False)
 
 
@@ -63,7 +63,7 @@ DEFECTS = {
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize("name", ["all_gather", "halo_exchange"])
 def test_defects_are_found(name, defect, monkeypatch):
-    """In one of four runs at the latest."""
+    """Each is reported in one of at most four runs."""
     replaced, replacement, expected = DEFECTS[defect]
     monkeypatch.setattr(prim, replaced, replacement)
     spoilt = program.__wrapped__(name, 3, SHARDS[name])
@@ -104,7 +104,7 @@ def test_the_examples_are_assembled(kernel, target, devices):
 
 
 def test_the_examples_run_as_programs(repository):
-    """Both in one process, which saves the start of another."""
+    """Both run in one process, which saves starting another."""
     program = "import sys, all_gather, halo_exchange; sys.exit(all_gather.main() + halo_exchange.main())"
     command = [sys.executable, "-c", program, "--devices", "2"]
     paths = os.pathsep.join([str(repository), str(repository / "examples")])

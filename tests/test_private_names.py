@@ -1,4 +1,4 @@
-"""docs/private_names.md has every private name of jax that is used, and no other; each exists in the installed jax."""
+"""docs/private_names.md lists exactly the private names of jax that are used; each exists in the installed jax."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_row_says_where_why_which_versions_and_what_instead(uses, table):
 
 
 def test_each_name_exists(table):
-    """In the versions that CI installs; without the optional parts of a machine that has GPUs."""
+    """Checked in the versions that CI installs, without the optional packages of a machine with GPUs."""
     for name in table:
         module, found = name, None
         while found is None:
@@ -52,7 +52,7 @@ def test_each_name_exists(table):
 
 
 def test_only_compat_imports_what_is_hidden(uses):
-    """Elsewhere in the library, undocumented names alone, but for one: the emulator imports nothing of the library."""
+    """Other parts of the library use only undocumented names, except for one hidden name that the emulator reads."""
     for name, places in uses.items():
         hidden = any(part.startswith("_") for part in name.split("."))
         outside = {place for place in places if place.startswith("overlap") and place != "overlap/_compat"}

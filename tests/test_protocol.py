@@ -1,4 +1,4 @@
-"""The library's kernels are clean under many schedules, and each seeded defect in their protocol is reported."""
+"""The library's kernels are clean under many schedules; each injected defect in their protocol is reported."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ NOTHING = lambda *_, **__: None  # noqa: E731
 
 @functools.cache
 def clean(form, config, devices):
-    """A kernel that is traced once for all tests that patch nothing."""
+    """A kernel that is traced once and shared by all tests that patch nothing."""
     return of_rows(form, config, devices)
 
 
@@ -200,13 +200,13 @@ def leave_the_last_scales(patch):
 
 
 def do_not_add_scales_to_the_transfers(patch):
-    """So nobody completes the last transfer."""
+    """Nobody completes the last transfer then."""
     draw_each = communicator.each_drawn
     patch.setattr(communicator, "each_drawn", lambda *args: (draw_each(*args)[0], 0))
 
 
 def take_scales_for_no_transfers(patch):
-    """Whoever completes the last chunk speaks, while scales may be on their way."""
+    """The CTA that completes the last chunk speaks for the device, while scales may still be on their way."""
     do_not_add_scales_to_the_transfers(patch)
     leave, carry = Handshake.leave, communicator.copy_chunks
     chunks = []
@@ -239,13 +239,14 @@ def test_each_defect_of_scales_that_travel_is_reported(form, defect, monkeypatch
 @pytest.mark.parametrize("form", SCALED, ids=str)
 def test_scales_count_as_transfers(form, monkeypatch):
     take_scales_for_no_transfers(monkeypatch)
-    # So few chunks that not every CTA carries one: what it then adds to the count would speak for its scales as well.
+    # There are fewer chunks than CTAs, so some CTAs carry none. If each CTA carried one, adding it to the count
+    # would cover the CTA's scales too, and hide the defect.
     config = CONFIG.replace(chunk_bytes=65536)
     assert "may leave the kernel before" in str(of_rows(form, config).report(cores=6))
 
 
 def test_a_wrong_peer_shows_in_the_numbers(monkeypatch):
-    """Reading another peer's shard is no race, so it is the oracle that has to catch it."""
+    """Reading another peer's shard is not a race, so the comparison with the oracle must detect it."""
     peer = PeerGroup.peer
     monkeypatch.setattr(PeerGroup, "peer", lambda self, distance: peer(self, distance % 2 + 1))
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The protocols of tiles that are cut along k, and of clusters: clean under many schedules, each defect reported."""
+"""The protocols of tiles that are cut along k, and of clusters: clean under many schedules; defects are reported."""
 
 import dataclasses
 import functools
@@ -51,12 +51,12 @@ CASES = {  # devices, cores, (m, n, k) of a shard, config
 
 
 def kernel_of(name):
-    """The kernel of a case, to be traced at its first call, and what it must compute."""
+    """The number of cores, a function that runs the case's kernel (traced at its first call), and the exact result."""
     devices, cores, (m, n, k), config = CASES[name]
     lhs, rhs = integers(1, devices * m, k), integers(2, k, devices * n)
     if devices == 1:
         plan = LaunchPlan(MATMUL, PLAIN, jnp.float32, Target("cpu", "cpu", cores), config)
-        # Not `overlap.matmul`, which would reuse what it has traced before.
+        # `overlap.matmul` would reuse an earlier trace.
         function = jax.jit(lambda a, b: product.launch(Operands(a, (b,)), plan))
     else:
         function = on_mesh(make_mesh(x=devices), lambda a, b: oracle.fused(a, b, config=config))
@@ -75,7 +75,7 @@ def test_clean(name):
 
 
 class Moved:
-    """Stands for a reference, with its indices changed on the way."""
+    """Wraps a reference and changes the indices of each access."""
 
     def __init__(self, ref, move):
         self.ref, self.move = ref, move
@@ -97,7 +97,7 @@ def move_sums(patch, move):
 
 
 def move_flags(patch, *, signalled=lambda *index: index, awaited=lambda *index: index):
-    """Changes which flag is raised and which is waited for."""
+    """Changes which flag is raised and which flag is waited for."""
     make = product_kernel.PartialSums
     patch.setattr(
         product_kernel, "PartialSums", lambda sums, flags: make(sums, types.SimpleNamespace(at=Unresolved(flags)))
@@ -149,7 +149,7 @@ def raise_the_first_workers_flag(patch):
 
 
 def first_of_tile(worker):
-    """In the case "stream k", where tiles have three parts."""
+    """The first worker of the tile; in the case "stream k", tiles have three parts."""
     return worker - lax.rem(worker, 3)
 
 
@@ -253,13 +253,13 @@ def wait_for_a_phantom_flag(patch):
 
 
 def one_rank_waits_for_both(patch):
-    # The ranks have their rows in common, and each loads half of them.
+    # The two ranks share their rows, and each loads half of them.
     at_rank_0 = lambda f: lambda *args: pl.when(lax.axis_index(RANK_AXIS) == 0)(lambda: f(*args))  # noqa: E731
     patch.setattr(communicator, "semaphore_wait", at_rank_0(primitives.semaphore_wait))
 
 
 def each_rank_has_a_counter_of_its_own(patch):
-    """Both carry all chunks."""
+    """Each rank then carries all chunks."""
     flags = communicator.HANDSHAKE_FLAGS
     rank = lambda: lax.axis_index(RANK_AXIS)  # noqa: E731
     patch.setattr(Handshake, "counter", property(lambda self: self.flags.at[handshake._DRAWN + rank()]))
@@ -334,7 +334,7 @@ def add_the_parts_twice(total, sums, parts):
 @pytest.mark.parametrize("mistake", [leave_the_last_part_out, add_the_parts_twice], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["stream k", "all-gather, both"])
 def test_wrong_sums_show_in_the_numbers(name, mistake, monkeypatch):
-    """Whoever waits for all parts and then adds others is no race, so it is the oracle that has to catch them."""
+    """Waiting for all parts and adding others is not a race, so the comparison with the oracle must detect it."""
     monkeypatch.setattr(partial_sums, "_total", functools.partial(mistake, partial_sums._total))
     cores, run_kernel, expected = kernel_of(name)
     with emulate(cores=cores):

@@ -1,4 +1,4 @@
-"""What the README says is so: its code runs on CPU devices at small sizes, its commands parse, its files exist."""
+"""Checks the README: its code runs on CPU devices at small sizes, its commands parse, and its files exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_python_blocks() -> None:
-    """One after the other, each with what those before it have defined."""
+    """Runs the blocks one after the other; each sees the names that earlier blocks define."""
     blocks = [code for language, code in _FENCED.findall(README.read_text()) if language == "python"]
     assert len(blocks) >= 4
     names: dict[str, object] = {}
@@ -38,25 +38,25 @@ def test_python_blocks() -> None:
 
 
 def inline() -> list[str]:
-    """The code spans outside of fenced blocks, each in one line."""
+    """The code spans outside of fenced blocks, each as one line."""
     text = _FENCED.sub("", README.read_text())
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 def calls() -> list[str]:
-    """The spans that call something of this library, with `...` where the text has an ellipsis."""
+    """The spans that call something of this library, with `...` for an ellipsis in the text."""
     return sorted({span.replace("…", "...") for span in inline() if re.search(r"\boverlap(\.\w+)+\(", span)})
 
 
 def called(code: str) -> dict[str, ast.Call]:
-    """The calls of this library in a piece of code, by the name of the function."""
+    """The calls of this library in a piece of code, by function name."""
     nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     return {ast.unparse(node.func).removeprefix("overlap."): node
             for node in nodes if ast.unparse(node.func).startswith("overlap.")}  # fmt: skip
 
 
 def results_of(code: str, names: dict[str, Any]) -> list[Any]:
-    """Runs a span: the value of an expression, or what a statement assigns."""
+    """Runs a span: returns the value of an expression, or what a statement assigns."""
     tree = ast.parse(code)
     if isinstance(tree.body[-1], ast.Expr):
         return [eval(code, names)]
@@ -67,14 +67,14 @@ def results_of(code: str, names: dict[str, Any]) -> list[Any]:
 
 @functools.cache
 def operands() -> dict[str, np.ndarray]:
-    """Whole matrices by the names that the README gives them."""
+    """Whole matrices under the README's names."""
     rng = np.random.default_rng(0)
     names = {"x": (32, 64), "w": (64, 128), "w_gate": (64, 128), "w_up": (64, 256), "h": (32, 128), "w_down": (128, 64)}
     return {name: rng.standard_normal(shape).astype(np.float16) for name, shape in names.items()}
 
 
 def weights_spec(name: str, call: ast.Call) -> tuple[P, P]:
-    """How the weights and the result of a collective are sharded, the rows of `x` being so over "x"."""
+    """How the weights and the result of a collective are sharded, if the rows of `x` are sharded over "x"."""
     if name == "all_gather_lhs_matmul":
         return P(None, "x"), P(None, "x")
     if name == "all_gather_rhs_matmul":
@@ -92,7 +92,7 @@ def test_inline_calls(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = getattr(overlap, name)
     names: dict[str, Any] = {"overlap": overlap, "jnp": jnp}
     if "axis_name" not in inspect.signature(function).parameters:
-        # Whatever is not a collective: `fn` and `args` are a small layer.
+        # Everything else is no collective: `fn` and `args` are a small layer.
         matrix = jnp.ones((64, 64), jnp.bfloat16)
         names |= {"fn": lambda x, w: overlap.matmul(x, w, implementation="fused"), "args": (matrix, matrix)}
         exec(code, names)

@@ -1,6 +1,6 @@
-"""Launches of which only some CTAs run at a time, as where another kernel holds the other cores.
+"""Launches in which only some CTAs run at a time, as when another kernel occupies the other cores.
 
-`resident` is no part of what is traced, so each kernel is traced once for all of them.
+`resident` does not affect tracing, so each kernel is traced once for all values.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def test_any_number_of_ctas_suffices(kernel):
 
 @pytest.mark.parametrize("kernel", ["pull", "joined", "rhs k", "scatter m"])
 def test_work_that_is_dealt_beforehand_is_reported(kernel, monkeypatch):
-    """To all CTAs of the grid, whether they run or not, instead of by a counter."""
+    """Assigns work to all CTAs of the grid in advance, whether they run or not, instead of by a counter."""
 
     def deal(_):
         def dealt(counter, end, previous=None):
@@ -47,9 +47,9 @@ def test_work_that_is_dealt_beforehand_is_reported(kernel, monkeypatch):
 
 
 def test_the_ring_needs_them_all():
-    """Rows leave by the CTA that multiplies them: `RingTransport.needs_all_ctas`."""
+    """The CTA that multiplies rows also forwards them: `RingTransport.needs_all_ctas`."""
     assert RingTransport.needs_all_ctas and not PullTransport.needs_all_ctas
-    # Two rows of three tiles: the second one begins at the last of four CTAs, and all others come to need its rows.
+    # Two rows of three tiles. The second row begins at the last of four CTAs, and all other CTAs come to need its rows.
     form = Form(136, (192,), 136, container=None)
     kernel = of_rows(form, dataclasses.replace(PULL, order_minor="n", order_width=3), transport="ring")
     kernel.run(cores=CORES, laps=2)
@@ -95,5 +95,5 @@ def test_as_many_suffice_as_a_tile_has_parts(name):
     kernel, cores = CUT[name](), 2 * PARTS
     for resident in range(PARTS, cores + 1):
         kernel.run(cores=cores, resident=resident, completion=COMPLETIONS[resident % 3], seed=resident, laps=2)
-    # Fewer do not: so the tiles were cut.
+    # Fewer CTAs do not suffice, which shows that the tiles were cut.
     assert isinstance(kernel.report(seeds=1, cores=cores, resident=PARTS - 1), DeadlockError)

@@ -1,4 +1,4 @@
-"""The protocol of `all_gather_rhs_matmul`: clean under many schedules, and each seeded defect is reported."""
+"""The protocol of `all_gather_rhs_matmul`: clean under many schedules; each injected defect is reported."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ NOTHING = lambda *_, **__: None  # noqa: E731
 
 @functools.cache
 def clean(along, devices):
-    """A kernel that is traced once for all tests that patch nothing."""
+    """A kernel that is traced once and shared by all tests that patch nothing."""
     return of_weights(along, SMALL, devices, m=128, shard=(128, 128))
 
 
 def pull_last(patch, victim, devices):
-    """The communicators of one device begin when all its peers have pulled everything and said so."""
+    """One device's communicators begin after all its peers have pulled everything and said so."""
     await_peers = Handshake.await_peers
 
     def await_late(self):
@@ -133,7 +133,7 @@ def test_each_defect_is_reported(defect, along, monkeypatch):
 
 
 def test_a_part_of_a_tile_that_waits_for_no_block_is_reported(monkeypatch):
-    """A CTA that begins in the middle of a tile has waited for no block before."""
+    """A CTA that begins in the middle of a tile has not waited for the earlier blocks."""
     wait = gathered_rhs._Body._wait_for_block
     forgets = lambda self, flags, tile, k: wait(self, flags, dataclasses.replace(tile, k_first=0), k)  # noqa: E731
     monkeypatch.setattr(gathered_rhs._Body, "_wait_for_block", forgets)
@@ -155,7 +155,7 @@ def test_another_shard_of_the_left_operand_shows_in_the_numbers(monkeypatch):
 
 @pytest.mark.parametrize("along", ALONG)
 def test_a_wrong_peer_shows_in_the_numbers(along, monkeypatch):
-    """Reading another peer's shard is no race, so it is the numbers that have to tell."""
+    """Reading another peer's shard is not a race, so the numbers must show it."""
     peer = PeerGroup.peer
     monkeypatch.setattr(PeerGroup, "peer", lambda self, distance: peer(self, remainder(3 - distance, 3)))
     with pytest.raises(AssertionError):

@@ -10,7 +10,7 @@ from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from tests.rhs_cases import ALONG
 from tests.test_schedule import size_of
 
-WALKS = [  # m, shard of the weights along n, its config: chunks of many rows, of one, of parts of one; ragged
+WALKS = [  # m, shard of the weights along n, config: chunks of many rows, one row, parts of a row; ragged
     (256, (1024, 128), {"tile_n": 128}),
     (200, (1096, 264), {"tile_n": 128, "order_minor": "n", "order_width": 1}),
     (128, (72, 4096), {}),
@@ -29,7 +29,7 @@ def schedules(devices, along):
 
 
 def tiles_of(schedule, config):
-    """(step, m, n) of each CTA's tiles, phantoms included."""
+    """(step, m, n) of each CTA's tiles, including tiles outside the result."""
     along_m, along_n = (config.cluster, 1) if config.cluster_along == "m" else (1, config.cluster)
     for index in range(schedule.tiles):
         step, m, n = schedule.tile(index)
@@ -46,7 +46,7 @@ def test_each_tile_once_and_over_all_of_k(devices, along):
         expected = {(step, m, n) for step in range(shards) for m in range(m_tiles) for n in range(n_tiles)}
         real = [(s, m, n) for s, m, n in tiles_of(schedule, config) if m < m_tiles and n < n_tiles]
         assert len(real) == len(expected) and set(real) == expected
-        # The own columns first, or the own part of each sum; and at no step do two read from the same peer.
+        # The own columns come first, or the own part of each sum. At no step do two devices read from the same peer.
         assert real[0][0] == 0
         for step in range(devices):
             assert sorted(schedule.shard(me, step) for me in range(devices)) == list(range(devices))
@@ -77,7 +77,7 @@ def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(device
                 assert all(0 <= i < size for i, size in zip(flag, schedule.flags_shape, strict=True))
                 lies_in[step, row, column] = flag
                 raised[flag] += 1
-        # All of it, and nothing twice: chunks begin at multiples of their sizes.
+        # Each element once: chunks begin at multiples of their sizes.
         assert all(row % plan.rows == 0 and column % plan.cols == 0 for _, row, column in lies_in)
         assert len(lies_in) == schedule.pulled_chunks == schedule.pulled_shards * plan.chunks
         assert elements == schedule.pulled_shards * plan.shard_rows * plan.shard_cols
@@ -86,7 +86,7 @@ def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(device
             first, last = schedule.columns_of(n)
             if first >= plan.shard_cols:
                 continue
-            # The blocks that a tile waits for are all those that its columns meet.
+            # A tile waits for exactly the blocks that its columns intersect.
             awaited = {schedule.flag(0, 0, c)[2] for c in ((first, last) if schedule.straddles else (first,))}
             assert awaited == {schedule.flag(0, 0, c)[2] for c in range(first, last + 1)}
             waited_for = None
@@ -94,7 +94,7 @@ def test_chunks_fill_the_scratch_once_and_every_wait_is_for_what_it_needs(device
                 source, row = schedule.rows_of_k_step(step, k)
                 if schedule.begins_block(k):
                     waited_for = source, row // schedule.block_rows
-                # Each row that a step loads lies in the block that was last waited for.
+                # Each row loaded in a step lies in the block that was last waited for.
                 last_row = min(row + config.tile_k, plan.shard_rows) - 1
                 assert waited_for == (source, row // schedule.block_rows) == (source, last_row // schedule.block_rows)
                 if source >= 1:

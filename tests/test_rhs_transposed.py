@@ -1,4 +1,4 @@
-"""`all_gather_rhs_matmul` with a transposed left operand, and the gradient of weights, which is such a product."""
+"""`all_gather_rhs_matmul` with a transposed left operand, which includes the gradient of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from tests.product_cases import normal, oracle_of
 from tests.rhs_cases import SMALL, call, fused, product, weights
 from tests.scatter_cases import assert_close
 
-SIZES = [  # along, devices, m of a device, the shard of the weights, configuration
+SIZES = [  # along, devices, m per device, shape of a shard of the weights, config
     ("k", 3, 200, (136, 264), overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),
-    ("k", 2, 8, (12, 8), SMALL),  # Rows of which a shard has less than a whole piece of 16 bytes.
+    ("k", 2, 8, (12, 8), SMALL),  # A shard has less than 16 bytes of each row.
     ("k", 2, 136, (72, 136), overlap.Config.of(tile_n=128, stages=2, cluster=2, stream_k=3)),
     ("n", 3, 200, (136, 72), SMALL),
     ("n", 2, 72, (40, 136), overlap.Config.of(tile_m=64, tile_n=128, stages=3, cluster=2)),
@@ -56,22 +56,23 @@ def test_one_matrix_only():
         np.testing.assert_array_equal(np.asarray(layer(None, 1, around)(several, rhs), np.float32), expected)
 
 
-# Of `all_gather_lhs_matmul`: are the weights transposed, leading dimensions, what else, and how many launches there
-# are: the product, the cotangent of the rows, and that of the weights if one kernel gathers and multiplies.
+# For `all_gather_lhs_matmul`: whether the weights are transposed, leading dimensions, further arguments, number of
+# launches. The launches are: the product, the cotangent of the rows, and the cotangent of the weights if one kernel
+# gathers and multiplies.
 GRADIENTS = [
     (False, (), {}, 3),
     (True, (1,), {}, 3),
     (False, (), {"check_vma": True}, 3),
     (False, (2,), {"m_shard": 128}, 3),  # Rows of two batch elements.
     (True, (3, 1), {"m_shard": 64, "check_vma": True}, 3),
-    (False, (2,), {}, 2),  # A k step would have rows of both.
+    (False, (2,), {}, 2),  # One k step would contain rows of both elements.
     (False, (), {"sides": 2}, 5),
-    (False, (), {"return_gathered": True}, 2),  # A plain product of what was kept.
+    (False, (), {"return_gathered": True}, 2),  # A plain product with the rows that were kept.
     (False, (), {"lhs_scale": 0.5}, 1),
     (False, (), {"transport": "ring"}, 2),
 ]
 
-# Of what is no keyword of the operation.
+# An argument that is not a keyword of the operation.
 DEFAULTS = {"check_vma": False, "m_shard": 40, "sides": 1}
 
 

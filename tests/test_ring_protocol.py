@@ -1,4 +1,4 @@
-"""The transport "ring" is clean under many schedules, and each seeded defect in its protocol is reported."""
+"""The transport "ring" is clean under many schedules; each injected defect in its protocol is reported."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ ALONG_N = dataclasses.replace(PLAIN, cluster=2, cluster_along="n")
 CASES = {  # devices, cores, form, config
     "plain": (3, 3, Form(200, (136,), 136, container=None), PLAIN),
     "two devices": (2, 3, Form(136, (72,), 136, container=None), PLAIN),
-    "cut": (2, 13, Form(136, (64,), 200, container=None), CUT),  # In all steps: there is no full wave.
+    "cut": (2, 13, Form(136, (64,), 200, container=None), CUT),  # Tiles are cut in all steps: there is no full wave.
     "cut after a wave": (3, 7, Form(200, (72, 136), 200), CUT),
     "along m": (3, 4, Form(264, (136,), 136, container=None), ALONG_M),
     "along n": (3, 4, Form(136, (136,), 136, container=None), ALONG_N),
@@ -41,7 +41,7 @@ CASES = {  # devices, cores, form, config
 
 
 def kernel_of(name):
-    """Cores, a call of the kernel (to be traced at its first), and a check of its results."""
+    """The number of cores, a call of the kernel (traced at its first run), and a check of its results."""
     devices, cores, form, config = CASES[name]
     schedule = AllGatherSchedule.of(devices, (*form.batch, form.m, form.k), form.widths, 2, config)
     work = StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k)
@@ -53,7 +53,7 @@ def kernel_of(name):
     return cores, lambda: function(*given), lambda results: several_sides_cases.assert_exact(form, arrays, results)
 
 
-# Each completion with each scheduler; `make test-all` runs them all with other seeds as well.
+# Each completion with each scheduler; `make test-all` runs all combinations with other seeds too.
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 6), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_clean(name, seeds):
@@ -72,7 +72,7 @@ def test_no_signal_but_the_flags_and_no_more_of_them_than_pieces_need():
     with emulate(cores=cores, record=True) as run:
         run_kernel()
         run.check()
-    # Two row blocks in two steps, and one neighbour that has begun, on three devices.
+    # Three devices: two row blocks in two steps, and one neighbour that has begun.
     assert run.counts["signals"] == (2 * 2 + 1) * 3
 
 
@@ -86,7 +86,7 @@ def test_who_waits_too_long_names_the_device_whose_rows_are_missing(monkeypatch)
     assert waited and set(waited) == {1}
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def signal_when_only_read(patch):
@@ -179,7 +179,7 @@ def raise_the_flag_of_another_step(patch):
     flag = Shards.flag
 
     def other(self, step, tile):
-        # The producer asks for the tile's own step, the forwarder for another one.
+        # The producer requests the tile's own step, the forwarder another one.
         return flag(self, step if step is tile.step else remainder(step, self.group.size - 1) + 1, tile)
 
     patch.setattr(Shards, "flag", other)
@@ -310,7 +310,7 @@ def send_to_the_device_after(patch):
 
 
 def test_rows_of_another_peer_show_in_the_numbers(monkeypatch):
-    """Everybody sends and waits in order, but to the wrong neighbour: no race, so it is the numbers that tell."""
+    """All devices send and wait in order, but with the wrong neighbour: no race, so the numbers must show it."""
     send_to_the_device_after(monkeypatch)
     cores, run_kernel, check = kernel_of("plain")
     with emulate(cores=cores) as run:

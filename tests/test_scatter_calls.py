@@ -1,4 +1,4 @@
-"""Calls of products summed over devices that are wrong, what `explain` says of right ones, and what is chosen."""
+"""Products summed over devices: invalid calls, `explain` of valid ones, and the choices."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +68,7 @@ def test_wrong_calls(args, keywords, error, fragments):
     for fragment in fragments:
         assert fragment in str(caught.value)
     if error is NotImplementedError:
-        # Right calls, which XLA serves.
+        # Valid calls, which XLA serves.
         rank = max(len(x.shape) for x in args)
         assert trace(*args, **keywords | {"implementation": None}).ndim == rank
 
@@ -86,7 +86,7 @@ WRONG_SUMS_FOR_ALL = [
     (GOOD, FUSED | {"config": overlap.Config(stages=9)}, ValueError, ["shared memory", "`stages`"]),
     (GOOD, FUSED | {"config": overlap.Config(stream_k=2)}, ValueError, ["`cluster`", "`stream_k`", "1 and 2"]),
     (GOOD, ONCE | {"config": overlap.Config(one_shot=True, split_k=2)}, ValueError, ["`split_k`", "got 2"]),
-    # Neither rows nor columns that all devices can have as many of.
+    # Neither rows nor columns can be split equally among the devices.
     (
         (struct(127, 64), struct(64, 200)),
         SPREAD,
@@ -111,7 +111,7 @@ def test_wrong_calls_of_sums_for_all(args, keywords, error, fragments):
     for fragment in fragments:
         assert fragment in str(caught.value)
     if error is NotImplementedError:
-        # Right calls, which XLA serves.
+        # Valid calls, which XLA serves.
         given = {name: x for name, x in keywords.items() if name != "config"} | {"implementation": None}
         assert trace_all(*args, **given).ndim == max(len(x.shape) for x in args)
 
@@ -158,13 +158,13 @@ def test_explain(monkeypatch):
     rows = Problem("matmul_reduce_scatter", 128, 256, 64, "bfloat16", "bfloat16", devices=2)
     monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(rows, 90.0, 100.0),))
     assert explain(*GOOD).implementation == "fused"
-    # What was measured of rows says nothing of columns.
+    # Measurements of blocks of rows do not apply to blocks of columns.
     assert explain(*GOOD, **COLUMNS).implementation == "xla"
     for keywords in ({}, COLUMNS, {"preferred_element_type": F32}, {"transpose_lhs": True}):
         chosen = explain(struct(8192, 8192), struct(8192, 8192), **keywords, **FUSED)
         assert chosen.implementation == "fused" and chosen.source == "heuristic"
         assert (chosen.config.cluster, chosen.config.stream_k, chosen.config.split_k) == (1, 1, 1)
-        # Of the two devices' products, in the result's dtype: the half that is sent, and the half that comes, in tiles.
+        # In the result's dtype: the half of this device's product that is sent, and the half that arrives, in tiles.
         half = (8192, 4096) if keywords is COLUMNS else (4096, 8192)
         tile = chosen.config.tile_m, chosen.config.tile_n
         rows, columns = (-(-size // of_tile) * of_tile for size, of_tile in zip(half, tile, strict=True))
@@ -191,13 +191,13 @@ def test_explain_of_sums_for_all(monkeypatch):
     measured = Problem("matmul_all_reduce", 128, 256, 64, "bfloat16", "bfloat16", devices=4)
     monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(measured, 90.0, 100.0),))
     assert explain(*GOOD).implementation == "fused"
-    # Few rows in one shot, many in blocks. Scratch: the own part, and one of each device; or of the parts of each
-    # block those that are sent, and those that come.
+    # Few rows in one shot, many in blocks. Scratch in one shot: the own part, and a part from each device. In blocks:
+    # the parts that are sent, and the parts that arrive.
     for m, one_shot, parts in ((16, True, 5), (8192, False, 2 * 3 / 4)):
         for dtype in (BF16, F32):
             chosen = explain(struct(m, 8192), struct(8192, 8192), preferred_element_type=dtype, **FUSED)
             assert chosen.implementation == "fused" and chosen.config.one_shot == one_shot
-            columns = -(-8192 // chosen.config.tile_n) * chosen.config.tile_n  # Of whole tiles.
+            columns = -(-8192 // chosen.config.tile_n) * chosen.config.tile_n  # Counted in whole tiles.
             assert chosen.scratch_bytes == m * columns * jnp.dtype(dtype).itemsize * parts
             assert f"scratch: {chosen.scratch_bytes:,} bytes" in str(chosen)
     assert explain(*GOOD, config=SMALL).config == SMALL
@@ -205,7 +205,7 @@ def test_explain_of_sums_for_all(monkeypatch):
         refused = explain(struct(127, 64), struct(64, 200), config=config)
         assert refused.implementation == ("fused" if config.one_shot else "xla"), str(refused)
     assert "m=127" in explain(struct(127, 64), struct(64, 200), config=SMALL).reason
-    # Without a configuration, one is found.
+    # Without `config=`, the library chooses one.
     assert explain(struct(127, 64), struct(64, 200), **FUSED).config.one_shot
 
 

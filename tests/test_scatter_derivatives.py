@@ -1,6 +1,6 @@
-"""Derivatives of products summed over devices in both modes and `vmap` of them, against plain JAX; kernels emulated.
+"""Products summed over devices: both modes of derivatives and `vmap`, against plain JAX; kernels are emulated.
 
-Of `matmul_all_reduce` the plain one is `lax.psum` of a product.
+The plain form of `matmul_all_reduce` is `lax.psum` of a product.
 """
 
 import jax
@@ -70,7 +70,7 @@ DERIVATIVES = [  # how, along, activation and keywords, check_vma
 
 
 def of_both(layer, arrays, transformed, check_vma, implementation="fused", around=lambda f: f, config=SMALL):
-    """What `transformed` makes of the layer and of the same in plain JAX, both under `shard_map`."""
+    """Applies `transformed` to the layer and to the same in plain JAX, both under `shard_map`."""
     results = []
     lead = (None,) * (arrays["lhs"].ndim - 2)
     for call in (lambda arrays: layer(arrays, implementation, config), layer.plain):
@@ -90,7 +90,7 @@ def operands(layer, extras=(), dtype=F16, lead=()):
 def test_derivatives(how, along, given, check_vma):
     activation, extras = given
     layer = Layer(along, activation=activation)
-    # (Of a sum that all devices have: in blocks and in one shot.)
+    # Sums that all devices receive: in blocks and in one shot.
     config = SMALL.replace(one_shot=check_vma)
     assert_close(*of_both(layer, operands(layer, extras), TRANSFORMED[how], check_vma, config=config))
 
@@ -119,7 +119,7 @@ def test_gradients_of_a_result_of_16_bits():
 def test_gradients_taken_inside_shard_map(along, check_vma):
     layer = Layer(along, activation=jax.nn.gelu)
     arrays = operands(layer, EVERY)
-    # The bias is the same on all devices, and without types that say so each has its own part of the gradient.
+    # The bias is the same on all devices. Without types that say so, each device has only its own part of the gradient.
     specs = layer.specs(arrays) | ({} if check_vma else {"bias": P("x")})
     results = []
     for call in (layer, layer.plain):
@@ -140,7 +140,7 @@ def test_the_gradient_of_a_scalar_that_the_activation_captures(along):
 
     def body(call):
         def of_slope(slope, arrays):
-            slope = slope if along == EVERYWHERE else slope + lax.axis_index("x")  # Each device has another one.
+            slope = slope if along == EVERYWHERE else slope + lax.axis_index("x")  # Each device has a different one.
             activated = Layer(along, activation=lambda y: jax.nn.silu(y * slope))
             return getattr(activated, call)(arrays)
 
@@ -153,7 +153,7 @@ def test_the_gradient_of_a_scalar_that_the_activation_captures(along):
 
 
 def scanned(call):
-    """Over two left operands."""
+    """Scans over two left operands."""
 
     def run(arrays):
         def step(_, shift):
@@ -190,7 +190,7 @@ def test_gradients_inside_other_transformations(around, along, check_vma):
     ],
 )
 def test_operands_that_are_the_same_on_all_devices(same, along):
-    """Their types say so, the result varies if it is scattered, and gradients are summed."""
+    """Their types say so. The result varies if it is scattered, and gradients are summed."""
     layer = Layer(along, activation=jnp.tanh)
     arrays = {"lhs": normal(0, 16, 8, dtype=F16), "rhs": normal(1, 8, 16, dtype=F16)}
     times = {"lhs": (1, 2), "rhs": (2, 1)}
@@ -207,7 +207,7 @@ def test_operands_that_are_the_same_on_all_devices(same, along):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_backward_pass_of_a_sum_for_all_communicates_only_without_types(check_vma):
-    """With them, the cotangent of the sum is known to be the same on all devices, and is that of each part."""
+    """With types, the sum's cotangent is known to be the same on all devices: it is also the cotangent of each part."""
     layer = Layer(EVERYWHERE, activation=jnp.tanh)
     arrays = operands(layer)
     gradients = jax.grad(loss(layer.mapped(make_mesh(x=2), arrays, check_vma=check_vma)))
@@ -218,7 +218,7 @@ def test_the_backward_pass_of_a_sum_for_all_communicates_only_without_types(chec
 
 
 def over(name, layer, arrays, implementation="fused"):
-    """A batch of three by `vmap` over one of the arrays, of both ways to compute it."""
+    """A batch of three by `vmap` over one of the arrays: with the kernel, and in plain JAX."""
     out, results = P(None, *layer.out_spec), []
     for call in (lambda arrays: layer(arrays, implementation), layer.plain):
 
@@ -245,7 +245,7 @@ def test_vmap_becomes_a_leading_dimension(name, along):
     ],
 )
 def test_vmap_over_a_bias(along, extras):
-    """By XLA behind the kernel, which still scales each device's product before it is summed."""
+    """XLA adds the bias after the kernel, which still scales each device's product before the sum."""
     layer = Layer(along)
     assert_exact(*over("bias", layer, layer.integers(2, 48, 48, 32, extras=("bias", *extras))))
 

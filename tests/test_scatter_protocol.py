@@ -1,4 +1,4 @@
-"""The protocol of `matmul_reduce_scatter`: clean under many schedules, and each seeded defect is reported."""
+"""The protocol of `matmul_reduce_scatter`: clean under many schedules; each injected defect is reported."""
 
 import functools
 
@@ -23,7 +23,7 @@ from tests.test_rhs_protocol import pull_last
 
 STEPS = 200_000
 COMPLETIONS = ("late", "eager", "random")
-# Two boxes of each warpgroup; with 136 rows the last tile has few, of one warpgroup alone.
+# Each warpgroup has two boxes. With 136 rows, the last tile has rows of one warpgroup only.
 TALL = overlap.Config.of(tile_n=128, stages=3, chunk_bytes=4096)
 
 
@@ -46,7 +46,7 @@ CASES = {
     "batch": lambda: of_sums("m", devices=2, batch=2),
     "batch, n": lambda: of_sums("n", devices=2, batch=2, block=(72, 72)),
     "parts of rows": lambda: of_sums("m", SUMS.replace(chunk_bytes=64), 2, block=(8, 72)),
-    "six devices": lambda: of_sums("n", devices=6, block=(16, 72)),  # A loop over the terms.
+    "six devices": lambda: of_sums("n", devices=6, block=(16, 72)),  # The terms are added in a loop.
 }
 
 
@@ -62,7 +62,7 @@ def test_one_axis_of_two_is_clean(axis):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_clean_if_a_device_is_late(victim, monkeypatch):
-    """Its communicators begin when all its peers have sent everything."""
+    """The device's communicators begin after all its peers have sent everything."""
     pull_last(monkeypatch, victim, devices=3)
     run_some(of_sums("m"), seeds=2)
 
@@ -124,9 +124,9 @@ DEFECTS = [
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
 def test_each_defect_is_reported(defect, monkeypatch):
     defect(monkeypatch)
-    # Three slots: in two, k steps that have changed places would have the same sum.
+    # Use three stages: with two, swapped k steps would have the same sum.
     kernel, settings = of_sums("m", SUMS.replace(stages=3)), {"cores": 2, "scheduler": "pct", "step_limit": STEPS}
-    # Also with one CTA at a time, which then carries several own tiles.
+    # Also run one CTA at a time; each CTA then carries several own tiles.
     report = kernel.report(seeds=6, **settings) or kernel.report(seeds=6, resident=1, **settings)
     assert report, f"{defect.__name__} was not reported in 12 runs"
     assert "device" in str(report) and "CTA" in str(report) and ".py:" in str(report)
@@ -139,7 +139,7 @@ def test_one_place_for_all_batch_elements_is_reported(monkeypatch):
 
 
 def test_tiles_that_are_dealt_beforehand_are_reported(monkeypatch):
-    """To all CTAs of the grid, whether they run or not, instead of by a counter."""
+    """Assigns tiles to all CTAs of the grid in advance, whether they run or not, instead of by a counter."""
 
     def deal(counter, end, previous=None):
         del counter
@@ -151,11 +151,11 @@ def test_tiles_that_are_dealt_beforehand_are_reported(monkeypatch):
     assert isinstance(dealt.report(seeds=1, cores=2, resident=1), DeadlockError)
 
 
-# --- What is no race shows in the numbers -----------------------------------------------------------------------------
+# --- Defects without a race show in the numbers -----------------------------------------------------------------------
 
 
 def send_to_the_peer_on_the_other_side(patch):
-    """Parts and flags alike, so that only the sums are wrong."""
+    """Sends both parts and flags there, so that only the sums are wrong."""
     communicate, block = scattered._Body._communicate, ReduceScatterSchedule.block
 
     def communicate_there(self):
@@ -202,7 +202,7 @@ def test_a_wrong_sum_shows(defect, monkeypatch):
 
 
 def sums_in_f32():
-    """Of 2²⁴, 1, −2²⁴ and 1 from four devices, whose order shows: what each device gets, and what it should get."""
+    """Sums 2²⁴, 1, −2²⁴ and 1 of four devices, where the order matters: each device's actual and expected sum."""
     factors = np.array([4096, 1, -4096, 1])
     parts = (factors * abs(factors)).astype(np.float32)
     lhs, rhs = np.zeros((4 * 8, 4 * 64)), np.zeros((4 * 64, 64))
@@ -216,7 +216,7 @@ def sums_in_f32():
     function = on_mesh(make_mesh(x=4), summed, (P(None, "x"), P("x", None)), P("x", None))
     with emulate(cores=2):
         result = np.asarray(function(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)))
-    # Those of the devices before this one, the nearest first; their sum is added to the own one.
+    # The parts of the devices before this one, nearest first; then their sum is added to the own part.
     terms = [functools.reduce(np.add, [parts[(me - distance) % 4] for distance in (1, 2, 3)]) for me in range(4)]
     return result, np.repeat(np.array(terms) + parts, 8)[:, None] * np.ones(64)
 
@@ -236,22 +236,22 @@ def test_another_order_shows(monkeypatch):
         np.testing.assert_array_equal(*sums_in_f32())
 
 
-# --- What does no harm, though elsewhere it would ---------------------------------------------------------------------
+# --- Changes that are harmless here, but not elsewhere ----------------------------------------------------------------
 
 HARMLESS = [
     # The wait for the part's tile has a proxy fence as well.
     handshake_cases.begin_without_a_proxy_fence,
-    # All that peers write to a device is what its own tiles wait for. So it outlives that without their last word.
+    # A device's own tiles wait for everything that peers write to it. So no final handshake is needed.
     handshake_cases.speak_when_the_first_has_completed_something,
     handshake_cases.speak_before_the_transfers,
     handshake_cases.count_transfers_when_they_begin,
-    # The announcer keeps all others from being two tiles ahead.
+    # The announcer keeps all other roles from being two tiles ahead.
     defects.give_mail_back_before_the_tile_is_computed,
 ]
 
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda f: f.__name__)
 def test_what_does_no_harm(change, monkeypatch):
-    """If one of these is reported one day, it belongs among the defects."""
+    """If one of these changes is ever reported, move it to the defects."""
     change(monkeypatch)
     run_some(of_sums("m"))

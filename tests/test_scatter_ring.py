@@ -1,4 +1,4 @@
-"""`matmul_reduce_scatter` by the transport "ring": its numbers, its protocol, and seeded defects of that."""
+"""`matmul_reduce_scatter` with the transport "ring": numbers, protocol, and injected defects."""
 
 import dataclasses
 import functools
@@ -51,7 +51,7 @@ def test_sums_are_rounded_once_on_each_way():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_all_that_a_sum_can_have(transposed):
-    """With scales of their own, parts that are passed on are scaled before what has come is added."""
+    """Each device has its own scales. A part is scaled before the received sum is added and the result passed on."""
     layer = dataclasses.replace(RING, transpose_lhs=transposed, transpose_rhs=not transposed, activation=jax.nn.relu)
     arrays = layer.integers(3, 3 * 72, 136, 24, lead=(2,), extras=(*EVERY, "addend"))
     check(layer, make_mesh(x=3), arrays, config=overlap.Config.of(tile_n=128, stages=3, epilogue_tile_n=32))
@@ -75,7 +75,7 @@ def test_meshes(case):
 
 
 def test_gradients_go_the_same_way(monkeypatch):
-    """The cotangent of lhs is gathered by the ring as well; and that of a gather by it is summed up so."""
+    """The ring also gathers the cotangent of lhs, and sums the cotangent of a gather by ring."""
     used, hook_in, of = [], RingTransport.hook_in, ReduceScatterSchedule.of
 
     def gathered_by_ring(self, *args):
@@ -90,7 +90,7 @@ def test_gradients_go_the_same_way(monkeypatch):
     monkeypatch.setattr(ReduceScatterSchedule, "of", summed_by)
     mesh, operands = make_mesh(x=3), (normal(0, 3 * 16, 3 * 64), normal(1, 3 * 64, 3 * 64))
     rows, columns, summed = P("x", None), P(None, "x"), overlap.matmul_reduce_scatter
-    ways = [  # the operation, the same by XLA, its specs, what runs
+    ways = [  # The operation, the same with XLA, the specs, the kernels that run.
         (summed, {"in_specs": (columns, rows), "out_specs": rows}, {"sum", "gather"}),
         (overlap.all_gather_lhs_matmul, {"in_specs": (rows, columns), "out_specs": columns}, {"gather", "sum"}),
     ]
@@ -149,7 +149,7 @@ def pass_on_to_the_device_behind(patch):
 
 
 def pass_on_what_has_come_without_the_own_part(patch):
-    """The flag of the step in which it came stands for the step in which it leaves."""
+    """A chunk leaves when the flag of the step in which it arrived is raised, instead of the flag of the next step."""
     defects.change_chunks(
         patch, ready=lambda ready: lambda step, row, column: ready(jnp.maximum(step - 1, 0), row, column)
     )
@@ -169,7 +169,7 @@ def wait_for_terms_of_own_tiles_only(patch):
 
 
 def count_terms_of_own_tiles_only(patch):
-    """In the order of what passes through the slots, not in what is added."""
+    """The order of pipeline stages counts terms of own tiles only, while the sums still add all terms."""
     patch.setattr(Exchange, "has_terms", lambda self, tile: self.is_own(tile))
 
 
@@ -213,7 +213,7 @@ def test_each_defect_is_reported(defect, monkeypatch):
 
 
 def test_chunks_that_are_held_are_a_deadlock(monkeypatch):
-    """As where there are few chunks, so that one communicator draws two in a row."""
+    """With few chunks, one communicator may draw two in a row."""
     kernel = functools.partial(of_ring, config=SMALL, block=(16, 72))
     kernel().run(cores=2)
     hold_a_chunk_while_waiting_for_a_tile(monkeypatch)
@@ -221,7 +221,7 @@ def test_chunks_that_are_held_are_a_deadlock(monkeypatch):
 
 
 def test_what_has_come_is_added_to_what_is_passed_on(monkeypatch):
-    """Without it, sums are wrong and nothing else is."""
+    """Without the addition, only the sums are wrong."""
     monkeypatch.setattr(ReduceScatterSchedule, "adds_before_sending", False)
     with pytest.raises(AssertionError, match="Arrays are not equal"):
         of_ring().run(cores=2)

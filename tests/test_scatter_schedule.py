@@ -41,17 +41,17 @@ def test_each_tile_once_and_the_own_ones_last(devices):
             for m in range(m_tiles)
             for n in range(n_tiles)
         }
-        # A tile of the own block comes after the same tile of all peers' blocks, and after all of these.
+        # A tile of the own block comes after the same tile of all peers' blocks, and after all of these blocks.
         assert [step for step, *_ in tiles] == sorted(step for step, *_ in tiles)
         assert schedule.last_step == devices - 1
-        # On all devices alike.
+        # The same on all devices.
         per_block = len(tiles) // devices
         for step in range(devices):
             of_step = tiles[step * per_block : (step + 1) * per_block]
             assert [tile[1:] for tile in of_step] == [tile[1:] for tile in tiles[:per_block]]
         places = [schedule.index_in_block(*tile[1:]) for tile in tiles[:per_block]]
         assert sorted(places) == list(range(per_block)) == list(range(schedule.order.tiles))
-        # Flags and memory hold all that a peer's block has.
+        # Flags and memory have room for everything in a peer's block.
         steps, of_block = schedule.flags_shape
         assert schedule.sent_shape == (steps, per_block * schedule.boxes[0], *schedule.boxes[1:])
         assert steps == max(devices - 1, 1) and of_block == per_block
@@ -78,14 +78,14 @@ def test_by_ring_a_sum_goes_from_device_to_device_until_it_is_home(devices):
     for schedule, _, _ in schedules(devices):
         schedule = dataclasses.replace(schedule, uses_ring=True)
         for owner in range(devices):
-            # Who computes the first part of its block passes it on, and so do all others.
+            # The device that computes a block's first part passes it on, and so do all others.
             device = next(device for device in range(devices) if schedule.block(device, 0) == owner)
             met = [device]
             for step in range(schedule.last_step):
                 there = schedule.receiver(device, step)
                 assert (device - there) % devices == 1 and schedule.sender(there, step) == device
                 assert schedule.block(there, step + 1) == owner
-                # What is added there in the next step is what has been sent in this one, and nothing else.
+                # What a device adds in the next step is exactly what was sent in this step.
                 assert schedule.has_terms(step + 1) and schedule.terms == 1
                 assert schedule.step_of_term(step + 1, 0) == step
                 device = there
@@ -121,7 +121,7 @@ def test_chunks_cover_all_boxes_of_all_peers_tiles_once_in_the_order_of_the_tile
             step, row, column = schedule.chunk(index)
             rows, columns = size_of(plan, row, column)
             assert 0 <= step < schedule.last_step and 0 <= column <= box_columns - columns
-            # A chunk is a piece of one box, which is one of the tile whose flag it waits for.
+            # A chunk is a piece of one box, and that box belongs to the tile whose flag the chunk waits for.
             box, first = schedule.box_of_row(row)
             assert 0 <= box < schedule.sent_shape[1] and first <= box_rows - rows and row == box * box_rows + first
             place = schedule.tile_of_row(row)
@@ -130,7 +130,7 @@ def test_chunks_cover_all_boxes_of_all_peers_tiles_once_in_the_order_of_the_tile
             assert (step, row, column) not in covered
             covered.add((step, row, column))
         assert order == expected
-        # All of it, and nothing twice: chunks begin at multiples of their sizes.
+        # Each element once: chunks begin at multiples of their sizes.
         assert plan.shard_rows % plan.rows == 0 and box_rows % plan.rows == 0
         assert all(row % plan.rows == 0 and column % plan.cols == 0 for _, row, column in covered)
         assert schedule.tile_chunks * schedule.order.tiles == plan.chunks
@@ -140,7 +140,7 @@ def test_chunks_cover_all_boxes_of_all_peers_tiles_once_in_the_order_of_the_tile
 @pytest.mark.parametrize("devices", range(1, 17))
 def test_strips_cover_the_own_block_once_in_the_order_of_the_tiles(devices):
     for schedule, (batch, rows, columns), config in schedules(devices):
-        # As many rows as there may be: of one, of some that divide a tile's, of more than there are.
+        # All row counts that are possible: one row, divisors of a tile's rows, more rows than there are.
         for most in (1, config.strip_rows(2), config.tile_m):
             strips = schedule.strips((batch, rows, columns), most, config)
             assert strips.rows <= most and strips.cols == config.tile_n
@@ -163,7 +163,7 @@ def test_strips_cover_the_own_block_once_in_the_order_of_the_tiles(devices):
 
 
 def test_strips_have_as_many_rows_as_divide_a_tile():
-    """Else the last one of a tile would have rows of the next, which may not be there yet."""
+    """Otherwise a tile's last strip would have rows of the next tile, which may not have been computed yet."""
     for tile_n in (64, 128, 192, 256):
         for chunk_bytes in (64, 1024, 4096, 8192, 65536):
             for tile_m, itemsize in ((64, 2), (128, 4), (256, 2)):

@@ -27,7 +27,7 @@ SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and pa
 
 
 def size_of(plan: Chunking, row: int, column: int) -> tuple[int, int]:
-    """Rows and columns of the chunk that begins there, which are all that are left where it is a short one."""
+    """Rows and columns of the chunk that begins there; a short chunk has the rest."""
     if plan.short is None or plan.lacks(row, column) <= 0:
         assert row + plan.rows <= plan.shard_rows and column + plan.cols <= plan.shard_cols
         return plan.rows, plan.cols
@@ -45,7 +45,7 @@ def schedules(devices: int, cluster: int = 1):
 
 
 def tiles_of(schedule: AllGatherSchedule, cluster: int):
-    """(step, row block, tile column) of each CTA's tiles; a cluster's last may lie wholly below the last row."""
+    """(step, row block, tile column) of each CTA's tiles; a cluster's last tile may lie wholly below the last row."""
     for index in range(schedule.tiles):
         step, m, n = schedule.tile(index)
         for rank in range(cluster):
@@ -58,7 +58,7 @@ def test_every_output_tile_once(devices, cluster):
     for schedule in schedules(devices, cluster):
         blocks, n_tiles = schedule.row_blocks, schedule.order.n_tiles
         tiles = list(tiles_of(schedule, cluster))
-        # At most one phantom at the foot of each column.
+        # At most one tile without rows at the bottom of each column.
         assert all(m < blocks + cluster - 1 for _, m, _ in tiles)
         real = [tile for tile in tiles if tile[1] < blocks]
         for me in range(devices):
@@ -93,10 +93,10 @@ def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, nu
                 rows, columns = size_of(plan, row, column)
                 assert schedule.flag(step, row) == schedule.flag(step, row + rows - 1)
                 elements += rows * columns
-        # Written once each, so nothing is overwritten, before its use or after; and nothing is left out.
+        # Each chunk is written once, so nothing is overwritten before or after its use; and nothing is left out.
         assert set(written.values()) <= {1}
         assert elements == (devices - 1) * plan.shard_rows * plan.shard_cols
-        # Every flag that a tile waits for exists and is raised exactly as often as the tile expects.
+        # Every flag that a tile waits for exists, and is raised exactly as often as the tile expects.
         rows, columns = schedule.flags_shape
         for step, m, _ in tiles_of(schedule, cluster):
             if step > 0 and m < schedule.row_blocks:
@@ -139,7 +139,7 @@ def test_chunks_respect_their_limit_and_the_copy_engine():
         assert plan.rows * plan.cols * itemsize <= chunk_bytes
         assert plan.cols * itemsize % 16 == 0
         assert plan.cols == k or plan.rows == 1
-        # Chunks are large, whatever the sizes are made of: at least a third of what is allowed, if there is so much.
+        # Chunks are large for all sizes: at least a third of the allowed bytes, if there are that many.
         assert plan.rows * plan.cols * itemsize >= min(chunk_bytes // 3, m_shard * k * itemsize)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         Chunking.cut(128, 65, 2, 128, 8192)

@@ -1,4 +1,4 @@
-"""Random sequences of fused launches on shared memory: none is taken for another (see `tests.sequences`)."""
+"""Random sequences of fused launches on shared memory: no launch is mistaken for another (see `tests.sequences`)."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests import sequences
 from tests.sequences import Call, Layout, Trial, layout
 
 IN_A_CHUNK, MOST = 25, 15
-# Of all kinds and layouts, with few on eight devices, which take long.
+# These have all kinds and layouts, few of them on eight devices, which take long.
 CHUNKS, LONG = (35, 36, 47, 71, 113, 126), (9, 17, 50)
 PARTS = [
     pytest.param(chunk, part, marks=[] if chunk in CHUNKS and part.start == 0 else pytest.mark.slow)
@@ -34,7 +34,7 @@ def test_the_calls_are_of_all_kinds():
 
 
 SQUARE, TRANSPOSED, LINE = layout(x=2, y=2), layout(0, 2, 1, 3, x=2, y=2), layout(x=4, y=1)
-# Which launches could be taken for each other: of other members, or of the same members in another order.
+# Pairs of launches that could be mistaken for each other: with other members, or the same members in another order.
 PAIRS: dict[str, tuple[tuple[Layout, sequences.Axes], tuple[Layout, sequences.Axes]]] = {
     "axes": ((SQUARE, "y"), (SQUARE, "x")),
     "meshes": ((SQUARE, "x"), (TRANSPOSED, "x")),
@@ -61,7 +61,7 @@ def faults_of(pair, kind, *, detect):
 
 @pytest.fixture
 def one_key(monkeypatch):
-    """The same beacon for all launches, as it once was."""
+    """All launches use the same beacon."""
     sequences.launch_of.cache_clear()
     monkeypatch.setattr(handshake, "_key", lambda context, group, only: [7, 8, 9, 10])
     yield

@@ -1,4 +1,4 @@
-"""Environment variables: what they mean, and what is refused."""
+"""Environment variables: their meaning, and which values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes over several hosts, as far as one can test that on one: what is lowered, assembled and refused."""
+"""Meshes over several hosts, as far as one host can test them: what is lowered, assembled and refused."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests import assembly, mesh_cases, oracle
 from tests.mesh_cases import layout
 from tests.test_meshes import ids_for_xla, lowered
 
-# Eight devices as two hosts of four, numbered as jax numbers them: host by host.
+# Eight devices as two hosts of four, numbered as in jax: host by host.
 TWO_HOSTS = [
     (layout("x", data=2, x=4), [3, 2, 1, 0], [7, 6, 5, 4]),
     (layout(("b", "a"), data=2, a=2, b=2), [3, 2, 1, 0], [7, 6, 5, 4]),
     (layout("x", data=4, x=2), [3, 2, 1, 0], [7, 6, 5, 4]),
     (layout("x", (2, 0, 3, 1, 5, 6, 4, 7), data=2, x=4), [3, 2, 1, 0], [7, 6, 5, 4]),
-    # The data axis, across the hosts, as the minor one.
+    # The data axis, which crosses the hosts, is the minor axis.
     (layout("x", (0, 4, 1, 5, 2, 6, 3, 7), x=4, data=2), None, None),
 ]
 
@@ -45,7 +45,7 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def two_hosts(monkeypatch):
-    """Two hosts of four devices; returns how to move this process to one of them."""
+    """Two hosts of four devices; returns a function that moves this process to one of them."""
     monkeypatch.setattr(clique, "host_of", lambda device: device.id // 4)
     return lambda host: monkeypatch.setattr(clique, "_own_host", lambda mesh: host)
 
@@ -64,7 +64,7 @@ def test_a_clique_is_a_mesh_of_its_own(host, two_hosts):
     case, *_ = TWO_HOSTS[-1]
     own = Clique.of(case.mesh(), frozenset("x"))
     assert dict(own.mesh.shape) == {"x": 4} and own.is_mirrored
-    # Numbered by position, whatever the devices' own ids; the last position has rank 0.
+    # Ranks follow positions, whatever the devices' ids; the last position has rank 0.
     assert [device.id for device in own.mesh.devices.flat] == [0, 1, 2, 3]
     assert own.positions == ((7, 5, 3, 1) if host else (6, 4, 2, 0))
     assert own.device_ids == tuple(range(4 * host, 4 * host + 4))
@@ -84,7 +84,7 @@ def test_one_host_is_as_it_was():
 
 
 def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts):
-    """The list is changed where the call is made, wherever that is."""
+    """The list is changed at each call, wherever the call is."""
     two_hosts(1)
     case, _, expected = TWO_HOSTS[0]
 
@@ -118,7 +118,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(case, message, two_hosts):
     two_hosts(0)
     with pytest.raises(NotImplementedError, match=message):
         lowered(case, case.mesh())
-    # And `explain`, which is given the devices, knows it beforehand.
+    # `explain` receives the devices, so it knows in advance.
     with pytest.raises(NotImplementedError, match=message):
         overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, case.over, mesh=case.mesh(), implementation="fused")
 
@@ -131,7 +131,7 @@ def test_an_abstract_mesh_is_refused_where_there_are_several_hosts(two_hosts):
 
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
 def test_a_topology_of_several_hosts_is_refused():
-    """Compiled ahead of time there is one program, and each host needs its own."""
+    """A program compiled ahead of time is one program, but each host needs its own."""
     program = """
 import jax, numpy as np, overlap
 from tests.assembly_targets import topology
@@ -166,13 +166,13 @@ def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplo
         chosen = overlap.explain(op, *OPERANDS, "x", mesh=mesh, **keywords)
     assert chosen.implementation == "xla" and "several hosts" in chosen.reason and "several hosts" in caplog.text
     assert overlap.explain(op, *OPERANDS, "x", mesh=mesh, implementation="fused", **keywords).implementation == "fused"
-    # A configuration that the caller gives is a wish for the kernel.
+    # An explicit `config=` means that the caller wants the fused kernel.
     assert overlap.explain(op, *OPERANDS, "x", mesh=mesh, config=overlap.Config(), **keywords).implementation == "fused"
 
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])
 def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypatch):
-    """On two hosts, each time that Mosaic asks who it is or where a peer's memory lies; on one, never."""
+    """Done on two hosts each time Mosaic asks for the rank or for a peer's memory; never done on one host."""
     _compat.apply(clique.IN_CLIQUES)
     device_id, address_on_peer = LaunchContext.device_id, LaunchContext._get_parameter_address_on_peer
     turned = {"who": [], "where": []}

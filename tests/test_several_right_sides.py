@@ -1,4 +1,4 @@
-"""`all_gather_lhs_matmul` with several right sides, the gathered operand, leading dimensions, scales: emulated."""
+"""`all_gather_lhs_matmul`: several right operands, the gathered operand, leading dimensions, scales; emulated."""
 
 import itertools
 
@@ -28,7 +28,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def cuts(form, devices, cores, config):
-    """Whether the kernel of such a call has tiles that several CTAs share."""
+    """Whether the kernel of this call has tiles that several CTAs share."""
     shard, itemsize = (*form.batch, form.m, form.k), jnp.dtype(form.dtype).itemsize
     schedule = AllGatherSchedule.of(devices, shard, form.widths, itemsize, config)
     return StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k).cuts
@@ -38,14 +38,14 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def with_transports(cases):
-    """Each case with either way to travel; the ring has a test of its own, so every second case is enough here."""
+    """Each case with both transports. Every second ring case is slow, since the ring has tests of its own."""
     by_ring = [pytest.param(*case, "ring", marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
     names = ("devices", "cores", "form", "config", "transport")
     return pytest.mark.parametrize(names, [*((*case, "pull") for case in cases), *by_ring], ids=str)
 
 
 def check(form, devices, cores, config, transport=None, completions=("late", "random")):
-    """Every bit of the fused kernel's results under several schedules, and of XLA's."""
+    """Compares every bit of the fused kernel's results under several schedules, and of XLA's results."""
     assert devices == 1 or cuts(form, devices, cores, config) == (config.stream_k > 1)
     mesh, arrays = oracle.make_mesh(x=devices), several_sides_cases.operands(form, devices)
     given = several_sides_cases.put(form, mesh, arrays)
@@ -64,11 +64,11 @@ def check(form, devices, cores, config, transport=None, completions=("late", "ra
 
 SIDES = [  # devices, cores, form, config
     (2, 3, Form(128, (128, 64, 64), 64), SMALL),
-    (3, 5, Form(200, (136, 8, 72), 72), CUT),  # Ragged in all dimensions; one side narrower than a tile.
+    (3, 5, Form(200, (136, 8, 72), 72), CUT),  # Ragged in all dimensions; one right operand is narrower than a tile.
     (3, 5, Form(136, (64, 136), 128, container=tuple), ALONG_M),
     (2, 9, Form(264, (64, 200), 200), ALONG_N),  # An odd number of tile columns: a phantom at the end of each side.
     (2, 3, Form(40, (24, 24, 24, 24), 136), FINE),
-    (3, 2, Form(1, (8,), 8), SMALL),  # A list of one stays a list.
+    (3, 2, Form(1, (8,), 8), SMALL),  # A list of one right operand gives a list.
     (1, 3, Form(130, (72, 136), 72, container=tuple), CUT),
 ]
 
@@ -116,8 +116,8 @@ SCALED = [
     (2, 15, Form(136, (8, 136), 72, (2,), scales=("columns",), container=tuple), ALONG_N),
     (2, 3, Form(72, (64,), 72, scales=("scalar",), container=None), FINE),
     (1, 3, Form(72, (64, 8), 72, scales=("rows", "columns")), SMALL),
-    (2, 3, Form(1, (72,), 64, scales=("rows", "columns"), container=None), SMALL),  # (1, 1), and other ones elsewhere.
-    # [n, k] in 16 bits, and f8, gathered as such.
+    (2, 3, Form(1, (72,), 64, scales=("rows", "columns"), container=None), SMALL),  # Shape (1, 1)
+    # [n, k] in 16 bits, and f8, each gathered in its own dtype.
     (2, 3, Form(136, (72, 8), 72, transpose_rhs=True), SMALL),
     (3, 5, Form(136, (136,), 136, transpose_rhs=True, container=None), ALONG_M),
     (2, 3, Form(136, (72, 8), 272, transpose_rhs=True, dtype=E4M3, gathered=True), F8),
@@ -230,7 +230,7 @@ def test_gradients(form, implementation, devices):
     def loss(op):
         def total(*operands):
             outs, gathered = op(*operands)
-            # A weight of its own for each result and device, so that none can stand in for another.
+            # A different weight for each result and device, so that no result can pass for another.
             weighted = [(i + 2 + lax.axis_index("x")) * jnp.sin(out.astype(jnp.float32)) for i, out in enumerate(outs)]
             kept = [jnp.cos(3 * x.astype(jnp.float32)) * (1 + lax.axis_index("x")) for x in gathered]
             return sum(jnp.sum(x) for x in weighted + kept)
@@ -254,7 +254,7 @@ def test_gradients(form, implementation, devices):
     assert max(map(float, errors)) < limit, [float(error) for error in errors]
 
 
-# --- The order of tiles, and seeded defects ---------------------------------------------------------------------------
+# --- The order of tiles, and injected defects -------------------------------------------------------------------------
 
 
 SCHEDULES = list(itertools.product([1, 3], [1, 2, 3], [1, 2], [(200, 8), (64,), (264, 136, 72)]))
@@ -287,7 +287,7 @@ def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster
                 range(devices), range(batch), range(-(-m_shard // rows)), grid
             )
         ]
-        # All chunks of a shard, the own one's too, cover each of its elements once.
+        # All chunks of a shard, also of the own shard, cover each of its elements once.
         origins = [schedule.origin(chunk) for chunk in range(schedule.chunks)]
         assert len(set(origins)) == len(origins)
         sizes = [size_of(schedule.chunking, row % m_shard, column) for row, column in origins]
@@ -359,7 +359,7 @@ DEFECTS = [
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
 def test_each_defect_is_noticed(defect, monkeypatch):
-    """By the emulator, or in the numbers."""
+    """The emulator reports the defect, or the numbers differ."""
     defect(monkeypatch)
     with pytest.raises((EmulationError, AssertionError)):
         check(MIXED, 2, 3, SMALL, completions=["late", "random", "late", "random"])

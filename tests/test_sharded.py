@@ -1,4 +1,4 @@
-"""Operands sharded over a mesh outside of `shard_map`; `shard_map` over some axes only; one within another."""
+"""Operands sharded over a mesh outside of `shard_map`; `shard_map` over some axes only; nested `shard_map`."""
 
 import functools
 import logging
@@ -30,14 +30,14 @@ def fused(*operands, **keywords):
 
 @pytest.fixture
 def h200(monkeypatch):
-    """The chooser takes the kernel; on CPU devices it is then lowered for the emulator."""
+    """The chooser selects the kernel as for an H200; on CPU devices the kernel is then lowered for the emulator."""
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: target.Target("gpu", "NVIDIA H200", 132))
 
 
 # ---- Explicit axes ---------------------------------------------------------------------------------------------------
 
 EXPLICIT = make_mesh(x=2, y=2)
-CASES = {  # lhs, rhs, its specs, the result's
+CASES = {  # lhs, rhs, their specs, the result's spec
     "m": ((M, K), (K, N), P("x"), P(), P("x", None)),
     "m and n": ((M, K), (K, N), P("x"), P(None, "y"), P("x", "y")),
     "n along two axes": ((M, K), (K, N), P(), P(None, ("y", "x")), P(None, ("y", "x"))),
@@ -59,7 +59,7 @@ def test_each_device_computes_its_part(name):
     parts = math.prod(EXPLICIT.shape[axis] for part in out_spec if part for axis in part)
     batch = math.prod(max(lhs_shape[:-2], rhs_shape[:-2], key=len))
     tiles = batch * (M // CONFIG.tile_m) * (N // CONFIG.tile_n)
-    # Nothing is computed twice but what the types say is the same on several devices; each tile is two warpgroups'.
+    # Only what the types call replicated is computed several times. Each tile is split between two warpgroups.
     assert run.counts["wgmmas"] == EXPLICIT.size * tiles // parts * 2 * (K // CONFIG.tile_k)
 
 
@@ -72,7 +72,7 @@ def everything(lhs, rhs, addend, bias, rows, columns, **keywords):
 
 @pytest.mark.parametrize("around", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_everything_that_a_product_may_have_with_gradients(around):
-    """What is whole is cut as the rest is. NumPy arrays and those of one device count as whole."""
+    """Whole operands are split like the others. NumPy arrays and arrays of one device count as whole."""
     operands = [
         put(EXPLICIT, integers(1, 2, M, K).astype(jnp.float16) * 0.1, P(None, "x")),
         put(EXPLICIT, integers(2, N, K).astype(jnp.float16) * 0.1, P("y")),
@@ -87,7 +87,7 @@ def test_everything_that_a_product_may_have_with_gradients(around):
             out = everything(*operands, **keywords)
             return (out.astype(jnp.float32) ** 2).sum(), out
 
-        with jax.set_mesh(EXPLICIT):  # Without, jax has no mesh for the gradient's own scalars outside of `jit`.
+        with jax.set_mesh(EXPLICIT):  # Without it, jax has no mesh for the gradient's own scalars outside of `jit`.
             return around(jax.value_and_grad(loss, has_aux=True))(operands)
 
     with emulate(cores=2, detect_races=False) as run:
@@ -97,14 +97,14 @@ def test_everything_that_a_product_may_have_with_gradients(around):
     assert_near((out, gradients), (expected, by_xla))
     names = ("addend", "bias", "lhs_scale", "rhs_scale")
     rest = dict(zip(names, operands[2:], strict=True), transpose_rhs=True, activation=np.tanh)
-    assert_near(out, oracle_of(*operands[:2], **rest))  # What is cut wrongly would be so by XLA as well.
+    assert_near(out, oracle_of(*operands[:2], **rest))  # XLA's result would be wrong too if the split were.
 
 
-REFUSED = {  # specs of lhs and rhs: type, what the message says
+REFUSED = {  # specs of lhs and rhs: error type, words of the message
     (P(None, "x"), P("x")): (ValueError, ["`lhs`", "`rhs`", "both", "k", "reshard", "shard_map"]),
     (P("x"), P(None, "x")): (ValueError, ["'x'", "m of `lhs`", "n of `rhs`", "reshard", "shard_map"]),
     (P(None, "x"), P()): (NotImplementedError, ["`lhs`", "k", "('x',)", "reshard", "xla"]),
-    (P("x"), P("x")): (NotImplementedError, ["`rhs`", "k", "('x',)", "reshard", "xla"]),  # Weights in parts (FSDP).
+    (P("x"), P("x")): (NotImplementedError, ["`rhs`", "k", "('x',)", "reshard", "xla"]),  # Weights are split (FSDP).
 }
 
 
@@ -118,7 +118,7 @@ def test_what_would_need_communication_is_refused_with_the_way_out(specs):
     if error is ValueError:
         with pytest.raises(error, match=re.escape(str(caught.value))):
             jax.jit(overlap.matmul)(lhs, rhs)
-    else:  # XLA can: it gathers the one operand.
+    else:  # XLA can do this: it gathers that operand.
         np.testing.assert_array_equal(np.asarray(jax.jit(overlap.matmul)(lhs, rhs), np.float32), oracle_of(lhs, rhs))
 
 
@@ -126,7 +126,7 @@ def test_operands_that_are_cut_differently():
     lhs, rhs = put(EXPLICIT, integers(1, 2, M, K), P("x")), put(EXPLICIT, integers(2, 2, K, N), P("y"))
     with pytest.raises(ValueError, match=r"`lhs` and `rhs`.*leading dimension 0.*'x'.*'y'"):
         jax.eval_shape(fused, lhs, rhs)
-    with pytest.raises(ValueError, match=rf"k={K}.*k={M}"):  # The sizes of the whole, not of the parts.
+    with pytest.raises(ValueError, match=rf"k={K}.*k={M}"):  # Sizes of the whole arrays, not of their parts.
         jax.eval_shape(fused, lhs, put(EXPLICIT, integers(2, 2, M, N), P("x")))
     lhs, rhs, rows = (
         put(EXPLICIT, integers(1, M, K), P("x")),
@@ -149,7 +149,7 @@ def test_vmap_and_scan():
 
 @pytest.mark.parametrize("mesh", [EXPLICIT, make_mesh(x=2)], ids=str)
 def test_vmap_over_a_dimension_that_is_sharded(mesh):
-    """jax keeps the axes of such a dimension to itself."""
+    """jax does not reveal the axes of such a dimension."""
     lhs, rhs = put(mesh, integers(1, 2, M, K), P("x")), put(mesh, integers(2, K, N), P())
     with pytest.raises(NotImplementedError, match=r"`jax.vmap`.*\('x',\).*leading.*\"xla\""):
         jax.eval_shape(jax.vmap(fused, (0, None)), lhs, rhs)
@@ -299,7 +299,7 @@ def test_partly_manual_matmul_is_cut_along_the_rest():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", [*OPS, "cut along the rest"])
 def test_partly_manual_gradients(name, check_vma):
-    """The operands are whole along "y", or, for `matmul` with all that it takes, n is cut there."""
+    """Along "y" the operands are whole; or, for `matmul` with all keywords, n is split along "y"."""
     mesh = make_mesh(x=2, y=2)
     lhs = put(mesh, integers(1, M, K).astype(jnp.float16) * 0.1, P("x"))
     rhs = put(mesh, integers(2, K, N).astype(jnp.float16) * 0.1, P() if name in OPS else P(None, "y"))
@@ -335,7 +335,7 @@ def test_partly_manual_gradients(name, check_vma):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("axes", [("y", "x"), ("x", "y")], ids=str)
 def test_nested(axes, kind, name):
-    """The outer one over the first axis. Each device along "y" has weights of its own; gathers are along "x"."""
+    """The outer `shard_map` covers the first axis. Each device along "y" has its own weights; gathers run along "x"."""
     mesh = make_mesh(kind, x=2, y=2)
     lhs, rhs = put(mesh, integers(1, M, K), P("x")), put(mesh, integers(2, K, 2 * N), P(None, "y"))
     lhs_spec, rhs_spec = P("x"), P(None, "y")
@@ -371,7 +371,7 @@ def test_nested(axes, kind, name):
 
 
 def test_gradients_within_another_shard_map():
-    """Against XLA within one `shard_map` over both axes: jax does not lower the gradient of its nested form."""
+    """Compared with XLA within one `shard_map` over both axes: jax cannot lower the gradient of the nested form."""
     mesh = make_mesh(AxisType.Auto, x=2, y=2)
     lhs = put(mesh, integers(1, M, K).astype(jnp.float16) * 0.1, P("x"))
     rhs = put(mesh, integers(2, K, N).astype(jnp.float16) * 0.1, P())

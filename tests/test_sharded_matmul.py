@@ -1,4 +1,4 @@
-"""`sharded_matmul` on meshes of CPU devices: what the planner serves is the product, with the sharding asked for."""
+"""`sharded_matmul` on meshes of CPU devices: right products with the requested sharding, for all supported cases."""
 
 import functools
 import warnings
@@ -41,7 +41,7 @@ FSDP = P("x", "y"), P("x", "y"), P("x", None, "y")
 
 
 def on(mesh, specs, out, **more):
-    """`sharded_matmul` as it is called on this mesh, and its operands put there."""
+    """Calls `sharded_matmul` as users do on this mesh, with the operands put there."""
     named = {} if AxisType.Auto not in mesh.axis_types else {"lhs_sharding": specs[0], "rhs_sharding": specs[1]}
     return functools.partial(overlap.sharded_matmul, out_sharding=out, mesh=mesh, **named, **more)
 
@@ -50,7 +50,7 @@ def gradients(f, weights, *operands):
     return jax.grad(lambda *operands: (f(*operands) * weights).sum(), tuple(range(len(operands))))(*operands)
 
 
-# ---- All that is served ----------------------------------------------------------------------------------------------
+# ---- All supported cases ---------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -70,9 +70,9 @@ OPERATIONS = (
 
 
 def check(case, mesh, transposed, full_addend, around):
-    """The result with all that a product may have, its sharding, and all gradients, against float32 of whole arrays."""
+    """Compares the result with all keywords, its sharding, and all gradients with float32 products of whole arrays."""
     if mesh is MESHES["mixed"] and any(axes == ("y", "x") for parts in case for axes in parts):
-        mesh = AUTO  # Where types know one of two axes, that must be the first.
+        mesh = AUTO  # If types know one of two axes, it must be the first.
     lhs_spec, rhs_spec, out_spec = (P(*(axes or None for axes in parts)) for parts in case)
     rhs_spec = P(*rhs_spec[::-1]) if transposed else rhs_spec
     rhs = whole(2, N, K) if transposed else whole(2, K, N)
@@ -120,7 +120,7 @@ def test_more_of_what_is_served(number):
 
 
 def test_outside_of_jit():
-    """Also NumPy's arrays, and without compiling again."""
+    """NumPy arrays work too, and a second call compiles nothing."""
     lhs, rhs = whole(1, B, M, K), whole(2, K, N)
     for mesh in (AUTO, EXPLICIT):
         operands = (put(mesh, lhs, COLUMNS[0]), put(mesh, rhs, COLUMNS[1]))
@@ -150,7 +150,7 @@ def test_several_right_sides_share_one_gather(container, keep):
 
 
 def test_all_arrays_are_converted_alike():
-    """NumPy's float64 as `jnp.asarray` does, without a warning (which pytest makes an error here)."""
+    """NumPy's float64 becomes float32 as in `jnp.asarray`, without a warning (pytest turns warnings into errors)."""
     lhs, rhs, bias, addend = (whole(i, *s, dtype=np.float64) for i, s in enumerate(((M, K), (K, N), (N,), (M, N))))
     expected = lhs @ rhs + bias + addend
     f = functools.partial(overlap.sharded_matmul, out_sharding=P(None, "y"), mesh=EXPLICIT)
@@ -175,7 +175,7 @@ def test_one_device_and_axes_of_one_device():
 
 
 def test_the_mesh_is_found():
-    """In `jax.set_mesh`, in a NamedSharding, in what an operand is."""
+    """The mesh comes from `jax.set_mesh`, from a NamedSharding, or from an operand's type."""
     lhs, rhs = whole(1, B, M, K), whole(2, K, N)
     specs = dict(zip(("lhs_sharding", "rhs_sharding", "out_sharding"), COLUMNS, strict=True))
     with jax.set_mesh(AUTO):
@@ -191,20 +191,20 @@ def test_the_mesh_is_found():
     ("shape", "specs"),
     [
         ((M, K), (P("y"), P(None, "y"), P(None, "y"))),
-        ((2, 4, M, K), (P(None, "y", "x"), P(None, "y"), P(None, None, "x", "y"))),  # a leading dimension gathered
+        ((2, 4, M, K), (P(None, "y", "x"), P(None, "y"), P(None, None, "x", "y"))),  # A leading dimension gathered
         ((8, 2, M, K), (P("x", None, None, "y"), P("y"), P(("x", "y")))),  # one scattered, behind another axis
     ],
     ids=["two dimensions", "four, gathered", "four, scattered"],
 )
 def test_other_ranks(shape, specs):
-    """An addend without leading dimensions is the same for all of them."""
+    """An addend without leading dimensions applies to every index."""
     lhs, rhs, addend = whole(1, *shape), whole(2, K, N), whole(3, M, N)
     out = jax.jit(on(AUTO, specs[:2], specs[2]))(lhs, rhs, addend=addend)
     assert_same(out, np.matmul(lhs, rhs) + addend)
 
 
 def test_what_arrives_otherwise_is_moved():
-    """Along Auto axes the caller says how an operand is to be sharded, wherever it comes from."""
+    """Along Auto axes the caller says how an operand is to be sharded, however it arrives."""
     lhs, rhs = put(AUTO, whole(1, B, M, K), P(None, None, "x")), put(AUTO, whole(2, K, N), P("y"))
     out = jax.jit(on(AUTO, COLUMNS[:2], COLUMNS[2]))(lhs, rhs)
     assert_same(out, reference(np.asarray(lhs), np.asarray(rhs)))
@@ -225,7 +225,7 @@ FUSED = {
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(name):
-    """With what the kernel itself does not take, against twice the error of XLA's product of whole bf16 arrays."""
+    """Includes keywords that the kernel itself lacks; at most twice the error of XLA's product of whole bf16 arrays."""
     lhs_spec, rhs_spec, out_spec = FUSED[name]
     chance = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(chance.standard_normal(shape), jnp.bfloat16)  # noqa: E731
@@ -239,13 +239,13 @@ def test_fused(name):
     unfused = jax.nn.relu(lhs @ rhs + bias + addend)
     error, allowed = (np.linalg.norm(np.asarray(x, np.float32) - exact) for x in (out, unfused))
     assert 0 < error <= 2 * allowed
-    # The negative control: without the addend the error is far above what is allowed.
+    # The negative control: without the addend, the error is far above the limit.
     assert np.linalg.norm(np.asarray(out, np.float32) - reference(lhs, rhs, bias)) > 10 * allowed
 
 
 @pytest.mark.one_jax
 def test_the_backward_pass_is_fused():
-    """Column-parallel with weights sharded twice: forward and the cotangent of `lhs` by a kernel."""
+    """Column-parallel with weights sharded twice: a kernel computes the forward product and the cotangent of `lhs`."""
     lhs_spec, rhs_spec, out_spec = FSDP
     chance = np.random.default_rng(0)
     lhs, rhs = (jnp.asarray(chance.standard_normal(s), jnp.bfloat16) for s in ((2, 256, 128), (128, 128)))
@@ -269,7 +269,7 @@ def test_the_backward_pass_is_fused():
 
 @pytest.mark.one_jax
 def test_explain(monkeypatch):
-    """On types, for a GPU: each device's part decides, and what happens along each axis is said."""
+    """Called on types, for a GPU. Each device's part decides; the text says what happens along each axis."""
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: target.Target("gpu", "NVIDIA H200", 132))
     mesh = make_mesh(x=2, y=4)
 
@@ -285,7 +285,7 @@ def test_explain(monkeypatch):
     plan = "`rhs` is gathered along 'x', then all_gather_lhs_matmul along 'y'"
     assert fused.implementation == "fused" and fused.plan == plan and str(fused).startswith(plan)
     assert unfused.implementation == "xla" and unfused.plan == plan and "float32" in unfused.reason
-    # What the operation itself says of such parts.
+    # The operation's own explanation for such parts.
     parts = jax.ShapeDtypeStruct((1, 2048, 8192), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 7168), jnp.bfloat16)
     own = overlap.explain(overlap.all_gather_lhs_matmul, *parts, "y", mesh=mesh)
     assert (own.config, own.reason) == (fused.config, fused.reason)

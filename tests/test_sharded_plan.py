@@ -1,4 +1,4 @@
-"""The planner of `sharded_matmul`: each plan computes the product, and what has none is refused with a way out."""
+"""The planner of `sharded_matmul`: each plan computes the product; unsupported cases are refused with a way out."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ def operands(size):
 
 
 def plan_or_error(case, sizes):
-    """A plan, or None if the planner refuses the case as it should."""
+    """A plan, or None if the planner correctly refuses the case."""
     try:
         return plan_of(*case, sizes)
     except ValueError as error:
@@ -40,12 +40,12 @@ def assert_computes_the_product(plan, out, sizes):
 
 
 def moves_nothing(given, cut):
-    """Whether a device finds its part of an array that is cut so in its part of the array as it was given."""
+    """Whether each device finds its part under this partition within its part of the given array."""
     return all(wanted[: len(axes)] == axes for axes, wanted in zip(given, cut, strict=True))
 
 
 def test_every_place_of_two_axes():
-    """Each plan gives every device its part of the product, with the sharding asked for."""
+    """Each plan gives every device its part of the product, with the requested sharding."""
     served = 0
     for case in every(tuple(SIZES)):
         if (plan := plan_or_error(case, SIZES)) is None:
@@ -70,7 +70,7 @@ def test_places_of_three_axes():
 
 
 def test_the_simulation_would_see_a_wrong_plan():
-    """The negative control: the axes of a gather in the other order."""
+    """The negative control: a gather with its axes in the wrong order."""
     case = ((), (("x", "y")), ()), ((), ("x", "y")), ((), (), ("x", "y"))
     plan = plan_of(*case, SIZES)
     assert plan.operation == "all_gather_lhs_matmul" and plan.axes == ("x", "y")
@@ -81,7 +81,8 @@ def test_the_simulation_would_see_a_wrong_plan():
 
 
 B, M = 0, 1
-# What the docs promise: lhs [b, m, k], rhs [k, n], result [b, m, n]; operation, axes, dimension, gathers before.
+# The cases that the docs promise: lhs [b, m, k], rhs [k, n], result [b, m, n]; operation, axes, dimension, gathers
+# before.
 TABLE = {
     "data parallel": ("x..", "..", "x..", "matmul", (), 0, ()),
     "columns of the weights": ("...", ".x", "..x", "matmul", (), 0, ()),
@@ -161,7 +162,7 @@ MIXED = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_advice_on_mixed_meshes(name):
-    """'x' is Explicit, 'y' Auto: no sharding can name ('y', 'x')."""
+    """'x' is Explicit and 'y' is Auto: no sharding can name ('y', 'x')."""
     lhs, rhs, out, message = MIXED[name]
     with pytest.raises(ValueError, match=message) as error:
         plan_of(along(lhs, "bmk"), along(rhs, "kn"), along(out, "bmn"), SIZES, ("x",))

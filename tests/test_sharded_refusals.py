@@ -1,4 +1,4 @@
-"""What `sharded_matmul` refuses, before anything is traced, with a way out."""
+"""Calls that `sharded_matmul` refuses before anything is traced, with a way out."""
 
 import functools
 import re
@@ -93,7 +93,7 @@ def test_types_are_no_values():
 
 
 def test_what_helps_on_a_mixed_mesh():
-    """What the refusal of a scatter behind an Auto axis advises."""
+    """The way out that the refusal of a scatter behind an Auto axis suggests."""
     mesh = MESHES["mixed"]
     lhs, rhs = whole(1, 8, K), whole(2, K, N)
     with jax.set_mesh(mesh):
@@ -119,7 +119,7 @@ def test_operands_that_are_not_summed(kind):
 
 @pytest.mark.one_jax
 def test_parts_are_told_before_their_sizes():
-    """Inside `jax.shard_map` over all axes, where sizes are those of parts."""
+    """Inside `jax.shard_map` over all axes, operands are parts: this is reported before their sizes are checked."""
     specs = P("y"), P("x", "y"), P(None, "y")
     f = jax.shard_map(
         lambda x, w: overlap.sharded_matmul(x, w, lhs_sharding=specs[0], rhs_sharding=specs[1], out_sharding=specs[2]),
@@ -133,7 +133,7 @@ def test_types_and_shardings_that_disagree():
     lhs, rhs = put(EXPLICIT, whole(1, B, M, K), COLUMNS[0]), put(EXPLICIT, whole(2, K, N), P())
     with pytest.raises(ValueError, match=r"`lhs_sharding` must be as the type of `lhs` says.*jax.reshard"):
         overlap.sharded_matmul(lhs, rhs, lhs_sharding=P("y"), out_sharding=COLUMNS[2])
-    # What is whole may be cut.
+    # A whole operand may be split.
     out = overlap.sharded_matmul(lhs, rhs, rhs_sharding=COLUMNS[1], out_sharding=COLUMNS[2])
     assert_same(out, reference(np.asarray(lhs), np.asarray(rhs)))
 

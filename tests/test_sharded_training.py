@@ -1,4 +1,4 @@
-"""`sharded_matmul` under what training uses: remat, scan, vmap, donation, export, manual axes, names in profiles."""
+"""`sharded_matmul` in training: remat, scan, vmap, donation, export, manual axes, names in profiles."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ def draw(seed, *shape):
 
 
 def block(x, up, down, *, mesh=AUTO, **more):
-    """Half a transformer: column-parallel, then row-parallel with the residual."""
+    """Half a transformer block: column-parallel, then row-parallel with the residual."""
     auto = AxisType.Auto in mesh.axis_types
     of_up, of_down = (
         {"lhs_sharding": lhs, "rhs_sharding": rhs} if auto else {} for lhs, rhs in ((BETWEEN, UP), (INSIDE, DOWN))
@@ -97,11 +97,11 @@ def collectives(layer, given):
 
 
 def test_gathers_of_the_weights_are_not_kept():
-    """What is kept has no more bytes than the operands and the hidden activations, unless it is asked for."""
+    """The kept values have no more bytes than the operands and the hidden activations, unless more is asked for."""
     x, up, down = operands()
 
     def kept(**more):
-        # The function that goes back holds what was kept: a part of each of the 8 devices, one below the other.
+        # The backward function holds the kept values: a part of each of the 8 devices, stacked.
         back = jax.eval_shape(lambda *given: jax.vjp(functools.partial(block, **more), *given)[1], x, up, down)
         return {leaf.shape for leaf in jax.tree.leaves(back)}
 
@@ -111,17 +111,17 @@ def test_gathers_of_the_weights_are_not_kept():
 
 
 def test_cotangents_of_the_weights_are_reduce_scattered():
-    """Along "data", over which they are sharded; only weights that each device has whole are summed."""
+    """Along "data", over which they are sharded. Only replicated weights have their cotangents summed."""
     given = operands()
     forward, both = (collectives(f, given) for f in (block, lambda *given: gradients(block, given)))
-    # Forward: two weights and the rows of x; the sum of the second product.
+    # Forward: gathers of two weights and of the rows of x, and the sum of the second product.
     assert forward == {"all_gather": 3, "reduce_scatter": 1, "all_reduce": 0}
     assert both["reduce_scatter"] >= forward["reduce_scatter"] + 2 and both["all_reduce"] == 0
 
 
 @pytest.mark.one_jax
 def test_masters_in_float32():
-    """Weights are cast before they are gathered, and cotangents come back in float32."""
+    """Weights are cast before they are gathered, and cotangents are returned in float32."""
     given = operands()
 
     def layer(x, up, down):
@@ -175,7 +175,7 @@ def test_vmap_over_a_dimension_that_is_sharded():
     ],
 )
 def test_inside_a_shard_map_over_other_axes(kind, check_vma):
-    """The caller's own data parallelism, with a gather, and a sum over the rest."""
+    """The caller handles data parallelism, with a gather, and sums over the remaining axes."""
     mesh = make_mesh(kind, data=2, tensor=4)
     named = [
         dict(lhs_sharding=lhs, rhs_sharding=rhs) if kind == AxisType.Auto else {}
@@ -208,7 +208,7 @@ def test_axes_that_are_manual_already():
 
 @pytest.mark.one_jax
 def test_donation():
-    """A residual that is donated is where the result lies."""
+    """The result takes the memory of a donated residual."""
     x, up, down = operands()
     out = jax.jit(block, donate_argnums=0)(x, up, down)
     assert x.is_deleted()
@@ -217,7 +217,7 @@ def test_donation():
 
 @pytest.mark.one_jax
 def test_names_in_profiles():
-    """The operation that runs, within the caller's own scopes, in both passes."""
+    """The names of the operations, within the caller's own scopes, in both passes."""
 
     def step(*given):
         with jax.named_scope("decoder_7"):
@@ -232,7 +232,7 @@ def test_names_in_profiles():
 
 
 def test_export(monkeypatch):
-    """For GPUs, from a machine without: the kernels are in it."""
+    """For GPUs, from a machine without GPUs: the export contains the kernels."""
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: target.Target("gpu", "NVIDIA H200", 132))
     shapes = ((2, 8192, 4096), BETWEEN), ((4096, 14336), UP)
     types = [

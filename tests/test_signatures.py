@@ -1,4 +1,4 @@
-"""What `help`, `inspect` and editors are told of the public functions, and that it is so.
+"""What `help`, `inspect` and editors show for the public functions, and that it is true.
 
 `make lint` checks the same types with pyright and mypy on tests/user_program.py.
 """
@@ -52,7 +52,7 @@ def test_every_parameter_and_result_has_a_type_that_can_be_looked_up(function):
     assert signature.return_annotation not in (inspect.Signature.empty, typing.Any)
     for parameter in signature.parameters.values():
         assert parameter.annotation is not parameter.empty, parameter
-        # Who wraps a function of the user's passes on arguments of any type; nothing else takes those.
+        # Wrappers of the user's functions pass on arguments of any type; no other parameter may be untyped.
         passes_on = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         assert passes_on == (parameter.annotation is typing.Any), parameter
 
@@ -87,7 +87,7 @@ def test_another_value_is_refused_by_name(op, name, wrong):
 @pytest.mark.parametrize("name", ["implementation", "config"])
 @pytest.mark.parametrize("wrong", ["zz", 3, np.zeros(3)], ids=repr)
 def test_matmul_refuses_it_too_where_only_xla_can_run(name, wrong):
-    """With k sharded the kernel is out of the question before it is asked for."""
+    """With k sharded the kernel is excluded early; the argument must be checked even so."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     lhs = jax.device_put(jnp.ones((8, 16), jnp.bfloat16), NamedSharding(mesh, P(None, "x")))
     rhs = jax.device_put(jnp.ones((16, 8), jnp.bfloat16), NamedSharding(mesh, P()))
@@ -98,7 +98,7 @@ def test_matmul_refuses_it_too_where_only_xla_can_run(name, wrong):
 
 @pytest.mark.one_jax
 def test_the_forms_of_a_call_have_the_keywords_of_the_function():
-    """One form for each kind of `rhs` and value of `return_gathered`; type checkers see no other keywords."""
+    """One overload for each kind of `rhs` and value of `return_gathered`; type checkers see no other keywords."""
     own = inspect.signature(all_gather_matmul.all_gather_lhs_matmul).parameters
     shared = typing.get_origin(all_gather_matmul._OfOne).__annotations__
     forms = typing.get_overloads(all_gather_matmul.all_gather_lhs_matmul)

@@ -1,4 +1,4 @@
-"""`python -m overlap soak`: emulated, and what it says of a result that is wrong."""
+"""`python -m overlap soak`: emulated, and its report of a wrong result."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ from overlap.emulation import emulate
 
 @pytest.fixture
 def here(monkeypatch):
-    """In this process, whose devices are the emulated ones already; programs of two operations only."""
+    """Runs in this process, which has the emulated devices already, with programs of two operations only."""
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:2])
     cases = [case for case in soak_programs.CASES if case.name in ("few rows", "weights along k")]
@@ -68,14 +68,14 @@ def test_wrong_arguments(capsys):
 
 
 def test_every_case_is_exact_in_its_dtype():
-    """What rests on it: a right result has no other bits than the expected one."""
+    """The soak test relies on this: a right result has exactly the expected bits."""
     for case in soak_programs.CASES:
         whole = np.random.default_rng(0).integers(-1, 2, (64, case.depth))
         sums = np.abs(whole @ np.random.default_rng(1).integers(-1, 2, (case.depth, 64))).max()
         # All whole numbers up to this are exact in bfloat16, and in float16.
         most = 2 ** (jnp.finfo(jnp.bfloat16).nmant + 1)
         assert sums <= most, case.name
-        # Where sums travel, each is of as many products as a device has rows of the operand that is sharded.
+        # Where sums travel, each sum has as many products as a device has rows of the sharded operand.
         assert not case.name.startswith("sums") or case.rows <= most, case.name
 
 
@@ -89,7 +89,7 @@ def test_sums_over_devices_are_expected_to_the_bit(name, monkeypatch):
         assert int(soak_programs.program(case, mesh, "x", 2)(late_us, period, *given)) == 0
         exact = soak_programs._exact
         monkeypatch.setattr(soak_programs, "_exact", lambda *args: exact(*args).at[-1, -1].add(1))
-        # The corner belongs to one device, which finds a wrong result; or all have it.
+        # The corner belongs to one device, which finds the wrong result; or every device has it.
         soak_programs.program.cache_clear()
         found = int(soak_programs.program(case, mesh, "x", 1)(late_us, period, *given))
         assert found == (3 if "for all" in name else 1)

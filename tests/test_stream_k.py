@@ -1,4 +1,4 @@
-"""Stream-K: its pieces walked as pure integers, and the mainloop that carries them, emulated."""
+"""Stream-K: its pieces, walked as pure integers, and the emulated mainloop that computes them."""
 
 import collections
 import itertools
@@ -31,11 +31,11 @@ from tests.product_cases import (
 # ---- the pieces ------------------------------------------------------------------------------------------------------
 
 REALISTIC = [
-    StreamK(561, 65, 132, 4),  # 33 tiles are left for 132 CTAs.
+    StreamK(561, 65, 132, 4),  # 33 tiles remain for 132 CTAs.
     StreamK(561, 65, 132, 3),
     StreamK(140, 128, 132, 16),
     StreamK(133, 224, 132, 132),  # One tile, shared by all.
-    StreamK(198, 65, 132, 2),  # 66 left: two CTAs for each.
+    StreamK(198, 65, 132, 2),  # 66 tiles remain: two CTAs for each.
     StreamK(8, 128, 132, 16),
     StreamK(61, 1 << 16, 132, 8),  # k = 1 << 22.
     StreamK(5 * 132 + 40, 1 << 16, 132, 1 << 20),
@@ -44,7 +44,7 @@ REALISTIC = [
 
 
 def check_walk(work):
-    """Walks all pieces of all CTAs; what the mainloop relies on must hold."""
+    """Walks all pieces of all CTAs and checks what the mainloop relies on."""
     carriers = collections.defaultdict(list)  # tile -> [(k_first, k_steps, cta, part, parts)]
     whole, stretches = work.full_waves, []
     for cta in range(work.num_ctas):
@@ -60,13 +60,13 @@ def check_walk(work):
         assert work.total_k_steps(cta) == before
         if not work.cuts:
             continue
-        # A CTA waits for others in its last piece only, and there is one slot in `sums` for it.
+        # A CTA waits for others only in its last piece, and has one place in `sums`.
         shared = pieces[whole:]
         assert len(shared) == (cta < work.workers)
         stretches.extend(piece.k_steps for piece in shared)
     assert sorted(carriers) == list(range(work.tiles))
     for tile, parts in carriers.items():
-        # Every k step once, by CTAs in a row; each knows its part.
+        # Consecutive CTAs cover every k step once, and each CTA knows its part.
         parts.sort()
         ends = [k_first + k_steps for k_first, k_steps, *_ in parts]
         assert [k_first for k_first, *_ in parts] == [0, *ends[:-1]] and ends[-1] == work.k_steps
@@ -100,7 +100,7 @@ def test_every_k_step_is_carried_once_at_sizes_of_real_devices(work):
 
 @pytest.mark.parametrize("work", REALISTIC, ids=str)
 def test_traced_indices_agree_with_python_ones(work):
-    """No int32 overflows either: Python's integers have no end."""
+    """No int32 overflows either: Python's integers are unbounded."""
     assert work.cuts
     check_walk(work)
     most = max(work.pieces(cta) for cta in range(work.num_ctas))
@@ -118,13 +118,13 @@ def test_traced_indices_agree_with_python_ones(work):
 
 
 def test_nothing_is_cut_without_need():
-    assert not StreamK(264, 65, 132, 8).cuts  # Full waves alone.
-    assert not StreamK(561, 65, 132).cuts  # Not asked for.
-    assert not StreamK(561, 1, 132, 8).cuts  # Nothing to cut.
-    assert not StreamK(199, 65, 132, 8).cuts  # 67 tiles left: no two CTAs for each.
-    assert StreamK(561, 65, 132, 8).workers == 132  # No more than there are,
-    assert StreamK(137, 65, 132, 8).workers == 40  # or than are asked for,
-    assert StreamK(133, 3, 132, 8).workers == 3  # or than there are k steps.
+    assert not StreamK(264, 65, 132, 8).cuts  # Only full waves.
+    assert not StreamK(561, 65, 132).cuts  # Splitting is not asked for.
+    assert not StreamK(561, 1, 132, 8).cuts  # Nothing to split.
+    assert not StreamK(199, 65, 132, 8).cuts  # 67 tiles remain: fewer than two CTAs for each.
+    assert StreamK(561, 65, 132, 8).workers == 132  # No more parts than CTAs,
+    assert StreamK(137, 65, 132, 8).workers == 40  # or than asked for,
+    assert StreamK(133, 3, 132, 8).workers == 3  # or than k steps.
 
 
 # ---- the mainloop ----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_results_are_exact(cores, shape, config):
     work = work_of(shape, config, cores)
     assert work.cuts
     run = check_exactly(shape, config, cores=cores)
-    # It was cut: each warpgroup of a CTA that has a part of a tile raises a flag, if its half of the tile has rows.
+    # The tile was cut: each warpgroup of a CTA with a part of a tile raises a flag, if its half of the tile has rows.
     half, _ = warpgroup_tile(config)
     busy = 1 if shape[0] <= half < config.tile_m else 2
     assert run.counts["signals"] == busy * handed_over(work)
@@ -229,7 +229,7 @@ def test_the_same_bits_under_every_schedule(cores, stream_k):
             out = overlap.matmul(lhs, rhs, config=config, implementation="fused", preferred_element_type=jnp.float32)
             results.append(np.asarray(out))
     assert all((result == results[0]).all() for result in results)
-    # In another order the sums differ in their last bits, so that these can tell orders apart.
+    # In another order the sums differ in their last bits, so these operands can tell orders apart.
     with emulate(cores=cores):
         whole = overlap.matmul(lhs, rhs, config=overlap.Config.of(**SMALL), implementation="fused",
                                preferred_element_type=jnp.float32)  # fmt: skip
@@ -237,7 +237,7 @@ def test_the_same_bits_under_every_schedule(cores, stream_k):
 
 
 def test_launches_in_a_row():
-    """Flags are zero and `sums` hold nothing at each start: the second launch must not live on the first one's."""
+    """At each start, flags are zero and `sums` is empty: the second launch must not use data of the first."""
     xs, w = integers(15, 3, 130, 520), integers(16, 520, 264)
     config = overlap.Config.of(stream_k=4, **SMALL)
 
@@ -255,7 +255,7 @@ def test_launches_in_a_row():
 
 @pytest.mark.parametrize("scheduler", ["pct", "random", "round_robin"])
 def test_as_many_ctas_at_a_time_as_a_tile_has_parts_are_enough(scheduler):
-    """Who shares a tile waits for each other, and they are CTAs in a row."""
+    """The CTAs that share a tile wait for each other, and have consecutive numbers."""
     config = overlap.Config.of(stream_k=4, **SMALL)
     shape = (256, 128, 1024)
     assert work_of(shape, config, 9).pieces_per_tile == 4
@@ -276,7 +276,7 @@ def test_shares_are_adjacent_and_even(boxes, pieces):
 @pytest.mark.parametrize(
     ("devices", "cores", "shape", "stream_k"),
     [
-        (2, 5, (128, 128, 320), 8),  # Each device's one partial wave.
+        (2, 5, (128, 128, 320), 8),  # One partial wave on each device.
         (3, 2, (200, 136, 200), 2),  # Full waves before, and shards whose last block is short.
         (3, 7, (131, 264, 328), 3),
     ],

@@ -1,4 +1,4 @@
-"""Tiles that the tensor cores compute transposed (`Config.swap_operands`): exact results, any multiple of 8 rows."""
+"""Tiles that the tensor cores compute transposed (`Config.swap_operands`): exact for any multiple of 8 rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EPILOGUE = dict(
     lhs_scale=jnp.resize(jnp.array([0.5, 1.0, 2.0]), (200, 1)), rhs_scale=jnp.resize(jnp.array([0.5, 2.0]), (264,)),
 )  # fmt: skip
 TRANSPOSED = dict(transpose_rhs=True)
-CASES = {  # cores, shape, config, what else
+CASES = {  # cores, shape, config, further arguments
     "72 x 128": (2, RAGGED, SWAPPED, {}),
     "72 x 128, [n, k]": (2, RAGGED, SWAPPED, TRANSPOSED),
     "8 x 128": (2, (20, 264, 200), SWAPPED.replace(tile_m=8), {}),
@@ -142,10 +142,10 @@ def swapped(problem: Problem) -> list[overlap.Config]:
 
 
 def test_rows_are_chosen_so_that_the_last_tile_is_full():
-    """1192 rows: nine tiles of 136 are one wave of 126; of 128 × 192 there are 100, each a third larger."""
+    """For 1192 rows, 9 tiles of 136 rows give one wave of 126 tiles; 128 × 192 gives 100 tiles, each a third larger."""
     rows = {config.tile_m for config in swapped(Problem("matmul", 1192, 1792, 6464, "bfloat16", "bfloat16"))}
     assert {136, 152, 240} <= rows
-    # For each number of tiles below each other the fewest rows that suffice.
+    # For each number of tiles along m, the fewest rows that suffice.
     assert all(-(-1192 // row) != -(-1192 // (row - 8)) for row in rows)
 
 

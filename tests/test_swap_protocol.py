@@ -1,4 +1,4 @@
-"""Transposed tiles beyond single products: random ones, launches in a row, gradients, late peers, seeded defects."""
+"""Transposed tiles: random products, launches in a row, gradients, late peers, and injected defects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL
 from tests.product_cases import check_exactly, in_f32, integers, oracle_of
 from tests.protocol_cases import FEW, JOINED, ONE, PULL, WEIGHTS, Kernel, of_rows, of_weights
-from tests.swap_defects import HARMLESS, SEEDED
+from tests.swap_defects import HARMLESS, INJECTED
 
 SWAPPED = overlap.Config(tile_m=72, tile_n=128, stages=2, swap_operands=True)
 TURNS = SWAPPED.replace(schedule="pingpong")
@@ -36,7 +36,7 @@ BF16 = jnp.bfloat16
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_random_products(data):
-    """Any sizes that TMA takes, any multiple of 8 rows."""
+    """Any sizes that TMA supports, any multiple of 8 rows."""
     m, n, k = data.draw(st.integers(1, 170)), 8 * data.draw(st.integers(1, 34)), 8 * data.draw(st.integers(1, 25))
     tile_n, schedule = data.draw(
         st.sampled_from([(128, "cooperative"), (256, "cooperative"), (64, "pingpong"), (128, "pingpong")])
@@ -57,7 +57,7 @@ def test_random_products(data):
 
 @pytest.mark.parametrize("config", [SWAPPED, TURNS], ids=["together", "in turn"])
 def test_launches_in_a_row(config):
-    """Of an odd number of tiles: barriers begin anew with each launch."""
+    """An odd number of tiles: barriers start anew with each launch."""
     xs, w = integers(15, 3, 7 * 72 - 5, 72), integers(16, 72, 72)
 
     def step(w, x):
@@ -72,7 +72,7 @@ def test_launches_in_a_row(config):
 
 
 def test_gradients():
-    """The configuration is that of the forward product; its derivatives choose their own."""
+    """The configuration applies to the forward product; the derivatives choose their own."""
     lhs, rhs = integers(1, 88, 72), integers(2, 72, 136)
 
     def loss(implementation, config):
@@ -125,13 +125,13 @@ def test_whoever_is_late(name):
         kernel.run(cores=2, completion=completion, scheduler="pct", seed=seed)
 
 
-# --- Seeded defects ---------------------------------------------------------------------------------------------------
+# --- Injected defects -------------------------------------------------------------------------------------------------
 
 
 def launched(config: overlap.Config, shape: tuple[int, int, int], what: str = "", layouts: str = "nn") -> Kernel:
-    """A product alone, traced anew, with a bias, an addend or scales of rows: `what` says which.
+    """Traces a product alone, anew; `what` names an added bias, addend or row scales.
 
-    Operands lie as `layouts` says, "nn" or "nt".
+    `layouts` is the operands' layout, "nn" or "nt".
     """
     m, n, k = shape
     plan = LaunchPlan(MATMUL, OperandLayouts(False, layouts == "nt"), BF16, Target("cpu", "cpu", 1), config)
@@ -151,10 +151,10 @@ def launched(config: overlap.Config, shape: tuple[int, int, int], what: str = ""
     )
 
 
-# Of "square", what each warpgroup multiplies, and what it stores at a time, are 64 × 64.
+# In "square", each warpgroup multiplies 64 × 64 and stores 64 × 64 at a time.
 SQUARE = SWAPPED.replace(tile_m=64)
 BLOCKS = SWAPPED.replace(tile_m=104)
-PROGRAMS = {  # (All on one core, but for the gathers.)
+PROGRAMS = {  # All run on one core, except the gathers.
     "one": lambda: launched(SWAPPED, (200, 264, 192)),
     "square": lambda: launched(SQUARE, (128, 128, 128)),
     "square nt": lambda: launched(SQUARE, (128, 128, 128), layouts="nt"),
@@ -185,9 +185,9 @@ def test_programs_without_defects_are_clean(program):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize(("program", "words", "defect"), SEEDED.values(), ids=SEEDED)
-def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
-    """By the emulator, by the numbers, or while the kernel is made."""
+@pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
+def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
+    """The emulator reports the defect, the numbers differ, or the kernel cannot be made."""
     kernel = PROGRAMS[program]()
     defect(monkeypatch)
     with pytest.raises((EmulationError, AssertionError, ValueError, TypeError), match=words):
@@ -197,13 +197,13 @@ def test_each_seeded_defect_is_noticed(program, words, defect, monkeypatch):
 @pytest.mark.one_jax
 @pytest.mark.parametrize(("program", "change"), HARMLESS.values(), ids=HARMLESS)
 def test_what_does_no_harm(program, change, monkeypatch):
-    """If one of these is reported one day, it belongs among the defects."""
+    """If one of these changes is ever reported, move it to the defects."""
     kernel = PROGRAMS[program]()
     change(monkeypatch)
     run_some(kernel, 1, 4)
 
 
-# --- How operands lie -------------------------------------------------------------------------------------------------
+# --- Layouts of the operands ------------------------------------------------------------------------------------------
 
 
 def lowered(config: overlap.Config) -> str:
@@ -219,7 +219,7 @@ def test_tiles_may_differ_but_swizzles_may_not(monkeypatch):
     views = staging._views
 
     def narrower(box, mma, dtype, *rows):
-        # Of an operand, not of the result, in tiles of 8 rows.
+        # Change an operand, not the result, where tiles have 8 rows.
         of_box, of_mma = views(box, mma, dtype, *rows)
         if rows != (staging.SMALL_TILE_ROWS,):
             return of_box, of_mma

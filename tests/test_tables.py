@@ -1,4 +1,4 @@
-"""Tuning tables as files: whatever is in one, a call goes on; whoever writes one loses nothing of another's."""
+"""Tuning tables as files: calls work whatever a table contains, and writers never lose others' entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ON_H200 = AbstractMesh(
 
 
 def explained(of=None):
-    """What `overlap.matmul` would do on an H200, which need not be here for that."""
+    """What `overlap.matmul` would do on an H200, which this machine need not have."""
     of = of or problem()
     lhs, rhs = (jax.ShapeDtypeStruct(shape, of.dtype) for shape in ((of.m, of.k), (of.k, of.n)))
     return overlap.explain(overlap.matmul, lhs, rhs, mesh=ON_H200)
@@ -121,7 +121,7 @@ ODD = st.recursive(
 
 
 def places(value, here=()):
-    """The way to every value in a JSON document."""
+    """The path to every value in a JSON document."""
     yield here
     for name, inner in (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -134,7 +134,7 @@ VALID = {"format": 1, "entries": [line(), line(problem("8192x8192x8192"))]}
 
 @pytest.fixture
 def one_heuristic_each(monkeypatch):
-    """What the tables do not have is worked out once for each problem."""
+    """Caches the heuristic, so that it runs once for each problem that the tables lack."""
     monkeypatch.setattr(choose, "heuristic", functools.cache(choose.heuristic))
 
 
@@ -158,7 +158,7 @@ def test_any_value_in_place_of_any_part_leaves_calls_decided(one_heuristic_each,
 
 
 def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
-    """They keep the rules of a table; whether the kernel can have them, it says itself."""
+    """Such sizes follow the rules of a table; whether the kernel supports them, the kernel itself says."""
     largest = 2**31 - 1
     write(line(config=Config.of(order_width=largest, chunk_bytes=2**31 - 16, chunk_buffers=largest).fields))
     assert explained().config.order_width == largest
@@ -167,7 +167,7 @@ def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
         assert jax.eval_shape(overlap.matmul, *operands).shape == (4096, 8192)
 
 
-# --- Files that are no tables -----------------------------------------------------------------------------------------
+# --- Files that are not tables ----------------------------------------------------------------------------------------
 
 BROKEN = [
     "", "{", "[]", "null", '{"format": 1}', "\x00\xff", '{"format": 1, "entries": {"a": 1}}', "[" * 200_000,
@@ -206,7 +206,7 @@ def test_what_is_no_regular_file_or_cannot_be_read_is_reported_once(caplog, monk
     warned(f"{path} is no tuning table (it is a folder)")
     path.rmdir()
     os.mkfifo(path)
-    warned("it is a pipe")  # And nobody waits for who might write into it.
+    warned("it is a pipe")  # Reading it does not wait for a writer.
     path.unlink()
     path.symlink_to("/dev/zero")
     warned("it is a device")
@@ -238,7 +238,7 @@ def test_what_is_no_regular_file_or_cannot_be_read_is_reported_once(caplog, monk
     ("versions", "said"),
     [
         ({}, ""),
-        ({"overlap": MISSING}, ""),  # As older tables are.
+        ({"overlap": MISSING}, ""),  # As in older tables.
         ({"jax": "0.0.1"}, f", measured with jax 0.0.1, and {jax.__version__} runs"),
         ({"jax": MISSING, "overlap": MISSING}, ", measured with an unknown jax"),
         ({"overlap": "0.0.1"}, f", measured with overlap 0.0.1, and {overlap.__version__} runs"),

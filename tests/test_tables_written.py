@@ -1,4 +1,4 @@
-"""Tuning tables are written such that no result is lost: of another process, a newer version, or behind a link."""
+"""Writing tuning tables loses no result: of another process, of a newer version, or behind a link."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_two_processes_that_write_at_once_lose_nothing(repository, tmp_path):
         threading.Timer(0.02, lambda: other.stdin and (other.stdin.write("\n"), other.stdin.close())).start()
         for m in range(1, 26):
             tables.add(path, [entry(problem(f"{m}x128x128"))])
-        other.stdin = None  # The timer's.
+        other.stdin = None  # The timer's thread closes it.
         assert other.wait(timeout=60) == 0
     finally:
         other.kill()
@@ -89,19 +89,19 @@ def test_a_lock_that_is_held_ends_in_an_error_and_one_left_behind_locks_nothing(
         ):
             pass
     assert not lock.exists()
-    lock.touch()  # As a process leaves it that is killed.
+    lock.touch()  # As left by a process that was killed.
     tables.add(path, [entry(problem())])
     assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    """Else the next one would make a new file, and both would hold a lock."""
+    """Otherwise the next process would make a new file, and both would hold a lock."""
     lock, flock, calls = tmp_path / ".table.json.lock", table_files.fcntl.flock, []
 
     def late(handle, how):
         calls.append(handle)
         if len(calls) == 1:
-            lock.unlink()  # By the one who held it until now.
+            lock.unlink()  # Removed by the process that held the lock until now.
         flock(handle, how)
 
     monkeypatch.setattr(table_files.fcntl, "flock", late)
@@ -110,7 +110,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path, monkeyp
 
 
 def test_the_file_of_a_lock_is_removed_before_the_lock_is_released(tmp_path, monkeypatch):
-    """The other way round, who gets the lock in between loses its file, and the next one makes a new one."""
+    """In the other order, a process that gets the lock in between loses its file, and the next makes a new one."""
     lock, close, there = tmp_path / ".table.json.lock", os.close, []
 
     def released(handle):

@@ -53,7 +53,7 @@ def recorded(case, capacity=256):
             emulated=True,
         )  # fmt: skip
     run.check()
-    # The one before is the call without marks.
+    # The previous launch is the call without marks.
     launch = max(event.launch for event in run.events)
     return made, [event for event in run.events if event.launch == launch]
 
@@ -64,7 +64,7 @@ def numbers(timeline, device, role, work):
 
 @pytest.fixture(autouse=True)
 def eight_devices():
-    """The command asks for as many as it needs, unless they are in use already."""
+    """The command asks for the devices it needs, unless jax has started already."""
     assert len(jax.devices()) == 8
 
 
@@ -89,7 +89,7 @@ def test_marks_say_when_the_emulator_saw_it(case):
     for spans in lanes.values():
         for before, after in itertools.pairwise(spans):
             assert before.start <= before.end == after.start
-    # Every product lies in a span of that warpgroup's that says so.
+    # Every product lies in a span of its own warpgroup that records a product.
     products = [event for event in events if event.kind == "wgmma"]
     assert products
     multiplied = {lane: [s for s in spans if s.work == Work.MULTIPLY] for lane, spans in lanes.items()}
@@ -97,13 +97,13 @@ def test_marks_say_when_the_emulator_saw_it(case):
         of_warpgroup = multiplied[event.device, event.cta, f"compute {event.thread.removeprefix('wg')}"]
         step = event.start - timeline.origin
         assert any(span.start <= step <= span.end for span in of_warpgroup), event
-    # Each device multiplies each tile once (each warpgroup its half, or its own ones), and loads it before that.
+    # Each device loads each tile and then multiplies it once (each warpgroup its half, or its own tiles).
     for device in range(problem.devices):
         tiles = [s.number for lane, spans in multiplied.items() for s in spans if lane[0] == device]
         each = 1 if case == "pingpong" else 2
         assert sorted(tiles) == sorted([*range(max(tiles) + 1)] * each), (device, tiles)
     for (device, cta, role), spans in multiplied.items():
-        # (A tile to which something is added is loaded for twice: the last span of it comes first here.)
+        # A tile with an addend has two loads: the last such span comes first here.
         backwards = reversed(lanes[device, cta, "producer"])
         loaded = {s.number: s.start for s in backwards if s.work == Work.LOAD}
         for span in spans if role.startswith("compute") else ():
@@ -111,7 +111,7 @@ def test_marks_say_when_the_emulator_saw_it(case):
 
 
 _COMPUTE = {Work.AWAIT_OPERANDS, Work.MULTIPLY, Work.STORE}
-# All that each role does: what it waits for as well.
+# Everything that each role does, including its waits.
 WORK = {
     "product": {"compute": _COMPUTE, "producer": {Work.LOAD}},
     "gather": {
@@ -135,7 +135,7 @@ def test_each_role_says_all_that_it_does(case):
 
 
 def after_waits_the_producer_loads(timeline):
-    """What it has waited for rows for, it then loads: the next mark says so."""
+    """Each wait for rows is followed by their load: the next mark says so."""
     for (_, _, role), spans in by_lane(timeline.spans).items():
         for before, after in itertools.zip_longest(spans, spans[1:]):
             if role == "producer" and before.work == Work.AWAIT_ROWS:
@@ -149,7 +149,7 @@ def test_where_the_other_operand_is_loaded_before_the_wait():
 
 
 def test_the_comparison_can_fail(monkeypatch):
-    """Marks that come too late, after the products, are noticed."""
+    """Marks that come too late, after the products, are detected."""
     now = marks.now
     monkeypatch.setattr(
         marks, "now", lambda work, *rest, **more: None if work == Work.MULTIPLY else now(work, *rest, **more)
@@ -168,7 +168,7 @@ def test_all_chunks_are_copied_once():
             for s in made.timelines[0].spans
             if (s.device, s.role, s.work) == (device, "communicator", Work.COPY)
         ]
-        # Chunk 0 stands for the first ones on their way as well.
+        # Chunk 0 stands for the first chunks under way as well.
         assert set(carried) == set(range(max(carried) + 1))
         assert sorted(n for n in carried if n) == list(range(1, max(carried) + 1))
         assert max(carried) > CORES
@@ -177,7 +177,7 @@ def test_all_chunks_are_copied_once():
 def test_gathered_weights_are_waited_for():
     made, _ = recorded("gathered weights")
     (timeline,) = made.timelines
-    # One tile list, each tile over all k: it waits for the peer's blocks in the midst of its loads.
+    # One list of tiles, each over all of k: the producer waits for a peer's blocks between its loads.
     for spans in (spans for (_, _, role), spans in by_lane(timeline.spans).items() if role == "producer"):
         works = [span.work for span in spans]
         assert Work.AWAIT_ROWS in works
@@ -190,7 +190,7 @@ def test_gathered_weights_are_waited_for():
 def test_rows_are_waited_for_before_they_are_multiplied():
     made, _ = recorded("gather")
     peers = [s for s in made.timelines[0].spans if s.work == Work.AWAIT_ROWS and s.shard == 1]
-    assert len(peers) == 2 * 4  # Of both devices, the four tiles of the peer's shard.
+    assert len(peers) == 2 * 4  # The four tiles of the peer's shard, on both devices.
     assert sum(s.end - s.start for s in peers) > 0
 
 
@@ -199,7 +199,7 @@ def test_a_role_with_more_marks_than_room_says_so():
     (timeline,) = made.timelines
     assert made.same_bits
     assert timeline.missing > 0
-    # What had room is as it is in a trace that has room for all.
+    # The marks that had room equal those of a trace with room for all.
     whole = by_lane(recorded("product")[0].timelines[0].spans)
     assert by_lane(timeline.spans) == {lane: spans[:3] for lane, spans in whole.items()}
 
@@ -231,7 +231,7 @@ def test_a_kernel_that_is_not_recorded_is_as_if_there_were_no_marks(monkeypatch)
         return overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused")
 
     def traced(program):
-        # What it is made of, without addresses of Python objects.
+        # The program's text, without addresses of Python objects.
         return re.sub(r"\d{9,}", "", str(program.trace(*shapes).jaxpr))
 
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
@@ -241,7 +241,7 @@ def test_a_kernel_that_is_not_recorded_is_as_if_there_were_no_marks(monkeypatch)
     monkeypatch.setattr(marks, "role", lambda *args, **keywords: contextlib.nullcontext())
     assert "wgmma" in as_it_is
     assert traced(trace.call_program(GATHER, call, mesh)) == as_it_is
-    # (The control: with marks it is another kernel, with a further result.)
+    # The control: with marks it is another kernel, with one more result.
     assert f"132,{ROWS},18,{WORDS}" in with_marks
     assert f"132,{ROWS},18,{WORDS}" not in as_it_is
 

@@ -28,7 +28,7 @@ GATHER = Problem("all_gather_lhs_matmul", 256, 256, 128, "bfloat16", "bfloat16",
 
 @pytest.fixture(autouse=True)
 def eight_devices():
-    """The command asks for as many as it needs, unless they are in use already."""
+    """The command asks for the devices it needs, unless jax has started already."""
     assert len(jax.devices()) == 8
 
 
@@ -40,11 +40,11 @@ def test_the_exchange_of_clocks_is_emulated(completion):
     with emulate(cores=2, completion=completion) as run:
         offsets = clocks.offsets(mesh_of(jax.devices()[:3]))
     run.check()
-    assert offsets == [Offset(0.0, 0.0)] * 3  # Emulated time stands still.
+    assert offsets == [Offset(0.0, 0.0)] * 3  # Emulated time does not pass.
 
 
 def test_clocks_that_are_apart_are_found(monkeypatch):
-    """The whole exchange, with a clock of its own for each device."""
+    """Runs the whole exchange, with a different clock on each device."""
     ahead = (0, 7_000_000_000, -3_000_000)
     clock = lambda thread: 10**12 + 100 * thread.machine.world.now + ahead[thread.device]  # noqa: E731
     monkeypatch.setattr(registers, "CLOCK", clock)
@@ -80,7 +80,7 @@ def test_offsets_are_within_their_error(ahead, trips, tick):
 
 
 def test_one_time_for_all_devices():
-    """Two GPUs, whose clocks are apart and tick coarsely, and whose cores count from anywhere: the truth is found."""
+    """Recovers the true times of two GPUs with different, coarse clocks and with cycle counters that start anywhere."""
     rng = np.random.default_rng(0)
     ahead_ns, rate, tick_ns, ctas, count = (0, 123_456_789), (1.62, 1.81), 1024, 5, 40
     truth = np.sort(rng.uniform(0, 200_000, (2, ctas, count)))  # Nanoseconds since an event.
@@ -99,13 +99,13 @@ def test_one_time_for_all_devices():
     assert (found.unit, found.clock_error) == ("µs", 0.08)
     starts = np.array([span.start for span in found.spans]).reshape(2, ctas, count - 1)
     error_us = starts - (truth[..., :-1] - truth.min()) / 1e3
-    # Less than the tick: each CTA's own line is some 0.1 µs off.
+    # Below the clock's tick: each CTA's own fit is off by about 0.1 µs.
     assert np.abs(error_us - error_us.mean()).max() < 0.3
     assert [span.number for span in found.spans[: count - 1]] == list(range(count - 1))
 
 
 def written(devices, made, counts=None):
-    """Entries of one CTA for each device: {row: [(work, cycle, nanosecond), ...]}, the same on all."""
+    """Entries of one CTA for each device: {row: [(work, cycle, nanosecond), ...]}, the same on all devices."""
     room = max(map(len, made.values()))
     entries = np.zeros((devices, ROWS, room + 2, WORDS), np.uint32)
     for row, marked in made.items():
@@ -116,7 +116,7 @@ def written(devices, made, counts=None):
 
 
 def test_a_role_that_begins_before_the_others_and_a_counter_that_wraps():
-    """Cycles before those of the row that is read first are no 4 billion cycles later."""
+    """Cycles before the start of the row that is read first are not taken as 4 billion cycles later."""
     epoch, wraps = 1_763_900_000_000_000_000, 2**32 - 3000
     roles = {0: "compute", 2: "producer"}
     made = {

@@ -1,4 +1,4 @@
-"""examples/train.py: it learns, it goes on with the same losses after it was stopped, and it refuses what cannot be."""
+"""examples/train.py: it learns, a stopped run resumes with the same losses, and invalid options are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text():
 
 
 def call_at(patched: pytest.MonkeyPatch, at: int, function: Callable[[], object]) -> None:
-    """Calls a function while a step is prepared."""
+    """Calls a function while a step is being prepared."""
     batch = corpus.batch
 
     def calling(text, seed, step, **sizes):
@@ -50,7 +50,7 @@ def call_at(patched: pytest.MonkeyPatch, at: int, function: Callable[[], object]
 
 
 def signal_at(patched: pytest.MonkeyPatch, at: int, number: signal.Signals) -> None:
-    """Has this process get a signal while a step is prepared."""
+    """Sends this process a signal while a step is being prepared."""
     call_at(patched, at, lambda: os.kill(os.getpid(), number))
 
 
@@ -90,7 +90,7 @@ def test_batches_depend_on_seed_and_step_alone(text):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
-    """Runs with the same options but for their folder share a program: most of their time is its compilation."""
+    """Runs that differ only in their folder share a compiled program: most of their time is compilation."""
     made: dict[options.Options, run.Program] = {}
 
     def program(chosen: options.Options) -> run.Program:
@@ -104,7 +104,7 @@ def compiled_once():
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, text):
-    """A run that nothing has stopped, and its folder."""
+    """A run that was not stopped, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     return run.train(told(folder, "--data 2 --tensor 2"), text, title="whole"), folder
 
@@ -112,7 +112,7 @@ def whole_run(tmp_path_factory, text):
 def test_the_loss_falls(whole_run):
     first, *_, last = losses_of(whole_run[0].steps)
     assert len(whole_run[0].steps) == 12
-    assert abs(first - math.log(256)) < 1.5  # Nothing is known yet.
+    assert abs(first - math.log(256)) < 1.5  # No loss is known yet.
     assert last < first - 1.5
 
 
@@ -126,7 +126,7 @@ def test_the_file_holds_the_losses(whole_run):
     assert [json.loads(line)["loss"] for line in lines] == losses_of(result.steps)
 
 
-# (The test of another mesh below has the program of the first case, and says as much of it.)
+# The test of another mesh below uses the first case's program, and checks the same about it.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -141,7 +141,7 @@ def test_mesh_and_memory_change_nothing_but_rounding(tmp_path, text, whole_run, 
     expected = losses_of(whole_run[0].steps)
     spread = told(tmp_path / "spread", arguments)
     np.testing.assert_allclose(losses_of(run.train(spread, text, title="spread").steps), expected, rtol=1e-4)
-    # Other batches are no matter of rounding.
+    # Different batches change the losses by more than rounding.
     batch = corpus.batch
     monkeypatch.setattr(corpus, "batch", lambda text, seed, step, **sizes: batch(text, seed + 1, step, **sizes))
     other = run.train(told(tmp_path / "other", "--data 2 --tensor 2"), text, title="other")
@@ -161,7 +161,7 @@ def test_weights_and_moments_are_sharded(tmp_path):
 
 @pytest.mark.one_jax
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, text, monkeypatch):
-    """What was saved before is finite, and nothing is saved after."""
+    """The checkpoints saved before are finite, and nothing is saved after."""
     step = training.Program.step
 
     def diverging(self, state, tokens, *, stop):
@@ -181,7 +181,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, text, monkeypatch):
 
 @pytest.mark.one_jax
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, text):
-    """The second one; the first stays."""
+    """The second checkpoint fails; the first stays."""
     full = told(tmp_path, "--data 2 --tensor 2")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -195,12 +195,12 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, text):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()] == ["4"]
 
 
-# --- Stopped and taken up again ---------------------------------------------------------------------------------------
+# --- Stopped and resumed ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_jax
 def test_a_stopped_run_goes_on_with_the_same_losses(tmp_path, text, whole_run, monkeypatch):
-    """The signal comes while step 6 is prepared; step 7 tells everybody, and its state is saved."""
+    """The signal comes while step 6 is prepared. Step 7 tells all processes, and its state is saved."""
     again = told(tmp_path, "--data 2 --tensor 2")
     handler = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patched:
@@ -323,7 +323,7 @@ def wait_for(condition, process: subprocess.Popen[str], seconds: float = 100) ->
 def test_a_killed_run_goes_on_with_the_same_losses(repository, tmp_path, whole_run):
     """The kill comes while a checkpoint is half written."""
     steps, out = ("--data", "2", "--tensor", "2", "--out", str(tmp_path / "run")), tmp_path / "run" / "checkpoints"
-    # The second process finds what the first one has compiled.
+    # The second process uses the first one's compilation cache.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
     def half_written() -> bool:
@@ -347,7 +347,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(repository, tmp_path, whole_r
 @pytest.mark.slow
 @pytest.mark.one_jax
 def test_two_processes_of_mpirun(repository, tmp_path, whole_run):
-    """Each has one device. They go on from the checkpoint of one process with four devices."""
+    """Each process has one device. They resume from a checkpoint of one process with four devices."""
     mpirun = pathlib.Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun beside Python (extra `mpi`)")
@@ -362,6 +362,6 @@ def test_two_processes_of_mpirun(repository, tmp_path, whole_run):
                              timeout=200, capture_output=True, text=True, check=False)  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert "1 data × 1 fsdp × 2 tensor" in process.stderr
-    assert process.stderr.count("goes on after step 8") == 1  # One process speaks.
+    assert process.stderr.count("goes on after step 8") == 1  # Only one process prints.
     steps = losses.read(tmp_path / "moved" / "losses.jsonl")
     np.testing.assert_allclose(losses_of(steps), losses_of(result.steps), rtol=1e-4)

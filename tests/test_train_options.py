@@ -1,4 +1,4 @@
-"""examples/train.py: --compare, and the options that it refuses."""
+"""examples/train.py: the option --compare, and the options that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drifting(scale: float, seed: int) -> list[Step]:
 
 @pytest.mark.parametrize(("fused_scale", "agree"), [(1e-3, True), (2e-2, False)])
 def test_the_comparison_tells_rounding_from_error(tmp_path, text, monkeypatch, fused_scale, agree):
-    """Of a fused run within rounding, and one that is beyond it: a wrong gradient, say."""
+    """Within rounding the fused run passes; beyond it, as with a wrong gradient, it fails."""
     made = {"xla": drifting(0, 0), "xla-other-order": drifting(1e-3, 1), "fused": drifting(fused_scale, 2)}
     chosen = {}
 
@@ -120,7 +120,7 @@ def test_processes_without_work_are_refused():
     assert devices.fit(2, None, None, devices=4, processes=4) == Axes(2, 1, 2)
     assert devices.fit(None, 2, 2, devices=8, processes=1) == Axes(2, 2, 2)
     assert devices.fit(None, None, None, devices=16, processes=16) == Axes(2, 1, 8)
-    # 256 bytes cannot be split among 3 or 6.
+    # 256 bytes cannot be split among 3 or 6 devices.
     assert devices.fit(None, None, None, devices=6, processes=1) == Axes(3, 1, 2)
     with pytest.raises(Refused, match="makes a mesh of 2 devices, and the 4 processes have 4"):
         devices.fit(1, 1, 2, devices=4, processes=4)
@@ -136,7 +136,7 @@ def test_a_text_that_is_too_short(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
-    """The default one, say, which the command line does not try."""
+    """For example the default folder, which the command line does not check."""
     (tmp_path / "file").touch()
     with pytest.raises(Refused, match=r"cannot write to .*file/train: .*: name another folder by --out"):  # noqa: SIM117
         with losses.locked(tmp_path / "file" / "train"):

@@ -1,4 +1,4 @@
-"""The choice between the transports, what each one needs, and the ring's schedule walked exhaustively."""
+"""The choice between the transports, what each transport needs, and an exhaustive walk of the ring's schedule."""
 
 import collections
 import itertools
@@ -80,7 +80,7 @@ def test_the_ring_needs_no_chunk_buffers(hopper):
     pulled, plain = (smem_bytes(config, bf16, bf16, transport) for transport in ("pull", ""))
     assert smem_bytes(config, bf16, bf16, "ring") == plain
     assert pulled - plain == config.pull.chunk_buffers * (config.pull.chunk_bytes + BARRIER_BYTES)
-    # So a configuration may fit the ring alone; all other limits are the same.
+    # So a configuration may fit the ring but not pulling; all other limits are the same.
     large = overlap.Config.of(chunk_bytes=16384)
     assert smem_bytes(large, bf16, bf16, "pull") > SMEM_BYTES
     assert explain(config=large, transport="ring").implementation == "fused"
@@ -99,7 +99,7 @@ def test_the_ring_needs_no_chunk_buffers(hopper):
 @pytest.mark.parametrize("stream_k", [1, 3])
 @pytest.mark.parametrize(("batch", "widths"), [(1, (264,)), (2, (136, 8)), (3, (64,))])
 def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along, stream_k, batch, widths):
-    """Of every step and row block, each k step exactly once; and the flag's final count is what producers wait for."""
+    """For every step and row block, each k step exactly once; the flag's final count equals what producers wait for."""
     for m_shard, order, num_ctas in itertools.product((1, 200, 384), ("m", "n"), (2, 13)):
         config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, stream_k=stream_k)
         schedule = AllGatherSchedule.of(devices, (batch, m_shard, 200), widths, 2, config)
@@ -118,7 +118,7 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
                     raised[flag] += work.pieces_per_tile if piece.parts == 1 else 1
                     for k in range(piece.k_first, piece.k_first + piece.k_steps):
                         passed[step, element, m, k] += 1
-            # A tile waits for tiles of the step before it, on another device: so no circle of waits can close.
+            # A tile waits for tiles of the previous step, on another device. So the waits cannot form a cycle.
             assert steps == sorted(steps)
         every = itertools.product(range(devices - 1), range(batch), range(schedule.row_blocks), range(work.k_steps))
         assert passed == dict.fromkeys(every, 1)
@@ -140,7 +140,7 @@ def test_what_a_device_passes_on_is_what_the_one_before_it_needs_next(devices, k
 
 # --- Assembled --------------------------------------------------------------------------------------------------------
 
-ASSEMBLED = [  # devices, m of a shard, config; of 384 rows, tiles of all steps are cut
+ASSEMBLED = [  # devices, m of a shard, config; with 384 rows, the tiles of all steps are cut
     (2, 1024, {"stages": 4}),
     (8, 1024, {"stages": 4}),
     (3, 384, {"stream_k": 4}),

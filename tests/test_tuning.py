@@ -45,7 +45,7 @@ def test_candidates_are_valid_few_and_different(shape, devices):
 def test_every_field_of_the_space_is_a_field_of_the_config():
     names = Config().fields.keys()
     assert {*space.SHAPE, *space.FINE, *space.CHUNKS} <= names
-    # A new field is to be put into the space, or here.
+    # Put a new field into the space, or here.
     assert names - {*space.SHAPE, *space.FINE, *space.CHUNKS} == {"stages"}
 
 
@@ -60,21 +60,21 @@ def test_the_heuristic_knows_the_usual_cases():
         assert config is not None
         return config
 
-    # Large: the tile with the most work per byte.
+    # Large problem: the tile with the most work per byte.
     assert tile("8192x8192x8192") == (128, 256, 1)
-    # 3.4 waves: the last one is cut, or full of tiles with other rows.
+    # 3.4 waves: the last wave is cut, or avoided by tiles with another number of rows.
     assert fields("4096x3584x8192").stream_k > 1 or fields("4096x3584x8192").swap_operands
     assert fields("4096x4096x4096").stream_k == 1
-    # Little depth: one warpgroup stores while the other multiplies.
+    # Small k: one warpgroup stores while the other multiplies.
     assert fields("4096x32768x512").schedule == "pingpong"
-    # Rows that lie across the cache's lines: what loads less.
+    # Rows are not aligned to the cache's lines: choose the tile that loads less.
     assert fields("4097x4104x4104").cluster == 2
-    # One tile high: there is nothing to share.
+    # One tile along m: a cluster has nothing to share.
     assert fields("16x8192x8192").cluster == 1
     # 32 tiles on 132 cores: the contraction is split, but not in a collective.
     assert tile("1024x1024x14336")[2] > 1
     assert tile("1024x1024x14336", devices=2)[2] == 1
-    # A few rows: what is left of a tile is not loaded, so the narrowest one that fills the cores, uncut.
+    # Few rows: the rest of a tile is not loaded. So take the narrowest tile that fills the cores, without cutting.
     assert tile("16x8192x8192") == tile("64x8192x8192") == (128, 64, 1)
 
 
@@ -90,7 +90,7 @@ def test_the_model_counts_waves_and_partial_tiles():
     assert waves(128 * 198, 128, stream_k=2) == 1.5
     assert waves(128 * 132 + 1, 128, cluster=2) == 2
     one, two = (model.predicted_us(Config(), problem(f"{m}x4096x4096"), H200) for m in (1024, 1152))
-    # (In the second wave few cores draw little power, and run at higher clocks.)
+    # In the second wave few cores draw little power, and run at higher clocks.
     assert one * 1.5 < two < one * 2
 
 
@@ -98,12 +98,12 @@ def test_the_model_counts_empty_rows_and_weights_that_are_read_again():
     def us(shape, config, **fields):
         return model.predicted_us(config, problem(shape, **fields), H200)
 
-    # Two tiles below each other, the second one nearly without rows: slower than two full ones.
+    # Two tiles along m, the second nearly without rows: slower than two full tiles.
     narrow = Config(tile_n=64, stages=8)
     assert us("136x8192x8192", narrow) > 1.2 * us("256x8192x8192", narrow)
-    # Half a tile is not filled up, only loaded by half.
+    # Half a tile is not padded: only half of it is loaded.
     assert us("64x8192x8192", narrow) < us("128x8192x8192", narrow)
-    # A tile for each shard takes the weights from memory for each, unless they stay in the L2.
+    # A tile for each shard loads the weights from memory for each shard, unless they stay in the L2.
     apart = Config(tile_m=64, tile_n=128, stages=8, cluster=2, cluster_along="n")
     together = Config(tile_m=64, tile_n=128, stages=8, joined=True, stream_k=2)
     gathered = {"op": "all_gather_lhs_matmul", "devices": 2}
@@ -155,7 +155,7 @@ def test_a_table_reads_back_what_was_added(tmp_path):
     tables.add(path, entries[2:])
     assert sorted(tables.read(path), key=str) == sorted(entries, key=str)
     assert [p.name for p in path.parent.iterdir()] == ["table.json"]
-    assert len(path.read_text().splitlines()) == len(entries) + 2  # One line each, for diffs.
+    assert len(path.read_text().splitlines()) == len(entries) + 2  # One line per entry, for diffs.
 
 
 def test_a_partial_result_does_not_replace_a_complete_one(tmp_path):
@@ -223,7 +223,7 @@ def test_a_table_serves_its_bucket_and_the_nearest_entry_wins():
         problem(devices=2), problem(batch=2), problem(op="all_gather_lhs_matmul"),
     ):  # fmt: skip
         assert choice(other)[1] == "heuristic"
-    # The two dtypes of 16 bits serve each other, each itself first.
+    # The two 16-bit dtypes serve each other; the problem's own dtype comes first.
     assert choice(problem(dtype="float16"))[0] == Config(stages=3)
     tables.add(file, [entry(problem("3968x8192x4096", dtype="float16"), Config(stages=4))])
     assert choice(problem(dtype="float16"))[0] == Config(stages=4)

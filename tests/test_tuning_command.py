@@ -41,7 +41,7 @@ SMALL = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16")
 
 
 def layer(x, w):
-    """As `overlap.matmul` chooses its configuration once dispatch asks `choose_config`."""
+    """Chooses its configuration as `overlap.matmul` does once dispatch asks `choose_config`."""
     (m, k), n = x.shape, w.shape[1]
     config, source = choose.choose_config(
         Problem("matmul", m, n, k, str(x.dtype), str(x.dtype)), Target("cpu", "cpu", 4)
@@ -66,7 +66,7 @@ def test_calls_are_found_wherever_they_are():
         return jax.lax.scan(lambda c, _: (layer(c, w), None), x, None, length=2)[0]
 
     inner = jax.jit(layer)
-    inner(x, w)  # Traced before; it must be seen again.
+    inner(x, w)  # Traced before; `autotune` must see it again.
     for fn, args in (
         (layer, (x, w)), (inner, (x, w)), (jax.jit(lambda x, w: inner(x, w) + 1), (x, w)), (scanned, (x, w)),
         (jax.jit(mapped), (operands(2)[0], w)),
@@ -94,7 +94,7 @@ def test_autotune_writes_its_results_and_its_context_uses_them(tmp_path):
         np.testing.assert_array_equal(np.asarray(jitted(x, w)), np.asarray(before))
     assert layer.seen == [(result.configs[SMALL], "tuned")]
     jax.jit(lambda x, w: layer(x, w))(x, w)
-    assert layer.seen[-1][1] == "heuristic"  # Outside, and tables of emulated times are not consulted.
+    assert layer.seen[-1][1] == "heuristic"  # Outside of `autotune`; tables of emulated times are not consulted.
     assert autotune.autotune(layer, x, w, path=path).outcomes[0].note == "already measured"
 
 
@@ -137,7 +137,7 @@ def test_the_operations_ask_and_are_tuned(tmp_path, caplog):
 
 
 def test_progress_without_a_terminal_is_a_line_for_each_problem_and_now_and_then(monkeypatch):
-    said, clock = [], itertools.count()  # Each look at the clock is a second later.
+    said, clock = [], itertools.count()  # Each look at the clock returns one second more.
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
     with progress.shown(said.append, every_s=1000) as report:
         for text, fraction in (("1x1x1: XLA", 0), ("1x1x1: compiling", 0.1), ("2x2x2: XLA", 0.5)):
@@ -208,7 +208,7 @@ def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path, nu
     out = tmp_path / "table.json"
     line, env = command(repository, "--shapes", "128x128x64,1024x512x512", "--max-configs", 2, "--out", out)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        # The tests are a shell's job in the background, and the command would inherit that.
+        # The tests may run as a shell's background job; the command would inherit its ignored SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -306,7 +306,7 @@ def test_the_command_says_what_is_wrong(name, value, said, capsys):
 
     try:
         status = main(["tune", "--shapes", "1x1x1", f"{name}={value}"])
-    except SystemExit as refused:  # By the parser.
+    except SystemExit as refused:  # Refused by the parser.
         status = refused.code
     assert status == 2
     captured = capsys.readouterr()

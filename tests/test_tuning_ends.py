@@ -1,4 +1,4 @@
-"""How a tuning ends: what cannot be written is refused before anything is measured, and no end loses what was found."""
+"""How tuning ends: an unwritable table is refused before any measurement, and no end loses measured results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tuning_cases import H200, bench, entry, no_tables, problem
 
 __all__ = ["bench", "no_tables"]
 pytestmark = [pytest.mark.usefixtures("no_tables"), pytest.mark.one_jax]
-# The module, which the package's attribute of that name is.
+# The module itself: the package has an attribute of the same name.
 autotune = importlib.import_module("overlap.tuning.autotune")
 SHAPES = ["128x128x64", "128x128x128", "128x128x192"]
 
@@ -37,7 +37,7 @@ def nothing_is_measured(monkeypatch):
 
 
 def tune(*arguments):
-    """The command, here; its status."""
+    """Runs the command in this process and returns its status."""
     pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
     return main(["tune", "--shapes", ",".join(SHAPES), *map(str, arguments)])
 
@@ -50,12 +50,12 @@ X, W = (jax.ShapeDtypeStruct((128, 128), jnp.bfloat16) for _ in range(2))
 
 
 def printed_table(text, tmp_path):
-    """The entries of a table that stands at the end of a text."""
+    """The entries of the table at the end of a text."""
     (tmp_path / "printed.json").write_text(text[text.index('{"format"') :])
     return tables.read(tmp_path / "printed.json")
 
 
-# --- Before -----------------------------------------------------------------------------------------------------------
+# --- Before measuring -------------------------------------------------------------------------------------------------
 
 
 def no_folder(folder):
@@ -134,7 +134,7 @@ def test_a_full_disk_and_a_held_lock_are_seen_before(monkeypatch, tmp_path):
         assert "another process has held the lock" in table_files.obstacle(tmp_path / "t.json")
     (tmp_path / "t.json").touch()
     with monkeypatch.context() as patch:
-        patch.setattr(table_files.os, "access", lambda *_: False)  # The tests may run as root, who may all.
+        patch.setattr(table_files.os, "access", lambda *_: False)  # The tests may run as root, who may do everything.
         assert table_files.obstacle(tmp_path / "t.json") == "it is write-protected"
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
 
@@ -152,12 +152,12 @@ def test_the_users_table_is_looked_at_before_as_well(monkeypatch, tmp_path):
         autotune.result_file(H200, None)
 
 
-# --- After ------------------------------------------------------------------------------------------------------------
+# --- After measuring --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def writing_fails(monkeypatch):
-    """From the second write on: the first goes well."""
+    """Writing fails from the second write on; the first succeeds."""
     replace, wrote = tables.replace, []
 
     def fail(path, text):
@@ -263,7 +263,7 @@ def test_autotune_ends_the_process_as_sigterm_does_once_all_is_written(bench, tm
     bench.hook = staticmethod(hook)
     monkeypatch.setattr(autotune.signal, "raise_signal", lambda number: raised.append((number, handler())))
     handler = lambda: signal.getsignal(signal.SIGTERM)  # noqa: E731
-    with pytest.raises(KeyboardInterrupt):  # Where the signal, were it one, would have ended the process.
+    with pytest.raises(KeyboardInterrupt):  # A real signal would have ended the process here.
         overlap.autotune(fn, X, W, path=tmp_path / "table.json")
     assert raised == ["by the hook", (signal.SIGTERM, signal.SIG_DFL)]
     assert len(tables.read(tmp_path / "table.json")) == 1
@@ -305,7 +305,7 @@ def test_a_handler_of_the_programs_own_stays(tmp_path):
 
 
 def test_a_failed_last_check_of_xla_leaves_a_readable_entry(bench, tmp_path):
-    """Its time is then infinite, which no table may hold."""
+    """Its time would be infinite, which no table may hold."""
     checks = []
 
     def hook(what, config):

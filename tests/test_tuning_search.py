@@ -1,4 +1,4 @@
-"""The search, on a bench whose times are known; and the bench itself, emulated."""
+"""The search on a bench with known times, and the real bench, emulated."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.tuning_cases import H200, SHAPES, bench, problem
 
 __all__ = ["bench"]
 
-# The module, which the package's attribute of that name is.
+# The module itself: the package has an attribute of the same name.
 autotune = importlib.import_module("overlap.tuning.autotune")
 
 
-# --- The search, on a bench whose times are known ---------------------------------------------------------------------
+# --- The search, on a bench with known times --------------------------------------------------------------------------
 
 
 def find(of=None, **options):
@@ -79,7 +79,7 @@ def test_wrong_results_and_failures_do_not_count(bench):
     status = {trial.config: trial.status for trial in outcome.trials}
     assert status[configs[17]].startswith("wrong: relative error nan")
     assert status[configs[16]] == status[configs[18]] == "error: RuntimeError: no room for this"
-    assert configs[17] not in bench.samples  # Not even timed.
+    assert configs[17] not in bench.samples  # This candidate is not even timed.
 
 
 def test_a_result_that_goes_wrong_under_timing_does_not_count(bench):
@@ -164,7 +164,7 @@ def test_an_interrupted_tuning_is_resumed(bench, tmp_path, monkeypatch):
     assert [outcome.interrupted for outcome in outcomes] == [0, 0, signal.SIGINT]
     saved = {e.problem.shape: e.complete for e in tables.read(path)}
     assert saved == dict(zip(SHAPES[:3], [True, True, False], strict=True))
-    # Again: what is complete stays, the rest is measured.
+    # On a second run, complete results stay and the rest is measured.
     bench.hook = staticmethod(lambda what, config: started.append(what) if what == "warm up" else None)
     started.clear()
     outcomes = autotune.tune(problems, H200, search.Settings(8, workers=4), path)
@@ -174,7 +174,7 @@ def test_an_interrupted_tuning_is_resumed(bench, tmp_path, monkeypatch):
     assert all(e.complete for e in tables.read(path))
     autotune.tune(problems[:1], H200, search.Settings(8, workers=4), path, force=True)
     assert len(started) == 3
-    # What no kernel takes (a table that was edited by hand) is no result.
+    # A configuration that no kernel supports (from a hand-edited table) is not a result.
     path.write_text(re.sub(r'"tile_m": \d+', '"tile_m": 100', path.read_text()))
     (again,) = autotune.tune(problems[:1], H200, search.Settings(8, workers=4), path)
     assert (again.note, len(started)) == ("", 4)
@@ -201,7 +201,7 @@ def test_settings_are_checked():
         search.Settings(0)
 
 
-# --- The bench itself, emulated ---------------------------------------------------------------------------------------
+# --- The real bench, emulated -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_the_bench_tells_right_from_wrong(of, monkeypatch):
 
 
 def test_an_old_result_cannot_pass_for_a_new_one():
-    """A kernel that writes nothing leaves in memory what another one has computed."""
+    """A kernel that writes nothing would leave in memory what another kernel has computed."""
     of = Problem("matmul", 128, 256, 128, "bfloat16", "bfloat16")
     bench = Bench(of, jax.devices()[:1], Effort.emulated())
     xla = bench.compile(None)

@@ -1,4 +1,4 @@
-"""Derivatives in both modes, and captured scalars, where types say along which mesh axes values vary."""
+"""Derivatives in both modes, and captured scalars, with types that say along which mesh axes values vary."""
 
 import functools
 
@@ -26,7 +26,7 @@ def close(actual, expected, limit=1e-2):
 
 
 def product(lhs, rhs, slope, **keywords):
-    """Each device has a slope of its own. The other scalar has the bits of bfloat16, and XLA adds in that dtype."""
+    """Each device has its own slope. The other scalar is exact in bfloat16, and XLA adds in that dtype."""
     narrow = slope.astype(jnp.bfloat16 if keywords["implementation"] == "fused" else F32)
     slope = slope + lax.axis_index("x")
     return overlap.matmul(
@@ -45,7 +45,7 @@ def weights(lhs, rhs, slope, **keywords):
     return overlap.all_gather_rhs_matmul((lhs * slope).astype(lhs.dtype), rhs, "x", gather_dimension=0, **keywords)
 
 
-# The layer, how its operands are sharded, and its result. Along "data" the right operand is the same everywhere.
+# The layer, the specs of its operands, and of its result. Along "data" the right operand is the same everywhere.
 ROWS = P(("data", "x"))
 LAYERS = {
     "matmul": (product, P(), ROWS),
@@ -116,7 +116,7 @@ def test_scalars_that_an_activation_captures_on_an_explicit_mesh(around, dtype):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_scalars_that_an_activation_captures_where_some_axes_are_manual(check_vma):
-    """The rest is entered by a nested `shard_map`, whose gradient keeps nothing but operands."""
+    """A nested `shard_map` covers the remaining axes; its gradient keeps only operands."""
     mesh = jax.make_mesh((2, 2), ("data", "x"))
 
     def results(**keywords):

@@ -1,4 +1,4 @@
-"""docs/upstream/: one text for each module of `overlap/_compat/`, and reproducers that fail as they say they do."""
+"""docs/upstream/: one text for each module of `overlap/_compat/`, and reproducers that fail as documented."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_each_thing_has_a_text_and_each_text_a_thing(repository, pages):
         if path.stem in _MACHINERY:
             continue
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-        # The reason, the versions, what would replace it, and the text.
+        # The reason, the versions, the possible replacement, and the text.
         for word in ("Reason:", "0.11.2 and 0.12.0.1", "Replaced by:"):
             assert word in docstring, (path.name, word)
         (page,) = re.findall(r"For upstream: docs/upstream/([\w-]+\.md)\.", docstring)
@@ -36,7 +36,7 @@ def test_each_thing_has_a_text_and_each_text_a_thing(repository, pages):
 
 
 def test_reproducers_fail_as_they_say(pages):
-    """In one process without this library. One that no longer fails: jax has learnt it, and the mend may go."""
+    """All run in one process, without this library. If one no longer fails, jax is fixed and the workaround may go."""
     blocks = {name: (_PYTHON.search(text), _TEXT.search(text)) for name, text in pages.items()}
     cases = {name: (code[1], said[1].strip()) for name, (code, said) in blocks.items() if code and said}
     assert len(cases) == 6

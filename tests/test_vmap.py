@@ -1,4 +1,4 @@
-"""`jax.vmap` of the fused collectives: the same bits as without, or a refusal; emulated."""
+"""`jax.vmap` of the fused collectives, emulated: the same bits as without `vmap`, or a refusal."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from tests.product_cases import normal
 
 H200 = Target("gpu", "NVIDIA H200", 132)
 TILES = overlap.Config(tile_n=128)
-# Few rows of all shards as one product.
+# One product over the few rows of all shards.
 JOINED = overlap.Config(tile_m=64, tile_n=128, joined=True)
 BF16 = jnp.bfloat16
 
@@ -26,7 +26,7 @@ def gather_lhs(lhs, rhs, config=TILES, **keywords):
 
 
 def on_mesh(body, *arguments, devices=2):
-    """The results of `body` with the same arguments on every device, of every device."""
+    """The results of `body` on every device, with the same arguments on every device."""
     everywhere = oracle.on_mesh(
         make_mesh(x=devices), lambda *args: jax.tree.map(lambda x: x[None], body(*args)), in_specs=P(), out_specs=P("x")
     )
@@ -39,7 +39,7 @@ def assert_same(actual, expected):
 
 
 def own(x):
-    """Other values on every device, so that a shard in another's place shows."""
+    """Different values on every device, so that a misplaced shard shows."""
     return x * (1 + jax.lax.axis_index("x")).astype(x.dtype)
 
 
@@ -97,7 +97,7 @@ def test_over_the_scale_of_rows(axes, config):
 
 
 def test_gradients_of_each():
-    """`vmap` of `grad`: also the gradient of what is not mapped, of which each element then has one."""
+    """`vmap` of `grad`, also for operands that are not mapped: each element then has its own gradient."""
     lhs, rhs = normal(0, 2, 16, 64), normal(1, 64, 72)
 
     def of(implementation):

@@ -1,4 +1,4 @@
-"""One process per GPU: how many programs can be told their peers' addresses, and what is said before there are more."""
+"""One process per GPU: how many programs can learn peers' addresses, and the message when room runs out."""
 
 import types
 
@@ -41,7 +41,7 @@ def test_programs_are_counted_and_the_one_too_many_is_refused(job):
         windows.require_room()
         program = object()
         windows.note_program(program, (0, 1, 2, 3))
-        windows.note_program(program, (0, 1, 2, 3))  # A second kernel in it.
+        windows.note_program(program, (0, 1, 2, 3))  # A second kernel in the program.
     with pytest.raises(NotImplementedError, match=rf"{most} programs .* has room for {most}: .*implementation=\"xla\""):
         windows.require_room()
 

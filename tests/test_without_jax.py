@@ -1,7 +1,7 @@
-"""Where the library cannot be used: without jax, with another or a broken one, without numpy, on an old Python.
+"""Environments without jax, with an unsupported or broken jax, without numpy, or with an old Python.
 
-`python -m overlap doctor` answers there, the other commands end with one line, and `import overlap` tells the reason at
-the first use. The packages that are missing or broken are folders on PYTHONPATH, in processes of their own.
+There `python -m overlap doctor` answers, the other commands end with one line, and `import overlap` reports the reason
+at first use. Missing or broken packages are folders on PYTHONPATH, in child processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from overlap import _requirements
 from overlap.cli import checks, doctor, main
 
 pytestmark = pytest.mark.one_jax
-# What a package on PYTHONPATH does when it is imported, and what is said of it.
+# What a package on PYTHONPATH does when imported, and the expected message.
 BROKEN = {
     "jax missing": ("jax", "raise ModuleNotFoundError(\"No module named 'jax'\")", "No module named 'jax'"),
     "jaxlib broken": ("jax", "raise AttributeError(\"module 'jaxlib' has no attribute 'x'\")", "no attribute 'x'"),
@@ -64,11 +64,11 @@ def test_doctor_answers_and_the_other_commands_say_why_not(repository, tmp_path,
     package, code, said = BROKEN[kind]
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(code + "\n")
-    if kind == "jaxlib broken":  # The whole command.
+    if kind == "jaxlib broken":  # Runs the whole command.
         asked = run([sys.executable, "-m", "overlap", "doctor", "--json"], repository, tmp_path)
         status, text = asked.returncode, asked.stdout
         assert not asked.stderr
-    else:  # What concerns jax; it is imported in a process of its own in any case.
+    else:  # The checks of jax, which import it in a child process anyway.
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(repository))))
         monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("jax", "emulator")})
         status, text = main(["doctor", "--json"]), capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_on_python_3_11(repository):
 
 
 def test_what_doctor_imports_has_no_newer_syntax_and_no_jax(repository, tmp_path):
-    """Where there is no Python 3.11 to try it."""
+    """Checks the syntax too, for machines without Python 3.11."""
     code = "import sys; from overlap.cli import doctor\nprint(*sys.modules)\n"
     code += "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'overlap'), sep=chr(10))"
     modules, *files = run([sys.executable, "-c", code], repository).stdout.splitlines()
@@ -118,7 +118,7 @@ def test_what_doctor_imports_has_no_newer_syntax_and_no_jax(repository, tmp_path
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "E9"]
     ruff += ["--target-version", "py311"]
     assert run([*ruff, *files], repository).returncode == 0
-    assert run([*ruff, str(newer)], repository).returncode == 1  # So it would be seen.
+    assert run([*ruff, str(newer)], repository).returncode == 1  # The control: newer syntax is reported.
 
 
 def test_the_versions_are_those_of_pyproject(repository):
@@ -133,7 +133,7 @@ def test_the_versions_are_those_of_pyproject(repository):
 
 
 def test_public_names_are_what_their_modules_define():
-    """The imports for type checkers and the table for the running program say the same."""
+    """The imports for type checkers and the table used at run time agree."""
     assert overlap.__file__
     tree = ast.parse(pathlib.Path(overlap.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))

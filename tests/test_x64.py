@@ -1,4 +1,4 @@
-"""`jax_enable_x64`, which many programs have on: the fused operations run, with the same bits as without."""
+"""With `jax_enable_x64`, as many programs set it: the fused operations run, with the same bits as without."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def gather_lhs(config=None, several=False, **keywords):
     config = config and overlap.Config(tile_n=128, **config)
 
     def call(a, b):
-        scale, rhs = jnp.linspace(0.5, 1, a.shape[0])[:, None], (b, b) if several else b  # The scale in float64.
+        scale, rhs = jnp.linspace(0.5, 1, a.shape[0])[:, None], (b, b) if several else b  # The scale is float64.
         return overlap.all_gather_lhs_matmul(a, rhs, "x", lhs_scale=scale, config=config, **FUSED, **keywords)
 
     return call

@@ -1,4 +1,4 @@
-"""What a fused kernel needs of XLA, in the programs that XLA makes for GPUs, and the flags that would take it away."""
+"""What fused kernels need from XLA, checked in the programs that XLA compiles for GPUs; and flags that break it."""
 
 import re
 
@@ -32,7 +32,7 @@ def fused(a, b):
 
 
 def independent(case, mesh):
-    """Two fused calls, a product and a sum over all devices, none of which needs another; and a loop of fused calls."""
+    """Two fused calls, a product and a sum over all devices, all independent; and a loop of fused calls."""
 
     def call(a, b, c):
         again = lax.fori_loop(0, 3, lambda i, x: jnp.roll(x, 1, 0) + fused(a, b)[:256, :512] * 0.1, c)
@@ -42,7 +42,7 @@ def independent(case, mesh):
 
 
 def on_a_second_stream(case, mesh):
-    """A user asks XLA for it by name."""
+    """A user can ask XLA for this explicitly."""
     space = jax.memory.Space.Device
     call = compute_on(fused, compute_type="gpu_stream:1", out_memory_spaces=space)
     return on_mesh(call, mesh, 2, P(None, "x"))
@@ -54,7 +54,7 @@ def program_of(name, tmp_path):
 
 
 def started_aside(program):
-    """How many fused calls a program has, and how many of them in computations that run beside the main stream."""
+    """How many fused calls a program has, and how many of them run in computations beside the main stream."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", program, re.M | re.S))
     calls = {name: body.count('custom_call_target="mosaic_gpu_v2"') for name, body in bodies.items()}
     aside = re.findall(r" (?:async|call|fusion|custom-call)-start\(.*?(?:to_apply|calls)=%([\w.-]+)", program)
@@ -66,7 +66,7 @@ def test_fused_calls_are_on_the_main_stream_in_one_order(tmp_path):
     program = program_of("independent", tmp_path)
     assert "is_scheduled=true" in program
     assert started_aside(program) == (3, 0)
-    # What runs beside them are XLA's collectives.
+    # XLA's collectives do run beside the main stream.
     assert "all-reduce-start(" in program
 
 

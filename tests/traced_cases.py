@@ -1,4 +1,4 @@
-"""Kernels with marks in them (`overlap.primitives.marks`), and the exchange of clocks: cases for `tests.assembly`."""
+"""Kernels with marks (`overlap.primitives.marks`), and the exchange of clocks: cases for `tests.assembly`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def traced(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A call of `case.config["of"]` with marks, or without if `case.config["off"]`; the rest are fields of `Config`."""
+    """A call of `case.config["of"]` with marks, without them if `case.config["off"]`; the rest are `Config` fields."""
     import functools
 
     import overlap
@@ -35,7 +35,7 @@ def traced(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def clocks(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel that compares the clocks."""
+    """The kernel that compares the devices' clocks."""
     import jax.numpy as jnp
 
     from overlap.tuning import clocks

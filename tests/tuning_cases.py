@@ -1,4 +1,4 @@
-"""What the tests of tuning share: problems, entries, a device, no tables but their own, a bench with known times."""
+"""Helpers of the tuning tests: problems, table entries, a device, isolated tables, and a bench with known times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MISSING = object()
 
 
 def line(of=None, **changes):
-    """The JSON of an entry by which the fused kernel runs, changed."""
+    """The JSON of a table entry that chooses the fused kernel, with some fields changed."""
     tuned = {**entry(of or problem(), TUNED).to_json(), "others": {"xla": 200.0}, **changes}
     return {name: value for name, value in tuned.items() if value is not MISSING}
 
@@ -59,21 +59,21 @@ def nested(depth):
 
 @pytest.fixture
 def no_tables(tmp_path, monkeypatch):
-    """Every test has an empty user's folder, no shipped tables, and nothing said yet."""
+    """Every test has an empty user folder, no shipped tables, and no messages logged yet."""
     monkeypatch.setenv(tables.DIRECTORY_VARIABLE, str(tmp_path / "user"))
     monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(choose, "_missed", set())
 
 
 def one_configuration_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches on the CPU try one configuration, for tests of something else."""
+    """Makes searches on the CPU try a single configuration, for tests of something else."""
     of_three = search.Settings.for_platform("cpu")
     one = dataclasses.replace(of_three, max_configs=1)
     monkeypatch.setattr(search.Settings, "for_platform", staticmethod(lambda platform, max_configs=None: one))
 
 
 class FakeBench:
-    """A bench where a time is a function of the configuration, and some results are wrong or fail."""
+    """A bench whose times are a function of the configuration; some results are wrong, some candidates fail."""
 
     us_of = staticmethod(lambda config: 100.0)
     wrong = staticmethod(lambda config: False)
@@ -106,5 +106,5 @@ class FakeBench:
 def bench(monkeypatch):
     monkeypatch.setattr(search, "Bench", FakeBench)
     for name in ("us_of", "wrong", "hook"):
-        monkeypatch.setattr(FakeBench, name, FakeBench.__dict__[name])  # Put back afterwards.
+        monkeypatch.setattr(FakeBench, name, FakeBench.__dict__[name])  # monkeypatch restores this after the test.
     return FakeBench

@@ -1,6 +1,7 @@
-"""What a user writes, for type checkers alone: `make lint` shows it to pyright and mypy, both strict. Nothing runs it.
+"""A user's program, for type checkers only: `make lint` runs pyright and mypy on it, both strict. Nothing runs it.
 
-`assert_type` is an error where a result has another type; a comment that ignores an error is one where there is none.
+`assert_type` is an error if the result has another type. A comment that ignores an error is itself an error if there is
+none to ignore.
 """
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 

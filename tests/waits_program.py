@@ -1,9 +1,10 @@
-"""A program whose devices or processes do not all come: for tests on GPUs, as a process (or a job) of its own.
+"""A program in which some devices or processes are late or missing: tests on GPUs run it as its own process or job.
 
     python -m tests.waits_program late | never | stall | kill | raise | exit
 
-`late`: the last device begins some seconds after the others. `never`: it is busy for much longer than the limit. The
-others are about the last process of a job: it sleeps, is killed, raises, or ends with status 0 while others go on.
+`late`: the last device begins some seconds after the others. `never`: the last device is busy for much longer than the
+limit. The other modes concern the last process of a job: it sleeps, is killed, raises, or exits with status 0 while the
+others continue.
 """
 
 import os
@@ -33,7 +34,7 @@ def main(mode: str, transport: str) -> None:
         return jax.jit(lambda: jnp.ones(shape, jnp.bfloat16), out_shardings=jax.NamedSharding(mesh, spec))()
 
     def layer(x, w, turns):
-        # Work that only the last device has, which its operand depends on.
+        # Only the last device does this work, and its operand depends on it.
         turns = jnp.where(lax.axis_index("x") == devices - 1, turns, 0)
         zero = lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.float32(0))
         out = overlap.all_gather_lhs_matmul(
@@ -60,7 +61,7 @@ def main(mode: str, transport: str) -> None:
         for _ in range(3 if mode == "late" else 1):
             wrong = jax.block_until_ready(f(x, w, turns))
             turns = 0
-        time.sleep(2.5)  # For the host to read what kernels have said.
+        time.sleep(2.5)  # Gives the host time to read what the kernels have reported.
         print(f"DONE, wrong by {max(float(s.data[0]) for s in wrong.addressable_shards)}", flush=True)
     except jax.errors.JaxRuntimeError as error:
         print(f"RAISED after {time.monotonic() - start:.1f} s: {str(error)[:200]}", flush=True)

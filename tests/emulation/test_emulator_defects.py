@@ -1,4 +1,4 @@
-"""Each seeded defect is reported, with its kind and with words that name the culprit."""
+"""Each injected defect is reported, with its kind and with words that name the culprit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests on real GPUs, in either process layout: `pytest tests/multi_gpu`, or the same behind `launch/mpirun.sh`."""
+"""Tests on real GPUs. One process: `pytest tests/multi_gpu`; one per GPU: the same under `launch/mpirun.sh`."""
 
 import jax
 import pytest
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_generate_tests(metafunc):
-    # A job of one process per GPU can only use a mesh of all its GPUs: a rank without a shard would have nothing to do.
+    # With one process per GPU, every mesh must use all GPUs of the job: a rank without a shard has nothing to run.
     if "devices" in metafunc.fixturenames:
         counts = [2, 4, 8] if jax.process_count() == 1 else [jax.device_count()]
         metafunc.parametrize("devices", [pytest.param(n, marks=pytest.mark.gpus(n), id=f"{n}gpus") for n in counts])

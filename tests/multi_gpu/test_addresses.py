@@ -1,4 +1,4 @@
-"""Peers found by their places, whatever the devices' order, in both process layouts: many rows and few (`joined`)."""
+"""Kernels find their peers' memory by position, for any device order, many rows and few, in both process layouts."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_permuted_devices(devices, m_shard):
 
 @ROWS
 def test_ranks_that_run_against_the_positions(devices, m_shard, monkeypatch):
-    """As on several hosts (test_several_hosts.py)."""
+    """Ranks and positions differ here, as on several hosts (test_several_hosts.py)."""
     mesh_cases.let_ranks_run_against_the_positions(monkeypatch)
     case = layout("x", x=devices)
     measure = mesh_cases.errors(case, fused(case))
@@ -33,7 +33,7 @@ def test_ranks_that_run_against_the_positions(devices, m_shard, monkeypatch):
 
 @ROWS
 def test_operands_from_outside_a_mesh_that_is_set_and_two_calls_with_the_same_operand(devices, m_shard):
-    """The lowering sees no devices, and XLA could take the two kernels' flags for the same."""
+    """The lowering sees no devices. XLA must not give the two kernels the same memory for their flags."""
     mesh = oracle.make_mesh(x=devices)
     rng = np.random.default_rng(7)
     shapes, specs = ((devices * m_shard, 512), *((512, devices * 256),) * 2), (P("x"), *(P(None, "x"),) * 2)

@@ -1,4 +1,4 @@
-"""`all_gather_lhs_matmul` on 2, 4 and 8 GPUs: exact to rounding, repeatable, and so whoever is late."""
+"""`all_gather_lhs_matmul` on 2, 4 and 8 GPUs: exact to rounding and repeatable, whichever device is late."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def late_transfers(monkeypatch, victim):
-    """Device `victim` stalls before it says that something has arrived: each chunk, or each piece passed on."""
+    """Device `victim` stalls before it announces each arrival: of a chunk, or of a piece passed on by the ring."""
     copy_chunks, announce = communicator.copy_chunks, ring_transport._announce
 
     def pull_late(*args, landed, **kwargs):
@@ -72,7 +72,7 @@ def repeated(mesh, iterations, transport="pull", *, flip=True):
 def test_error_within_twice_the_unfused_product(devices, shape, dtype, transport):
     mesh = make_mesh(x=devices)
     measure = oracle.errors(mesh, lambda lhs, rhs: oracle.fused(lhs, rhs, transport=transport))
-    for seed in range(3):  # Three launches in a row, each with operands of its own.
+    for seed in range(3):  # Three launches in a row, each with its own operands.
         oracle.assert_close(measure(*operands(mesh, shape, dtype, seed)))
 
 
@@ -115,7 +115,7 @@ def test_a_device_that_begins_late(devices, victim, transport, monkeypatch):
 
 @TRANSPORTS
 def test_a_communicator_that_begins_late(devices, transport, monkeypatch):
-    """That of CTA 0, when others have done all the work with peers: it must not raise the beacon again."""
+    """CTA 0's communicator begins after the others are done with all peers. It must not raise the beacon again."""
     begin = Handshake._begin
     monkeypatch.setattr(Handshake, "_begin", lambda self, look: (stall(1, self.cta == 0), begin(self, look))[1])
     mesh = make_mesh(x=devices)
@@ -124,7 +124,7 @@ def test_a_communicator_that_begins_late(devices, transport, monkeypatch):
 
 def test_negative_control_without_looking_for_the_peers_it_is_wrong(devices, monkeypatch):
     do_not_look(monkeypatch)
-    # What a peer says before it has begun is lost: to wait for it would be to wait for ever.
+    # Without looking, a device may miss what a peer says before that peer has begun. So waiting for it could never end.
     without_waiting_for("seen", "done")(monkeypatch)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 20)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
@@ -146,7 +146,7 @@ def test_negative_control_without_the_flags_of_the_ring_it_is_wrong(devices, mon
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_device_that_passes_on_late_while_its_inputs_are_overwritten(devices, victim, monkeypatch):
-    """The same delay as in the control: the others have overwritten their inputs when rows still travel on."""
+    """The same delay as in the control. The others overwrite their inputs while rows are still travelling."""
     late_sends(monkeypatch, victim)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5, "ring")(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
@@ -156,7 +156,7 @@ def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch
     late_transfers(monkeypatch, 1)
     speak_before_the_transfers(monkeypatch)
     mesh = make_mesh(x=devices)
-    # Large enough that a late device has most of its chunks still to pull when the others have left.
+    # Large enough that a late device still has to pull most of its chunks when the others leave.
     assert float(repeated(mesh, 5)(*operands(mesh, (2048, 256, 4096), jnp.bfloat16, seed=4))) > 1e-2
 
 

@@ -1,4 +1,4 @@
-"""`all_gather_rhs_matmul` on 2, 4 and 8 GPUs: exact to rounding, repeatable, and so whoever is late."""
+"""`all_gather_rhs_matmul` on 2, 4 and 8 GPUs: exact to rounding and repeatable, whichever device is late."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from tests.oracle import make_mesh
 from tests.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
 from tests.skew_cases import stall
 
-SHAPES = [  # m, and the shard of the weights: along n, and along k
+SHAPES = [  # m, and the shard of the weights: along n, and along k.
     (2048, {"n": (4096, 1024), "k": (1024, 4096)}),
-    (1000, {"n": (1032, 520), "k": (520, 10248)}),  # Ragged; along k in several blocks of columns.
+    (1000, {"n": (1032, 520), "k": (520, 10248)}),  # Ragged; along k with several blocks of columns.
     (8, {"n": (64, 8), "k": (8, 64)}),
 ]
 CONFIGS = [
@@ -33,7 +33,7 @@ CONFIGS = [
 
 
 def late_pulls(monkeypatch, victim):
-    """The communicators of device `victim` stall before they say that a chunk is there."""
+    """The communicators of device `victim` stall before they announce each chunk."""
     copy_chunks = communicator.copy_chunks
 
     def pull_late(*args, landed, **kwargs):
@@ -63,7 +63,7 @@ def unfused(along):
 
 
 def errors(mesh, along, config=None):
-    """A jitted function from operands to (error of ours, error of the unfused product), the worst over devices."""
+    """A jitted function from operands to (our error, error of the unfused product), the worst over devices."""
 
     def measure(lhs, rhs):
         wide = lhs.astype(jnp.float32), gathered(rhs, along).astype(jnp.float32)
@@ -102,7 +102,7 @@ def test_other_configs(devices, along, config):
 
 @pytest.mark.parametrize("along", ALONG)
 def test_transposed_rows(devices, along, monkeypatch):
-    """Read as they lie: the same bits as of rows that are not transposed."""
+    """A transposed left operand is read in place, with the same bits as one that is not transposed."""
     late_pulls(monkeypatch, 1)
     mesh, (m, shards) = make_mesh(x=devices), SHAPES[1]
     lhs, rhs = operands(mesh, along, m, shards[along], jnp.bfloat16, seed=7)
@@ -174,7 +174,7 @@ def test_negative_control_without_it_the_result_is_wrong(devices, name, along, m
     else:
         speak_before_the_transfers(monkeypatch)
     mesh = make_mesh(x=devices)
-    # Few rows and large shards: a late device has most of its chunks still to pull when the others have left.
+    # Few rows and large shards: a late device still has to pull most of its chunks when the others leave.
     shard = {"n": (4096, 1024), "k": (1024, 4096)}[along]
     assert float(repeated(mesh, along, 5)(*operands(mesh, along, 128, shard, jnp.bfloat16, seed=4))) > 1e-2
 

@@ -1,4 +1,4 @@
-"""Fused calls along both axes of a mesh, one after the other, with devices that are late by up to 20 ms."""
+"""Fused calls along both axes of a mesh, one after the other, on devices that are late by up to 20 ms."""
 
 import os
 import pathlib
@@ -24,7 +24,7 @@ def test_no_launch_is_taken_for_another(apart):
 
 
 def test_negative_control_with_one_key_for_all_they_are():
-    """Some launches then wait in vain, or compute with operands that are not there yet."""
+    """With one key for all axes, some launches never end, or compute with operands that have not arrived."""
     if jax.process_count() > 1:
         pytest.skip("starts a process of its own")
     command = [sys.executable, "-m", "tests.axes_cases", "--one-key", "--repeats", "60"]

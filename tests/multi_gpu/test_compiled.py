@@ -1,4 +1,4 @@
-"""Programs that are compiled ahead of time, taken from jax's persistent cache, or exported."""
+"""Programs that are compiled ahead of time, loaded from jax's persistent cache, or exported."""
 
 import os
 import pathlib
@@ -25,7 +25,7 @@ def layer(mesh):
 
 
 def integers(mesh):
-    """Operands whose products are exact, and the product."""
+    """Operands with exact products, and the product."""
     (m, n, k), size, chance = SHAPE, mesh.size, np.random.default_rng(0)
     values = chance.integers(-1, 2, (size * m, k)), chance.integers(-1, 2, (k, size * n))
     specs = P("x"), P(None, "x")
@@ -50,7 +50,7 @@ def test_ahead_of_time(devices):
 
 
 def test_exported(devices):
-    """The exported program does not know its devices, so XLA's barrier runs before the kernel (in one process)."""
+    """The exported program does not know its devices. So, in one process, XLA's barrier runs before the kernel."""
     mesh = make_mesh(x=devices)
     arrays, expected = integers(mesh)
     checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
@@ -65,7 +65,7 @@ def test_exported(devices):
 
 
 def test_persistent_cache(tmp_path):
-    """The second start of a program takes its kernels from the cache, and computes the same."""
+    """A second start takes its kernels from the cache and computes the same result."""
     if jax.process_count() > 1:
         pytest.skip("starts processes of its own")
     environment = os.environ | {

@@ -1,4 +1,4 @@
-"""Few rows per shard on 2, 4 and 8 GPUs: exact, repeatable, and so whoever is late."""
+"""Few rows per shard on 2, 4 and 8 GPUs: exact and repeatable, whichever device is late."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 ONE = overlap.Config(tile_m=64, tile_n=128, joined=True)
 CUT = overlap.Config(tile_m=64, tile_n=256, stream_k=8, joined=True)
 ALL = ("rows", "columns")
-# Integers up to 3 in magnitude, k ≤ 200: every sum is exact in f16 and f32. None: what the library chooses.
+# Integers up to 3 in magnitude, k ≤ 200: every sum is exact in f16 and f32. None: the library's own choice.
 EXACT = [
     (Form(16, (1024,), 192, container=None), None),
     (Form(1, (24,), 8, container=None), CUT),
@@ -43,7 +43,7 @@ def test_every_bit(devices, form, config):
     fused = several_sides_cases.on_mesh(
         form, mesh, several_sides_cases.call(form, implementation="fused", config=oracle.fitting(config))
     )
-    for seed in range(3):  # Three launches in a row, each with operands of its own.
+    for seed in range(3):  # Three launches in a row, each with its own operands.
         arrays = several_sides_cases.operands(form, devices, seed)
         launches.append((arrays, fused(*several_sides_cases.put(form, mesh, arrays))))
     for arrays, results in launches:
@@ -109,7 +109,7 @@ def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
 
 
 def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
-    # Until long after the others have overwritten what it is to copy.
+    # Stalls until long after the others have overwritten the operands that this device still has to copy.
     late_copies(monkeypatch, 1, stalls=10)
     speak_before_the_transfers(monkeypatch)
     mesh = oracle.make_mesh(x=devices)

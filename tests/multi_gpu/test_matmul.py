@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpus(1)
 
 
 def random_case(seed):
-    """Sizes from 1 to some thousands, a form, a dtype and an epilogue that the kernel can serve."""
+    """Draws sizes from 1 to some thousands, a form, a dtype and an epilogue that the kernel supports."""
     rng = np.random.default_rng(seed)
     dtype = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2][rng.choice(4, p=[0.4, 0.4, 0.1, 0.1])]
     is_f8 = jnp.dtype(dtype).itemsize == 1
@@ -41,7 +41,7 @@ def random_case(seed):
 
 
 def random_config(seed, dtype, left, right, m, n, k, batch, out):
-    """None (what the library chooses) for every third case, else any configuration that may be chosen at all."""
+    """None (the library's own choice) for every third case, else any valid configuration."""
     if seed % 3 == 0:
         return None
     layout = "nt"[left] + "nt"[right]
@@ -85,10 +85,10 @@ def test_random(seed):
     exact = jax.nn.relu(exact) if "activation" in extras else exact
     fused = call("fused", config)
     first = fused(lhs, rhs)
-    # The addend is taken in the dtype of the result: where that rounds it, so does XLA's form.
+    # The addend is taken in the dtype of the result. If that rounds it, XLA's form rounds it too.
     theirs = oracle.distance(call("xla")(lhs, rhs), exact)
     rounding = oracle.distance(exact.astype(first.dtype), exact)
-    # The tensor cores truncate sums in f32, and add f8 products with some 14 bits; XLA may take other instructions.
+    # The tensor cores truncate f32 sums, and add f8 products with about 14 bits. XLA may use other instructions.
     floor = 2e-3 if jnp.dtype(dtype).itemsize == 1 else 1e-5
     assert float(oracle.distance(first, exact)) <= 2 * max(float(theirs), float(rounding)) + floor
     again = fused(lhs, rhs)
@@ -110,7 +110,7 @@ SWAPPED = [
 @pytest.mark.parametrize("rows", [1, 72, 1000])
 @pytest.mark.parametrize(("config", "dtype"), SWAPPED, ids=str)
 def test_transposed_tiles(config, dtype, rows):
-    """With all of the epilogue, and rows that are no multiple of the tile's; integers, whose sums are exact."""
+    """All epilogue operands, and row counts that the tile does not divide; integers, with exact sums."""
     rng = np.random.default_rng(rows)
     draw = lambda *shape: rng.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
     n, k, transpose_rhs = 1032, 656, jnp.dtype(dtype).itemsize == 1

@@ -32,7 +32,7 @@ def case(request):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_error_within_twice_the_unfused_product(case, shape):
     measure = mesh_cases.errors(case, fused(case))
-    for seed in range(3):  # Three launches in a row, each with operands of its own.
+    for seed in range(3):  # Three launches in a row, each with its own operands.
         oracle.assert_close(measure(*mesh_cases.operands(case, shape, jnp.bfloat16, seed)))
 
 
@@ -77,7 +77,7 @@ def test_two_rings_of_one_mesh_in_one_program(order):
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])
 def test_ranks_that_run_against_the_positions(transport, monkeypatch):
-    """As on several hosts (test_several_hosts.py), of which this is the part that one process can show."""
+    """The part of several hosts (test_several_hosts.py) that one process can test: ranks and positions differ."""
     mesh_cases.let_ranks_run_against_the_positions(monkeypatch)
     case = layout("x", x=4)
     measure = mesh_cases.errors(case, fused(case, transport=transport))

@@ -1,4 +1,4 @@
-"""The kernels of examples/all_gather.py and halo_exchange.py on 2, 4 and 8 GPUs: exact, also when a device is late."""
+"""The kernels of examples/all_gather.py and halo_exchange.py on 2, 4 and 8 GPUs: exact, also if a device is late."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from overlap import primitives as prim
 from tests.primitive_cases import KERNELS, program
 from tests.skew_cases import stall
 
-LAUNCHES = range(4)  # In a row, each with data of its own.
+LAUNCHES = range(4)  # Several launches in a row, each with its own data.
 
 
 @pytest.mark.parametrize("shard", [(64, 1024), (8, 128), (1024, 2048)], ids=str)
@@ -20,7 +20,7 @@ def test_every_launch_is_exact(devices, name, shard):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_device_that_is_late_is_waited_for(devices, name, victim, late, monkeypatch):
-    """Device `victim` stalls before each of its stores, or before it tells that they have landed."""
+    """Device `victim` stalls before each of its stores, or before it signals that its stores have landed."""
     act = getattr(prim, late)
     monkeypatch.setattr(prim, late, lambda *args: (stall(victim), act(*args)))
     run = program(name, devices, (64, 1024))

@@ -1,4 +1,4 @@
-"""Scales of rows that travel beside the rows, on 2, 4 and 8 GPUs: of many rows and of few, and so whoever is late."""
+"""Row scales that travel with the rows, on 2, 4 and 8 GPUs: many rows and few, whichever device is late."""
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +10,8 @@ from overlap.collectives import joined, pull_transport
 from tests import oracle, skew_cases, test_joined_protocol, test_protocol
 from tests.skew_cases import stall
 
-# Per shard, and how: row blocks of several CTAs' chunks; the same with clusters; and few rows, by `joined`.
+# Rows per shard, and the configuration: row blocks with chunks of several CTAs; the same with clusters; few rows
+# (`joined`).
 MANY = (512, 512, 512), overlap.Config(tile_n=128)
 CLUSTERS = (264, 512, 1024), overlap.Config(tile_n=128, cluster=2, stream_k=2)
 FEW = (16, 512, 2048), overlap.Config(tile_m=64, tile_n=256, stream_k=8, joined=True)
@@ -18,7 +19,7 @@ KINDS = pytest.mark.parametrize("kind", [MANY, CLUSTERS, FEW], ids=["many", "clu
 
 
 def row_scales(lhs):
-    """As of a quantization: other ones for other rows."""
+    """Row scales as from a quantization: different for each row."""
     return 1 + jnp.abs(lhs[:, :1].astype(jnp.float32)) * 8
 
 
@@ -36,7 +37,7 @@ def repeated(devices, kind, iterations):
 
 
 def late_scales(monkeypatch, victim):
-    """Whoever copies scales to device `victim` stalls first; others bring the rows meanwhile."""
+    """CTAs of device `victim` stall before they copy scales; other CTAs copy the rows meanwhile."""
 
     def late(copy):
         return lambda *args: (stall(victim), copy(*args))[1]

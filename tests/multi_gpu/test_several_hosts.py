@@ -24,7 +24,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def within_hosts():
-    """A mesh with an axis across the hosts and one within each."""
+    """A mesh with one axis across the hosts and one within each host."""
     hosts = len({clique.host_of(device) for device in jax.devices()})
     return layout("x", data=hosts, x=jax.device_count() // hosts)
 
@@ -32,7 +32,7 @@ def within_hosts():
 @TRANSPORTS
 @pytest.mark.parametrize("shape", [SHAPE, (200, 136, 264)], ids=str)
 def test_error_within_twice_the_unfused_product(shape, transport):
-    """Beside XLA's collectives over the same axis and over all devices, in one program."""
+    """XLA's collectives over the same axis and over all devices run in the same program."""
     case = within_hosts()
     measure = mesh_cases.errors(case, mesh_cases.fused(case, transport=transport))
     for seed in range(3):

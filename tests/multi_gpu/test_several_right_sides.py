@@ -1,4 +1,4 @@
-"""`all_gather_lhs_matmul` with several right sides, its gathered operand, batches, f8 and scales: on GPUs."""
+"""`all_gather_lhs_matmul` on GPUs, with several right operands, the gathered operand, batches, f8 and scales."""
 
 import functools
 
@@ -32,7 +32,7 @@ def test_every_bit(devices, form, config, transport):
     mesh, launches = oracle.make_mesh(x=devices), []
     body = several_sides_cases.call(form, implementation="fused", config=oracle.fitting(config), transport=transport)
     fused = several_sides_cases.on_mesh(form, mesh, body)
-    for seed in range(3):  # Three launches in a row, each with operands of its own.
+    for seed in range(3):  # Three launches in a row, each with its own operands.
         arrays = several_sides_cases.operands(form, devices, seed)
         launches.append((arrays, fused(*several_sides_cases.put(form, mesh, arrays))))
     for arrays, results in launches:
@@ -41,7 +41,7 @@ def test_every_bit(devices, form, config, transport):
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3])
 def test_a_layer_as_long_as_real_ones(devices, dtype):
-    """Q, K and V of 4096 features: no further from the f32 product than XLA; the same bits each time."""
+    """Q, K and V of 4096 features: no larger error than XLA's, and the same bits each time."""
     is_f8 = jnp.dtype(dtype).itemsize == 1
     form = Form(1024, (4096 // devices, 1024 // devices, 1024 // devices), 4096, dtype=dtype, transpose_rhs=is_f8,
                 gathered=True, scales=ALL)  # fmt: skip
@@ -72,7 +72,7 @@ def test_a_layer_as_long_as_real_ones(devices, dtype):
 
     errors, differs = oracle.on_mesh(mesh, measure, several_sides_cases.specs(form), P())(*given)
     assert int(differs) == 0
-    # The tensor cores add f8 products with some 14 bits; XLA may take other instructions.
+    # The tensor cores add f8 products with about 14 bits; XLA may use other instructions.
     floor = 2e-3 if is_f8 else 1e-5
     for ours, theirs in errors:
         assert float(ours) <= oracle.ALLOWED * float(theirs) + floor

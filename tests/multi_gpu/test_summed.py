@@ -1,4 +1,4 @@
-"""`matmul_reduce_scatter` and `matmul_all_reduce` on GPUs: exact to rounding, repeatable, and so whoever is late."""
+"""`matmul_reduce_scatter` and `matmul_all_reduce` on GPUs: exact to rounding, repeatable, whichever device is late."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.scatter_cases import ALONG, EVERYWHERE, F32, WAYS, Layer
 from tests.skew_cases import stall
 
 BF16, F16, E4M3 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float8_e4m3fn)
-SHAPES = {  # m, n and k of the product of one of D devices
+SHAPES = {  # m, n and k of the product of one of D devices.
     "large": lambda D: (8192, 4096, 4096),
     "ragged": lambda D: (D * 1000, D * 520, 1032),
     "16 rows": lambda D: (D * 16, 8192, 2048),
@@ -39,11 +39,11 @@ CONFIGS = [
 EVERY = ("lhs_scale", "rhs_scale", "bias")
 
 
-# --- Operands and what results are compared with ----------------------------------------------------------------------
+# --- Operands and references ------------------------------------------------------------------------------------------
 
 
 def operands(mesh, layer, sizes, seed, *, dtype=BF16, extras=()):
-    """Normal ones; of 8 bits those of 16, which `of_type` rounds. Scales lie around 1, other ones on each device."""
+    """Normal operands; `of_type` rounds 16-bit operands to 8 bits. Scales are near 1, different on each device."""
     (m, n, k), devices = sizes, mesh.shape["x"]
     shapes = {
         "lhs": (devices * k, m) if layer.transpose_lhs else (m, devices * k),
@@ -63,13 +63,13 @@ def operands(mesh, layer, sizes, seed, *, dtype=BF16, extras=()):
 
 
 def of_type(arrays, dtype):
-    """Inside `shard_map`: operands of that dtype, and scales that are not near zero."""
+    """Inside `shard_map`: the operands in that dtype, and scales that are not near zero."""
     scales = {name: 1 + jnp.abs(x) for name, x in arrays.items() if name.endswith("_scale")}
     return arrays | scales | {name: arrays[name].astype(dtype) for name in ("lhs", "rhs")}
 
 
 def unfused(layer):
-    """What a user would write instead, rounded to the result's dtype even where XLA would keep excess precision."""
+    """What a user would write instead, always rounded to the result's dtype: XLA might keep excess precision."""
 
     def call(arrays):
         given = layer.of_one_device(arrays)
@@ -94,7 +94,7 @@ def exact(layer):
 
 
 def check(mesh, layer, arrays, *, config=None, dtype=None):
-    """The error of ours is at most twice that of the unfused product, the worst over devices."""
+    """Our error must be at most twice that of the unfused product, the worst over devices."""
 
     def measure(arrays):
         arrays = arrays if dtype is None else of_type(arrays, dtype)
@@ -105,17 +105,17 @@ def check(mesh, layer, arrays, *, config=None, dtype=None):
     ours, theirs = map(
         float, layer.mapped(mesh, arrays, measure, (P(), P()), compiler_options=oracle.NO_SEARCH)(arrays)
     )
-    # The tensor cores truncate sums in f32, and add f8 products with some 14 bits; XLA may take other instructions.
+    # The tensor cores truncate f32 sums, and add f8 products with about 14 bits. XLA may use other instructions.
     floor = 2e-3 if dtype == E4M3 else 1e-5 if layer.dtype == F32 else 0.0
     assert ours <= oracle.ALLOWED * theirs + floor, f"error {ours:.2e} against {theirs:.2e} of the unfused product"
 
 
 def repeated(mesh, layer, sizes, iterations, seed):
-    """The worst distance from the unfused product, where devices are late and lhs is overwritten right after."""
+    """The largest distance from the unfused product, with late devices, and lhs overwritten after the kernel."""
     arrays = operands(mesh, layer, sizes, seed)
 
     def measure(arrays):
-        # (What is "gathered" there is what peers depend on: here lhs, whose products are sent.)
+        # `skew_cases.repeated` overwrites its first operand, which peers depend on: here lhs, whose products are sent.
         of = lambda call: lambda lhs, rhs: call({"lhs": lhs, "rhs": rhs})  # noqa: E731
         body = skew_cases.repeated(of(fused(layer)), of(unfused(layer)), mesh, iterations)
         return body(arrays["lhs"], arrays["rhs"])
@@ -165,7 +165,7 @@ def test_keywords(devices, along):
     mesh, layer = make_mesh(x=devices), Layer(along, activation=jax.nn.gelu, dtype=BF16)
     for seed, name in enumerate(("large", "ragged", "16 rows")):
         arrays = operands(mesh, layer, SHAPES[name](devices), seed, extras=EVERY)
-        # Large enough for it to matter what comes before the activation.
+        # Large enough that the values before the activation matter.
         check(mesh, layer, arrays | {"bias": 100 * arrays["bias"]}, dtype=BF16)
 
 
@@ -225,11 +225,11 @@ def test_gradients(devices, along):
     assert all(float(error) < 2e-2 for error in errors.values())
 
 
-# --- Whoever is late --------------------------------------------------------------------------------------------------
+# --- Late devices -----------------------------------------------------------------------------------------------------
 
 
 def late_arrivals(monkeypatch, victim):
-    """The communicators of device `victim` stall before they say that a chunk has arrived."""
+    """The communicators of device `victim` stall before they announce that a chunk has arrived."""
     copy_chunks = communicator.copy_chunks
 
     def push_late(*args, landed, **kwargs):
@@ -272,7 +272,7 @@ def test_launches_in_a_row_agree_bit_for_bit(devices, dtype, along):
 
 @pytest.mark.parametrize("along", WAYS)
 def test_launches_in_a_row_with_other_operands(devices, along):
-    """All are on their way before the first is looked at: what one leaves in memory is wrong for the next."""
+    """All launches are queued before the first result is read. What one leaves in memory is wrong for the next."""
     mesh, layer = make_mesh(x=devices), Layer(along, dtype=BF16)
     sizes = devices * 264, devices * 264, 520
     given = [operands(mesh, layer, sizes, seed) for seed in range(8)]
@@ -298,13 +298,13 @@ def test_skewed_devices_late_chunks_and_inputs_overwritten_right_after(devices, 
 @pytest.mark.parametrize("along", WAYS)
 @pytest.mark.parametrize("without", ["terms", "parts"])
 def test_negative_control_without_waiting_the_result_is_wrong(devices, without, along, monkeypatch):
-    """In each iteration lhs is another one, so that what the one before has left is wrong as well."""
+    """Each iteration has another lhs, so that results left by the previous iteration are wrong as well."""
     late_arrivals(monkeypatch, 1)
     late_departures(monkeypatch, 1)
     if without == "terms":
         monkeypatch.setattr(scattered._Body, "_await_terms", lambda *_: None)
     else:
-        # A part is sent whether or not it has been computed.
+        # Sends a part whether or not it has been computed.
         monkeypatch.setattr(communicator, "wait_for_block", lambda *_: None)
     mesh, layer = make_mesh(x=devices), Layer(along, dtype=BF16)
     assert repeated(mesh, layer, (2048, 4096, 1024), 5, seed=4) > 1e-2
@@ -312,7 +312,7 @@ def test_negative_control_without_waiting_the_result_is_wrong(devices, without, 
 
 @pytest.mark.parametrize("one_shot", [False, True])
 def test_alike_calls_in_one_program_and_in_a_loop(devices, one_shot):
-    """XLA must not take the memory of one result for that of another one, which peers would then write to."""
+    """XLA must not give two results the same memory, since peers would then write to it for both calls."""
     config = overlap.Config.of(tile_n=128, one_shot=one_shot)
     mesh, layer = make_mesh(x=devices), Layer(EVERYWHERE, dtype=BF16)
     arrays = operands(mesh, layer, (devices * 64, devices * 64, 256), 8)
@@ -344,14 +344,14 @@ MIXED = [{"x": 2}, {"x": 4}, {"data": 2, "x": 2}, {"x": 2, "data": 2}]
 @pytest.mark.parametrize("axes", [pytest.param(a, marks=pytest.mark.gpus(4 if len(a) > 1 else a["x"])) for a in MIXED])
 @pytest.mark.parametrize("victim", [None, 1])
 def test_layers_in_a_loop_with_a_gather_before_and_a_sum_beside(axes, victim, monkeypatch):
-    """Both halves of an MLP, again and again in one program, and XLA's sums along the other axis at the same time."""
+    """Both halves of an MLP, repeatedly in one program, with XLA's sums along the other axis at the same time."""
     count = 4 if len(axes) > 1 else axes["x"]
     if jax.process_count() > 1 and jax.device_count() != count:
         pytest.skip(f"one process per GPU: this test is for a job of {count}")
     if victim is not None:
         late_arrivals(monkeypatch, victim)
     mesh, layer = make_mesh(**axes), Layer("m", dtype=BF16)
-    rows, width, hidden = 512, 1024, 1536  # Per device.
+    rows, width, hidden = 512, 1024, 1536  # Sizes per device.
     shapes = (axes["x"] * rows, width), (width, axes["x"] * hidden), (axes["x"] * hidden, width)
     specs = P("x", None), P(None, "x"), P("x", None)
     arrays = oracle.draw(shapes, BF16, tuple(NamedSharding(mesh, spec) for spec in specs), 7)
@@ -367,7 +367,7 @@ def test_layers_in_a_loop_with_a_gather_before_and_a_sum_beside(axes, victim, mo
             if "data" in axes:
                 beside = beside + lax.psum(jnp.roll(x.astype(F32), i), "data")[:8, :8]
             worst = jnp.maximum(worst, oracle.distance(y, expected))
-            # Of about the same size again, and another one on the devices along the other axis.
+            # Rescaled to about the same size, and different on the devices along the other axis.
             y = y.astype(F32) * lax.rsqrt((y.astype(F32) ** 2).mean())
             shift = lax.axis_index("data") if "data" in axes else 0
             return jnp.roll(y, 1 + shift, axis=1).astype(BF16), beside, worst

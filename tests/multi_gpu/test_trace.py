@@ -1,4 +1,4 @@
-"""A trace of real GPUs: marks change no bit, and all devices have one time."""
+"""Traces on real GPUs: marks do not change the result, and all devices share one time scale."""
 
 import jax
 import pytest
@@ -19,7 +19,7 @@ def test_a_call_is_recorded(devices, op):
     (timeline,) = made.timelines
     assert made.same_bits
     assert (timeline.unit, timeline.missing) == ("µs", 0)
-    # Kernels of some hundred microseconds, on clocks that agree to a few.
+    # The kernels take some hundred microseconds; the clocks agree to a few microseconds.
     assert 20 < timeline.end < 20_000
     assert 0 <= timeline.clock_error < 10
     for device in range(devices):
@@ -27,7 +27,7 @@ def test_a_call_is_recorded(devices, op):
         assert all(span.start <= span.end for span in of_device)
         tiles = {span.number for span in of_device if span.work == Work.MULTIPLY}
         assert tiles == set(range(max(tiles) + 1))
-        # No device can end before all have begun: it needs what they have.
+        # No device can end before all have begun, since each needs the others' data.
         assert max(span.end for span in of_device) > max(
             min(span.start for span in timeline.spans if span.device == other) for other in range(devices)
         )

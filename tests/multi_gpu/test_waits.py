@@ -1,7 +1,7 @@
-"""Every wait for another device ends, and says for whom: one process, and jobs of one process per GPU.
+"""Every wait for another device ends and names that device: in one process, and in jobs of one process per GPU.
 
-Each program is a process (or a job) of its own, since a kernel that gives up takes its GPU's context with it. So these
-run where the tests themselves run as one process.
+Each program is a process (or a job) of its own, since a kernel that gives up destroys its GPU's context. So these tests
+run only when the test suite itself is one process.
 """
 
 import os
@@ -17,7 +17,7 @@ import pytest
 from overlap import _cuda
 
 LIMIT_S = 6
-# At most: from the limit to the end, the start of jax and of MPI included (some 15 s on these machines).
+# Upper bound on the time from the limit to the end, including the start of jax and MPI (about 15 s on these machines).
 GRACE_S = 45
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 pytestmark = [pytest.mark.gpus(2)]
@@ -31,7 +31,7 @@ def run(mode, transport="pull", processes=None):
         if (version := _cuda.nccl().version) < (*_cuda.NCCL_WITH_PEER_POINTERS, 0):
             pytest.skip(f"one process per GPU needs NCCL 2.30, found {version}")
         command = [ROOT / "launch" / "mpirun.sh", "-np", str(processes), "--", *command]
-    # Beside this process, which holds most of the memory.
+    # The child runs beside this process, which holds most of the GPU memory.
     environment = os.environ | {"OVERLAP_WAIT_TIMEOUT_S": str(LIMIT_S), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
     start = time.monotonic()
     done = subprocess.run(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True,

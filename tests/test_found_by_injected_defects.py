@@ -1,4 +1,4 @@
-"""What seeded defects of sums by ring, and of fused gradients of weights, have shown that no other test looks at."""
+"""Gaps in the tests that injected defects have shown, in sums by ring and fused gradients of weights."""
 
 import types
 
@@ -35,7 +35,7 @@ def test_who_waits_for_a_term_names_its_sender(by_ring, monkeypatch):
             flag = lambda which, step, tile: step  # noqa: E731
             body = types.SimpleNamespace(schedule=schedule, me=me, _handshake=handshake, _flag=flag)
             scattered._Body._await_terms(body, Tile(step, 0, 0))
-            # Each term was computed by whom the flag's step says, and sent here.
+            # The flag's step tells which device computed each term and sent it here.
             assert all(schedule.receiver(sender, step) == me for step, sender in waits)
             assert len(waits) == schedule.terms
 
@@ -51,7 +51,7 @@ def test_of_one_device_nothing_travels(transport):
 
 
 def test_who_sends_own_tiles_too_has_most_registers_for_it():
-    """No kernel has more than it is launched with: 168 for each of 384 threads."""
+    """A kernel never takes more registers than at launch: 168 for each of 384 threads."""
 
     def registers(**exchange):
         hooks = types.SimpleNamespace(exchange=types.SimpleNamespace(**exchange) if exchange else None)
@@ -95,7 +95,7 @@ def test_gradients_go_by_ring_only_where_the_call_does(monkeypatch):
 
 @pytest.mark.parametrize(("operand", "result"), [(BF16, F16), (F16, BF16), (BF16, F32)])
 def test_gradients_of_a_result_of_another_dtype(operand, result):
-    """No kernel multiplies a cotangent and rows of two dtypes."""
+    """No kernel multiplies a cotangent and rows of different dtypes."""
     operands = tuple(x.astype(operand) / 8 for x in (normal(0, 64, 64), normal(1, 64, 128)))
     found, expected = (
         gradients(
