@@ -1,6 +1,6 @@
 """Finds the private names of jax that the sources use, in their syntax trees, and the names that the table lists.
 
-A name of jax is private if it begins with an underscore or lies in a module that does; so is everything in `jaxlib` and
+A name of jax is private if it, or a module in its path, begins with an underscore; so is everything in `jaxlib` and
 in the undocumented modules `jax.experimental.mosaic.gpu` and `jax.experimental.pallas.ops`. Recognized uses: imports,
 attributes of what was imported, and names in strings that are passed to `private`, `replace`, `setattr`, `import_module`
 and the like. If `import_module` gets an f-string, the package that its constant beginning names is counted.
