@@ -68,7 +68,7 @@ def gather(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
 
 
 def gather_with_handshake(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
-    """The kernel without Pallas's barrier before it: the kernel itself waits until its peers have begun."""
+    """The kernel without Mosaic GPU's barrier before it: the kernel itself waits until its peers have begun."""
     flags, arrived = prim.shared_semaphores(prim.HANDSHAKE_FLAGS, (group.size,))
     handshake = prim.Handshake(flags, group, lax.axis_index("cta"), "all_gather", transfers=chunks)
 
