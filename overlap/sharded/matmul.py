@@ -274,9 +274,9 @@ def sharded_matmul(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> jax.Array | list[jax.Array] | tuple[jax.Array, ...]:
-    """activation(lhs @ rhs + bias + addend) of global arrays, with the communication hidden behind the computation.
+    """Computes activation(lhs @ rhs + bias + addend) of global arrays. Communication overlaps with the computation.
 
-    This function is for code under plain `jax.jit`, and enters `jax.shard_map` by itself. The places of each mesh axis
+    This function is for code under plain `jax.jit`, and calls `jax.shard_map` itself. The places of each mesh axis
     in the shardings say which operation of this library runs (docs/sharded.md has the table and examples):
 
         rows of lhs, n of rhs, n of the result    all_gather_lhs_matmul
@@ -285,24 +285,25 @@ def sharded_matmul(
         n or k of rhs alone (FSDP)                all_gather_rhs_matmul; beside one of the above, XLA gathers the
                                                   weights before it
 
-    An axis of the rows of `lhs` and of the result communicates nothing, nor does one of n of `rhs` and of the result.
+    Nothing is communicated along an axis of the rows of both `lhs` and the result, or of n of both `rhs` and the
+    result.
 
     Args:
       lhs: global [..., m, k]; its sharding says which part each device holds. All dimensions but the last are rows.
       rhs: global [k, n], or [n, k] with `transpose_rhs`, in the same dtype. Or a list or tuple of such matrices, each
         with its own n, which share the gather of `lhs`; all must be sharded alike.
       out_sharding: a PartitionSpec (or NamedSharding) of the result, or of each result.
-      lhs_sharding: the sharding of `lhs`. It must be given where the mesh has Auto axes, since types do not say how
-        arrays are sharded along these. If the array is sharded otherwise, XLA moves it first. Along Explicit axes the
+      lhs_sharding: the sharding of `lhs`. Required if the mesh has Auto axes, since types do not say how arrays are
+        sharded along Auto axes. If the array is sharded in another way, XLA moves it first. Along Explicit axes the
         sharding must be as the type says.
       rhs_sharding: the sharding of `rhs` as it lies in memory, under the same conditions; for several right operands
         one for all, or a list.
-      mesh: the mesh; by default that of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
+      mesh: the mesh; by default the mesh of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
       bias: global [n], added to each row; for several right operands a list, with None for one that has no bias.
       addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
-        operands a list, with None for one that has no addend. Its dtype does not change the result's.
+        operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
       activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result.
-      preferred_element_type: dtype of the result; by default that of the operands, bfloat16 for float8. Accumulation
+      preferred_element_type: dtype of the result; by default the operands' dtype, bfloat16 for float8. Accumulation
         is in float32; products that are summed over devices are sent in this dtype.
       transpose_rhs: whether `rhs` lies transposed in memory.
       keep_gathered: whether gathered operands are kept for the backward pass: the weights that XLA gathers, and `lhs`
@@ -326,8 +327,8 @@ def sharded_matmul(
 
     Works under `jax.jit` and outside of it, with `jax.grad` of any operand, `jax.checkpoint`, `lax.scan`, `jax.vmap`
     over dimensions that are not sharded, and inside `jax.shard_map` over other axes. Cotangents of weights that were
-    gathered are reduce-scattered; those of weights that several devices have whole are summed, once. `overlap.explain`
-    takes this function.
+    gathered are reduce-scattered. Cotangents of weights that several devices have whole are summed, once.
+    `overlap.explain` takes this function.
 
     Example:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -145,7 +145,7 @@ class Product:
         return self._run(given | epilogue)
 
     def _is_behind(self, epilogue: dict[str, Any]) -> bool:
-        """Whether the kernel lacks a part of the epilogue. XLA then applies the whole epilogue to the kernel's result."""
+        """Whether the kernel lacks a part of the epilogue. XLA then applies all of it to the kernel's result."""
         return not epilogue.keys() - {"scalars"} <= _OPERATIONS[self.plan.operation][1]
 
     def _decide(

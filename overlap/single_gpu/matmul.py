@@ -221,7 +221,7 @@ def matmul(
     config: Config | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend), computed by each GPU for itself.
+    """Computes activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend) on each GPU, without communication.
 
     Args:
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
@@ -238,9 +238,9 @@ def matmul(
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
-        Or `lhs_scale` and `rhs_scale` are both *block scales* (mxfp8): float8_e8m0fnu, of the operands' shapes with
-        k / 32 in place of k. The operands must then be float8, and k a multiple of 32. Each 32 elements along k are
-        multiplied by one block scale before the product, by the tensor cores of Blackwell, or by XLA in bfloat16.
+        Or `lhs_scale` and `rhs_scale` are both *block scales* (mxfp8): float8_e8m0fnu, in the shapes of the operands
+        with k / 32 in place of k. The operands must then be float8, and k a multiple of 32. Each 32 elements along k
+        are multiplied by one block scale before the product, by the tensor cores of Blackwell, or by XLA in bfloat16.
         Block scales have no derivative.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
@@ -258,15 +258,15 @@ def matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
     Works under `jax.jit`, `jax.vmap` and `lax.scan`, and has derivatives of any order. The backward pass uses the same
-    kernel where its operands have a dtype that the kernel takes. Behind a scale or an activation, and for results of
-    another dtype than the operands', cotangents are in float32, and XLA multiplies them. Forward mode (`jax.jvp`) runs
-    by XLA.
+    kernel where its operands have a dtype that the kernel takes. If there is a scale or an activation, or if the
+    result has another dtype than the operands, cotangents are in float32, and XLA multiplies them. Forward mode
+    (`jax.jvp`) runs by XLA.
 
     On several devices: inside `jax.shard_map` each device computes the product of its shards. Outside, operands may be
-    sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n. Each device then multiplies
-    its shards, and the result is sharded as the operands are. If k is sharded, XLA runs; if it is sharded in both
-    operands, ValueError is raised. XLA also runs for `jax.vmap` over a sharded dimension. Along Auto axes XLA's
-    partitioner decides, and it cannot split a kernel: XLA runs, or `implementation="fused"` raises
+    sharded along Explicit mesh axes (the default of `jax.make_mesh`) in leading dimensions, m or n. Each device then
+    multiplies its shards, and the result is sharded as the operands are. If k is sharded, XLA runs; if it is sharded in
+    both operands, ValueError is raised. XLA also runs for `jax.vmap` over a sharded dimension. Along Auto axes XLA's
+    partitioner decides, and the partitioner cannot split a kernel: so XLA runs, or `implementation="fused"` raises
     NotImplementedError.
 
     Example:
