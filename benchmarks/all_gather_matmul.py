@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from benchmarks import command
 from overlap.cli import ending
 
-# A square layer, and the two halves of wider layers.
+# A square layer, and two products of wider layers.
 SHAPES = "1024x4096x4096:f16,1024x3584x8192:bf16,1024x6144x12288:bf16"
 
 

@@ -1,9 +1,9 @@
 """The table of products with gathered weights (FSDP): the fused operation against XLA and the roof.
 
-The sizes are those of the whole product of one device: its own m rows, all n columns, all of k. The weights are
-gathered along n or along k. Along k with the left operand transposed (tn), the product is the gradient of weights in a
-layer that gathers its input. There, m is the columns of the layer's result on one device, n the columns of its input, k
-all rows:
+The sizes are those of one device's whole product: its own m rows, all n columns, all of k. The weights are gathered
+along n or along k. Gathered along k, with the left operand transposed (tn), the product is the gradient of the weights
+in a layer that gathers its input. In this product, m is the number of columns of the layer's result on one device, n
+the number of columns of the layer's input, and k the number of all rows:
 
     python3 -m benchmarks.all_gather_rhs_matmul --along n --out benchmarks/results
     python3 -m benchmarks.all_gather_rhs_matmul --along k --shapes 8192x8192x8192:bf16:tn
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from benchmarks import command
 from overlap.cli import ending
 
-# Tokens of one device in two layers of a model, and fewer tokens with the same weights.
+# Two layers of a model with 8192 tokens per device, then the first of them with 2048.
 SHAPES = "8192x4096x4096:bf16,8192x14336x4096:bf16,2048x4096x4096:bf16"
 
 

@@ -5,9 +5,10 @@ r"""Compares the kernels of another commit with those of this tree, in turns in 
         --out benchmarks/experiments/DATE-QUESTION
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
-Both packages are loaded at the same time. The other one is a copy whose imports are renamed. Each case is a loop inside
-one program on all GPUs, timed as in all benchmarks. The ratio is the median over the rounds. The results that the first
-loops of the two leave behind are compared bit for bit, by each process for its own devices.
+Both packages are loaded at the same time. The package of the other commit is a copy whose imports are renamed. Each
+case is a loop inside one program on all GPUs, timed as in all benchmarks. The ratio after / before is the median over
+the rounds. After the first loop of each package, every process compares the results of both bit for bit, on its own
+devices.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ CASES: tuple[Case, ...] = (
 
 
 def load(tree: pathlib.Path) -> Any:
-    """The package `overlap` of another tree, under another name."""
+    """Imports the package `overlap` of another tree under the name `_NAME`, and returns it."""
     home = pathlib.Path(tempfile.mkdtemp())
     shutil.copytree(tree / "overlap", home / _NAME, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (home / _NAME).rglob("*.py"):
         file.write_text(re.sub(r"\b(from|import) overlap\b", rf"\1 {_NAME}", file.read_text()))
     sys.path.insert(0, str(home))
-    # (Code that uses "overlap.something" without importing it as such finds this tree's package.)
+    # Only import statements are renamed. A module that is looked up by the text "overlap.something" is this tree's.
     package = importlib.import_module(_NAME)
-    # Both packages must share what exists once in a process. Without a common board, kernels were seen to hang (2
-    # H200s).
+    # Both packages must use the same board and the same table of device ids, which exist once in a process. With a
+    # board for each package, kernels were seen to hang (2 H200s).
     for module, function in (("primitives.board", "address"), ("_compat", "device_ids")):
         setattr(importlib.import_module(f"{_NAME}.{module}"), function, getattr(_own(module), function))
     return package
@@ -82,7 +83,7 @@ def _own(module: str) -> Any:
 
 
 def call_of(package: Any, case: Case) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The call of a case by one of the two packages, inside `jax.shard_map`."""
+    """Returns a function (lhs, rhs) -> out that runs a case by one of the two packages, inside `jax.shard_map`."""
     kind, m, n, _, _, keywords = case
 
     def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -105,7 +106,7 @@ def problem_of(case: Case, devices: int) -> Problem:
 
 
 def scales_of(package: Any, m: int, n: int) -> dict[str, Any]:
-    """Scales of rows and columns, as keywords of this package. Older packages take both as one tuple, `scale`."""
+    """The keywords of `package` for scales of rows and columns. Older packages take both as one tuple, `scale`."""
     rows, columns = jnp.ones((m, 1)), jnp.ones((n,))
     is_older = "scale" in inspect.signature(package.all_gather_lhs_matmul).parameters
     return {"scale": (rows, columns)} if is_older else {"lhs_scale": rows, "rhs_scale": columns}
@@ -128,7 +129,7 @@ def measure(before: Any, case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
         loop.launch()
         return loop
 
-    # This tree's package first: both patch the same parts of jax, and the patches of the first one stay.
+    # Use this tree's package first: both packages patch the same parts of jax, and the first patches stay.
     loops = {"after": loop_of(overlap), "before": loop_of(before)}
     results = {name: _local(loop.out) for name, loop in loops.items()}
     times: dict[str, list[float]] = {"before": [], "after": []}

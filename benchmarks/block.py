@@ -10,8 +10,8 @@ The methods:
     chosen   `implementation=None`: the library chooses
     XLA      the same block in plain JAX, whose backward pass is XLA's too
 
-Each method is a loop inside one program, in which every turn depends on the one before. Times are medians over rounds,
-each in another random order.
+Each method is a loop inside one program, in which every turn depends on the turn before. In each round the methods run
+in another random order. Times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from overlap.tuning.operations import AXIS
 from overlap.tuning.programs import mesh_of
 
 ROWS, COLUMNS = P(AXIS, None), P(None, AXIS)
-SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)  # Of the tokens, and of the weights gate, up and down.
+SPECS = (ROWS, COLUMNS, COLUMNS, ROWS)  # Shardings of the tokens, and of the weights gate, up and down.
 Method = Literal["fused", "plain"] | None
 # The tokens and the weights, and a turn of the loop over them.
 type State = tuple[jax.Array, Sequence[jax.Array]]
@@ -64,7 +64,10 @@ def forward(implementation: Method) -> Turn:
 
 
 def with_backward(implementation: Method) -> Turn:
-    """A turn with all gradients. Those of the weights are added to the weights, so that XLA computes all of them."""
+    """A turn of the loop, forward and backward: (tokens, weights) -> (tokens, weights).
+
+    A small multiple of each weight's gradient is added to the weight, so that XLA must compute all gradients.
+    """
 
     def turn(x: jax.Array, weights: Sequence[jax.Array]) -> State:
         _, backward = jax.vjp(lambda *operands: mlp(implementation, *operands), x, *weights)
@@ -76,7 +79,7 @@ def with_backward(implementation: Method) -> Turn:
 
 
 def program(turn: Turn, mesh: Mesh, turns: int) -> Any:
-    """A jitted loop of `turns` turns."""
+    """A jitted loop of `turns` turns: (tokens, *weights) -> (tokens, *weights), on global arrays."""
 
     def run(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         x, weights = lax.fori_loop(0, turns, lambda _, state: turn(*state), (x, list(weights)))
@@ -86,7 +89,7 @@ def program(turn: Turn, mesh: Mesh, turns: int) -> Any:
 
 
 def operands(mesh: Mesh, tokens: int, hidden: int, inner: int) -> list[jax.Array]:
-    """Normally distributed tokens, and weights whose products keep the size of the numbers."""
+    """Draws normally distributed tokens and weights (gate, up, down). Products are about as large as the tokens."""
     shapes = ((tokens, hidden), (hidden, inner), (hidden, inner), (inner, hidden))
     scales = (1.0, hidden**-0.5, hidden**-0.5, inner**-0.5)
 
@@ -105,14 +108,14 @@ def measure(
     rounds: int,
     turns: int | None = None,
 ) -> dict[str, float]:
-    """Microseconds of one turn by each method.
+    """Measures all methods. Returns the microseconds of one turn by each.
 
     Args:
-      mesh: along `AXIS`.
+      mesh: a mesh whose only axis is `AXIS`.
       tokens, hidden, inner: the sizes of the block.
       pass_of: `forward` or `with_backward`.
       rounds: how often each method is timed.
-      turns: of a loop; None: as many as take about 40 ms.
+      turns: how many turns a loop has; None: as many as take about 40 ms.
 
     Raises:
       AssertionError: a method's result differs from XLA's.

@@ -31,7 +31,7 @@ _DRY_SHAPE = "128x256x128"
 
 
 def tool_parser(name: str, doc: str | None, **options: Any) -> Parser:
-    """The parser of the module benchmarks.`name`, which is described by the first line of its docstring."""
+    """The parser of `python -m benchmarks.NAME`. It describes the command by the first line of `doc`, its docstring."""
     return Parser(f"python -m benchmarks.{name}", description=(doc or "").partition("\n")[0], **options)
 
 
@@ -160,10 +160,10 @@ def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Table
 
 
 def code_facts(commit: str | None, *, dry_run: bool = False) -> dict[str, str]:
-    """The commit whose code is measured, and the command that measures it.
+    """The facts "commit" (whose code is measured), "code" (a hash, unless a dry run) and "command" (that measures it).
 
     Raises:
-      WrongArguments: the code is not that of a commit in the history.
+      WrongArguments: the code differs from the commit, or the commit is not in the history.
     """
     called = {"command": shlex.join(["python", *sys.orig_argv[1:]])}
     if dry_run:
@@ -175,7 +175,7 @@ def code_facts(commit: str | None, *, dry_run: bool = False) -> dict[str, str]:
 
 
 def _check_table(arguments: argparse.Namespace) -> None:
-    """Raises WrongArguments if the run would lack the methods that each row of a current table is compared with."""
+    """Raises WrongArguments if the run would change a current table and lacks methods that this table compares."""
     if not arguments.out or arguments.name:
         return
     timed, needed = set(arguments.methods.split(",")), {"fused", "xla"} & set(arguments.default_methods.split(","))
@@ -215,9 +215,9 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
     """Measures the problems of the command line.
 
     Args:
-      arguments: of the parser that `parser` returns.
-      op: the operation.
-      methods_of: makes the methods of a problem, see `late`.
+      arguments: the command line, parsed by the parser that `parser` returns.
+      op: the name of the operation.
+      methods_of: a function that makes the methods of a problem, see `late`.
       devices: how many devices; None: all.
       roof: the method that is the roof.
 
@@ -281,7 +281,7 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
             longest_s = max(longest_s, time.monotonic() - began)
             if leader:
                 report.show(table)
-            # JAX's example may fail; our methods and XLA's may not.
+            # Only JAX's example may fail without changing the exit status.
             all_ok &= all(result.ok or not result.served or result.method == "jax_example" for result in table.results)
         if leader:
             writer.show_summary()
@@ -294,9 +294,9 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
 
 
 def late(name: str, **options: Any) -> MethodsOf:
-    """The function `name` of `benchmarks.methods`, which is imported when it is called: after devices are set up.
+    """Returns a function that calls the function `name` of `benchmarks.methods`, with the keyword arguments `options`.
 
-    `options` are keyword arguments for it.
+    `benchmarks.methods` is imported only at that call, after the devices have been set up.
     """
 
     def methods_of(

@@ -47,13 +47,15 @@ if TYPE_CHECKING:
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
 XLA = "xla"
 FIELDS: tuple[str, ...] = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "status")
-# About how long one program runs: at the power limit, the clock changes within milliseconds. How long the GPU works
-# before the first sample that counts: the clock depends on the temperature. The most calls in one program.
+# _LAUNCH_US: about how long one program runs; at the power limit, the clock changes within milliseconds. _WARM_UP_S:
+# how long the GPU works before the first sample that counts; the clock depends on the temperature. _MOST_ITERATIONS:
+# the largest number of calls in one program.
 _LAUNCH_US, _WARM_UP_S, _MOST_ITERATIONS = 12_000.0, 0.15, 600
 # How long a process waits until the others have compiled.
 _PATIENCE_S = 600.0
 # The largest relative difference to XLA's result, by the bytes of an operand's element. Two right results of 16-bit
-# operands, each rounded once, differ by half of it. With 8-bit operands, XLA's sums may keep more bits than ours.
+# operands, each rounded once, differ by half of this bound. With 8-bit operands, XLA's sums may keep more bits than
+# ours.
 _MOST_DIFFERENCE = {2: 0.005, 1: 0.02}
 
 
@@ -98,7 +100,7 @@ def _random_numbers(count: int, dtype: str) -> jax.Array:
 
 @dataclasses.dataclass
 class _Compiled:
-    """The programs of a task. Its arrays are made when it is measured, so that no memory lies idle until then.
+    """The compiled programs of a task. Arrays are made only when it is measured, so that they take no memory before.
 
     Attributes:
       task: the task.
@@ -130,7 +132,10 @@ class _Worker:
         self.mesh = mesh_of(jax.devices()[:1])
 
     def _operands(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
-        """Operands cut from one array of random numbers. Drawing them for each shape would take long to compile."""
+        """Cuts both operands from one array of random numbers.
+
+        Drawing them for each shape would need a program for each shape, which takes long to compile.
+        """
         from overlap.tuning.operations import shapes
 
         pool = _random_numbers(self.pool_elements, problem.dtype)
@@ -164,7 +169,7 @@ class _Worker:
         return compiled
 
     def prepare(self, compiled: _Compiled) -> tuple[Loop, jax.Array, Any]:
-        """What a measurement needs besides the programs: a loop, the expected result, and the program that compares."""
+        """Makes what `measure` needs besides the programs: a loop, the right result, and a program that compares."""
         import jax.numpy as jnp
 
         from overlap.tuning.timing import Loop
@@ -190,7 +195,7 @@ class _Worker:
                     error = float(difference(loop.out, expected))
                     limit = _MOST_DIFFERENCE[problem.itemsize]
                     status[name] = "ok" if error <= limit else f"wrong: {error:.2g} from XLA's result"
-                # The plain time of a program: the cost of starting it, about 1%, is the same in all times.
+                # With 0, the plain time of a program is taken. It contains the cost of starting, about 1% in all times.
                 samples[name].append(1e6 * loop.call_s(0))
             if turn == 0:
                 loop.load(_WARM_UP_S)
@@ -222,7 +227,7 @@ def _difference_program() -> Any:
     import jax.numpy as jnp
 
     def difference(out: jax.Array, expected: jax.Array) -> jax.Array:
-        # Without the first row: the loop has changed one element of an operand, and so the first row of the result.
+        # Leave out the first row of the result: the loop has changed an element of an operand, and so this row.
         out, expected = out[1:].astype(jnp.float32), expected[1:].astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(out - expected)) / jnp.sum(jnp.square(expected)))
 
@@ -231,13 +236,13 @@ def _difference_program() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
-    """What the processes share.
+    """The queues, the barrier and the locks that the processes share.
 
     Attributes:
       tasks: the queue of tasks.
       results: the queue of rows; None from a process that has ended.
       compiled: the barrier that all pass when they have compiled.
-      locks: one for each GPU.
+      locks: a lock for each GPU; the process that holds it measures there.
     """
 
     tasks: multiprocessing.Queue[Task]

@@ -7,8 +7,8 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
 
 (Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the last
 one counts. XLA is compared with the method `fused`, for which the library has chosen the configuration. The files to
-which the model is fitted (`benchmarks.configurations`) have many configurations; there, the one that the model chooses
-counts.
+which the model is fitted (`benchmarks.configurations`) have the times of many configurations. From these files the time
+of the configuration that the model chooses is taken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of one result file: a row for each problem that has the times of both methods.
 
     Raises:
-      ValueError: the file is no result of a benchmark.
+      ValueError: the file is not the result of a benchmark.
     """
     times: dict[tuple[Any, ...], dict[str, float]] = {}
     if path.resolve().parent == fit_model.FOLDER:

@@ -20,8 +20,8 @@ Row = dict[str, str]
 NOT_RECORDED = "command not recorded"
 _DEVICES = re.compile(r"(\d+) of \d+ x (.+) \((?:one process|(\d+) processes)\)")
 _PROBLEM = ("shape", "dtype", "layout")
-# The module that measures an operation, with the options that it always needs. If it is not listed, its name is the
-# operation's.
+# For each operation, the module that measures it, with the options that are always needed. An operation that is not
+# listed is measured by the module with the operation's own name.
 _MODULES = {
     "all_gather_lhs_matmul": "all_gather_matmul",
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul --along n",
@@ -108,7 +108,7 @@ def problem_of(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def run_of(row: Mapping[str, str]) -> tuple[str, str]:
-    """The date and the commit of a row, which tell the runs of a table apart."""
+    """The date and the commit of a row. Rows of the same run have both in common; other runs differ in one."""
     return row["env_date"], row["env_commit"]
 
 
@@ -150,7 +150,7 @@ def add(folder: pathlib.Path, name: str, run: pathlib.Path, rounds: pathlib.Path
 
     Args:
       folder: the folder of the current results.
-      name: of the table, see `name_of`.
+      name: the table's name, see `name_of`.
       run: the CSV file of the run, one row per method and problem.
       rounds: the CSV file of each round's times.
     """

@@ -1,4 +1,4 @@
-"""What `before_after`, `block` and `layer` share: benchmarks that write a markdown table of their own.
+"""The common parts of `before_after`, `block` and `layer`, the benchmarks that write a markdown table of their own.
 
 parser = command.tool_parser("block", __doc__)
 experiment.add_options(parser, "block", rounds=7)
@@ -32,7 +32,7 @@ _DRY_DEVICES = 2
 
 
 def add_options(parser: argparse.ArgumentParser, name: str, *, rounds: int) -> None:
-    """Adds the options that these benchmarks share. `rounds`: the default of `--rounds`."""
+    """Adds the options that all these benchmarks take. `rounds`: the default of `--rounds`."""
     parser.add_argument("--devices", type=whole_number(1), help="how many devices (default: all)")
     parser.add_argument(
         "--rounds", type=whole_number(1), default=rounds, help=f"how often everything is timed (default: {rounds})"
@@ -43,10 +43,10 @@ def add_options(parser: argparse.ArgumentParser, name: str, *, rounds: int) -> N
 
 @dataclasses.dataclass
 class Run:
-    """One run of such a benchmark.
+    """One run of a benchmark that writes a table of its own.
 
     Attributes:
-      name: of the benchmark.
+      name: the name of the benchmark.
       out: the folder for its table, or None.
       code: which code is measured, see `command.code_facts`.
       devices: the devices to use.
@@ -92,10 +92,10 @@ class Run:
 
 
 def begin(name: str, arguments: argparse.Namespace) -> Run:
-    """Sets the devices up. With `arguments.dry_run`, if there is such an option, 2 CPU devices.
+    """Sets up the devices, and returns the run. With the option `--dry-run`, the run uses 2 CPU devices.
 
     Raises:
-      WrongArguments: there is no GPU, the code is not that of a commit, or there are fewer devices than `--devices`.
+      WrongArguments: there is no GPU, the code differs from the commit, or there are fewer devices than `--devices`.
     """
     dry_run = getattr(arguments, "dry_run", None)
     if dry_run:
@@ -117,7 +117,7 @@ def begin(name: str, arguments: argparse.Namespace) -> Run:
 
 
 def numbers(text: str) -> list[int]:
-    """A type of option: whole numbers of at least 1, separated by commas."""
+    """Reads the value of an option: whole numbers of at least 1, separated by commas."""
     return [whole_number(1)(each) for each in text.split(",")]
 
 
@@ -128,12 +128,12 @@ def normalized(values: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def times_us(launches: Mapping[str, Callable[[], Any]], rounds: int, turns: int) -> dict[str, list[float]]:
-    """The times of loops in microseconds per turn, by name, one for each round.
+    """Times loops. Returns for each name the microseconds per turn, one number for each round.
 
     In each round the loops are timed in another random order.
 
     Args:
-      launches: functions that start a loop and return its outputs.
+      launches: by name, functions that start a loop and return its outputs.
       rounds: how many rounds.
       turns: how many turns each loop has.
     """

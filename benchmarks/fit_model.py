@@ -1,6 +1,6 @@
 """Fits the rates of the model of `overlap.choice` to measurements, or judges how much time the model's choices lose.
 
-    python -m benchmarks.fit_model                fits rates_h200.json to its files under benchmarks/model
+    python -m benchmarks.fit_model                fits rates_h200.json to files of benchmarks/model
     python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/held_out.csv
 
 The measurements come from `benchmarks.configurations`. The model has to find the fastest configuration of a problem. So
@@ -38,11 +38,12 @@ FOLDER = pathlib.Path(__file__).parent / "model"
 # Each file comes from one session. Times of different sessions are not compared, since GPUs differ by some percent.
 FITTED_TO = tuple(FOLDER / f"{name}.csv" for name in ("fitted", "fitted_swapped", "known"))
 HELD_OUT = FOLDER / "held_out.csv"
-# For each fitted rate its start value, and the factor by which it may differ from that. All other rates do not appear
-# in plain products, or are known from the data sheet. The rates of power are hard to tell apart, so they may move by
-# small factors only. So may `in_turn`: the samples are so short that a configuration runs at the clock that others have
-# left. Measured alone, at the power limit, taking turns gains less (harness, 2026-11-23: 8192³ takes 2% longer than
-# with the cooperative schedule).
+# For each fitted rate its start value, and the largest factor by which the fitted value may differ from the start
+# value. All other rates do not appear in plain products, or are known from the data sheet. The rates of power are hard
+# to tell apart, so they may change by small factors only. `in_turn` may change little for another reason: the samples
+# are so short that the GPU's clock still depends on the configurations that ran before. A product at the power limit
+# that is measured alone gains less by `in_turn` (harness, 2026-11-23: 8192³ takes 2% longer than with the cooperative
+# schedule).
 FREE = {
     "step_cycles": (12.0, 4.0),
     "cluster_step_cycles": (60.0, 4.0),
@@ -71,13 +72,13 @@ FREE = {
     "moved_per_us": (4e7, 2.0),
     "clock_exponent": (0.5, 2.0),
 }
-# XLA's time measured alone, divided by its time in `benchmarks.configurations`. There, XLA's product runs after our
-# kernels, which draw more power and leave lower clocks. For 12 products, the harness, whose samples are six times as
-# long, measured a 3% lower XLA / fused (2026-11-23, H200).
+# XLA's time measured alone, divided by XLA's time in `benchmarks.configurations`. In the latter, XLA's product runs
+# after our kernels, which draw more power, so that the GPU's clock is lower. For 12 products, the harness, whose
+# samples are six times as long, measured a 3% lower XLA / fused (2026-11-23, H200).
 XLA_BY_ITSELF = 0.97
 # The weight of the mean time of a problem's configurations, relative to the weight of their ratios.
 _WEIGHT_OF_ALL = 0.3
-# Relative errors above this count less and less, as noise.
+# Relative errors above this are taken for noise: in the fit, their weight falls with their size.
 _NOISE = 0.05
 
 
@@ -85,7 +86,7 @@ class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
     """Times by problem and configuration (None: XLA).
 
     Attributes:
-      samples: for each problem, how many samples each of its times is the median of.
+      samples: for each problem, the number of samples of which each time is the median.
     """
 
     def __init__(self) -> None:
@@ -159,9 +160,9 @@ def _rounded(with_rates: Rates) -> dict[str, float]:
 
 
 def losses(times: Times, with_rates: Rates | None = None) -> dict[Problem, tuple[float, Config]]:
-    """For each problem, the model's choice among the measured configurations, and what it loses.
+    """For each problem, the loss by the model's choice among the measured configurations, and that choice.
 
-    The loss is the time of the choice / the time of the fastest configuration - 1.
+    The loss is (time of the choice / time of the fastest configuration) - 1.
     """
     result = {}
     for problem, of_problem in times.items():
@@ -176,7 +177,7 @@ def _at(values: Sequence[float], part: float) -> float:
 
 
 def judgement(times: Times, with_rates: Rates | None = None) -> str:
-    """In words: what the model's choices lose, and how the library's choices compare with XLA."""
+    """Says in words how much time the model's choices lose, and how the library's choices compare with XLA."""
     lost = losses(times, with_rates)
     parts = [loss for loss, _ in lost.values()]
     lines = [

@@ -2,10 +2,10 @@
 
 There are five origins:
 
-- *data sheet*: or white paper, or the PTX ISA
+- *data sheet*: published in a data sheet, a white paper or the PTX ISA
 - *measured*: by us
 - *model*: a constant of the model by which the library ranked configurations until 2026-11-23. (Today's model has other
-  formulas, in which its figures mean something else.)
+  formulas, in which the same figures mean something else.)
 - *fitted*: to the Hopper ladder
 - *assumed*
 
@@ -22,7 +22,8 @@ from typing import Literal
 Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 
 # These two figures are fitted to the measured Hopper ladder, by least squares of the relative errors. The lesson
-# `basic` determines the first one. The second one hardly matters: from 1250 to 2250 the sum of squares changes by 2%.
+# `basic` determines the first figure. The second one hardly matters: between 1250 and 2250 cycles the sum of squares
+# changes by 2%.
 COPY_LATENCY_CYCLES = 1100.0
 CTA_START_CYCLES = 1750.0
 # The bandwidths that our H200s sustain, and their fractions of the data sheet's: 4.0 of 4.8 TB/s, 350 of 450 GB/s.
@@ -34,11 +35,11 @@ _L2_SHARE = _L2_BYTES / 50e6
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of a GPU. Rates per cycle are those of one SM.
+    """The figures of a GPU. Rates per cycle are per SM.
 
     Attributes:
-      name: of the GPU.
-      sms: streaming multiprocessors.
+      name: the name of the GPU.
+      sms: how many streaming multiprocessors it has.
       peak_mhz: the clock that follows from the data sheet's TFLOP/s. No forecast assumes a higher clock.
       load_mhz: the clock at the power limit if the tensor cores never wait (independent normal inputs).
       clock_exponent: how the clock rises if the tensor cores wait; see `clock_mhz`.
@@ -46,19 +47,20 @@ class Chip:
       macs_8bit: multiply-adds per cycle, 8-bit operands.
       sustained: fraction of these multiply-adds that a mainloop sustains.
       mma_rows: how many rows of the left operand share one read of the right operand from shared memory.
-      smem_limit_bytes: shared memory of one CTA.
-      smem_bytes_per_cycle: tensor cores reading operands from shared memory.
-      smem_write_bytes_per_cycle: threads writing the output tile to shared memory.
-      l2_bytes_per_cycle: L2 to shared memory by TMA, all SMs at once.
-      store_bytes_per_cycle: shared memory to L2 by TMA.
-      tmem_bytes_per_cycle: tensor memory to registers; infinite if the accumulator is in registers.
+      smem_limit_bytes: the most shared memory that one CTA can have.
+      smem_bytes_per_cycle: the rate at which tensor cores read operands from shared memory.
+      smem_write_bytes_per_cycle: the rate at which threads write the output tile to shared memory.
+      l2_bytes_per_cycle: the rate of TMA copies from L2 to shared memory while all SMs copy.
+      store_bytes_per_cycle: the rate of TMA copies from shared memory to L2.
+      tmem_bytes_per_cycle: the rate from tensor memory to registers; infinite if the accumulator is in registers.
       l2_bytes: the part of L2 that holds operands for reuse.
-      hbm_bytes_per_us: memory bandwidth of the device.
-      copy_latency_cycles: from the issue of a TMA copy under load until its waiters continue, without the transfer.
-      cta_start_cycles: from the end of one CTA to the first copy of the next: launch, barriers, descriptors.
-      drain_cycles: draining the tensor cores and starting the epilogue of a tile.
-      nvlink_bytes_per_us: received by one device.
-      launch_us: the launch of a kernel.
+      hbm_bytes_per_us: the memory bandwidth of the device.
+      copy_latency_cycles: the time from the issue of a TMA copy under load until threads that wait for it continue,
+        less the time of the transfer itself.
+      cta_start_cycles: the time from the end of one CTA to the first copy of the next: launch, barriers, descriptors.
+      drain_cycles: the time of draining the tensor cores and starting the epilogue of a tile.
+      nvlink_bytes_per_us: the rate at which one device receives over NVLink.
+      launch_us: the time of launching a kernel.
       origins: for each figure its origin, and a remark.
     """
 

@@ -20,7 +20,7 @@ class Fused:
     """A fused operation and its sizes.
 
     Attributes:
-      operation: its name.
+      operation: the name of the operation.
       devices: how many devices, all in one host and connected by NVLink.
       m: for a gather, rows of one shard; for a scatter, rows of the whole result.
       n: columns of one device's product.
@@ -51,12 +51,12 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class FusedForecast:
-    """A forecast. Times are in microseconds.
+    """The forecast for a fused operation. Times are in microseconds.
 
     Attributes:
-      roof_us: of the product alone, with the same mainloop on one device.
-      nvlink_us: of the transfer alone: the received bytes / NVLink's bandwidth.
-      us: of the fused operation.
+      roof_us: the time of the product alone, with the same mainloop on one device.
+      nvlink_us: the time of the transfer alone: the received bytes / NVLink's bandwidth.
+      us: the time of the fused operation.
     """
 
     roof_us: float
@@ -65,12 +65,12 @@ class FusedForecast:
 
     @property
     def roof_fraction(self) -> float:
-        """The fraction of the roof's speed."""
+        """The speed of the fused operation as a fraction of the roof's."""
         return self.roof_us / self.us
 
 
 def forecast_fused(chip: Chip, problem: Fused, lessons: Sequence[Lesson]) -> FusedForecast:
-    """The forecast, with the fastest of `lessons`, which are configurations of the mainloop."""
+    """Forecasts `problem` on `chip`, with the fastest of `lessons` as the configuration of the mainloop."""
     product = best(chip, lessons, problem.product)
     roof_us, nvlink_us = product.us, problem.received_bytes / chip.nvlink_bytes_per_us
     lesson = product.lesson
@@ -81,10 +81,10 @@ def forecast_fused(chip: Chip, problem: Fused, lessons: Sequence[Lesson]) -> Fus
     hidden_us = HIDDEN_COST * min(roof_us, nvlink_us)
     if problem.operation == "all_gather_lhs_matmul":
         gather_us = model.GATHER_US + nvlink_us
-        # When the last rows have come, the tiles of one shard are left to compute, or at least one tile.
+        # When the last rows have come, the tiles of one shard are left to compute, or at least one wave.
         last = max(1 / problem.devices, 1 / waves)
         return FusedForecast(roof_us, nvlink_us, max(roof_us + hidden_us, gather_us + roof_us * last))
-    # A device computes its own tiles last. Meanwhile, the parts of the last tiles for peers travel.
+    # A device computes its own tiles last. During that time its parts of the last tiles for peers are sent.
     of_peers = tiles * (problem.devices - 1) // problem.devices
     tile_bytes = lesson.tile_m * lesson.cluster * lesson.tile_n * problem.itemsize
     last_us = min(of_peers, at_once) * tile_bytes / chip.nvlink_bytes_per_us

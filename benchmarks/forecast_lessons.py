@@ -1,4 +1,4 @@
-"""The lessons of the two matmul ladders, for `benchmarks.forecast`: their tiles and stages, and what they overlap."""
+"""The lessons (kernels) of the two matmul ladders, for `benchmarks.forecast`: tiles, stages, and what they overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 F32_BYTES = 4
-TILE_K_BYTES = 128  # The bytes of one k step along k: a swizzled row of an operand tile.
+TILE_K_BYTES = 128  # The bytes of one k step in a row of an operand tile: the widest swizzle.
 Epilogue = Literal["whole", "chunks", "dedicated"]
 
 
@@ -33,18 +33,20 @@ class Lesson:
     """One lesson of a ladder.
 
     Attributes:
-      name: as in the tables.
+      name: the name in the tables.
       tile_m: rows of the accumulator of one CTA.
-      tile_n: its columns.
+      tile_n: columns of the accumulator of one CTA.
       stages: pairs of operand tiles in shared memory; 1: a copy begins when the product before it has ended.
-      epilogue: the accumulator leaves as a "whole", in "chunks", or by a "dedicated" warpgroup beside the next tile.
+      epilogue: how the accumulator is stored: as a "whole"; in "chunks" of columns; or in such chunks by a "dedicated"
+        warpgroup, while the next tile is multiplied.
       epilogue_tile_n: columns of a chunk.
-      persistent: CTAs take one tile after the other, and load the next one during the epilogue.
-      cluster: CTAs, one above the other, that share the right operand.
-      collective: they do so within one MMA: each holds and reads its part alone. Else the copy is multicast to both.
+      persistent: whether a CTA computes one tile after the other, and loads the next tile during the epilogue.
+      cluster: how many CTAs form a cluster. Their tiles lie one above the other, and they share the right operand.
+      collective: whether the two CTAs of a cluster compute one MMA together, for which each of them holds its part of
+        the right operand. Else the copy of the right operand is multicast to both.
       minor: the dimension along which tiles are visited first. In a grid without bands it is assumed to be n.
-      width: tiles per band along that dimension; None: all.
-      published: the guide's tensor-core utilization, in percent.
+      width: how many tiles a band has along that dimension; None: all.
+      published: the tensor-core utilization that JAX's guide to Blackwell kernels states, in percent.
     """
 
     name: str
@@ -61,7 +63,7 @@ class Lesson:
     published: float | None = None
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one CTA."""
+        """The bytes of shared memory that one CTA takes."""
         columns = self.tile_n // self.cluster if self.collective else self.tile_n
         out_columns = self.tile_n if self.epilogue == "whole" else 2 * self.epilogue_tile_n
         return self.stages * (self.tile_m + columns) * TILE_K_BYTES + self.tile_m * out_columns * itemsize
@@ -84,8 +86,8 @@ HOPPER = (
     dataclasses.replace(_BANDS, name="templated_epilogue"),
 )
 
-# The guide's benchmark takes the best of these sizes (JAX's tests/pallas/mgpu_examples_test.py). There too, sizes that
-# do not fit into shared memory are left out.
+# JAX's benchmark of its guide takes the best of these sizes (JAX's tests/pallas/mgpu_examples_test.py). That benchmark
+# too leaves out sizes that do not fit into shared memory.
 _SEARCHED = tuple((tile_n, stages) for tile_n in (128, 256, 512) for stages in (4, 6))
 _BANDS_SEARCHED: tuple[tuple[Literal["m", "n"], int], ...] = tuple(
     (minor, width) for minor in ("m", "n") for width in (1, 4, 12, 16)

@@ -20,13 +20,13 @@ from benchmarks.forecast_lessons import F32_BYTES, LADDER, TILE_K_BYTES, Lesson,
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import ceil_div
 
-# The fraction of a hidden time that is paid all the same, since hidden work draws power.
+# Work that runs beside the product still costs this fraction of its time, since it draws power.
 HIDDEN_COST = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A forecast.
+    """The forecast for one lesson.
 
     Attributes:
       lesson: the configuration.
@@ -46,7 +46,7 @@ class Forecast:
 
 
 def step_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> dict[str, float]:
-    """Cycles of one k step of one CTA on each resource, without other CTAs."""
+    """Cycles that one k step of a CTA takes on each resource, if the SM runs no other CTA."""
     tile_k = TILE_K_BYTES // itemsize
     shared_columns = lesson.tile_n / lesson.cluster
     columns = shared_columns if lesson.collective else lesson.tile_n
@@ -59,7 +59,7 @@ def step_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> dict[str, float]:
 
 
 def epilogue_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> float:
-    """Cycles from the last product of a tile until its shared memory can be reused, without other work."""
+    """Cycles from the last product of a tile until its shared memory can be reused, if the SM does nothing else."""
     elements = lesson.tile_m * lesson.tile_n
     write = elements * itemsize / chip.smem_write_bytes_per_cycle + elements * F32_BYTES / chip.tmem_bytes_per_cycle
     store = elements * itemsize / chip.store_bytes_per_cycle
@@ -109,7 +109,7 @@ def _pipelined_step(chip: Chip, lesson: Lesson, steps: dict[str, float]) -> floa
 
 
 def hbm_bytes(chip: Chip, lesson: Lesson, problem: Matmul) -> float:
-    """Bytes from and to memory: the result, and the operand panels that are not in L2 when tiles need them."""
+    """Bytes read from and written to memory: the result, and the parts of operands that are not in L2 when needed."""
     m_tiles, n_tiles = ceil_div(problem.m, lesson.tile_m * lesson.cluster), ceil_div(problem.n, lesson.tile_n)
     order = TileOrder(m_tiles, n_tiles, lesson.minor, lesson.width or (m_tiles if lesson.minor == "m" else n_tiles))
     ctas_per_sm = 1 if lesson.persistent else _ctas_per_sm(chip, lesson, problem.itemsize)

@@ -25,7 +25,7 @@ MEASURED_FUSED: tuple[tuple[str, Operation, int], ...] = (
 )
 # Products with fewer rows are not compared: they run other kernels (tiles cut along k, one shot).
 LEAST_ROWS = 1024
-# m, n, k: for a gather, of one shard; for a scatter, m of the whole result.
+# (m, n, k): for a gather, m is of one shard; for a scatter, m is of the whole result.
 FORECAST_SHAPES: Mapping[Operation, Sequence[tuple[int, int, int]]] = {
     "all_gather_lhs_matmul": ((1024, 4096, 4096), (1024, 3584, 8192), (1024, 6144, 12288), (2048, 2048, 8192)),
     "matmul_reduce_scatter": ((8192, 4096, 4096), (8192, 8192, 3584), (8192, 12288, 6144)),
@@ -57,7 +57,7 @@ _NOT_MEASURED = "forecast, not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One table: the printed rows, and the same as records with the keys `FIELDS`."""
+    """One table: the rows to print, and the same numbers as records with the keys `FIELDS`."""
 
     title: str
     headings: Sequence[str]
@@ -80,7 +80,7 @@ def _spread(errors: Sequence[float], unit: str) -> str:
 
 
 def figures() -> Section:
-    """The chips' figures, with their origins."""
+    """The table of the chips' figures, with the origin of each."""
     rows, records = [], []
     for field in dataclasses.fields(Chip):
         if field.name in ("name", "origins"):
@@ -106,7 +106,7 @@ def figures() -> Section:
 
 
 def measured_ladder() -> dict[str, float]:
-    """Microseconds of each Hopper lesson on an H200, from the current results."""
+    """The measured microseconds of each Hopper lesson on an H200, from the current results."""
     return {row["method"]: float(row["loop_us"]) for row in current.read(RESULTS / f"{LADDER_FILE}.csv")}
 
 

@@ -12,17 +12,17 @@ For each method it measures:
   ratios of the calls alone. (With several calls in an iteration there would be one counter for all of them. But then
   XLA leaves out work whose result only the last call needs, such as the sum of a split product.)
 
-  The same loop around no work is measured too (`loop_overhead_us`): the cost of an iteration for the host, which longer
-  calls hide. The compiled program is searched for copies of whole operands.
+  A loop with the write and the counter but without a product is measured too (`loop_overhead_us`): what an iteration
+  costs the host, which is hidden behind longer calls. The compiled program is searched for copies of whole operands.
 - *wall*: the time per call of `calls` ordinary calls, dispatched one after another, with one wait at the end.
 - *first call*: the time of the first `jax.jit(call)(lhs, rhs)`, with tracing, lowering, compiling and running. For
   XLA's own product it is short, since the harness has used the same product before, and XLA has already searched for
   its algorithm.
 
 Each method is compared with a product in f32: before it is timed, and again on the result that its timed loop leaves
-behind. In each round the methods take turns in another random order. Times are the maximum over the processes, and
-within a process a program ends with its slowest device. Inputs are normally distributed and drawn on the devices from a
-new seed.
+behind. In each round the methods take turns in another random order. A time is the maximum over the processes, and in
+each process a program's time ends when its slowest device has ended. Inputs are normally distributed and drawn on the
+devices from a new seed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from overlap.tuning.programs import (
 from overlap.tuning.timing import Loop, calls_s, iterations_for
 
 NOT_SERVED = "NOT SERVED"
-# About how long one program with a loop runs, and a row of ordinary calls.
+# About how long one program with a loop takes, and about how long a row of ordinary calls takes.
 _LAUNCH_US = 15_000.0
 
 
@@ -63,13 +63,13 @@ class Method:
     """One competitor.
 
     Attributes:
-      name: in the tables.
+      name: the name in the tables.
       call: (lhs, rhs) -> out, inside `jax.shard_map`.
       gathered: whether the operands come already gathered.
       dtype: the dtype to which the operands are cast before the timing; None: they are not cast.
-      check: raises NotImplementedError if the method cannot compute the problem. The result then says so, and that is
-        no error.
-      candidates: (label, call) of alternatives, of which the fastest is kept. For methods that are tuned.
+      check: a function that raises NotImplementedError if the method cannot compute the problem. The status of the
+        result is then "NOT SERVED", which does not count as an error.
+      candidates: for a method that is tuned, alternatives (label, call), of which the fastest is kept.
     """
 
     name: str
@@ -87,10 +87,10 @@ class Settings:
     Attributes:
       rounds: how often each method is timed.
       iterations: calls in one program; None: about 15 ms of work.
-      launches: the difference in programs between the two times whose difference is taken.
+      launches: how many more programs the second of the two times of *loop* (above) contains than the first.
       calls: ordinary calls in a row; None: about 15 ms of work.
       warmup_s: how long the roof runs before the first round, in seconds.
-      seed: of the inputs.
+      seed: the seed of the inputs.
       kernel_time: whether to measure the longest kernel of a call.
       kernel_names: whether to list the kernels of a call.
     """
@@ -105,11 +105,11 @@ class Settings:
     kernel_names: bool = False
 
     def loop_iterations(self, problem: Problem) -> int:
-        """Calls in one program."""
+        """How many calls one program has."""
         return self.iterations or iterations_for(problem, _LAUNCH_US, 2, 400)
 
     def calls_in_a_row(self, problem: Problem) -> int:
-        """Ordinary calls in a row."""
+        """How many ordinary calls are timed in a row."""
         return self.calls or iterations_for(problem, _LAUNCH_US, 3, 100)
 
 
@@ -118,7 +118,7 @@ class Result:
     """The result of one method.
 
     Attributes:
-      method: its name.
+      method: the name of the method.
       status: "ok"; or a text that begins with "FAILED" (wrong result), "ERROR" (exception) or "NOT SERVED" (the method
         cannot compute the problem).
       note: a remark, such as which candidate was kept.
@@ -177,7 +177,7 @@ class Session:
         self.iterations = settings.loop_iterations(problem)
         self.calls = settings.calls_in_a_row(problem)
         reference = call_program(problem, functools.partial(unfused, problem), mesh)
-        # Two checks with different inputs: so a result that an earlier run has left in memory does not pass.
+        # Check with two different inputs, so that a result that an earlier run has left in memory does not pass.
         self._checks = [draw_operands(problem, mesh, settings.seed + 1 + i) for i in range(2)]
         error = error_program(problem, mesh)
         self.error_bound = error_bound(problem, max(float(error(*check, reference(*check))) for check in self._checks))
@@ -187,7 +187,7 @@ class Session:
         self.loop_overhead_us: float | None = None
 
     def _operands(self, method: Method, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The inputs, gathered and cast as the method needs them."""
+        """Returns `operands`, gathered and cast as the method needs them."""
         if self._complete(method):
             operands = complete_program(self.problem, self.mesh)(*operands)
         return operands if method.dtype is None else _cast(operands, method.dtype)
@@ -279,7 +279,7 @@ class Session:
         return Loop(self.problem, program, self.iterations, operands, out)
 
     def _judge(self, result: Result, when: str = "") -> None:
-        # `not <=`, so that a NaN fails.
+        # Written as `not <=`, so that a NaN fails.
         if result.error is None or not result.error <= self.error_bound:
             result.status = f"FAILED{when}: error {result.error:.3g} > {self.error_bound:.3g}"
 
@@ -292,17 +292,17 @@ class Session:
         return calls_s(prepared.call, prepared.operands, self.calls)
 
     def measure_overhead(self) -> None:
-        """Times the loop around no work: only the write of an element, and the counter."""
+        """Times a loop without a product: only the write of an element, and the counter."""
         empty = Method("empty", lambda lhs, rhs: lhs[..., :1, :1] * 0.5)
         loop = self._loop(empty, self.inputs, call_program(self.problem, empty.call, self.mesh)(*self.inputs))
         self.loop_overhead_us = 1e6 * float(np.median([loop.call_s(self.settings.launches) for _ in range(3)]))
 
     def warm_up(self) -> None:
-        """Runs the roof, or another method if there is no roof, until clocks and temperatures have settled."""
+        """Runs the roof (or, without one, another method) for `warmup_s` seconds, so that clocks settle."""
         self.during_load(self.settings.warmup_s, lambda: None)
 
     def during_load[T](self, seconds: float, read: Callable[[], T]) -> T:
-        """Keeps the devices busy with the roof for about `seconds`, and returns what `read` returns meanwhile."""
+        """Keeps the devices busy with the roof for about `seconds`, calls `read` meanwhile, and returns its result."""
         prepared = next((p for p in self.prepared if p.method.gathered), None) or next(iter(self.prepared), None)
         if prepared is None:
             return read()
@@ -314,9 +314,8 @@ class Session:
     def run_round(self, number: int) -> None:
         """Times every method once, in another random order in each round.
 
-        The order is random, not rotated: under a power limit, a method starts at the clock that the method before it
-          has
-        left.
+        The order is random, not rotated. Under a power limit, a method starts at the GPU clock that the method before
+        it has left; with a rotation, that would always be the same method.
         """
         for index in np.random.default_rng([self.settings.seed, number]).permutation(len(self.prepared)):
             prepared = self.prepared[index]
@@ -336,7 +335,7 @@ class Session:
             if not result.ok:
                 continue
             left_behind = self._error(prepared.method, prepared.loop.operands, prepared.loop.out)
-            # np.max, not max(), which may drop a NaN.
+            # Use np.max, since max() may drop a NaN.
             result.error = float(np.max([result.error or 0.0, left_behind]))
             self._judge(result, " after the loop")
             if not (self.settings.kernel_time or self.settings.kernel_names):
@@ -354,7 +353,7 @@ def _cast(operands: tuple[jax.Array, jax.Array], dtype: DTypeLike) -> tuple[jax.
 
 
 def agreed(ok: bool) -> bool:
-    """Whether `ok` is true in all processes. So all of them drop a method if one does, and none waits for another."""
+    """Whether `ok` is true in all processes. If one process drops a method, all do, so none waits for another."""
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
@@ -367,7 +366,7 @@ def _kernels(call: Callable[..., jax.Array], *operands: jax.Array) -> list[Seque
 
         measure: Any = profiler.Cupti(finalize=False).measure(call, aggregate=False)
         return [run for _ in range(5) if (run := measure(*operands)[1])]
-    except Exception:  # The columns are optional and stay empty.
+    except Exception:  # The columns of the kernels are optional, and stay empty.
         return []
 
 

@@ -52,11 +52,11 @@ A run lies in `benchmarks/experiments/DATE-QUESTION/`, and the README.md there h
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run: the file of an experiment, or the rows of one run in a current result.
+    """One execution of a benchmark. Its rows are a whole file (of an experiment), or some rows of a current result.
 
     Attributes:
       path: the file.
-      facts: what the file says about the run, such as its commit and date.
+      facts: by name, what the file says about the run, such as its commit and date.
     """
 
     path: pathlib.Path
@@ -85,7 +85,7 @@ def _facts(path: pathlib.Path) -> dict[str, str]:
 
 
 def state(facts: Mapping[str, str], root: pathlib.Path = provenance.REPOSITORY) -> str:
-    """What the history in `root` says about the commit that a run names. Begins with WRONG if they contradict."""
+    """Says in words whether the commit of a run is in the history of `root`. Begins with WRONG if `facts` are wrong."""
     named = facts.get("commit", "")
     words = next((words for words in _WORDS if f"({words}" in named), "")
     if words == _LOST:
@@ -120,7 +120,7 @@ def commits_in_rows(path: pathlib.Path) -> set[str]:
 
 
 def text() -> str:
-    """The index."""
+    """The text of the index."""
     tables = current.tables(RESULTS)
     lines = [_HEAD, *_overview(tables)]
     for table in tables:
@@ -132,7 +132,7 @@ def text() -> str:
 
 
 def _overview(tables: Sequence[current.Table]) -> list[str]:
-    """A row for each current result."""
+    """The lines of a table with a row for each current result."""
     rows = []
     for table in tables:
         fused = [row["xla_over_this"] for row in table.rows if row["method"] == "fused"]
@@ -206,7 +206,7 @@ def _experiment(folder: pathlib.Path) -> Iterator[str]:
 
 
 def generated() -> dict[pathlib.Path, str]:
-    """The generated files and their right contents."""
+    """The paths of all generated files, each with the text that it must have."""
     tables = current.tables(RESULTS)
     files = {RESULTS / f"{table.name}.md": current.markdown(table) for table in tables}
     return files | {INDEX: text(), readme.FILE: readme.text(readme.FILE.read_text(encoding="utf-8"), tables)}

@@ -26,9 +26,10 @@ from overlap.kernels.config import Config
 
 TP, TOKENS = (8, 4, 2, 1), (4096, 1024)
 CONFIGS = 8
-# By how much longer `in_turn` takes at the power limit, if it is measured alone (harness, 2026-11-23), and the time
-# from which on a product is at the power limit. The samples of `benchmarks.configurations` are so short that a
-# configuration runs at the clock that others have left.
+# IN_TURN: how many times longer a configuration with `in_turn` takes at the power limit if it is measured alone
+# (harness, 2026-11-23). The samples of `benchmarks.configurations` do not show this: they are so short that the GPU's
+# clock still depends on the configurations that ran before. POWER_LIMITED_US: products that take longer reach the power
+# limit.
 IN_TURN, POWER_LIMITED_US = 1.02, 100.0
 TABLE = tables.SHIPPED / "h200.json"
 
@@ -41,7 +42,7 @@ class Model:
       hidden: width of the residual stream.
       mlp: width of the gated MLP.
       heads: query heads.
-      kv_heads: heads of keys and values; 0: the model computes them in another way.
+      kv_heads: heads of keys and values; 0: the model computes keys and values in another way.
       head_size: width of a head.
     """
 
@@ -83,7 +84,7 @@ def problems() -> list[Problem]:
 
 
 def task_of(problem: Problem) -> Task:
-    """The task of a problem: the search's first configurations whose `shape_of` differ."""
+    """The task of a problem: XLA, and the first `CONFIGS` configurations of the search, one for each `shape_of`."""
     shapes = {shape_of(config): config for config in reversed(space.candidates(problem, TARGET))}
     ranked = [config for config in space.candidates(problem, TARGET) if shapes[shape_of(config)] == config]
     return Task(problem, tuple(ranked[:CONFIGS]), with_xla=True)

@@ -1,4 +1,4 @@
-"""The table of the ladder: every rung, `overlap.matmul`, and cuBLAS (`jnp.dot`), which is their roof.
+"""The table of the ladder: every rung (kernel) of it, `overlap.matmul`, and cuBLAS (`jnp.dot`), which is the roof.
 
 The column "roof/this" is the fraction of cuBLAS's speed, and "% peak" the percentage of the data sheet's dense TFLOP/s.
 The rungs are in `overlap/kernels/blackwell_ladder` for Blackwell GPUs, and in `overlap/kernels/ladder` for any other

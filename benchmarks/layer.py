@@ -1,4 +1,4 @@
-"""A transformer's layer as a user writes it with `overlap.layers`, against the same by XLA's partitioner.
+"""A transformer's layer as a user writes it with `overlap.layers`, against the same layer by XLA's partitioner.
 
     python -m benchmarks.layer --out benchmarks/experiments/DATE-QUESTION
     python -m benchmarks.layer --models llama-70b --tokens 8192 --breakdown
@@ -11,11 +11,11 @@ whose rows are sharded between the layers. It runs forward, and forward with all
     fused       `overlap.layers` with implementation="fused"
     layers xla  `overlap.layers` with implementation="xla": the same shard_map without fusion
     XLA         plain matrix products and sharding constraints, for XLA's partitioner with its default flags
-    windowed    as XLA, with the flags by which XLA overlaps collectives and products (`WINDOWED`)
+    windowed    the method XLA, with the flags by which XLA overlaps collectives and products (`WINDOWED`)
 
-Each method is a loop inside one program, in which every turn depends on the one before. Times are medians over rounds,
-each in another random order. Ratios are formed within a round. `--breakdown` profiles a few turns and adds up the GPU's
-time by kind of kernel.
+Each method is a loop inside one program, in which every turn depends on the turn before. In each round the methods run
+in another random order. Times are medians over the rounds; ratios are medians of the ratios within each round.
+`--breakdown` profiles a few turns and adds up the GPU's time by kind of kernel.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Case:
             return nnx.jit(make)()
 
     def apply(self, method: str) -> Callable[[Any, jax.Array], jax.Array]:
-        """The layer as a function of weights (a tree of arrays) and x."""
+        """Returns the layer as a function (weights, x) -> out. The weights are a tree of arrays."""
         if method in ("XLA", "windowed"):
             return functools.partial(plain, self.mesh, self.sizes)
         graph, state = self.model({"chosen": None, "fused": "fused", "layers xla": "xla"}[method])
@@ -198,7 +198,7 @@ def measure(case: Case, methods: Sequence[str], rounds: int, turns: int | None, 
       case: the layer.
       methods: some of `METHODS`.
       rounds: how often each method is timed.
-      turns: of a loop; None: as many as take about 60 ms.
+      turns: how many turns a loop has; None: as many as take about 60 ms.
       breakdown: whether to profile as well.
 
     Returns:
@@ -255,7 +255,7 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
 
 
 def _rows(label: str, found: dict[str, Any]) -> list[str]:
-    """The lines of the table for one layer: time, ratio to the best of XLA in the same round, and kinds of kernels."""
+    """The lines of the table for one layer: time, best time of XLA in the same round / time, and kinds of kernels."""
     times, lines = found["times"], []
     best_of_xla = [min(of) for of in zip(*(times[name] for name in ("XLA", "windowed") if name in times), strict=True)]
     for name, us in times.items():

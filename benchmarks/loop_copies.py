@@ -1,4 +1,4 @@
-"""Searches the HLO of a compiled loop for copies of whole operands, which would be in every time."""
+"""Searches the HLO of a compiled loop for copies of whole operands, which every measured time would contain."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The single-GPU table: `overlap.matmul` against cuBLAS (`lax.dot_general`), its roof, and JAX's example kernel.
 
-The standard suite; other shapes, dtypes and layouts (how operands are stored; with a "t", lhs is [k, m], or rhs
-[n, k]); or several configurations of the kernel:
+It measures the standard suite; other shapes, dtypes and layouts; or several configurations of the kernel. A layout says
+how the operands are stored: with "t" as first letter lhs is [k, m], with "t" as second letter rhs is [n, k].
 
     python3 -m benchmarks.matmul --suite standard --dtype bf16 --out benchmarks/results --budget-s 500
     python3 -m benchmarks.matmul --shapes 4096x8192x4096 --layouts nn,nt,tn,tt

@@ -54,7 +54,7 @@ def all_gather_methods(
 
     Args:
       problem: what is measured.
-      names: the methods to make.
+      names: the names of the methods to make.
       variants: the configurations of "fused"; none: the library's choice.
       num_examples: how many configurations are tried for "jax_example".
     """
@@ -85,7 +85,7 @@ def all_gather_methods(
 def all_gather_rhs_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `all_gather_rhs_matmul`, as `all_gather_methods`. JAX has no example for it."""
+    """The methods for `all_gather_rhs_matmul`. JAX has no example of it. Arguments as in `all_gather_methods`."""
     del num_examples
 
     def fused(variant: Variant) -> Method:
@@ -145,7 +145,7 @@ def matmul_methods(
 ) -> list[Method]:
     """The methods for `matmul` on one GPU, where "xla" is the roof as well.
 
-    "fused_bf16" is our kernel on the same values in bf16, to compare f8 with. For other dtypes it is left out.
+    "fused_bf16" is our kernel on the same values in bf16. It is made for f8 operands only, to be compared with f8.
     """
 
     def keywords(config: dict[str, Any]) -> dict[str, Any]:
@@ -228,10 +228,10 @@ def _config(fields: dict[str, Any]) -> overlap.Config | None:
 
 
 def _example_configs(limit: int) -> list[tuple[str, Any]]:
-    """Configurations of JAX's example, those that are probably fast first.
+    """At most `limit` configurations of JAX's example, each with a label; the probably fastest ones come first.
 
-    The first six have CTA tiles of 128 x 256 and 256 x 128 in several orders. After them come the rest of the 48 that
-    the example searches itself. Configurations that do not fit fail.
+    The first six have CTA tiles of 128 x 256 and 256 x 128 in several orders. After them come the rest of the 48
+    configurations that the example searches itself. Those that do not fit on the GPU fail when they run.
     """
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
 
@@ -289,7 +289,7 @@ def _example(problem: Problem, call: Callable[..., jax.Array], limit: int) -> Me
     try:
         configs = _example_configs(limit)
     except Exception as error:
-        # The example cannot be imported here: its row in the table has the error.
+        # The example cannot be imported here. So return a method that fails: the row in the table then has the error.
         failure = error
 
         def fail(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

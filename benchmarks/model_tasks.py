@@ -3,9 +3,9 @@
     python -m benchmarks.model_tasks --seed 1 --problems 220 --out tasks.jsonl             tasks to fit the model
     python -m benchmarks.model_tasks --seed 2 --problems 60 --judge --out held_out.jsonl   tasks to judge it, with XLA
 
-The logarithms of sizes are uniformly distributed. To fit, configurations are drawn from the whole search space, those
-with good predictions more often. To judge, they are the first ones of the search, as many as the tuner tries, and some
-from far behind.
+The logarithms of sizes are uniformly distributed. To fit the model, configurations are drawn from the whole search
+space, those with good predictions more often. To judge it, the configurations are the first ones of the search, as many
+as the tuner tries, and some that the search would not reach.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TARGET = Target("gpu", "NVIDIA H200", 132)
 ROWS, COLUMNS, DEPTH = (64, 16384), (256, 32768), (256, 16384)
 # A call of the largest problem takes 3 ms, and a call of a problem of FEW_FLOPS 15 µs.
 MOST_FLOPS, FEW_FLOPS = 2e12, 1e10
-# Elements of 2 bytes in a cache line. Rows are aligned if their length is a multiple of it.
+# How many elements of 2 bytes a cache line has. Rows are aligned if their length is a multiple of this number.
 _LINE = 64
 _KINDS = (("bfloat16", 14), ("float16", 3), ("float8_e4m3fn", 3))
 _LAYOUTS: tuple[tuple[Layout, int], ...] = (("nn", 7), ("nt", 7), ("tn", 4), ("tt", 2))
@@ -47,10 +47,10 @@ def _one_of[T](chance: random.Random, weighted: tuple[tuple[T, int], ...]) -> T:
 
 
 def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bfloat16_only: bool) -> Problem:
-    """A random problem.
+    """Draws a random problem.
 
     Args:
-      chance: the random numbers.
+      chance: the source of random numbers.
       aligned: the fraction of problems whose rows are aligned to cache lines.
       few_rows: the fraction of problems with at most 64 rows.
       bfloat16_only: whether all operands are bfloat16.
@@ -65,21 +65,22 @@ def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bflo
         rows = (8, 64) if chance.random() < few_rows else ROWS
         m, n, k = _drawn(chance, rows, of_m), _drawn(chance, COLUMNS, unit), _drawn(chance, DEPTH, unit)
         flops = 2.0 * m * n * k
-        # A few problems that hardly take longer than a launch suffice.
+        # Few problems that hardly take longer than a launch are needed: most of them are drawn again.
         if flops <= MOST_FLOPS and (flops > FEW_FLOPS or chance.random() < 0.35):
             return Problem("matmul", m, n, k, dtype, "bfloat16" if dtype.startswith("float8") else dtype, layout=layout)
 
 
 def shape_of(config: Config) -> tuple[Any, ...]:
-    """The most important fields of a configuration, `space.SHAPE`."""
+    """The values of the fields of `config` that `space.SHAPE` names: those that matter most for the time."""
     return tuple(getattr(config, name) for name in space.SHAPE)
 
 
 def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
-    """At most fourteen configurations, with good predictions preferred.
+    """Draws at most fourteen configurations, preferring those with good predictions.
 
-    The six best predictions with different `shape_of`, four of the next ones, and four that differ from the first five
-    only in other fields.
+    Configurations are ordered by prediction, and grouped by `shape_of`. Taken are the first configuration of each of
+    the first six groups, the first one of four of the next 24 groups, and four other configurations of the first five
+    groups.
     """
     ranked = space.candidates(problem, TARGET)
     first: dict[Any, list[Config]] = {}
@@ -93,7 +94,7 @@ def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
 
 
 def judged_configs(chance: random.Random, problem: Problem, count: int) -> tuple[Config, ...]:
-    """The first `count` configurations of the search, and six others that differ in `shape_of`."""
+    """The first `count` configurations of the search, and six drawn from the others, which differ in `shape_of`."""
     ranked = space.candidates(problem, TARGET)
     shapes = {shape_of(config): config for config in reversed(ranked[count:])}
     return tuple(ranked[:count] + chance.sample(list(shapes.values()), min(6, len(shapes))))

@@ -20,7 +20,7 @@ from overlap.cli.picture import write_whole
 
 
 def read(paths: Sequence[str | pathlib.Path]) -> list[dict[str, str]]:
-    """The rows with times from all files. Of several rows for one method and problem, the last one counts.
+    """Reads the rows with times from all files. Of several rows for one method and problem, the last one counts.
 
     Files with the times of single rounds are ignored.
     """

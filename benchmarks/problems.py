@@ -21,8 +21,8 @@ _SHAPE = re.compile(
 class TableProblem:
     """A problem of the library, as the command line and the tables write it.
 
-    With gathered weights, `m`, `n` and `k` are the sizes of one device's whole product: its own rows, all of the
-    weights.
+    If the weights are gathered, `m`, `n` and `k` are the sizes of one device's whole product: its own rows, and all of
+    the weights.
     """
 
     op: str
@@ -43,7 +43,7 @@ class TableProblem:
 
     @functools.cached_property
     def library(self) -> library.Problem:
-        """The library's problem: sizes per shard, and full names of dtypes. It is what is measured."""
+        """The problem that is measured, as the library describes it: sizes per shard, and full names of dtypes."""
         dtype = DTYPES[self.dtype]
         result = library.Problem(
             "matmul" if self.op == "ladder" else self.op, self.m, self.n, self.k, dtype,
@@ -79,8 +79,9 @@ class Suite:
 #     sweep      By these shapes the library chooses between its collective kernels and XLA (`benchmarks.crossover`).
 #                m_shard is 16 to 8192, n_shard 256 to 16384, k 512 to 16384: the corners and the shapes of layers. The
 #                quickest come first, for `--budget-s`.
-#     scatter    The same for products that are summed and scattered. m is that of one device's whole product: few and
-#                many rows with the output projections of layers, and the corners.
+#     scatter    By these shapes the library chooses for products that are summed and scattered. m is the number of rows
+# of one
+#                device's whole product: few and many rows with the output projections of layers, and the corners.
 #     breakdown  what a fused call spends its time on: whole calls, gathers with hardly a product (n = 8), a tiny call
 #     tiny       tests the harness
 SUITES = {
@@ -125,7 +126,7 @@ SUITES = {
 def parse(
     op: str, devices: int, shapes: Sequence[str], dtype: str, layouts: Sequence[str] | None
 ) -> list[TableProblem]:
-    """The problems that texts `MxNxK[:DTYPE][:LAYOUT]` name.
+    """Reads problems from texts `MxNxK[:DTYPE][:LAYOUT]`.
 
     A shape without a layout is measured in all `layouts`. If `layouts` is None, it is measured in "nn", or in "nt" for
     8-bit operands, which tensor cores read in no other layout.
@@ -134,8 +135,8 @@ def parse(
       op: the operation.
       devices: how many devices.
       shapes: the texts.
-      dtype: for shapes that name none.
-      layouts: for shapes that name none.
+      dtype: the dtype of shapes that name none.
+      layouts: the layouts of shapes that name none.
     """
     result = []
     for text in shapes:

@@ -8,7 +8,7 @@ import re
 
 import jax
 
-# Kinds, and patterns for the names of their kernels. The first pattern that matches counts.
+# Each kind with a pattern for the names of its kernels. A kernel is of the first kind whose pattern matches.
 KINDS = (
     ("fused", r"^overlap_"),
     ("gather", r"nccl.*allgather"),
@@ -26,7 +26,7 @@ def kind_of(kernel: str) -> str:
 
 
 def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
-    """Microseconds per turn of a GPU's kernels, by kind, as the mean over the GPUs. Empty without GPUs.
+    """The time of a GPU's kernels by kind, in microseconds per turn: the mean over the GPUs. Empty without GPUs.
 
     Kernels in several streams may run at the same time, so the sum over all kinds may be more than the time of a turn.
 
@@ -42,8 +42,8 @@ def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
                 continue
             gpus += 1
             for line in plane.lines:
-                # The lines of streams have the kernels. The other lines repeat their times by operation, scope or
-                # module.
+                # Only the lines of streams have the kernels. The other lines show the same times by operation, scope
+                # or module.
                 if line.name.startswith("Stream"):
                     for event in line.events:
                         total[kind_of(event.name)] += event.duration_ns * 1e-3

@@ -1,9 +1,9 @@
 """Finds the commit whose code a benchmark measures. Code that is not committed is not measured.
 
 A measurement can be repeated only if its code can be found again. So the harness refuses a tree that differs from the
-commit that it names. In a copy of the tree without the repository's history, the user names the commit, and it is
-recorded as unverified, with the hash of overlap/. Git gives this folder the same hash in that commit. So
-`python -m benchmarks.index` can verify it later, in a repository with the history.
+commit that it names. In a copy of the tree without the repository's history, the user names the commit. This
+commit is recorded as unverified, with the hash of overlap/, which is the hash that Git gives this folder in the commit.
+So `python -m benchmarks.index` can verify the commit later, in a repository with the history.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results", ":(exclude)ben
 
 
 class Refused(Exception):
-    """Raised if the code to be measured is not that of a commit."""
+    """Raised if the code to be measured is not the code of a commit."""
 
 
 def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str, str]:
@@ -34,7 +34,7 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
       root: the root of the tree.
 
     Raises:
-      Refused: it is no commit of the history, the code differs from it, or there is no .git and none is named.
+      Refused: `named` is no commit of the history, the code differs from it, or there is no .git and `named` is None.
     """
     named = named or os.environ.get(VARIABLE) or None
     code = f"overlap {tree_hash(root / 'overlap')[:DIGITS]}"
@@ -49,7 +49,7 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
         return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
     commit = in_history(named or "HEAD", root)
     if commit is None and named and re.fullmatch(r"[0-9a-f]{40}", named) and git(root, "cat-file", "-t", named) is None:
-        # The tree is a copy inside another repository, which does not have that commit.
+        # This tree is a copy inside another repository, which does not have the named commit.
         return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
     if commit is None:
         raise Refused(f"`--commit` must be a commit of this repository's history, got {named!r}")

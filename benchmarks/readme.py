@@ -1,4 +1,4 @@
-"""Makes the tables of README.md that show results: those between `<!-- table: NAME -->` and `<!-- end -->`.
+"""Makes the tables of README.md that show results: the tables between `<!-- table: NAME -->` and `<!-- end -->`.
 
 `python -m benchmarks.index` writes them.
 """
@@ -59,7 +59,7 @@ _WEIGHTS = ("8192x4096x4096", "8192x14336x4096", "2048x4096x4096")
 
 
 def text(readme: str, tables: Sequence[current.Table]) -> str:
-    """The text of README.md with its tables made from these results.
+    """The text of README.md, with its tables made from `tables`.
 
     Raises:
       ValueError: the README marks an unknown table, or lacks one.

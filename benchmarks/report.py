@@ -36,7 +36,7 @@ class Table:
 
     Attributes:
       problem: the problem.
-      results: one for each method.
+      results: the result of each method.
       loop_overhead_us: microseconds of an iteration of the loop without work.
       clocks: clock, power and temperature of the GPUs after the last round.
       xla, roof, bf16: the names of the methods with which ratios are formed. On one GPU, XLA's dot is the roof.
@@ -66,7 +66,7 @@ class Table:
         row |= {"method": result.method, "status": result.status, "note": result.note, "clocks": self.clocks}
         row |= {"error": result.error, "error_bound": result.error_bound, "compile_s": result.compile_s}
         if not result.ok:
-            # No times for a wrong result.
+            # A wrong result gets no times.
             return row
         row |= {"rounds": len(result.loop_us), "kernel_us": result.kernel_us, "loop_overhead_us": self.loop_overhead_us}
         row["loop_copies"] = "; ".join(result.loop_copies)
@@ -102,8 +102,8 @@ class Writer:
     """Writes the files of a run.
 
     The files are written while the benchmark runs, as `NAME.partial`, so that a run that is killed loses little.
-    `finish` gives them their names. A run that ends early calls `keep`. So partial files are left only by a kill that
-    no program can catch.
+    `finish` gives them their names. A run that ends early calls `keep`. So partial files are left behind only if
+    the run is ended by a signal that no program can catch.
 
     The files are STEM.rounds.csv (every time, appended after each round), STEM.csv (a row for each method and problem,
     rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv (see
@@ -127,12 +127,12 @@ class Writer:
     ) -> None:
         self._into_table = into_table
         self._environment = environment
-        # In each row, so that a row that is copied elsewhere still names its run.
+        # These facts are in each row, so that a row that is copied elsewhere still names its run.
         self._named = {f"env_{name}": environment[name] for name in _IN_EVERY_ROW if name in environment}
         self._tables: list[Table] = []
         self._left_out: list[str] = []
         self._measured_any = False
-        # Another thread may end the run: see `benchmarks.watch`.
+        # Needed because another thread may end the run: see `benchmarks.watch`.
         self._lock = threading.RLock()
         self._stem = None if folder is None else pathlib.Path(folder) / stem
         if self._stem is not None:
@@ -176,7 +176,7 @@ class Writer:
         return len(self._tables)
 
     def leave_out(self, problems: Sequence[TableProblem]) -> None:
-        """Records the problems that were not measured."""
+        """Records `problems` as not measured."""
         with self._lock:
             self._left_out = [str(problem) for problem in problems]
             self._write_tables()
@@ -213,7 +213,10 @@ class Writer:
                 self._partial(suffix).unlink(missing_ok=True)
 
     def finish(self) -> list[pathlib.Path]:
-        """Renames the files, or adds them to the current table. Returns the paths of the written files."""
+        """Gives the temporary files their final names or, with `into_table`, adds their rows to the current table.
+
+        Returns the paths of the written files.
+        """
         if self._stem is None:
             return []
         if self._into_table:
@@ -288,7 +291,7 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Remarks that have no column: why a method has no times, which config was chosen, which copies a loop makes."""
+    """Lines below the table: why a method has no times, which config was chosen, which copies a loop makes."""
     remarks = []
     for row in rows:
         if row["status"] != "ok":

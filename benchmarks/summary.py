@@ -1,7 +1,7 @@
 """Summarizes all problems of a run: for each method and layout, the geometric mean and the minimum of its ratios.
 
-A mean is over the measured problems. Problems that a method cannot compute, that failed, or that were left out for want
-of time are not in the mean. The summary says how many these are.
+A mean is over the measured problems. Problems that a method cannot compute, that failed, or for which no time was left
+are not in the mean. The summary says how many problems these are.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-# How long the measurements may take to be written, before the process is ended without that.
+# How many seconds writing the measurements may take. After this time, the process is ended even if they are not
+# written.
 _PATIENCE_S = 15
-_STDERR = 2  # The file descriptor: `sys.stderr` may be an object without one.
+_STDERR = 2  # The number of the file: `sys.stderr` may be an object without a file descriptor.
 
 
 class Watch:
@@ -23,11 +24,12 @@ class Watch:
     - SIGTERM (from `timeout` or a batch system) ends the process with status 143.
     - An exception or Ctrl-C passes through.
 
-    In each case `keep` is called before. It returns the files that it has written.
+    In each case `keep` is called first: a function that writes the measurements and returns the files that it has
+    written.
 
     The thread that measures may be stuck in a kernel, where it runs no signal handlers of Python. So other threads wait
-    for the time and for the signal. If the stuck thread holds Python's lock, these threads cannot run either. Then a
-    timer that needs no Python ends the process.
+    for the end of the time limit and for the signal. If the stuck thread holds Python's lock, these threads cannot run
+    either. Then a timer that needs no Python ends the process.
     """
 
     def __init__(self, timeout_s: int, keep: Callable[[], Sequence[pathlib.Path]]) -> None:
@@ -47,7 +49,7 @@ class Watch:
         if self._signals is not None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
-            os.close(self._signals)  # This ends the thread.
+            os.close(self._signals)  # The thread that reads the other end of this pipe then ends.
         if kind is not None:
             self._keep_what_there_is()
 
@@ -92,7 +94,7 @@ class Watch:
             os._exit(status)
 
     def _keep_what_there_is(self) -> None:
-        # If the disk is full, the reason why the run ends is printed all the same.
+        # If the disk is full, go on, so that the reason why the run ends is printed.
         with contextlib.suppress(OSError):
             for path in self._keep():
                 print(f"kept {path}", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""An all-gather of one's own, made of `overlap.primitives`. docs/primitives.md builds it step by step.
+"""An all-gather kernel made of `overlap.primitives`. docs/primitives.md builds it step by step.
 
 [JAX_PLATFORMS=cpu] python examples/all_gather.py [--devices N] [--handshake]
 
-Each device stores its rows into the result of every device. This runs on GPUs where there are any, else emulated.
+Each device stores its rows into the result of every device. The program runs on GPUs where there are any, else
+emulated.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def send_chunk(chunk, group, x_gmem, out_gmem, chunk_smem, loaded, arrived):
         there = group.remote_ref(out_gmem, group.peer(distance))
         prim.tma_store(chunk_smem, there.at[pl.ds(me * rows + row, chunk_rows)])
 
-    prim.wait_stores_landed()  # Before anybody is told, and before the next chunk overwrites `chunk_smem`.
+    prim.wait_stores_landed()  # Before peers are told, and before the next chunk overwrites `chunk_smem`.
 
     @pl.loop(1, group.size)
     def _tell(distance):
@@ -50,7 +51,7 @@ def await_chunks(chunks, group, arrived):
 
 
 def gather(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
-    """The kernel. [rows, columns] of each device -> [devices * rows, columns] on all devices."""
+    """The kernel: gathers [rows, columns] of each device into [devices * rows, columns] on all devices."""
     counter, arrived = prim.shared_semaphores((1,), (group.size,))
 
     def send(chunk):
@@ -67,7 +68,7 @@ def gather(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
 
 
 def gather_with_handshake(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
-    """The same kernel without the framework's barrier: it finds out by itself that its peers have begun."""
+    """The kernel without Mosaic GPU's barrier before it: the kernel itself waits until its peers have begun."""
     flags, arrived = prim.shared_semaphores(prim.HANDSHAKE_FLAGS, (group.size,))
     handshake = prim.Handshake(flags, group, lax.axis_index("cta"), "all_gather", transfers=chunks)
 
@@ -108,7 +109,7 @@ def all_gather(x: jax.Array, axis_name: str = "x", *, handshake: bool = False) -
 
 
 def by_jax(x: jax.Array) -> jax.Array:
-    """The same by JAX."""
+    """Gathers the rows by JAX, to compare with."""
     return lax.all_gather(x, AXIS, tiled=True)
 
 

@@ -72,7 +72,7 @@ def main(data: int = 1, tensor: int | None = None) -> tuple[jax.Array, Weights]:
     # The axes of jax.make_mesh are Explicit: types say how arrays are sharded.
     with jax.set_mesh(jax.make_mesh((data, tensor), ("data", "tensor"))):
         x = jax.reshard(jax.random.normal(jax.random.key(1), (BATCH, ROWS, FEATURES), jnp.bfloat16), BETWEEN)
-        return loss_and_grads(jax.jit(init)(jax.random.key(0)), x)  # (Under jit no device ever holds whole weights.)
+        return loss_and_grads(jax.jit(init)(jax.random.key(0)), x)  # Under jit no device ever holds whole weights.
 
 
 if __name__ == "__main__":

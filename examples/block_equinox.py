@@ -31,7 +31,7 @@ class Column(eqx.Module):
 
 
 def row_parallel(x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.Array:
-    """A product whose sums over the devices are scattered by rows, plus the residual."""
+    """The product, summed over the devices and scattered by rows, plus the residual."""
     return overlap.sharded_matmul(x, weight.astype(x.dtype), out_sharding=BETWEEN, addend=residual)
 
 

@@ -4,7 +4,7 @@
 
 The rows of a grid are sharded. Each row becomes a weighted sum of itself and its neighbours. So each device needs the
 last rows of the device before it and the first rows of the device after it: its halo. The grid is a ring of rows: the
-first row follows the last one. This runs on GPUs where there are any, else emulated.
+first row follows the last one. The program runs on GPUs where there are any, else emulated.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from on_devices import AXIS, mesh_of, parser, report
 
 from overlap import primitives as prim
 
-WEIGHTS = (0.1, 0.2, 0.4, 0.2, 0.1)  # Of the rows i - 2 to i + 2: two rows of halo on each side.
+WEIGHTS = (0.1, 0.2, 0.4, 0.2, 0.1)  # Of rows i - 2 to i + 2, for row i. So the halo has two rows on each side.
 TILE_ROWS = 8
 FROM_BEFORE, FROM_AFTER = 0, 1  # The two parts of the halo, and their flags.
 
 
 def send_edge(part, group, x_gmem, halo_gmem, edge_smem, edge_loaded, arrived):
-    """Stores this device's last rows into the halo of the next device, or its first rows into that of the previous."""
+    """Stores this device's last rows into the next device's halo, or its first rows into the previous device's halo."""
     halo = edge_smem.shape[0]
     neighbour = jnp.where(part == FROM_BEFORE, group.peer(1), group.peer(group.size - 1))
     first = jnp.where(part == FROM_BEFORE, x_gmem.shape[0] - halo, 0)
@@ -39,7 +39,7 @@ def send_edge(part, group, x_gmem, halo_gmem, edge_smem, edge_loaded, arrived):
 
 
 def load_beside(part, is_inside, row, place_smem, neighbour, group, x_gmem, halo_gmem, loaded, arrived):
-    """Loads the rows above or below a tile: from this device's own rows, or from the halo once that has arrived."""
+    """Loads the rows above or below a tile: from this device's own rows, or from the halo when it has arrived."""
     halo = place_smem.shape[0]
 
     @pl.when(is_inside)
@@ -65,7 +65,7 @@ def exchange_and_sum(group, weights, x_gmem, out_gmem, halo_gmem, in_smem, out_s
             prim.each_drawn(counter.at[0], prim.draw(counter.at[0], 2), 2, 2, send)
             prim.converge_warp()
 
-    # The first and the last tile, which need the halo, come last: it travels while the others are computed.
+    # The first and the last tile need the halo. They come last: the halo is sent while the other tiles are computed.
     tile = lax.rem(lax.axis_index("tile") + 1, tiles)
     row = tile * TILE_ROWS
     above, below = in_smem.at[pl.ds(0, halo)], in_smem.at[pl.ds(halo + TILE_ROWS, halo)]
@@ -103,7 +103,7 @@ def stencil(x: jax.Array, axis_name: str = "x", weights: tuple[float, ...] = WEI
 
 
 def by_jax(x: jax.Array) -> jax.Array:
-    """The same by JAX."""
+    """Computes the weighted sums by JAX, to compare with."""
     halo, size = len(WEIGHTS) // 2, lax.axis_size(AXIS)
     before = lax.ppermute(x[-halo:], AXIS, [(i, (i + 1) % size) for i in range(size)])
     after = lax.ppermute(x[:halo], AXIS, [((i + 1) % size, i) for i in range(size)])

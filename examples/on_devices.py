@@ -1,4 +1,4 @@
-"""Where the examples of docs/primitives.md run: on the GPUs of the job, or emulated on CPU devices."""
+"""Runs the examples of docs/primitives.md on the GPUs of the job, or emulated on CPU devices."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def mesh_of(count: int | None) -> jax.sharding.Mesh:
 
 
 def on_mesh(mesh: jax.sharding.Mesh, function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
-    """A function of one shard, as a jitted function of a global array whose rows are sharded, and so are its results.
+    """Makes a function of one shard a jitted function of a global array. The rows of array and result are sharded.
 
-    `check_vma=False`, because `plgpu.kernel` has no types that vary along mesh axes.
+    `check_vma=False` is needed because the results of `plgpu.kernel` have types that do not vary along mesh axes.
     """
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
 
@@ -54,7 +54,7 @@ def report(
     Args:
       name: the kernel's name.
       kernel: the function of one shard that runs it.
-      expected: the same with JAX's own operations.
+      expected: a function with the same result, made of JAX's own operations.
       mesh: its only axis is `AXIS`.
       shard_shape: rows and columns of a shard.
 

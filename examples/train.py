@@ -27,8 +27,8 @@ from jax.experimental import multihost_utils
 
 from overlap.cli import ending
 
-# The first process prints why a job is refused. Other processes wait this long, since the first one to end ends the
-# job.
+# The first process prints why a job is refused. The others wait this long before they end, since a launcher ends the
+# job when any process has ended.
 _TIME_TO_SAY_S = 1.0
 
 

@@ -17,7 +17,7 @@ from gpt.devices import Refused
 from gpt.options import Options
 from gpt.training import Program, State
 
-# The last checkpoint, and the one before it.
+# How many checkpoints are kept: the last one and its predecessor.
 _KEPT = 2
 
 
@@ -52,7 +52,7 @@ class Checkpoints:
         """Returns the options that have changed since the last checkpoint, as in "--batch 16 before, 32 now".
 
         Raises:
-          Refused: the last checkpoint is of another model.
+          Refused: the last checkpoint is the checkpoint of another model.
         """
         before = self._read("run", ocp.args.JsonRestore())
         if other := _differences(before["sizes"], dataclasses.asdict(self._options.sizes)):
@@ -70,7 +70,7 @@ class Checkpoints:
         """Writes the state after `step`. On GPUs the checkpoint may not be complete until the next call, or `close`.
 
         Raises:
-          NotSaved: it cannot be written; or, on GPUs, the checkpoint before it could not be.
+          NotSaved: the checkpoint cannot be written; or, on GPUs, the previous checkpoint could not be written.
         """
         if step == self.last_step():
             return
@@ -83,7 +83,7 @@ class Checkpoints:
         """Waits until all checkpoints are written.
 
         Raises:
-          NotSaved: one could not be written.
+          NotSaved: a checkpoint could not be written.
         """
         with self._writing():
             self._manager.wait_until_finished()

@@ -16,8 +16,8 @@ from gpt.curves import differences
 from gpt.losses import Step
 from gpt.options import Options, in_another_order
 
-# Runs that differ in rounding alone drift apart, by chance. If the fused run drifts more than this many times as far as
-# XLA's second run, that is an error.
+# Runs that differ in rounding alone drift apart, by chance. The comparison fails if the fused run drifts more than this
+# many times as far from XLA's first run as XLA's second run does.
 _MOST_TIMES = 3.0
 
 
@@ -59,7 +59,7 @@ def compare(options: Options, text: np.ndarray) -> Comparison | None:
     """Trains three times, each run in a folder of its own. A run that was stopped is continued.
 
     Returns:
-      The comparison; None in all processes of a job but the first.
+      The comparison in the first process of a job, None in all others.
 
     Raises:
       Refused, Stopped, Diverged: as `run.train`.

@@ -1,8 +1,8 @@
 """The text to train on, as bytes: short English stories that are made from a seed and count correctly; or given files.
 
 The stories are made here, from the words below, so nothing is downloaded and no license applies. They are regular
-enough that a small model learns to spell within a few hundred steps. After that it can still learn who is spoken of,
-and how many things there are. A token is a byte, so the vocabulary has 256 entries.
+enough that a small model learns to spell within a few hundred steps. After that the model can still learn who is
+spoken of, and how many things there are. A token is a byte, so the vocabulary has 256 entries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMBERS = (
 
 
 class _Words:
-    """Draws words. It uses only `random.random`, whose sequence for a seed is the same in all versions of Python."""
+    """Draws words. Only `random.random` is used, whose sequence for a seed is the same in all versions of Python."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)

@@ -13,9 +13,9 @@ _WIDTHS = (4.0, 2.2, 1.0)
 
 
 def draw(runs: Mapping[str, Sequence[Step]], path: pathlib.Path, *, title: str) -> None:
-    """Writes the losses as a PNG; for several runs, also the distance of each from the first.
+    """Writes the losses as a PNG; for several runs, also the distance of each run from the first.
 
-    `path` appears complete.
+    The file is written under a temporary name and then renamed to `path`, so it is never seen half-written.
     """
     # Do not use pyplot: it may look for a display, and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

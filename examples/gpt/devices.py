@@ -14,7 +14,8 @@ from overlap.cli.devices import why_no_gpu
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 # The batch is split along these axes.
 BATCH_AXES = (DATA, FSDP)
-# A process without GPUs makes as many CPU devices as the mesh has. More than this would only wait for each other.
+# A process without GPUs makes one CPU device per device of the mesh, at most this many. Further ones would only wait
+# for each other.
 _MOST_CPU_DEVICES = 64
 _EMULATION_THREADS = 8
 # The sizes of the tensor axis that are chosen by default: at most the GPUs of one host, since the devices along this
@@ -53,9 +54,9 @@ def start(data: int | None, fsdp: int | None, tensor: int | None, *, emulate: bo
     """Joins the job of a launcher, if there is one, and returns the mesh's axes. Call it before devices are used.
 
     Args:
-      data, fsdp, tensor: the number of devices along each axis; None: choose. The choice is one along fsdp. On GPUs it
-        is as many along tensor as there are, up to 8, and the rest along data. On CPU devices it is two along data and
-        two along tensor.
+      data, fsdp, tensor: the number of devices along each axis; None: choose. Chosen are: one along fsdp; on GPUs as
+        many along tensor as there are, up to 8, and the rest along data; on CPU devices two along data and two along
+        tensor.
       emulate: whether CPU devices will run fused kernels.
 
     Raises:
@@ -82,7 +83,7 @@ def start(data: int | None, fsdp: int | None, tensor: int | None, *, emulate: bo
 
 
 def fit(data: int | None, fsdp: int | None, tensor: int | None, *, devices: int, processes: int) -> Axes:
-    """The axes for `devices` devices in `processes` processes. Other arguments and errors are those of `start`."""
+    """The axes for `devices` devices in `processes` processes. Other arguments and errors are as in `start`."""
     asked = Axes(data or 1, fsdp or 1, tensor or 1)
     if asked.devices > devices:
         more = f"start more than {processes} processes" if processes > 1 else "use a machine with more"

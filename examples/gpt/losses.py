@@ -42,7 +42,7 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
         except BlockingIOError:
             raise Refused(f"another run is writing to {folder}: wait for its end, or name another --out") from None
         except OSError:
-            pass  # A file system without locks.
+            pass  # The file system has no locks.
         yield
 
 
@@ -50,7 +50,7 @@ class LossFile:
     """The file of the losses. One process of a run writes it."""
 
     def __init__(self, path: pathlib.Path, *, last_step: int) -> None:
-        """Keeps the steps up to the last checkpoint. Later ones will be computed again."""
+        """Opens the file and removes the steps after `last_step`, the last checkpoint: they will be computed again."""
         kept = [step for step in read(path) if step.step <= last_step]
         write_whole(path, lambda temporary: pathlib.Path(temporary).write_text("".join(map(_line, kept))))
         self._file = path.open("a")
@@ -61,7 +61,7 @@ class LossFile:
         self._file.flush()
 
     def commit(self) -> None:
-        """Waits until all lines are on disk. Call it before a checkpoint is written, which relies on them."""
+        """Waits until all lines are on disk. Call this before writing a checkpoint, which relies on these lines."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

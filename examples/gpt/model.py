@@ -1,4 +1,4 @@
-"""The model: a decoder-only transformer of overlap's layers. It knows the mesh only by the names of its axes."""
+"""The model: a decoder-only transformer of overlap's layers. Its code depends only on the names of the mesh's axes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GPT(nnx.Module):
     Args:
       sizes: the shapes of the parameters.
       dtype: dtype of products and activations. The parameters are float32.
-      implementation: that of the layers: "fused", "xla", or None to choose the faster one for each product.
+      implementation: how the layers multiply: "fused", "xla", or None to choose the faster one for each product.
       remat: whether only the input of each block is kept for the backward pass.
       rngs: the seed of the parameters. They depend on the seed only, not on the mesh.
     """

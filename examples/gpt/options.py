@@ -69,7 +69,7 @@ class Options:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser. Options whose defaults depend on the machine are None until `complete`."""
+    """Makes the parser. Options whose defaults depend on the machine are None until `complete` sets them."""
     parser = argparse.ArgumentParser(
         prog="examples/train.py",
         description="Trains a small GPT of overlap's layers: data parallel × FSDP × tensor parallel, on the visible "
@@ -173,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def complete(given: argparse.Namespace, axes: Axes, *, gpus: bool, processes: int) -> Options:
-    """Fills in what was not given.
+    """Returns all options, with defaults for those that were not given.
 
     Raises:
       Refused: the options contradict each other. The message names both values and a way out.
@@ -266,7 +266,7 @@ def _check_compare(options: Options) -> None:
 
 
 def in_another_order(options: Options) -> Options:
-    """The same training with each product split among fewer devices.
+    """Returns the options of the same training with each product split among fewer devices.
 
     The results differ by the order of summation only.
     """

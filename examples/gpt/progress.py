@@ -22,11 +22,11 @@ class Report:
         """Makes the report of a run.
 
         Args:
-        title: begins each line.
-        steps: steps in all.
-        tokens: tokens of a step.
-        every: steps between two lines, where the output is no terminal.
-        quiet: whether to report nothing, since another process does.
+          title: the beginning of each line.
+          steps: the number of steps of the run.
+          tokens: the number of tokens of a step.
+          every: the number of steps between two lines, where the output is no terminal.
+          quiet: whether to report nothing, since another process does.
         """
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._title, self._steps, self._tokens, self._every = title, steps, tokens, every

@@ -27,7 +27,7 @@ class Diverged(Exception):
 
 @dataclasses.dataclass
 class Result:
-    """A finished run. `steps` is empty in all processes of a job but the first."""
+    """A finished run. Only the first process of a job has `steps`; in the others they are empty."""
 
     program: Program
     state: State

@@ -17,7 +17,7 @@ class Stopped(Exception):
     def __init__(self, step: int, signal_number: int | None) -> None:
         super().__init__(step)
         self.step = step
-        # None: another process received the signal.
+        # None if another process received the signal.
         self.signal_number = signal_number
         self.status = 128 + (signal_number or signal.SIGTERM)
 

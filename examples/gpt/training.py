@@ -99,7 +99,7 @@ class Program:
         )
 
     def _shardings(self, abstract: State) -> State:
-        """The shardings of a state: those of the layers for the parameters and for their moments.
+        """The shardings of a state. Parameters and their moments are sharded as the layers say.
 
         The rest is replicated.
         """
@@ -125,7 +125,7 @@ class Program:
             return losses.mean()
 
     def _update(self, state: State, batch: jax.Array, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        """One step.
+        """Computes one step. Returns the next state and the metrics.
 
         `batch` is [parts, sequences, tokens]; losses and gradients of the parts are averaged in float32.
         """

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: the arguments of the command line; None: those of this process.
+      argv: the arguments of the command line; None: the arguments of this process.
 
     Returns:
       The exit status, see `_STATUSES`.
@@ -42,7 +42,7 @@ _STATUSES = (
 
 
 class _Version(argparse.Action):
-    """Prints the versions. They are looked up only when the option is given."""
+    """Prints the versions, which are looked up only when the option is given."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         try:

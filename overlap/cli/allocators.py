@@ -1,4 +1,4 @@
-"""Which allocator jax uses on GPUs, and what is known about the fused kernels with it."""
+"""Finds out which allocator jax uses on GPUs, and says what is known about the fused kernels with this allocator."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Verdict:
     """What is known about the fused kernels with one allocator.
 
     Attributes:
-      one_process: whether they run in one process with all GPUs.
-      process_per_gpu: whether they run with one process per GPU. There, peers read symmetric memory that NCCL maps.
+      one_process: whether the kernels run in one process with all GPUs.
+      process_per_gpu: whether they run with one process per GPU, where peers read symmetric memory that NCCL maps.
       advice: what to do if they fail, or "".
     """
 
@@ -31,7 +31,8 @@ class Verdict:
 
 
 # All allocators of jax, with the verdict seen on GPUs. The key: the allocator's name, and whether it takes most of the
-# memory at the start. "default" is what jax uses if nothing is set. Change an entry only after a measurement.
+# memory at the start. "default" is the allocator that jax uses if no variable is set. Change an entry only after a
+# measurement.
 VERDICTS: Mapping[tuple[str, bool], Verdict] = {
     ("default", True): Verdict("runs", "runs"),
     ("default", False): Verdict("runs", "runs"),
@@ -52,14 +53,14 @@ VERDICTS: Mapping[tuple[str, bool], Verdict] = {
 def chosen(environ: Mapping[str, str] = os.environ) -> tuple[str, bool]:
     """The allocator that the environment variables choose, and whether it takes most of the memory at the start."""
     name = environ.get(ALLOCATOR_VARIABLE, "default").lower()
-    # As jax reads it: only these words mean no.
+    # Only these words mean no, as in jax.
     preallocates = environ.get(PREALLOCATE_VARIABLE, "") not in ("false", "False", "0")
     # "platform" asks the driver for memory for each array separately.
     return name, preallocates and name != "platform"
 
 
 def described(environ: Mapping[str, str] = os.environ) -> str:
-    """The allocator that the environment variables choose, in words, with these variables."""
+    """Describes in words the allocator that the environment variables choose, with the values of these variables."""
     name, preallocates = chosen(environ)
     given = [
         f"{variable}={environ[variable]}"

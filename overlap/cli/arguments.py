@@ -46,7 +46,7 @@ def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], i
 
 
 def finite_number(of: str, *, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
-    """A type that reads a finite number. `of` is what it counts, such as "seconds"."""
+    """A type that reads a finite number. `of` names the unit, such as "seconds"."""
     limits = f"a finite number of {of}" + (f", at least {at_least:g}" if above is None and at_least is not None else "")
     limits += "" if above is None else f" above {above:g}"
 
@@ -122,14 +122,14 @@ def old_folder(text: str) -> pathlib.Path:
 
 
 def plain_name(text: str) -> str:
-    """Reads a file's name without folders."""
+    """Reads an argument that must be a bare file name; a path with folders is refused."""
     if text in ("", ".", "..") or pathlib.PurePath(text).name != text:
         raise argparse.ArgumentTypeError(f"must be the name of a file without folders, got {_shown(text)}")
     return text
 
 
 def _no_other_file(text: str) -> pathlib.Path:
-    """The path, if nothing exists there, or a file that may be replaced."""
+    """Reads a path where nothing exists, or a file that may be replaced."""
     path = pathlib.Path(text)
     try:
         if path.is_dir():
@@ -141,7 +141,7 @@ def _no_other_file(text: str) -> pathlib.Path:
         raise argparse.ArgumentTypeError(f"cannot write {_shown(text)}: {_reason(error)}") from None
     if not stat.S_ISREG(mode):
         raise argparse.ArgumentTypeError(f"must name a file, got {_shown(text)}, which is a device or a pipe")
-    # Root may write any file. But a file that is marked read-only is meant to stay.
+    # Root may write any file. But a file that is marked read-only must not be replaced.
     if not mode & 0o222 or not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} is read-only: name another file, or chmod u+w it")
     return path
@@ -154,7 +154,7 @@ def _try_to_write(folder: pathlib.Path, text: str) -> None:
             folder = folder.parent
         if not folder.is_dir():
             raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {folder} is no folder")
-        # Permissions, a read-only file system and /proc each refuse in another way. So make a file, and remove it.
+        # Permissions, a read-only file system and /proc each refuse in another way. So try it: make a file, remove it.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".overlap-", suffix=".tmp"):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The checks of `python -m overlap doctor` for Python, jax, MPI and settings. Those for GPUs are in `gpu_checks`.
+"""The checks of `python -m overlap doctor` for Python, jax, MPI and settings. The checks of GPUs are in `gpu_checks`.
 
 Each check takes the facts found so far and the machine, and returns one fact.
 """

@@ -53,7 +53,7 @@ _EMULATED_CONFIG = overlap.Config(tile_n=128)
 _BY_XLA = {"": "all-gather, then dot", "m": "dot, then reduce-scatter"}
 # The relative error of a right float16 product is several times smaller than this.
 _FLOAT16_ERROR = 1e-2
-# Takes a text that says what is being done now.
+# A function that takes a text: what is being done now.
 type _Report = Callable[[str], None]
 _ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
 
@@ -82,7 +82,7 @@ class _Row:
 
 
 class _WrongDevices(ValueError):
-    """`--devices` is not possible here."""
+    """Raised if this machine cannot run as many devices as `--devices` says."""
 
 
 def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False) -> int:
@@ -115,7 +115,7 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
             else:
                 rows, count, panels = _run_emulated(devices or _EMULATED_DEVICES, report)
             if all(row.ok for row in rows) and leads and (reason is None or panels):
-                # If the picture fails, the table is shown all the same.
+                # If the picture fails, still show the table.
                 try:
                     if reason is None:
                         _picture_by_emulation(count, out, report)
@@ -135,7 +135,7 @@ def run(out: pathlib.Path, *, devices: int | None = None, emulate: bool = False)
         _print(console, of_one, count, emulated=reason is not None and processes == 1)
     console.print(_caption(reason, processes), style="italic dim", highlight=False)
     if processes > 1:
-        # All processes end together: one that goes on alone would log a warning about the others.
+        # All processes end together: a process that goes on alone would log a warning about the others.
         multihost_utils.sync_global_devices("the demo's end")
     if not all(row.ok for row in rows):
         _say(errors, "the fused kernel's result is wrong; no picture was written")
@@ -163,7 +163,7 @@ def _mesh(devices: int) -> jax.sharding.Mesh:
 
 
 def _of(problem: Problem, devices: int) -> Problem:
-    """The problem on `devices` devices, each with the same number of rows as in `problem`."""
+    """Returns `problem` on `devices` devices, with the same number of rows per device."""
     return dataclasses.replace(problem, devices=devices, m=problem.m * (devices if problem.scattered else 1))
 
 
@@ -209,7 +209,7 @@ def _draw(panels: dict[str, list[Span]], out: pathlib.Path, devices: int) -> Non
 
 
 def _emulated(problem: Problem, mesh: jax.sharding.Mesh, report: _Report) -> tuple[list[_Row], list[Span]]:
-    """The rows of one operation, and the spans of its picture."""
+    """Runs one operation emulated. Returns its rows of the table, and the spans of its picture."""
     operands, rows = draw_operands(problem, mesh, 0), []
     events: Sequence[overlap.emulation.Event] = ()
     for name, call in _methods(problem, _EMULATED_CONFIG).items():
@@ -232,7 +232,7 @@ def _recorded(
     program: Callable[..., jax.Array], operands: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, list[overlap.emulation.Event]]:
     """Runs `program` in the emulator. Returns the result and the record of events."""
-    # These two settings are most like hardware: copies complete at random times, and threads take turns.
+    # These two settings resemble hardware most: copies complete at random times, and threads take turns.
     settings = {"completion": "random", "scheduler": "round_robin", "record": True}
     with overlap.emulation.emulate(cores=_EMULATED_CTAS, **settings) as emulated:
         result = program(*operands).block_until_ready()
@@ -337,7 +337,7 @@ def _caption(emulated_because: str | None, processes: int) -> str:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[_Report]:
-    """Yields a function that shows what is being done: beside a clock on a terminal, else as a line for each text."""
+    """Yields a function that shows a text: beside a clock if the output is a terminal, else as a line of its own."""
     console = Console(stderr=True, quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -13,7 +13,7 @@ MOST_EMULATED = 8
 
 
 def why_no_gpu() -> str | None:
-    """Why jax has no GPU here, or None if it has. Starts no backend of jax."""
+    """Says why jax has no GPU here; None if there is one. Starts no backend of jax."""
     if (jax.config.jax_platforms or "").startswith("cpu"):
         return "JAX_PLATFORMS=cpu"
     gpus = _cuda.visible_gpus()
@@ -25,7 +25,7 @@ def why_no_gpu() -> str | None:
 
 
 def why_not_gpus() -> str | None:
-    """Why fused kernels run emulated here, or None if the visible GPUs run them. Starts no backend of jax."""
+    """Says why fused kernels run emulated here; None if the visible GPUs run them. Starts no backend of jax."""
     if reason := why_no_gpu():
         return reason
     try:

@@ -45,9 +45,9 @@ def run(*, as_json: bool = False, machine: Machine | None = None) -> int:
     """Prints the table.
 
     Args:
-      as_json: print one JSON object instead: "version", "facts" (each with the attributes of `Fact`), "can_run" ("gpus"
-        and "emulated", as far as they work), "problems" (the subjects of the facts that are problems).
-      machine: the machine to check; None: this one.
+      as_json: print one JSON object instead: "version", "facts" (each with the attributes of `Fact`), "can_run" (which
+        of "gpus" and "emulated" work), "problems" (the subjects of the facts that are problems).
+      machine: the machine to check; None: this machine.
 
     Returns:
       The exit status: 1 if a line says PROBLEM, else 0.
@@ -56,7 +56,7 @@ def run(*, as_json: bool = False, machine: Machine | None = None) -> int:
     for subject, check in CHECKS.items():
         try:
             facts.append(check(facts, machine := machine or Machine()))
-        except Exception as error:  # A check that raises is a finding too, and the other checks go on.
+        except Exception as error:  # A check that raises is reported as a fact, and the other checks go on.
             facts.append(Fact(subject, PROBLEM, f"the check itself failed: {error!r}", "this is a bug to report"))
         if not as_json:
             _print(facts[-1])

@@ -35,9 +35,9 @@ _HANDLER = "overlap.plain"
 
 
 def run(main: Callable[[], int]) -> int:
-    """Calls `main`.
+    """Calls `main`, and returns the exit status of the command.
 
-    A SystemExit passes through, argparse's among them.
+    A SystemExit passes through, for example from argparse.
 
     Returns:
       The exit status of `main`; 2 after `WrongArguments`, 130 after Ctrl-C, 1 if the output cannot be written.
@@ -70,7 +70,7 @@ def _prepare_streams() -> None:
     codecs.register_error(_HANDLER, _plain)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # The shell has closed it (`>&-`).
+        if stream is None:  # The shell has closed this stream (`>&-`).
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  For the rest of the process.
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_HANDLER)
@@ -91,7 +91,7 @@ def _say(text: str) -> None:
 
 
 def _flush_or_drop() -> None:
-    """Flushes both streams. Else Python would do that at its end, and print an error if it cannot."""
+    """Flushes both streams. Otherwise Python does that when it ends, and prints an error if it cannot."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -36,15 +36,15 @@ def status_of(facts: Sequence[Fact], subject: str) -> str | None:
 
 
 def ask(code: str, timeout_s: int, **environment: str | None) -> tuple[bool, str]:
-    """Runs Python code in another process.
+    """Runs Python code in another process, and returns what it printed.
 
     Args:
       code: the program.
       timeout_s: how long it may take, in seconds.
-      **environment: environment variables to change for it; None: to unset.
+      **environment: environment variables to change for that process; None: a variable to unset.
 
     Returns:
-      Whether it succeeded, and its last line of output or its error.
+      Whether the code succeeded; and its last line of output, or its error.
     """
     given = {**os.environ, **environment}
     given = {name: value for name, value in given.items() if value is not None}

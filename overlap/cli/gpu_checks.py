@@ -15,7 +15,7 @@ _VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices(facts: Sequence[Fact], machine: Machine) -> Fact:
-    """Whether CUDA_VISIBLE_DEVICES makes sense. If it does not, CUDA shows fewer GPUs or none, without a message."""
+    """Whether CUDA_VISIBLE_DEVICES is valid. With a wrong entry, CUDA shows fewer GPUs or none, without a message."""
     subject, given = "visible GPUs", os.environ.get(_VARIABLE)
     if given is None:
         return Fact(subject, OK, f"{_VARIABLE} is unset: all of them")
@@ -42,11 +42,11 @@ def visible_devices(facts: Sequence[Fact], machine: Machine) -> Fact:
 
 
 def _senseless(entries: Sequence[str], there: int) -> str:
-    """What is wrong with the first wrong entry of CUDA_VISIBLE_DEVICES; "" if all are right.
+    """Says what is wrong with the first wrong entry of CUDA_VISIBLE_DEVICES; "" if all entries are right.
 
     Args:
       entries: the entries.
-      there: how many GPUs this machine has; 0: unknown, and no number is too large.
+      there: how many GPUs this machine has; 0: unknown, so that no number is too large.
     """
     seen: set[str] = set()
     for entry in entries:

@@ -109,7 +109,7 @@ class Machine:
 
 
 def _asked(code: str, timeout_s: int, **environment: None) -> tuple[bool, Any]:
-    """As `ask`, for code that prints JSON: whether it succeeded, and the parsed value or the error."""
+    """Runs code that prints JSON by `ask`. Returns whether it succeeded, and the parsed value or the error."""
     works, answer = ask(code, timeout_s=timeout_s, **environment)
     if not works:
         return False, answer
@@ -130,7 +130,7 @@ def print_driver() -> None:
 
 def print_nccl() -> None:
     """Prints what `Machine.nccl` reads."""
-    # Before `_fakes`, which loads the files that it looks at.
+    # Call this before `_fakes`, which loads the files that it examines.
     library = _cuda.nccl()
     print(json.dumps({"library": None if library is None else dataclasses.asdict(library), "fakes": _fakes()}))
 

@@ -20,12 +20,12 @@ def draw(panels: Mapping[str, Sequence[Span]], path: pathlib.Path, *, devices: i
     """Writes the picture.
 
     Args:
-      panels: the spans of each operation; operations are drawn side by side.
+      panels: the spans of each operation, by the operation's name; operations are drawn side by side.
       path: the PNG file to write. It appears only when it is complete.
       devices: how many devices.
-      title: above the picture.
+      title: the text above the picture.
     """
-    # Without pyplot, which needs a display and keeps global state.
+    # Do not use pyplot, which needs a display and keeps global state.
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -71,8 +71,8 @@ def _draw_device(axis: Axes, spans: Sequence[Span], lanes: Sequence[str], colors
 
 
 def write_whole(path: pathlib.Path, write: Callable[[str], object]) -> None:
-    """Calls `write` with the name of a temporary file and renames that to `path`, which so is never half-written."""
-    path = path.resolve()  # If it is a link, replace the file that it leads to.
+    """Calls `write` with a temporary file's name and renames the file to `path`, so `path` is never half-written."""
+    path = path.resolve()  # If `path` is a link, replace the file that it points to.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:

@@ -31,11 +31,11 @@ _EMULATED_DEVICES = 4
 # How many programs are started before their results are checked.
 _BLOCK = 24
 _LATE_US = (0.0, 0.0, 0.0, 100.0, 1000.0, 10000.0, 50000.0)
-# A case along an axis of a mesh.
+# A case, a mesh, and the axis of the mesh along which the case runs.
 type _Kind = tuple[Case, Mesh, Axis]
-# A kind of program; by how many microseconds each device is late; every how many launches it is late.
+# A kind of program; by how many microseconds each device is late; the number of launches from one delay to the next.
 type _Drawn = tuple[_Kind, list[float], int]
-# The number of a program, what it was, and how many of its results were wrong.
+# The number of a program, the program, and how many of its results were wrong.
 type _Failure = tuple[int, _Drawn, int]
 
 
@@ -108,10 +108,10 @@ def _run_all(
 
 
 def _draw(chance: random.Random, kinds: list[_Kind]) -> _Drawn:
-    """A program, by how much each device is late, and every how many launches."""
+    """Draws a kind of program, the delay of each device, and the number of launches from one delay to the next."""
     case, mesh, axis = chance.choice(kinds)
     late = [chance.choice(_LATE_US) for _ in range(mesh.size)]
-    # Devices are rarely late by long times, or the programs would do little else than wait.
+    # Long delays are rare, since otherwise the programs would do little else than wait.
     period = chance.choice((7, 40)) if max(late) <= 1000 else 1 << 20
     return (case, mesh, axis), late, period
 
@@ -129,7 +129,7 @@ def _start(drawn: _Drawn, steps: int, seed: int, operands: dict[Mesh, tuple[jax.
 
 
 def _in_any_process(own: bool, mesh: Mesh) -> bool:
-    """Whether `own` is true in any process. So all processes stop after the same program."""
+    """Whether `own` is true in any process. With this answer, all processes stop after the same program."""
     if jax.process_count() == 1:
         return own
     every = tuple(mesh.axis_names)
@@ -154,7 +154,7 @@ def _print(done: collections.Counter[str], failed: list[_Failure], arguments: ar
             highlight=False,
             markup=False,
         )
-    # Repeat the programs before it too that were started together with it.
+    # Repeat also the programs that were started together with the failed one and before it.
     first = max(0, failed[0][0] - _BLOCK)
     again = ["python", "-m", "overlap", "soak", "--seed", str(arguments.seed), "--first", str(first)]
     again += ["--programs", str(failed[-1][0] - first + 1), "--steps", str(steps), "--minutes", str(arguments.minutes)]

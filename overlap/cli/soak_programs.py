@@ -2,8 +2,8 @@
 
 All operands are whole numbers, and so small that each element of one device's product is exact in every dtype used.
 Sums over devices are computed in f32, where they are exact, and rounded once. So a right result has the bits of the
-expected one, in whatever order it was computed. XLA computes the expected result from operands that every device holds
-completely. So the expected result depends on no communication.
+expected result, in whatever order it was computed. XLA computes the expected result from operands that every device
+holds completely. So the expected result depends on no communication.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from overlap.kernels.target import current_target
 # About how long a turn of the loop in `_spin` takes.
 _US_PER_TURN = 18.0
 _F8 = jnp.float8_e4m3fn
-# A mesh axis, or several.
+# A mesh axis, or several mesh axes.
 type Axis = str | tuple[str, ...]
 # Pairs of a result and the expected result.
 type Results = list[tuple[jax.Array, jax.Array]]
@@ -39,11 +39,11 @@ class Case:
     """An operation and its sizes, to be run along an axis of a mesh of D devices.
 
     Attributes:
-      name: for messages.
+      name: the name in messages.
       rows: rows of the operand's shard.
       columns: columns of the weights.
       depth: columns of the operand's shard, and rows of the weights.
-      dtype: of the operands.
+      dtype: the dtype of the operands.
       compute: a function of (shard, whole, weights, axis) that returns pairs of a result and the expected result. It
         runs inside `jax.shard_map`. shard is [rows, depth], a part of whole, [D * rows, depth]; weights is
         [depth, columns].
@@ -60,7 +60,7 @@ class Case:
 
 
 def _exact(lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The product by XLA."""
+    """Computes the product by XLA."""
     return lax.dot(lhs, rhs, preferred_element_type=jnp.float32).astype(dtype)
 
 
@@ -92,7 +92,7 @@ def _scaled_float8(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis:
 
 def _gather_weights(dimension: int) -> Compute:
     def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
-        # The rows of `whole` are k of the gathered weights, or their n.
+        # The rows of `whole` are k of the gathered weights (`dimension` 0), or n (`dimension` 1).
         side, everything = (shard, whole) if dimension == 0 else (shard.T, whole.T)
         lhs = jnp.resize(weights, (96, everything.shape[0]))
         out = overlap.all_gather_rhs_matmul(lhs, side, axis, gather_dimension=dimension, implementation="fused")
@@ -102,7 +102,7 @@ def _gather_weights(dimension: int) -> Compute:
 
 
 def _reduce_scatter(dimension: int, block: int, **options: Any) -> Compute:
-    """Each device keeps `block` rows of the result (`dimension` 0), or `block` columns (`dimension` 1)."""
+    """Makes a case's `compute`: each device keeps `block` rows of the sum (`dimension` 0) or `block` columns (1)."""
 
     def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
         # The rows of `whole` are contracted: they are k of the right operand, or of the transposed left operand.
@@ -121,7 +121,7 @@ def _reduce_scatter(dimension: int, block: int, **options: Any) -> Compute:
 
 
 def _all_reduce(rows: int, **options: Any) -> Compute:
-    """Each device has the whole result, [D * rows, columns]."""
+    """Makes a case's `compute`: each device has the whole sum, [D * rows, columns]."""
 
     def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
         # The rows of `whole` are contracted.
@@ -158,7 +158,7 @@ CASES = (
 
 
 def meshes(devices: list[Any]) -> Iterator[Mesh]:
-    """Meshes of all devices: with one axis, and with two axes in each possible shape; each one permuted as well."""
+    """Yields meshes of all devices: with one axis, and with two axes in each possible shape; each also permuted."""
     count = len(devices)
     shapes: list[dict[str, int]] = [{"x": count}]
     shapes += [{"x": side, "y": count // side} for side in range(2, count) if count % side == 0]
@@ -169,7 +169,7 @@ def meshes(devices: list[Any]) -> Iterator[Mesh]:
 
 
 def axes_of(mesh: Mesh) -> list[Axis]:
-    """The axes along which an operation can run: each one, and all of them together."""
+    """The axes along which an operation can run: each axis, and all axes together."""
     names = list(mesh.axis_names)
     return names if len(names) == 1 else [*names, tuple(names)]
 

@@ -52,7 +52,7 @@ def spans_of(events: Iterable[Event], op: str, devices: int) -> list[Span]:
       devices: how many devices.
     """
     spans = []
-    tiles: dict[tuple[int, int, str], tuple[int, int]] = {}  # start of the first wgmma, end of the last one
+    tiles: dict[tuple[int, int, str], tuple[int, int]] = {}  # Start of the first wgmma, end of the last wgmma.
     in_order = sorted(events, key=lambda event: event.start)
     for (first, last), stored in _tensor_core_tiles(in_order):
         spans += _tile(first.start, last.end, stored, op, devices)
@@ -69,7 +69,7 @@ def spans_of(events: Iterable[Event], op: str, devices: int) -> list[Span]:
 
 
 def _tile(start: int, end: int, stored: Event, op: str, devices: int) -> Iterator[Span]:
-    """The spans of a tile that was multiplied from `start` to `end`, and then stored by the event `stored`."""
+    """Yields the spans of a tile that was multiplied from `start` to `end`, and then stored by the event `stored`."""
     match = _STORED.match(stored.target)
     assert match is not None
     device, cta, (output, index) = stored.device, stored.cta, map(int, match.groups())
@@ -84,7 +84,7 @@ def _tile(start: int, end: int, stored: Event, op: str, devices: int) -> Iterato
 
 
 def _tensor_core_tiles(events: Iterable[Event]) -> Iterator[tuple[tuple[Event, Event], Event]]:
-    """For each tile that Blackwell's tensor cores multiplied: (first product, last product), and first store."""
+    """Yields for each tile that Blackwell's tensor cores multiplied ((first product, last product), first store)."""
     products: dict[tuple[int, int], list[list[Event]]] = {}
     stores: dict[tuple[int, int], list[Event]] = {}
     for event in events:
@@ -105,7 +105,7 @@ def _tensor_core_tiles(events: Iterable[Event]) -> Iterator[tuple[tuple[Event, E
 
 
 def _travel(event: Event, peer: int) -> Iterator[Span]:
-    """The two spans of a copy between a device and its peer: one on the sender, one on the receiver."""
+    """Yields the two spans of a copy between a device and its peer: one on the sender, one on the receiver."""
     is_push = event.target.endswith(f"of device {peer} (gmem)")
     sender, receiver = (event.device, peer) if is_push else (peer, event.device)
     yield Span(receiver, event.cta, "receives", sender, event.start, event.end)

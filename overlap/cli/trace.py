@@ -24,7 +24,7 @@ from overlap.tuning.timeline import Timeline
 
 _ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
-# Emulated, tiles are small, so that each CTA has several.
+# In the emulator tiles are small, so that each CTA has several.
 _EMULATED_TILE_N = 128
 # How many marks each role has room for: more than in the largest problems of the benchmarks.
 _CAPACITY = 2048
@@ -122,7 +122,7 @@ def _record(
     operands = draw_operands(problem, mesh, 0)
     if emulated_because is None:
         return trace.record(problem, operands, mesh, config, _CAPACITY)
-    # These two settings are most like hardware: copies complete at random times, and threads take turns.
+    # These two settings resemble hardware most: copies complete at random times, and threads take turns.
     with emulation.emulate(cores=_EMULATED_CTAS, completion="random", scheduler="round_robin") as emulated:
         config = config or default_config(problem.dtype).replace(tile_n=_EMULATED_TILE_N)
         recorded = trace.record(problem, operands, mesh, config, _CAPACITY, emulated=True)

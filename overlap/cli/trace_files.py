@@ -39,7 +39,7 @@ _COLORS = {
     Work.FORWARD: "#17becf",
     Work.LEAVE: "#bdbdbd",
 }
-_MOST_ROLES = 8  # Of one CTA.
+_MOST_ROLES = 8  # The most roles that one CTA has.
 # With at most this many CTAs, the picture separates spans by lines.
 _ROOMY_CTAS = 16
 
@@ -51,7 +51,7 @@ def write_trace(timelines: Sequence[Timeline], path: pathlib.Path) -> None:
     emulator appear as microseconds.
 
     Args:
-      timelines: one for each kernel.
+      timelines: the timeline of each kernel.
       path: the file to write; compressed if its name ends with ".gz".
     """
     content = {
@@ -70,14 +70,14 @@ def write_trace(timelines: Sequence[Timeline], path: pathlib.Path) -> None:
     data = json.dumps(content, separators=(",", ":")).encode()
 
     def write(temporary: str) -> None:
-        # Without the time of day, so that the same trace gives the same bytes.
+        # Leave out the time of day, so that the same trace gives the same bytes.
         pathlib.Path(temporary).write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
     write_whole(path, write)
 
 
 def _numbered(timelines: Sequence[Timeline]) -> Iterator[tuple[int, Timeline]]:
-    """Each timeline, with the number of its first process in the trace."""
+    """Yields (number of the first process in the trace, timeline) for each timeline."""
     first = 1
     for timeline in timelines:
         yield first, timeline
@@ -114,7 +114,7 @@ def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 def draw(timeline: Timeline, path: pathlib.Path, title: str) -> None:
     """Writes a picture (PNG): a panel for each device, with a band for each role, with a line for each CTA."""
-    # Without pyplot, which needs a display and keeps global state.
+    # Do not use pyplot, which needs a display and keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

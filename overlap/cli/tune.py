@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     errors = Console(stderr=True)
     outcomes: list[search.Outcome] = []
     try:
-        # Before anything that takes time.
+        # Check this before anything that takes time.
         if arguments.out is not None:
             autotune.require_writable(arguments.out, "--out")
         target = _start(arguments)
@@ -96,7 +96,7 @@ def _start(arguments: argparse.Namespace) -> Target:
     if arguments.devices is not None and arguments.devices > len(jax.devices()):
         raise ValueError(f"--devices must be at most {len(jax.devices())} on this machine, got {arguments.devices}")
     if target.platform == "cpu":
-        emulation.enable()  # Here in the main thread, so that Ctrl-C ends a launch that is running.
+        emulation.enable()  # In the main thread, so that Ctrl-C ends a launch.
     return target
 
 
@@ -117,7 +117,7 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
     """Prints the configurations that would be tried for each problem. Returns the exit status."""
     for problem in problems:
         configs = space.candidates(problem, target)
-        # Not as the table's title, which rich would wrap to the table's width.
+        # Not the table's title, since rich would wrap a title to the table's width.
         console = Console()
         console.print(
             f"{problem}: {len(configs)} configurations for {target.kind}",
@@ -126,7 +126,7 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
             markup=False,
             highlight=False,
         )
-        table = Table(show_lines=console.width < 80)  # In so few columns, configurations take several lines.
+        table = Table(show_lines=console.width < 80)  # With few columns, configurations take several lines.
         table.add_column("configuration", overflow="fold")
         for heading in ("waves", "predicted, µs"):
             table.add_column(heading, justify="right")
@@ -141,7 +141,7 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
 
 
 def _why_none(problem: Problem, target: Target) -> str:
-    """Why the fused kernel has no configuration for this problem."""
+    """Says why the fused kernel has no configuration for this problem."""
     try:
         problem.check(default_config(problem.dtype), target)
     except (ValueError, NotImplementedError) as error:

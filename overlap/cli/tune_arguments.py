@@ -85,7 +85,7 @@ def dtype(text: str) -> str:
 
 
 def layouts(text: str) -> list[str]:
-    """Reads layouts. Returns each once."""
+    """Reads layouts. Returns each layout once."""
     named = [part.strip() for part in text.split(",")]
     if unknown := [part for part in named if part not in LAYOUTS]:
         raise argparse.ArgumentTypeError(f"must name some of {', '.join(LAYOUTS)}, got {_said(unknown[0])}")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 _logger = logging.getLogger("overlap")
 _exit_status: int = 0
 
-# Takes an exit status and ends the job with it, as far as a process of the job can do that.
+# A function that ends the job with an exit status, as far as a process of the job can do that.
 type Abort = Callable[[int], object]
 
 
@@ -42,8 +42,9 @@ class Ending:
     """Ends the job: a callable that takes the exit status.
 
     Attributes:
-      abort: ends this process and, where it can, the job. `initialize` replaces it when it knows more about the job.
-      tell: is called before `abort`, and tells the other processes.
+      abort: a function that ends this process and, if possible, the job. `initialize` replaces this function when more
+        is known about the job.
+      tell: a function that is called before `abort`, and tells the other processes the exit status.
     """
 
     def __init__(self, abort: Abort) -> None:
@@ -87,14 +88,14 @@ def abort_job_on_failure(abort: Abort) -> None:
 def abort_at_exit(rank: int, abort: Abort) -> None:
     """Registers an exit handler that ends the job if this process exits with a status other than 0.
 
-    Call it again after `jax.distributed.initialize`. Exit handlers run in reverse order, and jax's waits for the other
-    processes: the handler must run before it. The first handler that runs ends the process.
+    Call this function again after `jax.distributed.initialize`. Exit handlers run in reverse order, and jax's handler
+    waits for the other processes, so this handler must run before jax's. The first handler that runs ends the process.
     """
     atexit.register(_at_exit, rank, abort)
 
 
 def _note_exit_status() -> None:
-    """Makes `_exit_status` the status of a SystemExit that nothing has caught."""
+    """Registers a callback that stores in `_exit_status` the status of a SystemExit that nothing catches."""
     monitoring = sys.monitoring
     tool = next((tool for tool in (4, 3) if monitoring.get_tool(tool) is None), None)
     if tool is None:

@@ -21,8 +21,9 @@ _ADVICE = {
     "install --no-binary mpi4py mpi4py with that MPI's mpicc first on PATH",
 }
 
-# The program of the process that kills this one. Arguments: seconds, process id, message. It ends when its standard
-# input is closed: this process closes it when it has met the others, and the system does when this process ends.
+# The program of another process, which kills this process after a time. Arguments: seconds, process id, message. The
+# program ends early when its standard input is closed: by this process when it has met the others, and by the system
+# when this process ends.
 _WATCHER = """
 import os, select, signal, sys
 if not select.select([0], [], [], float(sys.argv[1]))[0]:
@@ -37,8 +38,8 @@ def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: floa
     After `timeout_s` this process is killed, with a message, and mpirun then ends the job.
 
     Args:
-      place: of this process.
-      card: of this process.
+      place: the place of this process in the job.
+      card: the card of this process.
       coordinator_port: the TCP port for jax's coordinator on process 0; None: a free one.
       timeout_s: how long to wait, in seconds.
 
@@ -70,9 +71,11 @@ def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: floa
 
 
 def _offer(host: str, coordinator_port: int | None) -> tuple[socket.socket | None, str | RuntimeError]:
-    """On process 0: the socket that holds the coordinator's port, if one is needed, and the coordinator's address.
+    """Chooses the port of jax's coordinator. Called on process 0.
 
-    Instead of the address, the error that says why there can be no coordinator.
+    Returns:
+      The socket that holds the port, or None if the user has chosen the port; and the coordinator's address, or the
+      error that says why there can be no coordinator.
     """
     try:
         if coordinator_port:
@@ -86,7 +89,7 @@ def _offer(host: str, coordinator_port: int | None) -> tuple[socket.socket | Non
 
 def _load_mpi(place: Place) -> Any:
     try:
-        # Importing it calls MPI_Init. mpi4py 4 raises RuntimeError if the MPI library itself is missing.
+        # Importing mpi4py.MPI calls MPI_Init. mpi4py 4 raises RuntimeError if the MPI library itself is missing.
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(

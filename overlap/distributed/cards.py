@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other when they meet, and the messages if they do not fit together."""
+"""The cards that the processes of a job exchange when they meet, and the error messages if these do not fit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Card:
     """How a process describes itself to the others.
 
     Attributes:
-      rank: of the process, in the whole job.
-      node: name of its host. Processes with the same `node` share a host.
+      rank: the rank of the process in the whole job.
+      node: the name of its host. Processes with the same `node` share a host.
       host, pid: host name and process id, for messages.
       jax, overlap: the versions of these packages.
       visible: the value of CUDA_VISIBLE_DEVICES, or None.
@@ -40,7 +40,7 @@ class Agreement:
 
     Attributes:
       coordinator: host and port of process 0's coordinator.
-      cards: of all processes, in the order of their ranks.
+      cards: the cards of all processes, in the order of their ranks.
       held: on process 0, the socket that keeps the port until the coordinator has it; else None.
       abort: ends the whole job with an exit status. None: a process can only end itself (`aborting.leave`).
     """
@@ -57,8 +57,8 @@ class Job:
 
     Attributes:
       launcher, mpi: as in `Place`.
-      size, rank: of the whole job.
-      local_rank, local_size: among the processes of this host.
+      size, rank: the number of processes of the whole job, and the rank of this process among them.
+      local_rank, local_size: this process's rank among the processes of its host, and the number of these.
       local_visible: CUDA_VISIBLE_DEVICES of each process on this host, in the order of their ranks.
     """
 
@@ -72,14 +72,14 @@ class Job:
 
 
 def own_card(place: Place) -> Card:
-    """The card of this process."""
+    """Makes the card of this process."""
     host = socket.gethostname()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return Card(place.rank, place.node or host, host, os.getpid(), jax.__version__, __version__, visible)
 
 
 def job_of(place: Place, cards: Sequence[Card]) -> Job:
-    """The job, from this process's place and the cards of all processes in the order of their ranks."""
+    """Makes the `Job` from this process's place and the cards of all processes, in the order of their ranks."""
     mates = [card for card in cards if card.node == cards[place.rank].node]
     local_rank = [card.rank for card in mates].index(place.rank) if place.local_rank is None else place.local_rank
     visible = tuple(card.visible for card in mates)
@@ -105,7 +105,10 @@ def check_versions(cards: Sequence[Card]) -> None:
 
 
 def missing(came: Collection[int], size: int, timeout_s: float) -> str:
-    """The error message if after `timeout_s` seconds only the ranks `came` have come, of `size` ranks."""
+    """The message that names the ranks that have not come within `timeout_s` seconds.
+
+    `came`: the ranks that have come; `size`: the number of ranks.
+    """
     absent = [rank for rank in range(size) if rank not in came]
     one = len(absent) == 1
     return (

@@ -49,7 +49,7 @@ def local_device_ids(job: Job, gpu_count: int) -> list[int]:
         )
     visible = job.local_visible
     dealt_by_variable = None not in visible and len(set(visible)) == len(visible) > 1
-    # With srun --gpus-per-task each task sees one GPU, its own, always as number 0. Only the count shows it.
+    # With srun --gpus-per-task each task sees one GPU, its own, always as number 0. Only the number of GPUs shows this.
     dealt_by_srun = job.launcher == "srun" and gpu_count == 1
     if dealt_by_variable or dealt_by_srun:
         return list(range(gpu_count))
@@ -77,7 +77,7 @@ def require_nccl(library: _cuda.NcclLibrary | None) -> None:
 
 
 def warn_about_binding(job: Job) -> None:
-    """Warns if this process may use only one CPU core: XLA's host threads then starve."""
+    """Warns if this process may use only one CPU core: XLA's host threads then get too little time."""
     if job.local_rank == 0 and len(os.sched_getaffinity(0)) == 1 < (os.cpu_count() or 1):
         warnings.warn(
             f"this process is bound to a single core of {os.cpu_count()}, which starves XLA's host threads: start it "

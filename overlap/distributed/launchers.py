@@ -23,8 +23,8 @@ class Place:
       launcher: "mpirun", "srun" or "torchrun".
       mpi: under mpirun "Open MPI", or "MPICH" for MPICH, Intel MPI and MVAPICH; else None.
       size: how many processes the job has.
-      rank: of this process in the job.
-      local_rank: of this process among those on its host; None if the launcher does not say.
+      rank: the rank of this process in the job.
+      local_rank: the rank of this process on its host; None if the launcher does not say.
       local_size: how many processes this host has; None if the launcher does not say.
       node: the launcher's name or number for this host; None if it has none.
       host: the address at which the other processes reach process 0; None if only MPI knows.
@@ -127,9 +127,9 @@ def _mpich(environ: Mapping[str, str]) -> Place | None:
 def _mpirun_place(
     mpi: str, size: int, rank: int, local_rank: int | None, local_size: int | None, key: str | None
 ) -> Place:
-    """The place under mpirun, whose variables say which processes share a host, and not the host of process 0.
+    """The place under mpirun. With several hosts, `host` and `key` are None.
 
-    So with several hosts, `host` and `key` are None: only MPI knows them.
+    mpirun's variables say which processes share a host, but not which host has process 0: only MPI knows that.
     """
     together = local_rank is not None and local_size == size and key is not None
     host = ports.THIS_HOST if together else None
@@ -139,7 +139,7 @@ def _mpirun_place(
 def _creator_of(descriptor: int) -> int | None:
     """The id of the process that created the socket pair to which `descriptor` belongs; None if it is no such socket.
 
-    It is Hydra's proxy. There is one for each job and host, so its id tells jobs apart.
+    That process is Hydra's proxy. Each job has one proxy on each host, so the proxy's id tells jobs apart.
     """
     try:
         with socket.socket(fileno=os.dup(descriptor)) as end:
@@ -149,7 +149,7 @@ def _creator_of(descriptor: int) -> int | None:
                 "3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             )
             return pid or None
-    except OSError:  # No socket.
+    except OSError:  # The descriptor is not a socket.
         return None
 
 
@@ -179,7 +179,7 @@ def _srun(environ: Mapping[str, str]) -> Place | None:
 def _batch_script(environ: Mapping[str, str]) -> None:
     """Warns in a process that the batch script has started itself, without srun.
 
-    Such a process has SLURM_PROCID too, but belongs to no step. It is a single process, whatever SLURM_NTASKS says.
+    A process without srun has SLURM_PROCID too, but belongs to no step. It runs alone, whatever SLURM_NTASKS says.
     """
     if environ["SLURM_PROCID"] != "0" or "SLURM_JOB_ID" not in environ:
         _require(environ, "srun", "SLURM_PROCID", ["SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS"])
@@ -252,7 +252,7 @@ _SIZES = {
 
 
 def _require(environ: Mapping[str, str], launcher: str, present: str, needed: Sequence[str]) -> None:
-    """Raises RuntimeError if the variable `present` is set and some of those that are set with it are missing."""
+    """Raises RuntimeError if the variable `present` is set and a variable of `needed` is missing."""
     if missing := [name for name in needed if name not in environ]:
         raise RuntimeError(
             f"{present}={environ[present]} is set, but not {', '.join(missing)}, which {launcher} sets along with it: "

@@ -28,7 +28,7 @@ from overlap.distributed.launchers import Place
 _MAGIC = b"overlap-meeting "
 _CARD_BYTES = 4096
 _ALL_CARDS_BYTES = 1 << 26
-# How long one side may take to connect, to say who it is, or to answer.
+# How long either side of a connection may take to connect, to send its key and card, or to answer.
 _PATIENCE_S = 2.0
 # The other processes wait by this much longer than process 0, so that they receive its error message.
 _LONGER_S = 5.0
@@ -39,8 +39,8 @@ def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: floa
     """Waits for all processes of the job.
 
     Args:
-      place: of this process.
-      card: of this process.
+      place: the place of this process in the job.
+      card: the card of this process.
       coordinator_port: the TCP port for the meeting and then for jax's coordinator; None: free ones.
       timeout_s: how long to wait, in seconds.
 
@@ -48,8 +48,8 @@ def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: floa
       The agreement, the same on all processes.
 
     Raises:
-      RuntimeError: on all processes that have come, if another one has not come in time, if one has come twice, or if
-        their versions differ; on process 0, if `coordinator_port` is not free.
+      RuntimeError: on all processes that have come, if another process has not come in time, if a rank has come twice,
+        or if versions differ; on process 0, if `coordinator_port` is not free.
     """
     if place.rank == 0:
         return _run(_Host(place, card, coordinator_port, timeout_s).hold())
@@ -64,7 +64,7 @@ def _key(place: Place) -> str:
 def _run(work: Coroutine[Any, Any, Agreement]) -> Agreement:
     if not _in_a_loop():
         return asyncio.run(work)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook runs its cells in an event loop.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # A notebook already runs an event loop here.
         return pool.submit(asyncio.run, work).result()
 
 
@@ -82,7 +82,7 @@ def _line(kind: str, content: object = None) -> bytes:
 
 
 async def _read(reader: asyncio.StreamReader, timeout_s: float) -> tuple[str, Any] | None:
-    """Kind and content of the other side's message; None if it is not overlap's, or does not come in time."""
+    """Reads a message: its kind and content. None if the message is not overlap's, or does not come in time."""
     try:
         async with asyncio.timeout(timeout_s):
             # The other side may be any program, and may never end its line.
@@ -124,13 +124,13 @@ class _Host:
         self.ended = asyncio.Event()
 
     async def hold(self) -> Agreement:
-        """Waits until all have come or the time is over, and tells all that have come the result."""
+        """Waits until all processes have come or the time is over, and sends the result to those that have come."""
         host = str(self.place.host)
         server = await asyncio.start_server(self._receive, sock=self._listen(host), limit=_CARD_BYTES)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_s):
                 await self.ended.wait()
-        # From here on, a process that comes is too late, and one that goes counts as having come.
+        # From here on, a process that comes is too late, and a process that leaves counts as having come.
         self.ended.set()
         # If `coordinator_port` was given, the coordinator needs the port on which the meeting has listened.
         server.close()
@@ -187,7 +187,7 @@ class _Host:
             writer.write(_line("here", self.until - time.monotonic()))
             if len(self.came) == self.place.size:
                 self.ended.set()
-            await reader.read()  # Until the guest is gone. If it goes before the meeting ends, it has not come.
+            await reader.read()  # Until the guest leaves. A guest that leaves before the meeting ends has not come.
             if not self.ended.is_set():
                 del self.came[rank], self.guests[rank]
         except OSError:
@@ -206,7 +206,7 @@ class _Host:
         )
 
     async def _tell(self, line: bytes) -> None:
-        """Sends the final message to all guests. If one has died meanwhile, jax notices that it is missing."""
+        """Sends the final message to all guests. If a guest has died meanwhile, jax notices that it is missing."""
         for writer in list(self.guests.values()):
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
@@ -280,6 +280,6 @@ async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
 def _in_words(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer"
-    if isinstance(error, ConnectionRefusedError):  # asyncio's text names the address, which is said anyway.
+    if isinstance(error, ConnectionRefusedError):  # asyncio's text would repeat the address.
         return "connection refused"
     return error.strerror or str(error)

@@ -16,10 +16,10 @@ _TRIED = 16
 
 
 def check_port(port: object) -> int | None:
-    """The user's `coordinator_port` as a number, or None.
+    """Returns the user's `coordinator_port` as a number, or None.
 
     Raises:
-      ValueError: if it is not a TCP port.
+      ValueError: if `port` is not a TCP port.
     """
     if port is None:
         return None
@@ -42,7 +42,7 @@ def candidates(key: str) -> list[int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on this host and port. Raises OSError if another socket listens there."""
+    """Opens a socket that listens on this host and port. Raises OSError if another socket listens there."""
     if host == THIS_HOST:  # Nobody outside this host can connect to a job of one host.
         return socket.create_server((THIS_HOST, port), backlog=1024)
     if socket.has_dualstack_ipv6():
@@ -51,7 +51,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_on_given(host: str, port: int) -> socket.socket:
-    """A socket that listens on the user's `coordinator_port`.
+    """Opens a socket that listens on the user's `coordinator_port`.
 
     jax itself would not notice that the port is taken: gRPC shares its port with any other gRPC server of the same user
     (SO_REUSEPORT). Two jobs with the same port would then get each other's processes.
@@ -69,9 +69,10 @@ def listen_on_given(host: str, port: int) -> socket.socket:
 
 
 def hold_free(host: str) -> socket.socket:
-    """A socket that is bound to a free port and does not listen. While it is open, only gRPC gets the port.
+    """Binds a socket to a free port, without listening, and returns the socket.
 
-    Without this socket, another process could get the port before jax's coordinator has it.
+    While the socket is open, no other program can bind the port, except a program that sets SO_REUSEPORT too, as gRPC
+    does. Without the socket, another process could get the port before jax's coordinator has it.
     """
     if host != THIS_HOST and socket.has_dualstack_ipv6():
         held = socket.socket(socket.AF_INET6)
@@ -80,6 +81,6 @@ def hold_free(host: str) -> socket.socket:
     else:
         held = socket.socket()
         held.bind((host if host == THIS_HOST else "", 0))
-    # Only after binding: a socket with SO_REUSEPORT from the start may get a port that another socket shares.
+    # Set it only after binding: a socket with SO_REUSEPORT from the start may get a port that another socket shares.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return held

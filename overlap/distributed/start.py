@@ -88,8 +88,8 @@ def initialize(
             "jnp.array, jax.jit of anything)."
         )
     until = time.monotonic() + timeout_s
-    # Before the processes meet: if this one fails there, the others may be waiting already, and MPICH would not end
-    # them.
+    # Install this before the processes meet: if this process fails there, the others may be waiting already, and MPICH
+    # would not end them.
     ending = aborting.install(place.rank, functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
     meet = by_mpi.meet if place.host is None else meeting.meet
     agreement = meet(place, cards.own_card(place), coordinator_port, timeout_s)
@@ -111,7 +111,7 @@ def _join(
     Args:
       job: this process's place in the job.
       agreement: what the processes have agreed on when they met.
-      ending: what ends the job.
+      ending: the callable that ends the job.
       local_device_ids, check_nccl: as in `initialize`.
       until: when to give up, as in `time.monotonic()`.
     """

@@ -16,7 +16,7 @@ NAME = "sharded_matmul"
 
 
 class _Whole(Operation):
-    """The product of global arrays. It is never run: `normalize` checks arguments with it."""
+    """The product of global arrays as an operation. It is never run: `normalize` uses it to check arguments."""
 
     name = NAME
     takes_lists = True
@@ -40,7 +40,7 @@ def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
             ]
             found[name] = entries if name != "rhs" else type(rhs)(entries)
         elif several:
-            found[name] = given  # (`normalize` refuses it, with the message that it must be a list.)
+            found[name] = given  # Left as it is: `normalize` raises, and says that it must be a list.
         elif isinstance(given, (list, tuple)):
             raise ValueError(
                 f"`{name}` must be one array beside a single `rhs`, got a {type(given).__name__} of {len(given)}: give "
@@ -52,9 +52,9 @@ def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
 
 
 def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose_rhs: Any) -> Call:
-    """Checks sizes and dtypes of the global arrays `given`, on types that say nothing of a mesh.
+    """Checks sizes and dtypes of the global arrays `given`, and returns the checked call.
 
-    Returns the checked call.
+    The check uses types without a mesh.
     """
     several = type(given["rhs"]) in (list, tuple)
     for i, x in enumerate(given["rhs"] if several else [given["rhs"]]):
@@ -70,7 +70,7 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose
     def bare(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
 
-    # (An argument that should be a list and is none stays as the caller gave it, so that the message can show it.)
+    # An argument that is not a list, and should be one, stays as the caller gave it, so that the message can show it.
     types = {
         name: type(x)(map(bare, x)) if type(x) in (list, tuple) else x if several and name != "lhs" else bare(x)
         for name, x in given.items()
@@ -90,7 +90,8 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose
 def require_on_mesh(operands: dict[str, Any], mesh: AnyMesh) -> None:
     """Raises ValueError if the caller has put an array on other devices than those of the mesh.
 
-    If one operand is a tracer, other arrays are constants of the program, which brings them to the mesh by itself.
+    If an operand is a tracer, nothing is checked: the other arrays are then constants of the traced program, and jax
+    puts constants on the mesh.
     """
     if any(isinstance(x, Tracer) for x in operands.values()):
         return

@@ -29,7 +29,7 @@ Sharding = PartitionSpec | jax.NamedSharding
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A checked call, without its operands. These are a dictionary of arrays by name, as `Product` takes them.
+    """A checked call, without its operands. The operands are a dictionary of arrays by name, as `Product` takes them.
 
     Attributes:
       product: what each device computes.
@@ -44,9 +44,9 @@ class _Call:
     out_spec: jax.P
 
     def run(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
-        """The results. The decision about each operation is added to `decisions`, if that is a list."""
+        """Computes the results. If `decisions` is a list, the decision about each operation is added to the list."""
         specs = dict(self.specs)
-        # (The caller's own scopes stay around this one.)
+        # The caller's own scopes stay around this scope.
         with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
             cut = {name: self._cut(x, specs[name]) for name, x in operands.items()}
             axes = partitions.open_axes(self.mesh)
@@ -58,7 +58,7 @@ class _Call:
             return sharded.enter(of_parts, self.mesh, specs, self.out_spec, axes)(cut)
 
     def _cut(self, x: jax.Array, spec: jax.P) -> jax.Array:
-        """An operand, resharded so that its type has the partition `spec` along Explicit axes.
+        """Reshards an operand so that its type has the partition `spec` along Explicit axes.
 
         Along Auto axes types say nothing, and `shard_map` itself reshards.
         """
@@ -104,9 +104,9 @@ def _prepare(
     implementation: str | None = None,
     config: Config | None = None,
 ) -> tuple[_Call, dict[str, Any], Call]:
-    """The checked call, its operands by name, and the checked product of the global arrays.
+    """Checks all arguments. Returns the checked call, its operands by name, and the checked product of global arrays.
 
-    All arguments are unchecked.
+    The arguments are those of `sharded_matmul`.
     """
     call.check_choice(config, implementation)
     keep_gathered = arguments.flag("keep_gathered", keep_gathered)
@@ -115,7 +115,7 @@ def _prepare(
     shardings = [("lhs_sharding", lhs_sharding)]
     shardings += [*(("rhs_sharding", x) for x in rhs_shardings), ("out_sharding", out_sharding)]
     used = partitions.mesh_of(mesh, jax.tree.leaves(given), [x for _, x in shardings if x is not None])
-    # Check this before the sizes: inside a `shard_map` over an axis, sizes are those of a device's parts along it.
+    # Check this before the sizes: inside a `shard_map` over an axis, arrays have the sizes of one device's parts.
     for name, sharding in shardings:
         partitions.require_not_manual(name, sharding, used)
     whole = checks.whole_call(given, activation, preferred_element_type, transpose_rhs)
@@ -137,7 +137,7 @@ def _prepare(
     specs = {}
     for name, x in operands.items():
         kind = name.split("[")[0]
-        # (An addend may lack the leading dimensions.)
+        # An addend may lack the leading dimensions.
         parts = plan.out[rank - len(x.shape) :] if kind == "addend" else partition[kind]
         partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, used)
         specs[name] = partitions.spec_of(parts)
@@ -151,7 +151,7 @@ def _prepare(
 
 
 def _of_each_rhs(given: Any, count: int) -> list[Any]:
-    """The sharding of each of `count` right operands; the caller gave one for all, or a list."""
+    """The sharding of each of `count` right operands. `given` is one sharding for all of them, or a list."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
@@ -188,13 +188,13 @@ def _named(name: str, whole: Call) -> str:
 
 
 def decide(*args: Any, **keywords: Any) -> Explanation:
-    """Checks a call of `sharded_matmul` and says what would run. Same arguments and errors; arrays may be types."""
+    """Checks a call of `sharded_matmul` and says what would run. Takes the same arguments, or types of arrays."""
     checked, operands, _ = _prepare(*args, **keywords)
     return _decided(checked, operands)[0]
 
 
 def _decided(checked: _Call, operands: dict[str, Any]) -> tuple[Explanation, ...]:
-    """The decision about each operation that the call would run. Nothing is computed."""
+    """Returns the decision about each operation that the call would run. Nothing is computed."""
     decisions: list[Explanation] = []
     jax.eval_shape(lambda operands: checked.run(operands, decisions), operands)
     return tuple(dataclasses.replace(choice, plan=str(checked.product.plan)) for choice in decisions)
@@ -274,9 +274,9 @@ def sharded_matmul(
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> jax.Array | list[jax.Array] | tuple[jax.Array, ...]:
-    """activation(lhs @ rhs + bias + addend) of global arrays, with the communication hidden behind the computation.
+    """Computes activation(lhs @ rhs + bias + addend) of global arrays. Communication overlaps with the computation.
 
-    This function is for code under plain `jax.jit`, and enters `jax.shard_map` by itself. The places of each mesh axis
+    This function is for code under plain `jax.jit`, and calls `jax.shard_map` itself. The places of each mesh axis
     in the shardings say which operation of this library runs (docs/sharded.md has the table and examples):
 
         rows of lhs, n of rhs, n of the result    all_gather_lhs_matmul
@@ -285,24 +285,25 @@ def sharded_matmul(
         n or k of rhs alone (FSDP)                all_gather_rhs_matmul; beside one of the above, XLA gathers the
                                                   weights before it
 
-    An axis of the rows of `lhs` and of the result communicates nothing, nor does one of n of `rhs` and of the result.
+    Nothing is communicated along an axis of the rows of both `lhs` and the result, or of n of both `rhs` and the
+    result.
 
     Args:
       lhs: global [..., m, k]; its sharding says which part each device holds. All dimensions but the last are rows.
       rhs: global [k, n], or [n, k] with `transpose_rhs`, in the same dtype. Or a list or tuple of such matrices, each
         with its own n, which share the gather of `lhs`; all must be sharded alike.
       out_sharding: a PartitionSpec (or NamedSharding) of the result, or of each result.
-      lhs_sharding: the sharding of `lhs`. It must be given where the mesh has Auto axes, since types do not say how
-        arrays are sharded along these. If the array is sharded otherwise, XLA moves it first. Along Explicit axes the
+      lhs_sharding: the sharding of `lhs`. Required if the mesh has Auto axes, since types do not say how arrays are
+        sharded along Auto axes. If the array is sharded in another way, XLA moves it first. Along Explicit axes the
         sharding must be as the type says.
       rhs_sharding: the sharding of `rhs` as it lies in memory, under the same conditions; for several right operands
         one for all, or a list.
-      mesh: the mesh; by default that of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
+      mesh: the mesh; by default the mesh of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
       bias: global [n], added to each row; for several right operands a list, with None for one that has no bias.
       addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
-        operands a list, with None for one that has no addend. Its dtype does not change the result's.
+        operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
       activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result.
-      preferred_element_type: dtype of the result; by default that of the operands, bfloat16 for float8. Accumulation
+      preferred_element_type: dtype of the result; by default the operands' dtype, bfloat16 for float8. Accumulation
         is in float32; products that are summed over devices are sent in this dtype.
       transpose_rhs: whether `rhs` lies transposed in memory.
       keep_gathered: whether gathered operands are kept for the backward pass: the weights that XLA gathers, and `lhs`
@@ -326,8 +327,8 @@ def sharded_matmul(
 
     Works under `jax.jit` and outside of it, with `jax.grad` of any operand, `jax.checkpoint`, `lax.scan`, `jax.vmap`
     over dimensions that are not sharded, and inside `jax.shard_map` over other axes. Cotangents of weights that were
-    gathered are reduce-scattered; those of weights that several devices have whole are summed, once. `overlap.explain`
-    takes this function.
+    gathered are reduce-scattered. Cotangents of weights that several devices have whole are summed, once.
+    `overlap.explain` takes this function.
 
     Example:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

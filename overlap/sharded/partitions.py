@@ -1,4 +1,4 @@
-"""How the arrays of a call are sharded, over which mesh: from their types, and from what the caller says."""
+"""Finds the mesh of a call and the partition of each array, from the arrays' types and the caller's arguments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any
     Inside `jax.shard_map` it is the mesh of that `shard_map`, some of whose axes are manual.
 
     Raises:
-      ValueError: there is none, or two differ.
+      ValueError: there is no mesh, or two meshes differ.
     """
     enclosing = jax.sharding.get_abstract_mesh()
     found = [("`mesh`", arguments.mesh(mesh))]
     found += [("`mesh` of a sharding", x.mesh) for x in shardings if isinstance(x, NamedSharding)]
     found += [("the mesh of `jax.set_mesh` or `jax.shard_map`", enclosing)]
     for operand in operands:
-        # (The sharding of an array that is no tracer also names the devices.)
+        # The sharding of an array that is not a tracer also names the devices.
         own = None if isinstance(operand, Tracer) else getattr(operand, "sharding", None)
         found += [("the mesh of an operand", getattr(x, "mesh", None)) for x in (own, sharded.type_sharding(operand))]
     found = [(what, x) for what, x in found if x is not None and x.axis_names]
@@ -52,7 +52,7 @@ def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any
                 f"{first.axis_types} ({what}) and {x.axis_types} ({other}): leave `mesh` out, or move the operands "
                 "with jax.device_put"
             )
-    # Prefer a mesh that names its devices: with one, kernels need no barrier of XLA.
+    # Prefer a mesh that names its devices: with such a mesh, kernels need no barrier of XLA.
     return next((x for _, x in found if isinstance(x, jax.sharding.Mesh) and _alike(x, first)), first)
 
 
@@ -66,12 +66,12 @@ def open_axes(mesh: AnyMesh) -> Axes:
 
 
 def manual_axes(mesh: AnyMesh) -> Axes:
-    """The manual axes of a mesh: those of the `jax.shard_map` around."""
+    """The manual axes of a mesh: the axes of the enclosing `jax.shard_map`."""
     return tuple(getattr(mesh, "manual_axes", ()))
 
 
 def require_not_manual(name: str, sharding: Any, mesh: AnyMesh) -> None:
-    """Raises ValueError if a sharding names an axis of the `jax.shard_map` around."""
+    """Raises ValueError if a sharding names an axis of the enclosing `jax.shard_map`."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, PartitionSpec):
         return
@@ -89,8 +89,8 @@ def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
     """The partition of an array of `rank` dimensions by a `PartitionSpec` or a `NamedSharding`.
 
     Raises:
-      ValueError: it is neither, has more entries than the array has dimensions, names an axis that the mesh has not,
-        or names one twice.
+      ValueError: `sharding` is neither of these, has more entries than the array has dimensions, names an axis that
+        the mesh does not have, or names an axis twice.
     """
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, PartitionSpec):
@@ -137,7 +137,7 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
     """The partition of an operand: along Explicit axes as its type says, along Auto axes as the caller says.
 
     Args:
-      name: the operand's, for messages.
+      name: the name of the operand, for messages.
       x: the operand.
       sharding: the sharding that the caller gave; None for none.
       mesh: the mesh of the call.
@@ -161,7 +161,7 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
         return typed
     partition = given(sharding_name, sharding, rank, mesh)
     named = only(partition, [axis for axis in explicit if sizes[axis] > 1])
-    # The caller may cut further than the type says: that moves nothing.
+    # The caller may cut the operand further than the type says: that moves no data between devices.
     if any(part != mine[: len(part)] for part, mine in zip(typed, named, strict=True)):
         raise ValueError(
             f"`{sharding_name}` must be as the type of `{name}` says along Explicit axes, or cut it further, got "
@@ -171,7 +171,7 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
 
 
 def only(partition: Partition, axes: Container[str]) -> Partition:
-    """The partition without all other axes than `axes`."""
+    """The partition with only those of its mesh axes that are in `axes`."""
     return tuple(tuple(axis for axis in part if axis in axes) for part in partition)
 
 

@@ -35,7 +35,7 @@ _OPERATIONS: dict[str, tuple[Callable[..., Any], frozenset[str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product of each device's parts of the operands: everything that is known when it is traced.
+    """The product that each device computes from its parts of the operands: everything that is known at tracing.
 
     Attributes:
       plan: what is communicated.
@@ -56,7 +56,7 @@ class Product:
     keep_gathered: bool
 
     def compute(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
-        """The result for each right operand, from a device's parts of the operands. Must be called inside `shard_map`.
+        """Computes the result for each right operand from a device's parts of the operands. Call it inside `shard_map`.
 
         Args:
           operands: "lhs"; "rhs[0]", …; and, where they are given, "bias[0]", "addend[0]" and "scalars[0]", ….
@@ -103,7 +103,7 @@ class Product:
         epilogues: list[dict[str, Any]],
         decisions: list[Explanation] | None,
     ) -> list[jax.Array]:
-        """The products with all right operands, by one gather of `lhs`."""
+        """Computes the products with all right operands, with one gather of `lhs`."""
         single = len(rhs_list) == 1
 
         def together(each: list[Any]) -> Any:
@@ -145,7 +145,7 @@ class Product:
         return self._run(given | epilogue)
 
     def _is_behind(self, epilogue: dict[str, Any]) -> bool:
-        """Whether the fused kernel lacks a part of the epilogue. Then all of it is applied to the kernel's result."""
+        """Whether the kernel lacks a part of the epilogue. XLA then applies all of it to the kernel's result."""
         return not epilogue.keys() - {"scalars"} <= _OPERATIONS[self.plan.operation][1]
 
     def _decide(
@@ -172,7 +172,7 @@ class Product:
         }
 
     def _finished(self, out: jax.Array, epilogue: dict[str, Any]) -> jax.Array:
-        """Applies an epilogue to the result of the fused kernel. XLA makes one loop of it."""
+        """Applies an epilogue to the result of the fused kernel. XLA fuses the epilogue into one loop."""
         added = {
             f"{name}{plural}": (epilogue[name],)
             for name, plural in (("bias", "es"), ("addend", "s"))
@@ -186,11 +186,11 @@ class Product:
     # --- The weights ---
 
     def _dimension_of_rhs(self, dimension: int) -> int:
-        """The index of a dimension of [k, n] in `rhs` as it lies in memory."""
+        """The index in `rhs`, as it lies in memory, of dimension 0 (k) or 1 (n) of [k, n]."""
         return 1 - dimension if self.transpose_rhs else dimension
 
     def _gathered(self, rhs: jax.Array, lhs: jax.Array, gathers: tuple[tuple[int, Axes], ...]) -> jax.Array:
-        """Weights gathered by XLA."""
+        """Gathers weights by XLA. `gathers`: pairs of a dimension of [k, n] and the axes along which it is gathered."""
         if not gathers:
             return rhs
         # Type the shard as varying like `lhs` before the gather. Then its cotangent is scattered before it is summed
@@ -205,9 +205,9 @@ class Product:
 
     @property
     def _first_of_rows(self) -> int | None:
-        """The leading dimension that is gathered or scattered; it and all behind it are folded into the rows.
+        """The leading dimension that the operation gathers or scatters; None if it is not a leading dimension.
 
-        Else None.
+        This dimension and all dimensions behind it are folded into the rows.
         """
         plan, rows = self.plan, len(self.plan.lhs) - 2
         is_of_rows = plan.operation in ("all_gather_lhs_matmul", "matmul_reduce_scatter") and plan.dimension < rows
@@ -222,7 +222,7 @@ class Product:
         return _fold(addend, first)
 
     def _size_of_result(self, size: int) -> int:
-        """The size, in the result, of the dimension that is gathered or scattered, from its size in `lhs`."""
+        """The size in the result of the dimension that is gathered or scattered. `size`: its size in `lhs`."""
         devices = math.prod(lax.axis_size(axis) for axis in self.plan.axes)
         return size * devices if self.plan.operation == "all_gather_lhs_matmul" else size // devices
 
@@ -248,7 +248,7 @@ def _saves_all_but_gathers(axes: frozenset[str]) -> Callable[..., bool]:
     """A policy of `jax.checkpoint` that keeps everything but the results of gathers along these axes."""
 
     def saves(primitive: Any, *_: Any, **parameters: Any) -> bool:
-        # (The result of `same_along` is its operand with another type, so it must not be kept either.)
+        # `same_along` returns its operand with another type. So its result must not be kept either.
         if primitive is lax.all_gather_p:
             return not axes.intersection(parameters["axis_name"])
         return primitive is not same_along_p

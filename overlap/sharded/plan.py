@@ -16,7 +16,7 @@ happens along it:
     rows   k      rows      `rhs` is gathered: all_gather_rhs_matmul(gather_dimension=0)
 
 In the last two lines the rows may also be whole, in `lhs` and in the result. If an axis occurs in the result alone,
-`lhs` or `rhs` is cut along it first, which moves nothing.
+`lhs` or `rhs` is cut along this axis first, which moves no data.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SEE_DOCS = "docs/sharded.md has the table of what can be served"
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """How a product runs.
+    """The plan of a product: which operation runs, along which axes, and what is gathered before.
 
     Attributes:
       lhs: the partition with which `lhs` enters. Where it differs from the partition of the operand, the operand is cut
-        further, which moves nothing between devices.
+        further, which moves no data between devices.
       rhs: the partition with which `rhs` enters, as [k, n].
       out: the partition of the result.
       operation: the operation that runs on each device.
@@ -69,18 +69,18 @@ class ShardingPlan:
 def plan_of(
     lhs: Partition, rhs: Partition, out: Partition, sizes: Mapping[str, int], explicit: Sequence[str] = ()
 ) -> ShardingPlan:
-    """The plan of a product.
+    """Makes the plan of a product.
 
     Args:
       lhs: the partition of `lhs`, [..., m, k].
       rhs: the partition of `rhs`, as [k, n].
       out: the partition of the result, [..., m, n].
       sizes: the number of devices along each axis of the mesh. Axes of one device are ignored.
-      explicit: the Explicit axes. Within a dimension they must come before Auto ones. Where the plan needs another
-        order, messages have another way out.
+      explicit: the Explicit axes. Within a dimension they must come before Auto axes. Where the plan needs another
+        order, error messages suggest another way out.
 
     Raises:
-      ValueError: no operation of this library serves these partitions. The message says where the axis is, and what to
+      ValueError: no operation of this library serves these partitions. The message names the axis, and says what to
         change.
     """
     lhs, rhs, out = (_without_single(partition, sizes) for partition in (lhs, rhs, out))
@@ -92,7 +92,7 @@ def plan_of(
     def only(axes: Axes, *wanted: str) -> Axes:
         return tuple(axis for axis in axes if kinds[axis] in wanted)
 
-    # Within each dimension, axes that are gathered or scattered come last: their parts then lie beside each other.
+    # Within each dimension, axes that are gathered or scattered come last: their parts are then adjacent.
     rows = range(len(out) - 1)
     kept = [only(part, "local", "gather rhs") for part in out]
     scattered = [only(part, "sum") for part in out]
@@ -147,7 +147,10 @@ def plan_of(
 
 
 def _summed(plan: ShardingPlan, scattered: list[Axes], places: _Places) -> ShardingPlan:
-    """The plan of a product that is summed over devices; `scattered`: for each dimension of the result, the axes."""
+    """Completes `plan` for a product that is summed over devices.
+
+    `scattered`: for each dimension of the result, the mesh axes over which it is scattered.
+    """
     summed = plan.lhs[-1]
     to = [i for i, part in enumerate(scattered) if part]
     if not to:
@@ -164,7 +167,7 @@ def _summed(plan: ShardingPlan, scattered: list[Axes], places: _Places) -> Shard
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """The places of the axes: the partitions of the three arrays."""
+    """The partitions of the three arrays, which say where each mesh axis occurs."""
 
     lhs: Partition
     rhs: Partition
@@ -180,7 +183,7 @@ class _Places:
         return f"{names.get(dimension, f'leading dimension {dimension}')} of {of}"
 
     def kind(self, axis: str) -> str:
-        """What happens along an axis: "local" (nothing), "sum", "gather lhs" or "gather rhs".
+        """Says what happens along an axis: "local" (nothing), "sum", "gather lhs" or "gather rhs".
 
         Raises:
           ValueError: no operation serves the places of the axis.
@@ -230,7 +233,7 @@ def _without_single(partition: Partition, sizes: Mapping[str, int]) -> Partition
 
 
 def _late(wanted: Axes, explicit: Sequence[str]) -> Axes:
-    """The Explicit axes that come after Auto ones in `wanted`. A sharding cannot have that order."""
+    """The Explicit axes that come after Auto axes in `wanted`. A sharding cannot have that order."""
     return tuple(
         axis for i, axis in enumerate(wanted) if axis in explicit and any(x not in explicit for x in wanted[:i])
     )

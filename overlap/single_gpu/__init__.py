@@ -1,1 +1,1 @@
-"""The operation of one GPU: `matmul`."""
+"""The operation of a single GPU: `matmul`."""

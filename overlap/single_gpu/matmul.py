@@ -1,4 +1,4 @@
-"""`matmul`: the product on each GPU by itself, by the same mainloop as the collective operations."""
+"""`matmul`: a product without communication, computed by the mainloop that the collective operations use too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SCALES = ("lhs_scale", "rhs_scale")
 
 @dataclasses.dataclass(frozen=True)
 class Matmul(Operation):
-    """The operation of one GPU. It communicates nothing, and takes all keywords."""
+    """The operation `matmul`. It communicates nothing, and its kernel takes all keywords of the epilogue."""
 
     name = "matmul"
     epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
@@ -53,7 +53,7 @@ class Matmul(Operation):
         sharded.require_no_partitioner_axes()
 
     def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
-        """lhs @ rhs, by the kernel where it can serve these operands, else by XLA."""
+        """Computes lhs @ rhs: by the kernel if it can serve these operands, else by XLA."""
         operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
@@ -69,14 +69,14 @@ class Matmul(Operation):
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        # The plan is a static argument, which the cache of `jax.jit` keeps alive. So drop the
-        # caller's function from it.
+        # The plan is a static argument, which the cache of `jax.jit` keeps alive. So drop the caller's function from
+        # the plan.
         kept = (
             plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.without_function)
         )
         rows = as_rows(operands, plan.layouts)
-        # A recording collects the kernel's entries as a side effect of tracing. Neither a cached nor a sealed function
-        # would let them out.
+        # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
+        # would be lost in a function that is cached or sealed.
         out = (_launch if marks.current() is None else product.launch)(rows, kept)
         return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
 
@@ -85,7 +85,11 @@ MATMUL = Matmul()
 
 
 def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
-    """The kernel as one operation. Where XLA's partitioner may split it, XLA's product, unless the kernel must run."""
+    """Runs the kernel as one opaque operation.
+
+    If XLA's partitioner might have to split that operation, XLA's own product is computed instead, unless the caller
+    asked for the kernel.
+    """
     leaves, structure = jax.tree.flatten(operands)
 
     def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
@@ -98,12 +102,12 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
 
 
-# Without this `jax.jit`, each call outside of the user's `jax.jit` would trace and compile its kernel anew.
+# Without this `jax.jit`, each call outside `jax.jit` would trace and compile its kernel again.
 _launch = jax.jit(_sealed, static_argnums=1)
 
 
 def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
-    """A checked call of `matmul`; see `overlap.frame.call`."""
+    """Checks the arguments of `matmul`. Returns the operation and the checked call; see `overlap.frame.call`."""
     del mesh
     return MATMUL, normalize(MATMUL, **given)
 
@@ -112,7 +116,7 @@ def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
 
 
 def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
-    """How a call on sharded global arrays is cut into one product for each device: see `sharded`.
+    """Cuts a call on sharded global arrays into one product for each device; see `sharded`.
 
     Args:
       mesh: the mesh of the operands' types.
@@ -120,11 +124,11 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
       keywords: the other arguments.
 
     Returns:
-      A function that calls the operation of one device, with the same arguments as `matmul`, on the shards of each
+      A function that takes a function `run` with the arguments of `matmul`. It calls `run` on the shards of each
       device, and returns the global result.
 
     Raises:
-      ValueError, NotImplementedError: as `normalize` does for the whole call, and `sharded.product_sharding`.
+      ValueError, NotImplementedError: as raised by `normalize` for the whole call, and by `sharded.product_sharding`.
     """
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
@@ -135,7 +139,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
             scale = given[name]
             operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
     if keywords.get("activation") is not None:
-        # Scalars that the activation captures are global arrays too. So they are cut like the other operands.
+        # Scalars that the activation captures are passed through the `shard_map` as operands, like the others.
         applied, scalars = activations.traced(keywords["activation"], wide)
         keywords = keywords | {"activation": applied}
         operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
@@ -144,7 +148,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         named = {name: x for name, x in shards.items() if "[" not in name}
         return named | {"scalars": tuple(x for name, x in shards.items() if "[" in name)} | keywords
 
-    # Check the whole call, on types without a mesh.
+    # Check the whole call. Types without a mesh suffice.
     bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
     jax.eval_shape(lambda shards: normalize(MATMUL, **of_call(shards)).operands, bare)
     batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
@@ -217,7 +221,7 @@ def matmul(
     config: Config | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend), computed by each GPU for itself.
+    """Computes activation(lhs_scale · (lhs @ rhs) · rhs_scale + bias + addend) on each GPU, without communication.
 
     Args:
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
@@ -234,9 +238,9 @@ def matmul(
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
-        Or `lhs_scale` and `rhs_scale` are both *block scales* (mxfp8): float8_e8m0fnu, of the operands' shapes with
-        k / 32 in place of k. The operands must then be float8, and k a multiple of 32. Each 32 elements along k are
-        multiplied by one block scale before the product, by the tensor cores of Blackwell, or by XLA in bfloat16.
+        Or `lhs_scale` and `rhs_scale` are both *block scales* (mxfp8): float8_e8m0fnu, in the shapes of the operands
+        with k / 32 in place of k. The operands must then be float8, and k a multiple of 32. Each 32 elements along k
+        are multiplied by one block scale before the product, by the tensor cores of Blackwell, or by XLA in bfloat16.
         Block scales have no derivative.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
@@ -254,15 +258,15 @@ def matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
     Works under `jax.jit`, `jax.vmap` and `lax.scan`, and has derivatives of any order. The backward pass uses the same
-    kernel where its operands have a dtype that the kernel takes. Behind a scale or an activation, and for results of
-    another dtype than the operands', cotangents are in float32, and XLA multiplies them. Forward mode (`jax.jvp`) runs
-    by XLA.
+    kernel where its operands have a dtype that the kernel takes. If there is a scale or an activation, or if the
+    result has another dtype than the operands, cotangents are in float32, and XLA multiplies them. Forward mode
+    (`jax.jvp`) runs by XLA.
 
     On several devices: inside `jax.shard_map` each device computes the product of its shards. Outside, operands may be
-    sharded along Explicit mesh axes (as of `jax.make_mesh`) in leading dimensions, m or n. Each device then multiplies
-    its shards, and the result is sharded as the operands are. If k is sharded, XLA runs; if it is sharded in both
-    operands, ValueError is raised. XLA also runs for `jax.vmap` over a sharded dimension. Along Auto axes XLA's
-    partitioner decides, and it cannot split a kernel: XLA runs, or `implementation="fused"` raises
+    sharded along Explicit mesh axes (the default of `jax.make_mesh`) in leading dimensions, m or n. Each device then
+    multiplies its shards, and the result is sharded as the operands are. If k is sharded, XLA runs; if it is sharded in
+    both operands, ValueError is raised. XLA also runs for `jax.vmap` over a sharded dimension. Along Auto axes XLA's
+    partitioner decides, and the partitioner cannot split a kernel: so XLA runs, or `implementation="fused"` raises
     NotImplementedError.
 
     Example:

@@ -2,9 +2,9 @@
 
     out[b] = activation(row_scale[b] · (lhs[b] @ rhs[b]) · column_scale + bias + addend[b])
 
-Any operand may lack the batch dimension; it is then used for all batch elements. With `Config.split_k` > 1 each piece
-of k is computed as a tile of its own, and its f32 result is stored in a buffer of its own. XLA adds the pieces, always
-in the same order, and applies the epilogue.
+An operand without the batch dimension is used for all batch elements. With `Config.split_k` > 1 each piece of k is
+computed as a tile of its own, and the f32 result of the piece is stored in a buffer of its own. XLA adds the pieces,
+always in the same order, and applies the epilogue.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
 
 
 def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Operands:
-    """The operands that the mainloop loads. An addend gets the result's dtype, as it shares the epilogue buffers."""
+    """The operands that the mainloop loads. The addend gets the result's dtype: both use the same epilogue buffers."""
     addends, config, layouts = operands.addends, plan.config, plan.layouts
     assert config is not None
     matrices = dataclasses.replace(
@@ -98,7 +98,7 @@ class _Body:
 
     def tile_at(self, index: Index) -> Tile:
         config = self.kernel.config
-        # The index of the result: of a batch element, or of a piece of k of a batch element.
+        # The index of the batch element or, with pieces of k, of the piece of a batch element.
         result = quotient(index, self.order.tiles)
         row, column = own_tile(config, *self.order(index - result * self.order.tiles))
         piece = remainder(result, config.split_k)
@@ -122,7 +122,7 @@ class _Body:
         return BlockScales(left, tile.m, right, tile.n)
 
     def _of_batch(self, ref: GmemRef, tile: Tile, rank: int = 2) -> GmemRef:
-        """The operand of a tile's batch element; an operand of `rank` dimensions serves all batch elements."""
+        """Selects the batch element of a tile in `ref`. An operand of `rank` dimensions serves all batch elements."""
         return ref.at[quotient(tile.step, self.kernel.config.split_k)] if len(ref.shape) > rank else ref
 
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:

@@ -32,10 +32,10 @@ logger = logging.getLogger("overlap")
 class Tuning:
     """The results of `autotune`.
 
-    It is a context manager: calls that are traced inside it use its results, before those of any table.
+    A `Tuning` is a context manager: calls that are traced inside it use its results, and no table for these problems.
 
     Attributes:
-      outcomes: one for each problem, with all configurations that were tried.
+      outcomes: the outcome of each problem, with all configurations that were tried.
       configs: the fastest configuration of each problem.
       path: the file that has the results; None if they were not written, or could not be.
     """
@@ -110,7 +110,7 @@ def autotune(
 
     Args:
       fn: a function of arrays.
-      *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      *args: the arguments of `fn`; arrays or `jax.ShapeDtypeStruct`s.
       max_configs: configurations to try per problem, at most (default: 12; on a CPU 3).
       budget_s: after this time, in seconds, the search ends with the results so far.
       path: a file to write to instead of the user's table.
@@ -121,9 +121,9 @@ def autotune(
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      A `Tuning`. Printing it gives a line for each problem. Inside `with`, calls use its results before those of any
-      table. If the results cannot be written in the end, nothing is raised: they are logged as a table (WARNING, logger
-      "overlap").
+      A `Tuning`. Printing it gives a line for each problem. Inside `with`, calls use its results, and no
+      table for these problems. If the results cannot be written in the end, nothing is raised: they are logged as a
+      table (WARNING, logger "overlap").
 
     Raises:
       ValueError: an argument makes no sense, `fn` makes no call to tune, or the file is not a table or cannot be
@@ -185,7 +185,7 @@ def autotune(
 
 
 def emulation_note(problems: Sequence[Problem], target: Target, settings: Settings) -> str:
-    """A note for the user before a search on a CPU begins; "" on a GPU."""
+    """Tells the user, before a search on a CPU, that kernels are emulated and what that takes; "" on a GPU."""
     if target.platform != "cpu":
         return ""
     largest = max(problems, key=lambda problem: problem.flops_per_device * problem.devices)
@@ -197,11 +197,11 @@ def emulation_note(problems: Sequence[Problem], target: Target, settings: Settin
 
 
 def require_writable(path: str | pathlib.Path, name: str) -> None:
-    """Checks that a table can be written to a file that the user has named. Its folder must exist.
+    """Checks that a table can be written to a file that the user has named. The file's folder must exist.
 
     Args:
       path: the file.
-      name: the argument or option that names it, for the error message.
+      name: the argument or option that names the file, for the error message.
 
     Raises:
       ValueError: the file cannot be written, or it exists and is not a table.
@@ -232,7 +232,7 @@ def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path
         return None
     file, obstacle = tables.user_file(target.kind), "there is no home directory"
     if file is not None:
-        with contextlib.suppress(OSError):  # `obstacle` then says why it failed.
+        with contextlib.suppress(OSError):  # `obstacle` then says why this failed.
             file.parent.mkdir(parents=True, exist_ok=True)
         obstacle = table_files.obstacle(file)
     if obstacle:
@@ -265,13 +265,13 @@ def tune(
       target: the kind of the devices.
       settings: how much is searched.
       file: the table; None: nothing is written.
-      budget_s: after this time, in seconds, it ends.
+      budget_s: after this time, in seconds, the search ends.
       force: measure problems again that the file already has.
       progress: called with a text and the fraction that is done.
-      found: called with each outcome before it is written, so that an exception loses none.
+      found: called with each outcome before the outcome is written, so that none is lost by an exception.
 
     Returns:
-      The outcomes. After an interrupt the outcomes so far, and `interrupted` of the last one is the signal.
+      The outcomes. After an interrupt, the outcomes so far; `interrupted` of the last outcome is the signal.
 
     Raises:
       ValueError: the file is not a table, an operation cannot be tuned, there are too few devices, or `budget_s` is not
@@ -326,7 +326,7 @@ def tune(
 
 
 def _write(file: pathlib.Path | None, outcomes: Sequence[Outcome]) -> None:
-    """Writes the results that are not written yet. If that fails, they keep the reason in `unwritten`."""
+    """Writes the results that are not written yet. If that fails, their `unwritten` says why."""
     waiting = [outcome for outcome in outcomes if outcome.unwritten]
     if file is None or not waiting:
         return

@@ -29,8 +29,8 @@ class Effort:
     Attributes:
       launch_us: about how long one program runs, in microseconds; determines how often its loop calls the operation.
       max_iterations: calls in one loop, at most.
-      launches: how many programs a sample times, after one that is not counted. 0 if times mean nothing: a sample is
-        then the plain time of one program.
+      launches: how many programs a sample times, after one that is not counted. 0 if times mean nothing (on a
+        CPU): a sample is then the plain time of one program.
       warm_up_s: how long the devices work before the first sample, in seconds.
     """
 
@@ -56,7 +56,7 @@ class Bench:
       problem: what is measured.
       devices: the devices of this process, as many as the problem has.
       effort: how long to measure.
-      seed: for the operands.
+      seed: the seed of the operands.
     """
 
     def __init__(self, problem: Problem, devices: Sequence[Any], effort: Effort, seed: int = 0) -> None:
@@ -71,7 +71,7 @@ class Bench:
         shardings = [NamedSharding(self.mesh, spec) for spec in specs(problem)]
         self._blank = jax.jit(functools.partial(jnp.zeros, out.shape, out.dtype), out_shardings=shardings[2])
         self._error = error_program(problem, self.mesh)
-        # The operands are drawn when they are needed first, so that compiling can begin at once.
+        # The operands are drawn only when they are needed, so that compiling can begin at once.
         self._loop: Loop | None = None
         lhs, rhs, out = (
             jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -112,7 +112,7 @@ class Bench:
         jax.block_until_ready(loop.state)
 
     def _ready(self, program: Any) -> Loop:
-        # A program that failed has consumed its operands.
+        # A program that failed has consumed its operands, since they are donated.
         loop = self._loop if self._loop is not None and self._loop.state is not None else self._with_new_operands()
         loop.program = program
         return loop

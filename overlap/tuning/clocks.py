@@ -1,10 +1,10 @@
 """Measures how far the clocks of a host's GPUs are apart, to give events on several GPUs a common time.
 
 Each GPU has a clock that counts nanoseconds (%globaltimer). Nothing guarantees that two of them agree to the
-microsecond. So the first GPU and another one send each other flags, many times:
+microsecond. So the first GPU and each other GPU send each other flags, many times:
 
-    first GPU     reads its clock: sent;  raises the peer's flag
-    other GPU     waits for the flag;  reads its clock: answered;  raises the first one's flag
+    first GPU     reads its clock: sent;  raises the other GPU's flag
+    other GPU     waits for the flag;  reads its clock: answered;  raises the first GPU's flag
     first GPU     waits for its flag;  reads its clock: returned
 
 The other GPU read its clock between `sent` and `returned`. So its clock is ahead of the first GPU's by at least
@@ -45,7 +45,7 @@ class Offset:
     """How far a GPU's clock is ahead of the first GPU's.
 
     Attributes:
-      ns: nanoseconds.
+      ns: the offset in nanoseconds.
       error_ns: the largest possible error of `ns`.
     """
 
@@ -54,7 +54,7 @@ class Offset:
 
 
 def offsets(mesh: jax.sharding.Mesh) -> list[Offset]:
-    """The offset of each device of a mesh whose only axis is `AXIS`, all of this process. Runs a short kernel."""
+    """Measures the offset of each device of `mesh`, whose only axis is `AXIS`. All devices belong to this process."""
     times = np.asarray(program(mesh)())
     times = times.reshape(mesh.size, mesh.size, EXCHANGES, 3, 2)
     ns = np.ascontiguousarray(times).view(np.uint64)[..., 0].astype(np.int64)
@@ -67,12 +67,12 @@ def offset(sent: ArrayLike, answered: ArrayLike, returned: ArrayLike) -> Offset:
     """The offset of one device, from the times of its exchanges in nanoseconds, one for each exchange."""
     sent, answered, returned = (np.asarray(times, np.int64) for times in (sent, answered, returned))
     least, most = int((answered - returned).max()), int((answered - sent).min())
-    # If clocks tick coarsely or drift, the lower bound can be above the upper one.
+    # If clocks tick coarsely or drift, the lower bound can be above the upper bound.
     return Offset((least + most) / 2, abs(most - least) / 2)
 
 
 def program(mesh: jax.sharding.Mesh) -> Any:
-    """A program without arguments that runs the kernel on each device of a mesh whose only axis is `AXIS`."""
+    """Makes a program without arguments that runs the kernel on each device of `mesh`, whose only axis is `AXIS`."""
     group = PeerGroup(AXIS, ((AXIS, mesh.size),))
     mapped = jax.shard_map(lambda: _exchange(group), mesh=mesh, in_specs=(), out_specs=P(AXIS), check_vma=False)
     return jax.jit(mapped)
@@ -80,7 +80,7 @@ def program(mesh: jax.sharding.Mesh) -> Any:
 
 @in_32_bits
 def _exchange(group: PeerGroup) -> jax.Array:
-    """The kernel. Returns int32 [D, exchanges, 3, 2]: 64-bit times as pairs; only this device's readings are set."""
+    """Runs the kernel. Returns int32 [D, exchanges, 3, 2]: 64-bit times as pairs. Only this device's times are set."""
     out_type = jax.ShapeDtypeStruct((group.size, EXCHANGES, 3, 2), jnp.int32)
 
     def body(times_gmem: GmemRef) -> None:
@@ -101,7 +101,7 @@ def _exchange(group: PeerGroup) -> jax.Array:
 
 
 def _ask(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:
-    """What the first device does."""
+    """The first device's role: exchanges flags with each other device in turn, and stores `sent` and `returned`."""
 
     @pl.loop(1, group.size)
     def _peer(peer: Index) -> None:
@@ -114,7 +114,7 @@ def _ask(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:
 
 
 def _answer(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:
-    """What each other device does. The first device raises this one's flag 0; this one raises the flag `me` there."""
+    """Each other device's role: waits for its flag 0, stores `answered`, and raises the first device's flag `me`."""
     me = group.me()
 
     @pl.loop(0, EXCHANGES)

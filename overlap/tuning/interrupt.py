@@ -27,8 +27,8 @@ def noticed() -> Iterator[Callable[[], int]]:
     Why not raise at the first signal: while jax's runtime works, the first Python code that runs is often a callback of
     the garbage collector. There, an exception is printed and dropped, and the interrupt would be lost.
 
-    Nothing changes outside the main thread, and for a signal for which the program has its own handler. (SIGINT is
-    handled if its handler is Python's or the emulator's, SIGTERM if it has none.)
+    Outside the main thread nothing changes, nor for a signal for which the program has its own handler. (SIGINT is
+    handled here if its handler is Python's or the emulator's, SIGTERM if it has no handler.)
 
     Yields:
       A function that returns the first signal that has come, SIGINT or SIGTERM; 0 if none has.

@@ -1,4 +1,4 @@
-"""The operations that can be measured: how to call each, how its operands are sharded, and the same without fusion."""
+"""The operations that can be measured: their calls, the shardings of their operands, and their unfused counterparts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Operation:
 
     Attributes:
       call: (problem, lhs, rhs, config, implementation) -> out, inside `jax.shard_map`.
-      sharded: the dimension along which lhs, rhs and the result are sharded; "" for one that is not sharded.
+      sharded: for lhs, rhs and the result, the dimension along which it is sharded; "" if it is not sharded.
       gathers: which operand is gathered: 0 for lhs, 1 for rhs.
       layouts: how the operands may lie in memory, see `Problem.layout`.
     """
@@ -45,7 +45,7 @@ def _matmul(
 ) -> jax.Array:
     scales: dict[str, Any] = {}
     if problem.block_scaled:
-        # Scales of one change neither the product nor its time.
+        # All scales are 1: this changes neither the product nor its time.
         left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
         scales = {"lhs_scale": ones_for(lhs, left), "rhs_scale": ones_for(rhs, right)}
     return matmul(
@@ -132,7 +132,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def require_layout(op: str, layout: str, option: str) -> None:
-    """Raises ValueError if the operation takes no operands in this layout. `option` is what the message calls it."""
+    """Raises ValueError if the operation takes no operands in this layout. `option` names the layout in the message."""
     if layout not in OPERATIONS[op].layouts:
         raise ValueError(f"{option} must be one of {', '.join(OPERATIONS[op].layouts)} for {op}, got {layout}")
 
@@ -141,7 +141,7 @@ def require_layout(op: str, layout: str, option: str) -> None:
 
 
 def _dimensions(problem: Problem) -> tuple[str, str, str]:
-    """The dimensions of lhs, rhs and the result, a letter for each, in their order in memory; "b" is the batch."""
+    """The dimensions of lhs, rhs and the result as they lie in memory, such as ("mk", "kn", "mn"). "b" is the batch."""
     batch = "b" if problem.batch > 1 else ""
     lhs, rhs = "km" if problem.transpose_lhs else "mk", "nk" if problem.transpose_rhs else "kn"
     return batch + lhs, batch + rhs, batch + "mn"
@@ -170,11 +170,11 @@ def gathered_first[T](problem: Problem, first: T, second: T) -> tuple[T, T]:
     return (second, first) if OPERATIONS[problem.op].gathers else (first, second)
 
 
-# --- The same without fusion (inside shard_map) -----------------------------------------------------------------------
+# --- The operations without fusion (inside shard_map) -----------------------------------------------------------------
 
 
 def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(lhs, rhs), with the operand that the operation gathers gathered by XLA."""
+    """Gathers by XLA the operand that the operation gathers. Returns (lhs, rhs)."""
     if not (problem.communicates and problem.gathered):
         return lhs, rhs
     shard, other = gathered_first(problem, lhs, rhs)
@@ -183,7 +183,7 @@ def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array,
 
 
 def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
-    """XLA's product of gathered operands, in the layout in which they are stored. No copy transposes them."""
+    """Multiplies gathered operands by XLA, as they are stored: no copy transposes them."""
     lhs_dimensions, rhs_dimensions, _ = _dimensions(problem)
     contracting = (lhs_dimensions.index("k"),), (rhs_dimensions.index("k"),)
     batch = ((0,), (0,)) if problem.batch > 1 else ((), ())
@@ -191,7 +191,7 @@ def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -
 
 
 def reduce(problem: Problem, out: jax.Array) -> jax.Array:
-    """This device's part of the sum over the devices, by XLA. Without a sum, `out` itself."""
+    """Sums `out` over the devices by XLA. Returns this device's part; `out` itself if the operation sums nothing."""
     if not (problem.communicates and problem.scattered):
         return out
     if problem.replicates:
@@ -201,5 +201,5 @@ def reduce(problem: Problem, out: jax.Array) -> jax.Array:
 
 
 def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The operation as the library is compared with: XLA's collective and XLA's product, one after the other."""
+    """Runs XLA's collective and XLA's product one after the other. Fused kernels are compared with this."""
     return reduce(problem, product(problem, *gather(problem, lhs, rhs)))

@@ -22,11 +22,11 @@ from overlap.tuning.operations import AXIS, gather, gathered_first, product, red
 
 Call = Callable[[jax.Array, jax.Array], jax.Array]  # (lhs, rhs) -> out, inside jax.shard_map
 
-# A result may have twice the error of the unfused product. The floor is for f32 results, where both errors are rounding
-# noise. (A result that lacks one k step of 28672 elements along k has an error of 5e-2.)
+# A result may have twice the error of the unfused product. With f32 results both errors are rounding noise; there, an
+# error up to the floor is allowed. (A result that lacks one k step of 28672 elements along k has an error of 5e-2.)
 _ERROR_FACTOR, _FLOAT32_ERROR_FLOOR = 2.0, 1e-4
-# The product that results are compared with is not timed. A search for its fastest f32 algorithm would take longer than
-# everything that is timed.
+# The f32 product with which results are compared is not timed. A search for its fastest f32 algorithm would take longer
+# than everything that is timed.
 _NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
@@ -47,7 +47,7 @@ def _mapped(function: Any, mesh: Mesh, in_specs: Any, out_specs: Any, **options:
 def _draw_program(problem: Problem, mesh: Mesh) -> Any:
     def draw(seed: jax.Array) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), lax.axis_index(AXIS)))
-        # Normally distributed: on zeros and small integers the same kernels run faster.
+        # Draw from a normal distribution: on zeros and small integers the same kernels run faster.
         return tuple(
             jax.random.normal(key, shape, jnp.float32).astype(problem.dtype)
             for key, shape in zip(keys, shapes(problem), strict=True)
@@ -57,15 +57,15 @@ def _draw_program(problem: Problem, mesh: Mesh) -> Any:
 
 
 def draw_operands(problem: Problem, mesh: Mesh, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Normally distributed lhs and rhs, drawn on the devices, different on each."""
+    """Draws normally distributed lhs and rhs on the devices, different on each device."""
     return _draw_program(problem, mesh)(np.uint32(seed))
 
 
 @functools.cache
 def complete_program(problem: Problem, mesh: Mesh) -> Any:
-    """A program (lhs, rhs) -> (lhs, rhs) that gathers the operand that the operation gathers.
+    """Makes a program (lhs, rhs) -> (lhs, rhs) that gathers the operand that the operation gathers.
 
-    The gathered operand keeps the sharding of the shards: each device's copy counts as a shard of a larger array.
+    The gathered operand is sharded as before: each device's copy is now a shard of a larger array.
     """
     both = specs(problem)[:2]
     return _mapped(functools.partial(gather, problem), mesh, both, both)
@@ -75,25 +75,25 @@ def complete_program(problem: Problem, mesh: Mesh) -> Any:
 
 
 def call_program(problem: Problem, call: Call, mesh: Mesh) -> Any:
-    """A program of one call, as a user would write it."""
+    """Makes a program of one call, as a user would write it."""
     lhs, rhs, out = specs(problem)
     return _mapped(call, mesh, (lhs, rhs), out)
 
 
 def loop_program(problem: Problem, call: Call, mesh: Mesh, iterations: int) -> Any:
-    """A program `((changed, out), fixed) -> (changed, out)` that runs `call` `iterations` times on the devices.
+    """Makes a program `((changed, out), fixed) -> (changed, out)` that runs `call` `iterations` times on the devices.
 
     Before each call, an element of the previous result is written into an operand, in place. So each call depends on
-    the one before, and XLA can neither hoist it nor fold the write into the product. `changed` is the gathered operand,
-    since XLA could hoist the gather of an operand that does not change. `fixed` is the other operand. `changed` and
-    `out` are donated.
+    the previous call, and XLA can neither hoist it nor fold the write into the product. `changed` is the gathered
+    operand, since XLA could hoist the gather of an operand that does not change. `fixed` is the other operand.
+    `changed` and `out` are donated.
     """
 
     def program(state: tuple[jax.Array, jax.Array], fixed: jax.Array) -> tuple[jax.Array, jax.Array]:
         def body(_: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             changed, out = state
-            # Read from the loop's state, not from the product itself: else XLA would compute that element separately.
-            # Scaled back to the distribution of the operands and clipped, so that numbers do not grow.
+            # Read the element from the loop's state, not from the product itself: else XLA would compute it separately.
+            # Scale it back to the distribution of the operands and clip it, so that numbers do not grow.
             element = lax.slice(out, (0,) * out.ndim, (1,) * out.ndim).astype(jnp.float32)
             element = jnp.clip(element * problem.whole[2] ** -0.5, -4.0, 4.0).astype(changed.dtype)
             changed = lax.dynamic_update_slice(changed, element, (0,) * changed.ndim)
@@ -111,7 +111,7 @@ def loop_program(problem: Problem, call: Call, mesh: Mesh, iterations: int) -> A
 
 @functools.cache
 def error_program(problem: Problem, mesh: Mesh, complete: bool = False) -> Any:
-    """A program (lhs, rhs, out) -> the relative error of `out` against the f32 product, in the Frobenius norm.
+    """Makes a program (lhs, rhs, out) -> the relative error of `out` against the f32 product, in the Frobenius norm.
 
     With `complete`, the operands come from `complete_program`, and the product is not summed over the devices.
     """
@@ -119,7 +119,7 @@ def error_program(problem: Problem, mesh: Mesh, complete: bool = False) -> Any:
     def relative_error(lhs: jax.Array, rhs: jax.Array, out: jax.Array) -> jax.Array:
         if not complete:
             lhs, rhs = gather(problem, lhs, rhs)
-        # The barrier hides the conversion: else XLA computes the product of two converted f8 operands in f8.
+        # The barrier hides the conversion from XLA, which else computes a product of converted f8 operands in f8.
         lhs, rhs = lax.optimization_barrier((lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
         expected = product(problem, lhs, rhs, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         if not complete:
@@ -132,7 +132,7 @@ def error_program(problem: Problem, mesh: Mesh, complete: bool = False) -> Any:
 
 
 def error_floor(problem: Problem) -> float:
-    """The relative error that is allowed whatever XLA's error is. Above 0 for f8 operands and for f32 results.
+    """The relative error that is allowed even if XLA's error is smaller. Above 0 for f8 operands and for f32 results.
 
     For f8 operands, Hopper's tensor cores keep sums in 14 bits. Each instruction (32 products and the sum so far) drops
     what lies below 2**-13 of its largest addend. In a simulation on normally distributed operands, the relative error

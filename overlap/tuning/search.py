@@ -1,9 +1,9 @@
 """The search for the fastest configuration of one problem.
 
-    waves     compiles as many configurations at a time as there are workers, those with the best predictions first.
-              Checks each result, and times each configuration once. While the first ones are compiled, XLA's
+    waves     compiles as many configurations at a time as there are workers, best predictions first. Checks each
+              result, and times each configuration once. While the first ones are compiled, XLA's
               implementation is checked.
-    halving   times all that are left again and drops the slower half, until a few finalists are left.
+    halving   times all configurations that are left and drops the slower half, until a few finalists are left.
     finals    times the finalists, XLA and the model's choice in turns for several rounds. The medians decide.
 
 After an interrupt or the end of the budget, the result is made from the measurements so far.
@@ -46,7 +46,7 @@ class Settings:
       rounds: samples of each finalist.
       workers: how many configurations are compiled at the same time.
       effort: how long to measure.
-      seed: for the operands and for the order within a round.
+      seed: the seed of the operands, and of the order within a round.
     """
 
     # For 55 random problems on an H200, the best of the model's first 12 is within 0.2% of the best of its first 18.
@@ -76,11 +76,12 @@ class Trial:
     """One competitor in the search.
 
     Attributes:
-      config: its configuration; None for XLA.
+      config: the configuration; None for XLA.
       status: "ok"; or a text that begins with "wrong" (the result is wrong) or "error" (an exception).
       error: relative error of the result; None before the check.
       samples_us: the samples: times of one call, in microseconds.
-      survived: how often it was kept when the slower half was dropped. All finalists have the same, highest number.
+      survived: how often the trial was kept when the slower half was dropped; the same, highest number for all
+        finalists.
       program: the compiled loop; None when it is not needed any more.
     """
 
@@ -104,7 +105,7 @@ class Trial:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a search found.
+    """The outcome of a search.
 
     Attributes:
       problem: the problem that was tuned.
@@ -161,7 +162,7 @@ class Outcome:
 
 
 class _BudgetSpent(Exception):
-    """The time is over, and there is a result."""
+    """Raised when the time is over and there is a result."""
 
 
 def search(
@@ -181,9 +182,10 @@ def search(
       target: the kind of the devices.
       devices: as many devices as the problem has.
       settings: how much is searched.
-      deadline: `time.monotonic()` after which no further work begins. The first wave is measured in any case.
-      interrupted: called before each measurement. Returns the signal that has come, 0 if none. A KeyboardInterrupt
-        means SIGINT.
+      deadline: the time, as in `time.monotonic()`, after which no further work begins. The first wave is measured in
+        any case.
+      interrupted: called before each measurement. Returns the signal that has come, 0 if none. If it raises
+        KeyboardInterrupt, that counts as SIGINT.
       progress: called with what is being done and the fraction that is done.
 
     Returns:
@@ -206,7 +208,7 @@ def search(
         outcome.complete = False
         if isinstance(end, KeyboardInterrupt):
             outcome.interrupted = interrupted() or signal.SIGINT
-    except Exception as error:  # For example out of memory. The next problem may fit.
+    except Exception as error:  # For example, the GPU has too little memory. The next problem may fit.
         outcome.complete, outcome.note = False, _one_line(error)
     finally:
         race.close()
@@ -227,9 +229,9 @@ class _Race:
 
     Attributes:
       alive: the trials that are still in the race.
-      ahead: the configurations that are being compiled before their wave.
-      total, done: the work of the search, and the part that is done. The unit is compiling one configuration.
-      error_bound: the largest error of a right result. NaN, so that nothing passes, before XLA's error is known.
+      ahead: the compilations that were started before their wave, by configuration.
+      total, done: the work of the search, and how much of it is done. The unit is compiling one configuration.
+      error_bound: the largest error of a right result. Before XLA's error is known it is NaN, so that nothing passes.
     """
 
     bench: Bench
@@ -256,7 +258,7 @@ class _Race:
         self.error_bound = math.nan
 
     def _report(self, text: str, amount: float) -> None:
-        """Reports what is done next, after `amount` of work. Raises KeyboardInterrupt if a signal has come."""
+        """Reports what is done next, after `amount` more work. Raises KeyboardInterrupt if a signal has come."""
         self.done += amount
         self.progress(text, min(self.done / self.total, 1.0))
         if self.interrupted():
@@ -265,7 +267,7 @@ class _Race:
     def compile_ahead(self, bench: Bench, configs: Sequence[Config]) -> None:
         """Starts compiling the first configurations in other threads."""
         self.bench = bench
-        if self.settings.workers > 1:  # With one worker, this thread compiles: the emulator's context is only here.
+        if self.settings.workers > 1:  # One worker is this thread, which has the emulator's context.
             self.pool = concurrent.futures.ThreadPoolExecutor(self.settings.workers)
             self.ahead = {config: self.pool.submit(bench.compile, config) for config in configs}
 
@@ -305,7 +307,7 @@ class _Race:
             self._check_deadline()
 
     def halve(self) -> None:
-        """Times all that are left and drops the slower half, until the finalists are left."""
+        """Times all trials that are left and drops the slower half, until only the finalists are left."""
         while len(self.alive) > self.settings.finalists:
             self._round(self.alive)
             self.alive.sort(key=lambda trial: trial.us)
@@ -315,7 +317,7 @@ class _Race:
 
     def finals(self) -> None:
         """Times the finalists, XLA and the model's first choice for several rounds, and checks their results again."""
-        guess = self.outcome.trials[1]  # After XLA.
+        guess = self.outcome.trials[1]  # XLA is trial 0.
         if guess.program is None and guess.status == "ok":
             guess.program = self.bench.compile(guess.config)
         final = [*self.alive, self.xla]
@@ -349,7 +351,7 @@ class _Race:
     def _finish_compiling(self, trial: Trial, program: Callable[[], Any]) -> None:
         try:
             trial.program = program()
-        except Exception as error:  # If one configuration fails, the others go on.
+        except Exception as error:  # The search goes on with the other configurations.
             trial.status = _one_line(error)
 
     def _check(self, trial: Trial) -> None:
@@ -360,7 +362,7 @@ class _Race:
         except Exception as failure:
             trial.status = _one_line(failure)
             return
-        # Not max(): a NaN must stay one.
+        # Use np.max, since max() may drop a NaN.
         trial.error = error if trial.error is None else float(np.max([trial.error, error]))
         if trial.config is not None and not trial.error <= self.error_bound:
             trial.status = f"wrong: relative error {trial.error:.2g}, allowed {self.error_bound:.2g}"
@@ -375,7 +377,7 @@ class _Race:
 
     def _round(self, trials: Sequence[Trial]) -> None:
         """Takes a sample of each trial."""
-        # In random order: under a power limit, each sample starts with the clock that the sample before it has left.
+        # The order is random: under a power limit, a sample starts with the clock that the sample before has left.
         for index in self.random.permutation(len(trials)):
             self._check_deadline()
             self._report(f"timing {trials[index].name}", 0.0)
@@ -383,7 +385,7 @@ class _Race:
             self._report(f"timed {trials[index].name}", 0.1)
 
     def _keep(self, trials: list[Trial]) -> None:
-        """Drops all other trials from the race."""
+        """Drops all trials but `trials` from the race."""
         for trial in self.alive:
             if trial not in trials:
                 trial.program = None

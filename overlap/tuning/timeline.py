@@ -2,8 +2,8 @@
 
 Three clocks are combined:
 
-- Each core counts cycles, exactly.
-- All cores of a GPU share a clock of nanoseconds, which may tick coarsely. A straight line through all marks of a CTA
+- Each SM counts cycles, exactly.
+- All SMs of a GPU share a clock of nanoseconds, which may tick coarsely. A straight line through all marks of a CTA
   turns cycles into nanoseconds more finely than this clock ticks.
 - `clocks.offsets` measures how far the clocks of the GPUs are apart.
 
@@ -23,9 +23,9 @@ from overlap.primitives.marks import Work
 from overlap.tuning.clocks import Offset
 
 _CLOCK, _TIME = 1, 2
-# Cycles per nanosecond of a GPU's cores, used if a kernel is too short to measure it.
+# Cycles per nanosecond of a GPU's SMs, used if a kernel is too short to measure it.
 _USUAL_RATE = 1.7
-# An array for each (CTA, row) of a device.
+# An array for each (CTA, row) of a device. Each role of a CTA writes one row.
 type _ByLane = dict[tuple[int, int], np.ndarray]
 
 
@@ -36,11 +36,11 @@ class Span:
     Attributes:
       device: the device's position on the mesh.
       cta: the CTA's number on the device.
-      role: such as "producer" or "compute 0".
+      role: the name of the role, such as "producer" or "compute 0".
       work: what the role did.
-      shard: the step of the shard that it worked on; 0 is the device's own.
-      number: of the tile or, for the communicator, of the chunk.
-      start, end: microseconds since the first mark of any device; emulated, steps of the scheduler.
+      shard: the step of the shard on which the role worked; step 0 is the device's own shard.
+      number: the number of the tile or, for the communicator, of the chunk.
+      start, end: microseconds since the first mark of any device; in the emulator, steps of the scheduler.
     """
 
     device: int
@@ -55,16 +55,16 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What happened in one launch of a kernel.
+    """The work of all roles in one launch of a kernel.
 
     Attributes:
-      kernel: its name.
+      kernel: the name of the kernel.
       devices: how many devices.
       unit: of all times, "µs" or "steps".
       spans: ordered by device, CTA and role, and by time within a role.
-      missing: how many marks had no room.
+      missing: how many marks were lost because there was no room for them.
       clock_error: the largest error between the times of two devices, in `unit`.
-      origin: the first device's clock at time 0, in nanoseconds; emulated, in steps of the scheduler.
+      origin: the first device's clock at time 0, in nanoseconds; in the emulator, in steps of the scheduler.
     """
 
     kernel: str
@@ -77,11 +77,11 @@ class Timeline:
 
     @functools.cached_property
     def end(self) -> float:
-        """When the last span of all ended."""
+        """The time when the last span ended."""
         return max((span.end for span in self.spans), default=0.0)
 
     def share(self, device: int, role: str, work: Work) -> float:
-        """The fraction of the launch that roles of a device spend on some work.
+        """The fraction of the launch that roles of a device spend on one kind of work.
 
         Args:
           device: the device.
@@ -95,16 +95,16 @@ class Timeline:
 
 
 def timeline(name: str, roles: dict[int, str], entries: np.ndarray, offsets: Sequence[Offset]) -> Timeline:
-    """The timeline of one launch.
+    """Makes the timeline of one launch.
 
     Args:
-      name: of the kernel.
+      name: the name of the kernel.
       roles: the name of the role that writes each row of `entries`.
       entries: int32 [devices * CTAs, rows, entries, words], as the devices wrote them.
       offsets: the clock offset of each device.
 
     Raises:
-      RuntimeError: a role has made no marks: the kernel was not recorded.
+      RuntimeError: a role has made no marks, so the kernel was not recorded.
     """
     words = np.ascontiguousarray(entries).view(np.uint32).reshape(len(offsets), -1, *entries.shape[1:])
     capacity = words.shape[3] - 2
@@ -138,7 +138,7 @@ def timeline(name: str, roles: dict[int, str], entries: np.ndarray, offsets: Seq
 
 
 def _spans(device: int, cta: int, role: str, what: np.ndarray, times: np.ndarray) -> list[Span]:
-    """The spans of a role: from each of its marks to the next."""
+    """Makes the spans of a role: each begins at a mark and ends at the next mark. Idle time makes no span."""
     spans = []
     for word, start, end in zip(what[:-1], times[:-1], times[1:], strict=True):
         work, shard, number = marks.unpack(int(word))
@@ -163,7 +163,7 @@ def _nanoseconds(made: _ByLane, first_ns: int, ahead_ns: float) -> _ByLane:
         cycles[cta] = (clock - clock[0]).view(np.int32).astype(np.float64)
         times_ns = np.concatenate([np.ascontiguousarray(lane[:, _TIME:]).view(np.int64)[:, 0] for lane in lanes])
         ns[cta] = (times_ns - first_ns).astype(np.float64)
-    # All lines have the same slope, since all cores of a GPU have the same clock rate. Each CTA has its own offset.
+    # All lines have the same slope, since all SMs of a GPU have the same clock rate. Each CTA has its own offset.
     x = np.concatenate([cycles[cta] - cycles[cta].mean() for cta in ctas])
     y = np.concatenate([ns[cta] - ns[cta].mean() for cta in ctas])
     slope = float(x @ y / (x @ x)) if x.any() and y.any() else 1 / _USUAL_RATE

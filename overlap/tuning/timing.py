@@ -1,7 +1,7 @@
 """Measures how long a call takes: in a loop on the devices, without the cost of starting a program, or from Python.
 
 The tuner, the demo and the benchmarks take all their times here. With several processes, a time is the maximum over the
-processes. So all of them have the same numbers, and decide the same.
+processes. So all processes have the same numbers, and decide the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jax.experimental import multihost_utils
 from overlap.choice.problem import Problem
 from overlap.tuning.operations import gathered_first
 
-# If the difference of two times is less than this fraction of a program's average time in the longer run, it is noise,
-# and both are measured again.
+# _LEAST_SHARE: if the difference of two times is less than this fraction of a program's average time in the longer run,
+# the difference is noise, and both times are measured again, up to _TRIES times.
 _LEAST_SHARE, _TRIES = 0.1, 5
-# Only to choose the length of a loop: what an H200 reaches per microsecond, and the least time of a call.
+# What an H200 reaches per microsecond, and the least time of a call. Only used to choose the length of loops.
 _FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 10.0
-# Jitted, so that it works for arrays that span processes.
+# The copy is jitted, so that it works for arrays that span processes.
 _copy = jax.jit(jnp.copy)
 
 
@@ -34,12 +34,12 @@ def expected_us(problem: Problem) -> float:
 
 
 def iterations_for(problem: Problem, launch_us: float, least: int, most: int) -> int:
-    """How many calls take about `launch_us` microseconds: from `least` to `most`."""
+    """How many calls take about `launch_us` microseconds, but at least `least` and at most `most`."""
     return min(max(math.ceil(launch_us / expected_us(problem)), least), most)
 
 
 def elapsed_s(launch: Callable[[], None], outputs: Callable[[], Any], count: int) -> float:
-    """Seconds from the first of `count` launches until the outputs of the last one are computed."""
+    """Calls `launch` `count` times. Returns the seconds until the outputs of the last launch are computed."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("timing")
     start = time.perf_counter()
@@ -56,8 +56,8 @@ def marginal_s(seconds: Callable[[int], float], count: int) -> float:
     """Seconds that each of `count` launches of a program adds to one launch.
 
     It times one launch, and then 1 + `count` launches in a row. The cost of starting, and of waiting for the last
-    launch, is 100 to 400 µs. It is in both times, so it is not in their difference. An untimed launch goes ahead of
-    each pair of times, so that neither contains what ran before (another program, or an idle gap).
+    launch, is 100 to 400 µs. Both times contain this cost, so their difference does not. An untimed launch goes ahead
+    of each pair of times, so that neither time contains what ran before (another program, or an idle gap).
 
     Args:
       seconds: a function of the number of launches in a row. It returns how long they take, until the last is done.
@@ -74,7 +74,7 @@ def marginal_s(seconds: Callable[[int], float], count: int) -> float:
 
 
 def calls_s(call: Callable[..., jax.Array], operands: tuple[jax.Array, jax.Array], count: int) -> float:
-    """Seconds per call, of `count` ordinary calls that are dispatched one after another, with one wait at the end."""
+    """Seconds per call of `count` ordinary calls, dispatched one after another, with one wait at the end."""
     last: list[jax.Array] = []
 
     def launch() -> None:
@@ -89,8 +89,8 @@ class Loop:
     """A `programs.loop_program`, and the arrays that each of its launches passes on to the next.
 
     Attributes:
-      program: the loop. It may be replaced by another loop of the same problem, which goes on with the same arrays.
-      state: (the operand that changes, the result). None after a launch that failed, since it was donated.
+      program: the loop. It may be replaced by another loop of the same problem, which continues with the same arrays.
+      state: (the operand that changes, the result). None after a launch that failed, since both were donated.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Loop:
         self.state = self.program(state, self._fixed)
 
     def call_s(self, launches: int) -> float:
-        """Seconds of one call, by `marginal_s` of `launches` programs; with 0, from the plain time of one program."""
+        """Measures the seconds of one call: by `marginal_s` of `launches` programs; with 0, by timing one program."""
 
         def seconds(count: int) -> float:
             return elapsed_s(self.launch, lambda: self.state, count)
@@ -131,9 +131,9 @@ class Loop:
         return (marginal_s(seconds, launches) if launches else seconds(1)) / self._iterations
 
     def load(self, seconds: float) -> None:
-        """Gives the devices work for about `seconds`, and does not wait: so clocks and temperatures settle."""
+        """Starts work of about `seconds` on the devices, without waiting, so that clocks and temperatures settle."""
         if seconds > 0:
             program_s = self.call_s(1) * self._iterations
-            # A number of launches, not a clock, so that all processes do the same.
+            # Count launches instead of reading a clock, so that all processes do the same.
             for _ in range(int(seconds / max(program_s, 1e-6))):
                 self.launch()

@@ -19,7 +19,8 @@ from overlap.tuning.operations import AXIS, OPERATIONS, specs
 from overlap.tuning.programs import Call, call_program
 from overlap.tuning.timeline import Timeline, timeline
 
-# Launches before the one that is kept. They warm up code and clocks, and bring the devices into step.
+# How many launches run before the launch that is kept. They warm up code and clocks, and let the devices begin
+# together.
 _AHEAD = 3
 
 
@@ -28,7 +29,7 @@ class Trace:
     """One recorded call.
 
     Attributes:
-      timelines: one for each kernel, in the order in which they run.
+      timelines: the timeline of each kernel, in the order in which the kernels run.
       same_bits: whether the result has the same bits as the result of a call that is not recorded.
     """
 
@@ -51,12 +52,12 @@ def record(
       problem: the operation and its sizes.
       operands: lhs and rhs on the mesh.
       mesh: devices of this process along one axis, `AXIS`.
-      config: the configuration of the kernel; None: the table's or the model's.
+      config: the configuration of the kernel; None: the library chooses it.
       capacity: how many marks each role has room for.
-      emulated: whether CPU devices run it. Then all devices have the same time, and the first launch is kept.
+      emulated: whether CPU devices run the call. Then all devices have the same time, and the first launch is kept.
 
     Raises:
-      NotImplementedError, ValueError: as the operation, with implementation="fused".
+      NotImplementedError, ValueError: as the operation raises them with implementation="fused".
     """
     call = functools.partial(_call, problem, config)
     expected = jax.block_until_ready(call_program(problem, call, mesh)(*operands))
@@ -64,7 +65,7 @@ def record(
     for _ in range(0 if emulated else _AHEAD):
         run(*operands)
     result, entries = jax.block_until_ready(run(*operands))
-    # Measured right after the launch: clocks hardly drift in a millisecond.
+    # Measure the offsets right after the launch: clocks hardly drift in a millisecond.
     one_time = [clocks.Offset(0.0, 0.0)] * mesh.size
     offsets = one_time if emulated or mesh.size == 1 else clocks.offsets(mesh)
     timelines = [
@@ -75,7 +76,7 @@ def record(
 
 
 def program(problem: Problem, call: Call, mesh: Mesh, capacity: int) -> tuple[Any, list[tuple[str, dict[int, str]]]]:
-    """A program of one call with marks.
+    """Makes a program of one call with marks.
 
     Returns:
       The jitted program, (lhs, rhs) -> (result, entries of each kernel), and a list. When the program has been traced,
