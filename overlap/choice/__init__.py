@@ -1,4 +1,4 @@
-"""Chooses for each call the fused kernel or XLA, and the kernel's configuration, by measured tables or by a model.
+"""Chooses the fused kernel or XLA for each call, and the kernel's configuration, from measured tables or a model.
 
-Nothing is measured here (`overlap.tuning` does that). Operations are known by their names and sizes only.
+Nothing is measured here: `overlap.tuning` measures. These modules know an operation only by its name and its sizes.
 """

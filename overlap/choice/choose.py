@@ -1,4 +1,4 @@
-"""Looks up the configuration for a call that names none. Nothing is measured."""
+"""Chooses the configuration of a call without `config=`, and whether XLA is faster. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _missed: set[tuple[Problem, str]] = set()
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """An active `overlap.autotune`. It notes every problem that is asked about, and its results come before any table.
+    """An active `overlap.autotune`. It records each problem that needs a configuration; its results come before tables.
 
     Attributes:
       configs: the configuration for each tuned problem.
       measured: the times of these configurations and of XLA.
-      asked: the problems, in the order in which they were first asked about (an ordered set).
+      asked: the problems that `choose_config` was called with, in the order of their first calls. The keys serve as an
+        ordered set; the values are None.
     """
 
     configs: dict[Problem, Config] = dataclasses.field(default_factory=dict)
@@ -38,23 +39,25 @@ class Session:
 
 
 def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
-    """The configuration for a call, and where it comes from.
+    """Returns the configuration for a call, and where it comes from.
 
-    In this order: the active `overlap.autotune` result, the user's table, the table shipped with the library, the
-    heuristic. Nothing is measured or compiled here. A miss in the tables is logged once per problem (INFO, logger
-    "overlap").
+    The first of these that has a configuration is used: the active `overlap.autotune`, the user's table, the tables
+    shipped with the library, the heuristic. Nothing is measured or compiled here. If no table has an entry for the
+    problem, this is logged once per problem (INFO, logger "overlap").
 
     Args:
-      problem: the call.
-      target: the device that it is for.
+      problem: the operation and the sizes of the call.
+      target: the device that the call is for.
 
     Returns:
       (config, source). The source is one of these:
         "tuned"      the active `overlap.autotune` has measured the problem
-        "table …"    the user's table, or "shipped table …": names the file, the entry, and the versions of jax and of
-                     this library that the entry was measured with, if others run now
-        "heuristic"  the model
-        "default"    no configuration can run the problem; the check of this one says why
+        "table …"    the user's table, or "shipped table …", a table that comes with the library. The text names the
+                     file and the entry. If the entry was measured with other versions of jax or of this library than
+                     run now, the text names both versions.
+        "heuristic"  the model (`space.heuristic`)
+        "default"    the default configuration, because no configuration can run the problem. The check of the default
+                     configuration says why.
     """
     active: Session | None = session.value
     if active is not None and heuristic(problem, target) is not None:
@@ -68,7 +71,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
     config = heuristic(problem, target)
     if config is None:
         return default_config(problem.dtype, block_scaled=problem.block_scaled), "default"
-    # In a session problems are collected to be tuned, so a miss is not logged.
+    # A session collects the problems in order to tune them, so inside a session this message is not logged.
     if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))
         devices = f" --devices {problem.devices}" if problem.devices > 1 else ""
@@ -84,10 +87,11 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
 
 
 def xla_is_faster(problem: Problem, target: Target) -> str | None:
-    """Why XLA is the better choice for a call with the configuration of `choose_config`; None if it is not.
+    """Returns why XLA is expected to be faster than the fused kernel; None if it is not.
 
-    A measured configuration was measured together with XLA, and this pair of times decides. Where no pair was measured,
-    those of similar problems decide (`overlap.choice.crossover`).
+    The fused kernel is assumed to run with the configuration of `choose_config`. If that configuration was measured,
+    XLA was measured in the same run, and these two times decide. Otherwise the times measured for similar problems
+    decide (`overlap.choice.crossover`).
     """
     active: Session | None = session.value
     if active is not None and problem in active.measured:
@@ -102,13 +106,13 @@ def xla_is_faster(problem: Problem, target: Target) -> str | None:
 
 
 def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:
-    """The entry for a problem in the tables (None: there is none), and in words which file and measurement it is of."""
+    """Returns (source, entry): the table entry for a problem, and a text that names its file; ("", None) if none."""
     if target.platform == "gpu":
         for name, files in (("table", _user_files(target)), ("shipped table", tables.shipped_files())):
             for file in files:
                 entry = tables.find(tables.load(file), problem, target, jax.__version__)
-                # A configuration measured with another version of jax may need more registers than there are with this
-                # one.
+                # An entry may be from another version of jax. With the running version its configuration may need more
+                # registers than a thread has; then the entry is not used.
                 if entry is not None and not spills(entry.config):
                     other = entry.measured_elsewhere(jax.__version__)
                     return f"{name} {file}: {entry.problem.shape}{f', {other}' if other else ''}", entry
@@ -116,8 +120,9 @@ def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:
 
 
 def _user_files(target: Target) -> list[pathlib.Path]:
-    # The processes of one program must choose the same kernels. Only a folder that the user named explicitly is taken
-    # to be the same for all of them.
+    # All processes of one program must choose the same kernels, so they must read the same tables. With several
+    # processes, the user's table is read only if the user has named its folder in the environment: only then is the
+    # folder assumed to have the same content for all processes.
     if jax.process_count() > 1 and not os.environ.get(tables.DIRECTORY_VARIABLE):
         return []
     path = tables.user_file(target.kind)

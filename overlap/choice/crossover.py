@@ -1,12 +1,13 @@
-"""Where XLA is faster than the fused kernel, by measured pairs of times (the fused kernel's and XLA's).
+"""Predicts where XLA is faster than the fused kernel, from measured pairs of times (fused kernel, XLA).
 
-The measurements are in `crossover.csv`, which is made from results of benchmarks (`python -m benchmarks.crossover`).
-They were taken on an H200. What matters here is how the fixed costs of a launch compare with the sizes, and in that
-other Hopper GPUs are close to an H200.
+The measurements are in `crossover.csv`, which `python -m benchmarks.crossover` makes from results of benchmarks. They
+were taken on an H200, and are used for all Hopper GPUs: the choice depends mostly on the fixed costs of a launch
+relative to the size of the problem, and this relation is similar on all of them.
 
-Between measurements the ratio of the times is interpolated, in the logarithms of ratio and sizes, by inverse squared
-distance. XLA runs where the interpolated ratio or the nearest measurement says that XLA is faster by more than noise.
-It also runs where the operation was not measured at similar sizes.
+Between measurements, the ratio of the two times is interpolated: the logarithm of the ratio is averaged over near
+measurements, each weighted by the inverse square of its distance. Distances are taken between the logarithms of the
+sizes. XLA is chosen if the interpolated ratio or the nearest measurement says that it is faster by more than noise. XLA
+is also chosen if the operation was not measured at similar sizes.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from overlap.choice.problem import Layout, Problem
 from overlap.kernels.config import SWIZZLE_BYTES
 
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
-# A smaller ratio of XLA's time to the fused kernel's means that XLA is faster; between this and 1 it is noise. The same
-# pair measured twice differs by up to 4%, and XLA's times from runs of many configurations are corrected by an estimate
-# of 3% (`benchmarks.fit_model`).
+# If the ratio of XLA's time to the fused kernel's is below this, XLA is faster. A ratio between this and 1 counts as
+# noise. The same pair measured twice differs by up to 4%, and XLA's times from runs of many configurations are
+# corrected by an estimate of 3% (`benchmarks.fit_model`).
 LEAST_RATIO = 0.93
 NOT_MEASURED = "not measured on this GPU yet"
 _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
-# Distances between problems are counted in doublings of m, n or k. Each doubling of the devices, another layout,
-# another dtype, and aligned rows in only one of the two problems add these to the distance.
+# The distance between two problems is 1 for each doubling of m, n, k or the batch. These are added: `_DEVICES` for each
+# doubling of the number of devices, `_LAYOUT` if the layouts differ, `_KIND` if the dtypes differ (`_kind`), and
+# `_ALIGNMENT` if only one of the problems has aligned rows (`_aligned`).
 _DEVICES, _LAYOUT, _KIND, _ALIGNMENT = 1.0, 0.5, 3.0, 3.0
-# Measurements that are farther away than the nearest one by more than this are not used.
+# A measurement is not used if its distance exceeds the distance of the nearest measurement by more than this.
 _REACH = 1.0
 # If the nearest measurement is farther away than this, the problem counts as not measured.
 _FAR = 6.0
@@ -61,17 +63,17 @@ class Measured:
 
     @property
     def says_xla(self) -> str | None:
-        """The message that XLA was faster, if it was by more than noise; else None."""
+        """The message that XLA was faster; None unless XLA was faster by more than noise."""
         if self.ratio >= LEAST_RATIO:
             return None
         return f"XLA was measured to be {1 / self.ratio:.2f} x as fast for {self.problem}"
 
 
 def neighbours(problem: Problem) -> list[tuple[float, Measured]]:
-    """The measurements that decide about a problem, each with its distance, the nearest first.
+    """Returns the measurements that decide about a problem, each with its distance, the nearest first.
 
-    Among equally near ones, the one that is worst for the fused kernel comes first. The list is empty if the problem's
-    operation was never measured.
+    Among equally near measurements, the one with the smallest ratio (the worst for the fused kernel) comes first. The
+    list is empty if the problem's operation was never measured.
     """
     alike = [measured for measured in _measurements() if measured.problem.op == problem.op]
     pairs = [(_distance(measured.problem, problem), measured) for measured in alike]
@@ -80,7 +82,7 @@ def neighbours(problem: Problem) -> list[tuple[float, Measured]]:
 
 
 def expected_ratio(near: list[tuple[float, Measured]]) -> float:
-    """XLA's time over the fused kernel's, interpolated between neighbours."""
+    """Returns XLA's time divided by the fused kernel's, interpolated between the measurements of `neighbours`."""
     if near[0][0] == 0:
         return near[0][1].ratio
     weights = [distance**-2 for distance, _ in near]
@@ -89,7 +91,7 @@ def expected_ratio(near: list[tuple[float, Measured]]) -> float:
 
 
 def xla_is_faster(problem: Problem) -> str | None:
-    """Why XLA is the better choice for a problem, with the measurement that says so; None if it is not."""
+    """Returns why XLA is expected to be faster for a problem, with the measurement that says so; None if it is not."""
     near = neighbours(problem)
     if not near:
         return NOTHING_MEASURED
@@ -118,12 +120,12 @@ def _rows(problem: Problem) -> int:
 
 
 def _kind(problem: Problem) -> str:
-    """The dtype. The two 16-bit dtypes count as one, since they run at the same rates."""
+    """Returns the name of the dtype, or "16 bits" for float16 and bfloat16, which run at the same rates."""
     return "16 bits" if jnp.dtype(problem.dtype).itemsize == 2 else problem.dtype
 
 
 def _aligned(problem: Problem) -> bool:
-    """Whether each row of a box (what one TMA copy moves) is exactly one cache line."""
+    """Whether rows of both operands begin at cache lines, so that each row of a box is exactly one cache line."""
     return all(row % SWIZZLE_BYTES == 0 for row in problem.row_bytes)
 
 

@@ -70,7 +70,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Circumstances:
-    """What a choice depends on beside the sizes, and what the fused kernel would need.
+    """Facts about a call that the choice depends on besides the sizes, and the memory that the fused kernel would need.
 
     Attributes:
       transport: how data would travel in the fused kernel; empty if none travels, or there is one transport only.
@@ -91,16 +91,17 @@ class Circumstances:
 
 
 def target(mesh: Mesh | AbstractMesh | None = None) -> Target:
-    """The device that the code being traced is for, or that of `mesh`."""
+    """Returns the device that the code being traced will run on; with `mesh`, the device of that mesh."""
     return current_target(mesh)
 
 
 def _first_that_fits(
     config: Config, source: str, problem: Problem, device: Target, check: Callable[[Config, Target], None]
 ) -> tuple[Config, str]:
-    """The chosen configuration, or the next best one that `check` accepts.
+    """Returns (config, source) if `check` accepts `config`, else the best candidate that it accepts and "heuristic".
 
-    A `Problem` does not say all about a call.
+    `check` may refuse a configuration that was chosen for the `Problem`, since a `Problem` does not describe all of a
+    call. If `check` accepts no candidate either, the result is (config, source).
     """
 
     def fits(config: Config) -> bool:
@@ -132,13 +133,13 @@ def decide(
 
     Args:
       op: the operation's name, for messages.
-      implementation: what the caller asked for; None leaves it open.
+      implementation: "fused" or "xla", if the caller asked for it; None to choose here.
       device: the device that the call is for.
-      config: the fused kernel's configuration; None takes it from a table, else from the heuristic.
+      config: the fused kernel's configuration; None to look it up (`choose_config`).
       check: check(config, target) raises NotImplementedError if the fused kernel cannot serve the call, and ValueError
         if the call is wrong.
       problem: the call's operation and sizes. Each decision is logged once per problem.
-      circumstances: what else the choice depends on.
+      circumstances: what the choice depends on besides the sizes.
 
     Raises:
       ValueError: whatever `check` raises.
@@ -165,7 +166,7 @@ def decide(
     missed = False
     if device.platform == "cpu":
         if source == "given":
-            # A configuration that is wrong on a GPU is refused here, too.
+            # On a CPU, too, raise ValueError for a configuration that is invalid on a GPU.
             with contextlib.suppress(NotImplementedError):
                 check(config, device)
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
@@ -188,8 +189,8 @@ def decide(
             choice = Explanation(op, "xla", None, str(cannot), device)
     if (op, problem, choice) not in _logged:
         _logged.add((op, problem, choice))
-        # Warn if XLA runs on a GPU that has fused kernels, unless XLA was measured to be faster: the user came for the
-        # fused kernel.
+        # Log a warning if XLA runs on a GPU for which there are fused kernels, unless XLA was measured to be faster:
+        # users of this library expect the fused kernel.
         warns = missed and device.platform == "gpu" and (device.is_hopper or device.is_blackwell)
         logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
     return choice

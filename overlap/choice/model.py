@@ -1,6 +1,7 @@
-"""A model of a configuration's time: how many waves of tiles there are, and what bounds the time of a tile.
+"""Predicts a configuration's time from the number of waves of tiles and from what limits the time of a tile.
 
-It is made for ranking configurations, not for forecasts. The rates of each architecture are in `rates.py`.
+The model ranks configurations; its times are not exact enough to forecast how long a call takes. The rates of each
+architecture are in `rates.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
 F32_BYTES = 4
-# How sharply the clock rate passes from full clocks to those that the power limit allows; compare `overlap_exponent`.
+# An exponent like `Rates.overlap_exponent`, here for full clocks and the power limit. The larger it is, the more
+# abruptly the clock rate begins to fall where work reaches the power limit.
 _LIMITED = 8.0
-# A gather: from the start until the first rows of a peer may be multiplied.
+# The time of a gather from its start until the first rows of a peer may be multiplied.
 GATHER_US = 6.0
-# A gather: the time that each further shard adds if its rows are not joined with those of the others.
+# The time that each shard but the first adds to a gather, if the rows of all shards are not joined (`Config.joined`).
 APART_US = 1.0
-# A sum over devices: from the end of a peer's tile until its part may be added here.
+# In a sum over devices: the time from when a peer has computed its part of a tile until this device may add the part.
 SCATTER_US = 6.0
-# A sum that all devices get: from the addition until all devices have the result (transport "broadcast").
+# In a sum that all devices get (transport "broadcast"): the time from the addition until all devices have the result.
 BROADCAST_US = 8.0
-# The same sum in one shot: from shared memory to all devices.
+# In a sum that all devices get by "one_shot": the time from when a part is in shared memory until all devices have it.
 ONE_SHOT_US = 6.0
 
 
@@ -37,13 +39,14 @@ def copied_sooner_than_received(copied_bytes: float, received_bytes: float) -> b
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
-    """How the problem's tiles are dealt to the clusters of one device.
+    """Returns how the problem's tiles are distributed over the clusters of one device.
 
-    With split-k, each part of a tile counts as a tile.
+    With split-k, each of the `split_k` partial products of a tile counts as a tile.
     """
     rows, columns = config.cluster_tile
     m, n, products = problem.grid(config)
-    # Shards gathered along k lengthen the sums of each tile. Those gathered along m or n have tiles of their own.
+    # If shards are gathered along k, each tile sums over all shards. Shards gathered along m or n have tiles of their
+    # own.
     lengths = problem.devices if problem.gathered == "k" else 1
     tiles = products * ceil_div(m, rows) * ceil_div(n, columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
@@ -51,13 +54,13 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
 
 
 def waves(config: Config, problem: Problem, target: Target) -> float:
-    """How many tiles' worth of k steps the busiest core carries."""
+    """Returns the k steps that the busiest core computes, in units of the k steps of one tile."""
     work = work_of(config, problem, target)
     return work.total_k_steps(0) / work.k_steps
 
 
 def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
-    """The model's time for one call, in microseconds. `rates`: by default those of the target."""
+    """Returns the model's time for one call, in microseconds. `rates`: None takes the rates of the target."""
     rates, work, itemsize = rates or rates_of(target), work_of(config, problem, target), problem.itemsize
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
@@ -66,14 +69,14 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     hbm_bytes = problem.bytes_per_device + again * weights
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
-        # The L2 does not hold the data, so the memory rate that the active cores reach together is a limit, too.
+        # The data do not fit into the L2. So the rate at which the active cores can read memory is a limit, too.
         hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * active)
     per_depth = _PerDepth.of(config, problem, rates, active, target)
     cycles = _core_cycles(config, problem, rates, target, per_depth)
     us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
     us = _at_power_limit(us, work, config, per_depth, hbm_bytes, rates) + rates.launch_us
     if work.cuts:
-        # All CTAs exchange and add the sums of shared tiles at the end, when there is nothing else to do meanwhile.
+        # CTAs that share a tile exchange and add their sums at the end, when no other work hides the time of this.
         added = (work.pieces_per_tile - 1) / rates.add_bytes_per_cycle
         summed = elements * F32_BYTES * (1 / rates.store_bytes_per_cycle + added)
         us += (summed + rates.flag_cycles) / rates.cycles_per_us
@@ -95,18 +98,18 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
 
 
 def _at_once(exponent: float, *times: float) -> float:
-    """The time of several activities that run at the same time: about the longest, and a little more for the others."""
+    """Returns the time of activities that run at the same time: the longest, and a little more for the others."""
     longest = max(times)
     return longest * sum((time / longest) ** exponent for time in times) ** (1 / exponent) if longest else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _PerDepth:
-    """What a tile costs a core for each element of k (of the tile's depth).
+    """The costs to a core of one tile, for each element of k.
 
     Attributes:
-      cycles: time.
-      multiplied: multiply-adds, times bytes of an operand's element.
+      cycles: time, in cycles of the core.
+      multiplied: multiply-adds times the bytes of an operand's element.
       loaded: bytes loaded from the L2.
       read: bytes of shared memory that the tensor cores read.
     """
@@ -118,17 +121,18 @@ class _PerDepth:
 
     @staticmethod
     def of(config: Config, problem: Problem, rates: Rates, active: int, target: Target) -> _PerDepth:
-        """The costs of a configuration on a problem, while `active` cores are at work."""
+        """Returns the costs of a configuration on a problem, while `active` cores are at work."""
         itemsize = problem.itemsize
         l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
         lhs_row, rhs_row = problem.row_bytes
         m, *_ = problem.grid(config)
         rows = rates.rows_loaded(config, m, problem.transpose_lhs)
-        # A warpgroup that has no rows of the operand multiplies nothing.
+        # A warpgroup whose rows all lie beyond the operand multiplies nothing.
         busy_part = rates.rows_multiplied(config, rows) / config.tile_m
         multiplied = busy_part * config.tile_m * config.tile_n * itemsize
         read = busy_part * rates.smem_reads(config) * itemsize
-        # Rows beyond the operand, on average per tile: only the last tile of a column of tiles has such rows.
+        # The number of loaded rows that lie beyond the operand, averaged over the tiles along m: only the last of these
+        # tiles has such rows.
         empty = 0 if problem.transpose_lhs else rows - m / ceil_div(m, rows)
         lhs, rhs = (
             rows * itemsize * (rates.unaligned_lines if row_bytes % SWIZZLE_BYTES else 1.0)
@@ -143,14 +147,14 @@ class _PerDepth:
         busy = _at_once(
             rates.overlap_exponent, multiplied / rates.tensor_core_rate, read / rates.smem_bytes_per_cycle, load
         )
-        # A stage is given back one k step late, and then filled again.
+        # A stage is released one k step after its product, and only then filled again.
         refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
         return _PerDepth(busy + step / config.tile_k, multiplied, loaded, read)
 
 
 def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target, per_depth: _PerDepth) -> float:
-    """Cycles of the busiest core: its products and its stores."""
+    """Returns the cycles that the busiest core takes for its products and its stores."""
     work = work_of(config, problem, target)
     out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
     mainloop = waves(config, problem, target) * work.k_steps * config.tile_k * per_depth.cycles
@@ -160,10 +164,11 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
     waits = max(rates.stores(config) - config.epilogue_buffers, 0)
     store = elements * out_bytes / rates.store_bytes_per_cycle + rates.tile_cycles + waits * rates.store_wait_cycles
     if rates.overlaps_epilogue:
-        # All stores but the last one run beside the products of the next tile.
+        # Each store but the last one runs at the same time as the products of the next tile.
         return max(mainloop, (tiles - 1) * store) + store
     if config.in_turn:
-        # Pingpong: each warpgroup has every second tile, and stores it while the other one multiplies.
+        # With the schedule "pingpong", each warpgroup computes every second tile, and stores it while the other
+        # warpgroup multiplies.
         mainloop *= rates.gathering_in_turn if problem.communicates and problem.gathered else rates.in_turn
         turn = mainloop / max(tiles, 1) + store
         return max(mainloop + tiles * rates.turn_cycles, ceil_div(tiles, 2) * turn - store) + store
@@ -173,7 +178,7 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target,
 def _at_power_limit(
     us: float, work: StreamK, config: Config, per_depth: _PerDepth, hbm_bytes: float, rates: Rates
 ) -> float:
-    """The time at the clock rate that the power limit allows, for work that takes `us` at full clocks."""
+    """Returns the time, at the clock rate that the power limit allows, of work that takes `us` at full clocks."""
     depth = work.tiles * config.cluster * work.k_steps * config.tile_k
     # How long the work would take if power were the only limit.
     energy_us = hbm_bytes / rates.moved_per_us + depth * (
@@ -181,18 +186,20 @@ def _at_power_limit(
         + per_depth.loaded / rates.loaded_per_us
         + per_depth.read / rates.read_per_us
     )
-    # Lower clocks allow a lower voltage. So the clock rate falls less than the power must.
+    # A lower clock rate allows a lower voltage, which saves power as well. So the clock rate falls by a smaller factor
+    # than the power.
     return us * (1 + (energy_us / us) ** _LIMITED) ** (rates.clock_exponent / _LIMITED) if us else us
 
 
 def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates, hbm_rate: float) -> float:
-    """The time of the products (`us`) together with the gather that runs beside them."""
+    """Returns the time of the products (`us`) and of the gather that runs at the same time, together."""
     gather_us = GATHER_US + problem.received_bytes_per_device / rates.pulled_bytes_per_us
     if not config.joined:
-        # When the last rows have arrived, the tiles of one shard are left to compute, or at least one tile.
+        # When the last rows have arrived, the tiles of one shard are left to compute; for each core at least one tile.
         last = max(1 / problem.devices, work.k_steps / max(work.total_k_steps(0), work.k_steps))
         return max(us, gather_us + us * last) + APART_US * (problem.devices - 1)
-    # No product before the last rows. What fills the stages until then need not be waited for after that.
+    # With joined rows, no product can begin before the last rows have arrived. Until then the stages are filled with
+    # the right operand; the time of these loads is saved afterwards.
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     early_steps = min(config.stages, work.total_k_steps(0))
     early_us = early_steps * config.tile_k * config.tile_n * problem.itemsize * active / hbm_rate
@@ -200,8 +207,9 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rat
 
 
 def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates) -> float:
-    """The time of the products (`us`) together with the parts of sums that travel beside them."""
-    # Own tiles are computed last. Own tiles in the same wave as the last tiles of peers must wait for parts from there.
+    """Returns the time of the products (`us`) and of the parts that are sent at the same time, together."""
+    # A device computes the tiles for its peers first and its own tiles last. An own tile in the same wave as the last
+    # tiles for peers has to wait, because the peers compute their parts of it in that wave.
     of_peers = work.tiles * (problem.devices - 1) // problem.devices
     waves_in_all, waves_of_peers = ceil_div(work.tiles, work.num_ctas), ceil_div(of_peers, work.num_ctas)
     tile_bytes = config.tile_m * config.tile_n * jnp.dtype(problem.out_dtype).itemsize
@@ -209,14 +217,15 @@ def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, ra
     slack_us = us * (waves_in_all - waves_of_peers) / waves_in_all
     us += SCATTER_US + max(last_us - slack_us, 0.0)
     if problem.replicates:
-        # The results of the last tiles are sent when there is nothing left to compute.
+        # The results of the last tiles are sent when nothing is left to compute, so no work hides the time of sending
+        # them.
         own = min(work.tiles - of_peers, work.num_ctas) * (problem.devices - 1)
         us += BROADCAST_US + own * tile_bytes / rates.pulled_bytes_per_us
     return max(us, SCATTER_US + problem.received_bytes_per_device / rates.pulled_bytes_per_us)
 
 
 def _with_one_shot(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates) -> float:
-    """The time of the products (`us`), where each wave of tiles waits for the peers' parts."""
+    """Returns the time of the products (`us`) and of the exchange of parts (one shot) after each wave of tiles."""
     rows, columns, products = problem.grid(config)
     of_wave = min(work.tiles, work.num_ctas) * min(rows, config.tile_m) * config.tile_n
     sent = min(of_wave, products * rows * columns) * jnp.dtype(problem.out_dtype).itemsize * (problem.devices - 1)

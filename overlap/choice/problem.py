@@ -1,4 +1,4 @@
-"""The problem that a configuration is chosen for: an operation and its sizes; and which sizes share a configuration."""
+"""Describes the problem that a configuration is chosen for, and says which sizes share tuned configurations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from overlap.primitives.integers import ceil_div
 Layout = Literal["nn", "nt", "tn", "tt"]
 LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 _SIGNIFICANT_BITS = 4
-# For each operation that gathers or scatters, the dimension of the product along which it does.
+# For each operation that gathers shards or scatters sums: the dimension of the product along which it does so.
 _GATHERED = {"all_gather_lhs_matmul": "m", "all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
 _SCATTERED = {"matmul_reduce_scatter": "m", "matmul_reduce_scatter_n": "n"}
 _ALL_REDUCE = "matmul_all_reduce"
 # All values of `Problem.op`.
 OPS = ("matmul", *_GATHERED, *_SCATTERED, _ALL_REDUCE)
-# Tiles are made of squares of this size. A block whose size is no multiple of it wastes a part of its last squares.
+# The sizes of blocks are compared in squares of this many rows and columns, as a stand-in for tiles. If a block's size
+# is not a multiple of this, a part of its last squares is wasted.
 _SQUARE = 128
-# The names of these operations in messages.
+# How messages name the operations whose value of `Problem.op` is not the name of a public function.
 _PUBLIC = {
     "all_gather_rhs_matmul_n": "all_gather_rhs_matmul (along n)",
     "all_gather_rhs_matmul_k": "all_gather_rhs_matmul (along k)",
@@ -35,20 +36,21 @@ _PUBLIC = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of an operation, reduced to what decides its speed.
+    """One call of an operation, described by the properties that determine its speed.
 
     Attributes:
       op: the operation's name, one of `OPS`.
-      m: rows of the left operand; in a collective, of a device's shard.
-      n: columns of the right operand; in a collective, of a device's shard.
+      m: rows of the left operand; in a collective, rows of its shard on one device.
+      n: columns of the right operand; in a collective, columns of its shard on one device.
       k: size of the contraction. If the right operand is gathered along k, or products are summed over the devices,
         this is the size on one device.
       dtype: name of the operands' dtype.
       out_dtype: name of the result's dtype.
       devices: how many devices take part.
-      layout: which operands are stored transposed (t) or not (n), left and right; "nt": the right one is.
+      layout: two letters, for the left and the right operand: "t" if it is stored transposed, else "n". For example,
+        "nt" means that only the right operand is stored transposed.
       batch: how many products of these sizes one call computes.
-      block_scaled: whether the operands have scales of blocks.
+      block_scaled: whether the operands have one scale for each block of elements.
     """
 
     op: str
@@ -82,7 +84,7 @@ class Problem:
 
     @property
     def communicates(self) -> bool:
-        """Whether data travels between devices beside the products."""
+        """Whether the call sends data between devices."""
         return self.devices > 1
 
     @property
@@ -94,7 +96,7 @@ class Problem:
     def scattered(self) -> str:
         """The dimension along which the sum over the devices is cut into a block for each device: "m", "n" or "".
 
-        `matmul_all_reduce` may cut along either one. It takes the one whose blocks waste less of their tiles.
+        `matmul_all_reduce` may cut along m or n. Of the two, the dimension is taken whose blocks need fewer tiles.
         """
         if self.op != _ALL_REDUCE:
             return _SCATTERED.get(self.op, "")
@@ -114,14 +116,17 @@ class Problem:
 
     @property
     def units(self) -> dict[str, int]:
-        """m and n must be multiples of these to be cut into equal blocks, whose rows begin at multiples of 16 bytes."""
+        """The numbers of which m and n must be multiples, so that the sum can be cut into one equal block per device.
+
+        Rows of these blocks must begin at multiples of 16 bytes in memory.
+        """
         of_row = limits.TMA_ROW_BYTES // self.itemsize
         of_result = limits.TMA_ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
         m, n = of_row if self.transpose_lhs else 1, of_result if self.transpose_rhs else max(of_result, of_row)
         return {"m": self.devices * m, "n": self.devices * n}
 
     def transport(self, config: Config) -> Literal["", "pull", "push", "broadcast", "one_shot"]:
-        """How data travels between devices, by the names of `limits.Sizes.transport`."""
+        """Returns how data travels between devices, by the names of `limits.Sizes.transport`; "" if no data does."""
         if not self.communicates:
             return ""
         if self.replicates:
@@ -129,7 +134,7 @@ class Problem:
         return "push" if self.scattered else "pull"
 
     def grid(self, config: Config) -> tuple[int, int, int]:
-        """(rows, columns, products): the size of each product that a device cuts into tiles, and how many there are."""
+        """Returns (rows, columns, products): the size and the number of the products that a device cuts into tiles."""
         if self.replicates and config.one_shot:
             return self.m, self.n, self.batch
         m, n = self.block
@@ -137,21 +142,21 @@ class Problem:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of one device's block: of the product of its shard, or of a sum that is scattered."""
+        """Rows and columns of a block: the product of one shard, or one device's share of a sum that is scattered."""
         parts = {self.scattered: self.devices}
         return self.m // parts.get("m", 1), self.n // parts.get("n", 1)
 
     @property
     def blocks(self) -> int:
-        """How many blocks one device computes, for all devices and batch elements.
+        """The number of separately tiled blocks in one device's product: one for each device and batch element.
 
-        Shards gathered along k make no blocks.
+        Shards gathered along k add to the same block, so they do not raise the number.
         """
         return self.batch * (1 if self.gathered == "k" else self.devices)
 
     @property
     def whole(self) -> tuple[int, int, int]:
-        """m, n and k of the product that one device computes."""
+        """m, n and k of the whole product that one device computes, with the shards that it gathers."""
         factors = {self.gathered: self.devices}
         return self.m * factors.get("m", 1), self.n * factors.get("n", 1), self.k * factors.get("k", 1)
 
@@ -162,7 +167,7 @@ class Problem:
 
     @property
     def flops_per_device(self) -> float:
-        """Floating-point operations that one device does."""
+        """The number of floating-point operations of one device: two for each multiply-add."""
         m, n, k = self.whole
         return 2.0 * self.batch * m * n * k
 
@@ -183,7 +188,7 @@ class Problem:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a row in memory, of the left and of the right operand."""
+        """Bytes of a row, as stored in memory, of the left operand and of the right operand."""
         lhs, rhs = self.m if self.transpose_lhs else self.k, self.k if self.transpose_rhs else self.n
         return lhs * self.itemsize, rhs * self.itemsize
 
@@ -199,14 +204,14 @@ class Problem:
 
     @property
     def bucket(self) -> Problem:
-        """The problem with all sizes rounded up (`bucket`). It stands for all problems of about this size."""
+        """The problem with its sizes rounded up by the function `bucket`: equal for problems of about the same size."""
         sizes = {name: bucket(getattr(self, name)) for name in ("m", "n", "k")}
         return dataclasses.replace(self, **sizes, batch=bucket(self.batch, least=1))
 
     def check(self, config: Config, target: Target) -> None:
-        """`limits.check` for this problem."""
+        """Calls `check_blocks` and `limits.check` for this problem, which raise if `config` cannot run it."""
         self.check_blocks(config)
-        # The parts of a split contraction are stored in f32.
+        # With split-k, partial products are stored in f32.
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
         layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.transport(config)
         m, n = (self.m, self.n) if transport == "one_shot" else self.block
@@ -236,15 +241,15 @@ class Problem:
 
         These cases were found by assembling all kernels (`tests.assembly_sweep`). In compute threads:
 
-        - 256 rows, or the largest tiles if both operands are transposed, with 32-bit results, cut tiles (stream-k) and
-          a cluster, if the epilogue has everything
-        - where parts of peers are added: 128 rows per warpgroup, or the largest tiles with the schedule "pingpong"
-        - where own tiles are sent as well: the largest tiles of 8-bit operands or with 32-bit results
+        - with 32-bit results, `stream_k` above 1, a cluster, and an epilogue that uses all of its features: tiles of
+          256 rows, or the largest tiles if both operands are transposed
+        - where peers' parts are added: 128 rows per warpgroup, or the largest tiles with the schedule "pingpong"
+        - where finished tiles are sent to all peers as well: the largest tiles, with 8-bit operands or 32-bit results
 
-        In the producer, beside a gather:
+        In the producer, in operations that gather:
 
         - the schedule "pingpong" in a cluster, or with the smallest tiles
-        - tiles of 256 × 64 that are cut, in a cluster
+        - tiles of 256 × 64 with `stream_k` above 1, in a cluster
         """
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
@@ -267,12 +272,12 @@ class Problem:
 
 
 def default_out_dtype(dtype: str) -> str:
-    """The dtype of the result if the caller names none: that of the operands, or bfloat16 for 8-bit operands."""
+    """Returns the dtype of a result for which the caller names none: bfloat16 for 8-bit operands, else their dtype."""
     return "bfloat16" if dtype.startswith("float8") else dtype
 
 
 def bucket(size: int, least: int = 16) -> int:
-    """`size` rounded up to four significant bits, and to at least `least`. There are eight buckets for every doubling.
+    """Returns `size` rounded up to four significant bits, but at least `least`: eight values for each doubling.
 
     Example:
       >>> [bucket(size) for size in (1, 4096, 4097, 14336, 11008)]

@@ -1,10 +1,10 @@
-"""Rates of each architecture (what a core does per cycle and the like), for the model that ranks configurations.
+"""The rates of each architecture (work per cycle, bytes per µs, fixed times) that the model in `model.py` uses.
 
 Hopper's rates are fitted to measurements on an H200: `rates_h200.json`, written by `python -m benchmarks.fit_model`.
 
 Blackwell's rates are for a B200, and none of them is measured. They come from its data sheet (2250 TFLOP/s of 16-bit
-products, 148 cores, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction), each reduced in the proportion in
-which an H200 falls short of its own data sheet. Rates that a data sheet does not have are taken from the H200.
+products, 148 cores, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction). Each is multiplied by the ratio of the
+measured rate to the data sheet's rate on an H200. Rates that the data sheet does not state are those of the H200.
 """
 
 from __future__ import annotations
@@ -26,49 +26,52 @@ class Rates:
     """The rates of one architecture.
 
     Attributes:
-      cycles_per_us: clock rate, without a power limit.
+      cycles_per_us: the clock rate in cycles per µs while power is not limited.
       tensor_core_rate: multiply-adds per cycle of one core, times bytes per operand element.
-      step_cycles: cycles that each k step takes beside its products, for barriers and the issue of instructions. It
-        makes small tiles slow.
-      cluster_step_cycles: further cycles of each k step in which two CTAs that share their loads wait for each other.
-      smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read.
-      l2_bytes_per_cycle: bytes that one core loads from the L2 while all cores load.
-      l2_bytes_per_cycle_alone: bytes that one core loads from the L2 while no other does.
-      unaligned_lines: how many cache lines the load of one row of a box costs if the row does not begin at a line.
-      overlap_exponent: two activities of a and b cycles at the same time take (a**p + b**p) ** (1 / p) cycles.
-      empty_row_cycles: cycles for a row of a tile that lies beyond the operand, and that TMA fills with zeros. Measured
-        on an H200, 32 × 8192 × 8192 by tiles of 128 × 64 and of 128 × 128: 8 and 14.
-      store_bytes_per_cycle: bytes that one core stores.
+      step_cycles: cycles that each k step takes in addition to its products, for barriers and for issuing instructions.
+        This cost makes small tiles slow.
+      cluster_step_cycles: cycles that each k step takes in addition in a cluster, whose CTAs share loads and wait for
+        each other.
+      smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle. l2_bytes_per_cycle:
+        bytes per cycle that one core loads from the L2 while all cores load. l2_bytes_per_cycle_alone: bytes per cycle
+        that one core loads from the L2 while no other core loads.
+      unaligned_lines: how many cache lines are loaded for one row of a box if the row does not begin at a cache line.
+      overlap_exponent: the exponent p of the model: two activities that take a and b cycles alone take (a**p + b**p) **
+        (1 / p) cycles when they run at the same time.
+      empty_row_cycles: cycles to load one row of a box that lies beyond the operand, which TMA fills with zeros.
+        Measured on an H200 for 32 × 8192 × 8192: 8 with tiles of 128 × 64, 14 with tiles of 128 × 128.
+      store_bytes_per_cycle: bytes per cycle that one core stores.
       store_wait_cycles: cycles until an epilogue buffer has been read and can be filled again.
       tile_cycles: cycles to fill and to drain the pipeline, per tile.
       turn_cycles: with the schedule "pingpong", cycles between one warpgroup's products and the other's.
-      in_turn: with the schedule "pingpong", the factor by which all products of a core take longer.
-      gathering_in_turn: the same factor beside a gather, whose buffers leave less room for stages. Measured on 2 H200s:
-        1.03 to 1.11.
+      in_turn: the factor by which a core's products take longer with the schedule "pingpong" than with "cooperative".
+      gathering_in_turn: the factor that replaces `in_turn` in operations that gather, whose buffers leave less room for
+        stages. Measured on 2 H200s: 1.03 to 1.11.
       load_latency_cycles: cycles from the request of an operand tile until it has arrived.
-      hbm_bytes_per_us: bytes per µs of the whole device's memory.
-      hbm_bytes_per_us_alone: bytes per µs of memory that one core reaches alone. Measured on an H200:
-        16 × 8192 × 8192 takes 45.8 µs on 64 cores, 36.3 µs on 128; that is 3.4 and 4.4 MB/µs, less the launch.
-      l2_bytes: size of the L2. Weights that are larger are read again for the tiles of each shard, since the shards
-        come one after the other.
-      sum_bytes_per_us: bytes per µs that the kernel reads that adds up the parts of a split contraction (split-k).
-      flag_cycles: cycles that CTAs that share a tile (stream-k) need beside the sums: a flag crosses the L2, and the
-        sums of the other CTAs are read one round trip after another.
-      add_bytes_per_cycle: bytes per cycle at which the sums of the other CTAs are read and added.
-      launch_us: launch of a kernel.
-      next_launch_us: launch of a second kernel behind it.
-      zero_flags_us: the kernel that zeroes the flags.
-      cluster_us: time in which the two CTAs of a cluster wait for each other at the start and the end.
-      multiplied_per_us: what the device could multiply (multiply-adds times bytes of an element) if all its power went
-        there.
-      loaded_per_us: bytes that the device could load from the L2 if all its power went there.
-      read_per_us: bytes of shared memory that the tensor cores could read if all power went there.
-      moved_per_us: bytes that could be moved to and from the device's memory if all power went there.
-      clock_exponent: where more power is demanded than the limit allows, the clock rate is divided by
-        (demand / limit) ** clock_exponent.
-      pulled_bytes_per_us: bytes that the communicators of one device move over NVLink.
-      sent_bytes_per_us: bytes that the compute warpgroups of one device send over NVLink.
-      overlaps_epilogue: whether a tile is stored while the next one is multiplied, whatever the schedule.
+      hbm_bytes_per_us: bytes per µs that all cores together move to and from the device's memory.
+      hbm_bytes_per_us_alone: bytes per µs that one core alone moves to and from the device's memory. Measured on an
+        H200: 16 × 8192 × 8192 takes 45.8 µs on 64 cores, 36.3 µs on 128; that is 3.4 and 4.4 MB/µs, less the launch.
+        l2_bytes: size of the L2. Weights larger than this are read from memory once for each shard, since the shards
+          are multiplied one after the other.
+      sum_bytes_per_us: with split-k, bytes per µs that are read by the kernel that adds up the partial products.
+      flag_cycles: with stream-k, cycles that CTAs that share a tile need in addition to storing and adding sums: a flag
+        crosses the L2, and the sums of the other CTAs are read one round trip after another.
+      add_bytes_per_cycle: with stream-k, bytes per cycle at which the sums of the other CTAs are read and added.
+      launch_us: µs to launch a kernel.
+      next_launch_us: µs to launch a second kernel right after the first.
+      zero_flags_us: µs that the kernel takes that sets the flags to 0.
+      cluster_us: µs in which the two CTAs of a cluster wait for each other at the start and the end.
+      multiplied_per_us: multiply-adds, times bytes of an element, that the device could compute per µs if all of its
+        power went into products.
+      loaded_per_us: bytes that the device could load from the L2 per µs if all of its power went into these loads.
+      read_per_us: bytes of shared memory that the tensor cores could read per µs if all power went into these reads.
+      moved_per_us: bytes that could be moved to and from the device's memory per µs if all power went into these
+        copies.
+      clock_exponent: if work at full clocks would take more power than the limit allows, the clock rate is divided by
+        (power / limit) ** clock_exponent.
+      pulled_bytes_per_us: bytes that the communicators of one device move over NVLink per µs.
+      sent_bytes_per_us: bytes that the compute warpgroups of one device send over NVLink per µs.
+      overlaps_epilogue: whether a tile is stored while the next one is multiplied, with any `Config.schedule`.
       measured: whether this architecture was measured. If not, XLA runs unless the caller asks for the fused kernel.
     """
 
@@ -110,12 +113,12 @@ class Rates:
     measured: bool = True
 
     def stores(self, config: Config) -> int:
-        """How many times a compute warpgroup stores an epilogue buffer for one tile, or for its part of a tile."""
+        """Returns how many epilogue buffers a compute warpgroup fills and stores for its part of one tile."""
         _, columns = hopper.warpgroup_tile(config)
         return columns // config.epilogue_tile_n
 
     def smem_reads(self, config: Config) -> float:
-        """Elements of shared memory that the tensor cores read for a tile, per element of k."""
+        """Returns how many elements of shared memory the tensor cores read for a tile, per element of k."""
         rows, columns = hopper.warpgroup_tile(config)
         parts = config.tile_m * config.tile_n // (rows * columns)
         if config.swap_operands:
@@ -123,12 +126,12 @@ class Rates:
         return parts * (rows / hopper.WGMMA_M) * (hopper.WGMMA_M + columns)
 
     def rows_multiplied(self, config: Config, loaded: int) -> int:
-        """How many rows of a tile are multiplied if `loaded` rows of it are loaded."""
+        """Returns how many rows of a tile are multiplied if `loaded` rows of it are loaded."""
         rows, _ = hopper.warpgroup_tile(config)
         return -(-loaded // rows) * rows
 
     def rows_loaded(self, config: Config, m: int, transpose_lhs: bool) -> int:
-        """How many rows of a tile are loaded, for a left operand of `m` rows."""
+        """Returns how many rows are loaded for a tile of a left operand of `m` rows."""
         return hopper.rows_loaded(config, m, transpose_lhs)
 
 
@@ -168,7 +171,7 @@ BLACKWELL = BlackwellRates(
         hbm_bytes_per_us=6.4e6,
         l2_bytes=100e6,
         sum_bytes_per_us=9.0e6,
-        # `cycles_per_us` is the clock rate at the power limit already.
+        # `cycles_per_us` above is already the clock rate at the power limit.
         clock_exponent=0.0,
         pulled_bytes_per_us=0.7e6,
         sent_bytes_per_us=0.8e6,
@@ -177,5 +180,5 @@ BLACKWELL = BlackwellRates(
 
 
 def rates_of(target: Target) -> Rates:
-    """The rates of a device."""
+    """Returns the rates of a device's architecture."""
     return BLACKWELL if target.is_blackwell else HOPPER

@@ -1,4 +1,4 @@
-"""The active `overlap.autotune`. It has a module of its own, since it must exist before anything is traced."""
+"""Holds the active `overlap.autotune` session in a module of its own, since it must exist before anything is traced."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-# The value is a part of the cache key of `jax.jit`. So a function that was traced outside a session is traced again
-# inside, where the session sees its calls. And a trace from inside is not used outside, so that the configurations of a
-# session do not outlive it.
+# The value is None or the active `choose.Session`, and it is a part of the cache key of `jax.jit`. So a function that
+# was traced before a session began is traced again inside the session, which then sees the calls in it. A function that
+# was traced inside a session is traced again after the session, so that it no longer uses the configurations of the
+# session.
 session: Any = jax.make_user_context(None)

@@ -1,8 +1,9 @@
-"""The search space: the configurations worth trying for a problem, the best guess first.
+"""Lists the configurations worth trying for a problem, the best by the model first.
 
-All of them pass the kernel's own check. A configuration consists of a *shape* (tile, size of a stage, cuts of the last
-wave), which the model ranks, and of *fine* choices, of which the model knows nothing. For each fine choice the first
-value is the usual one, and configurations with other values rank a little lower.
+All of them pass the kernel's own check. The fields of a configuration are of two kinds. The *shape* (`SHAPE`: the tile,
+the size of a stage, how the last wave is cut) determines the time that the model predicts. The *fine* fields (`FINE`
+and `CHUNKS`) do not enter the model. The first value of a fine field is the usual one, and each other value ranks a
+configuration a little lower.
 """
 
 from __future__ import annotations
@@ -37,58 +38,64 @@ SHAPE: dict[str, tuple[Any, ...]] = {
     "joined": (False, True),
     "one_shot": (False, True),
 }
-# The first value of each is the usual one.
+# The first value of each field is the usual one.
 FINE: dict[str, tuple[Any, ...]] = {
-    # Wider ones were measured to bring nothing, and some need more registers than there are.
+    # Wider epilogue buffers were measured not to be faster, and some of them need more registers than a thread has.
     "epilogue_tile_n": (64, 32),
     "epilogue_buffers": (1, 2, 3, 4),
     "order_minor": ("m", "n"),
     "order_width": (8, 16, 4),
 }
 CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
-# If a product is less than one wave, at most this many cores share a tile (stream-k); more parts are better summed by
-# XLA (split-k). With at most FEW_ROWS rows a narrow tile for each core is the fastest instead (measured on an H200).
+# If a product has less than one wave of tiles, at most MOST_SHARED cores share a tile (stream-k). To cut tiles into
+# more pieces, split-k is better, where XLA adds up the pieces. With at most FEW_ROWS rows, narrow tiles are the
+# fastest, and no tile is shared (measured on an H200).
 MOST_SHARED, FEW_ROWS = 6, 64
-# Two CTAs of a cluster share the left operand's tile only if it has at least this many rows: with tiles of 64 rows,
-# where each CTA loads 32 rows for both, a cluster was measured to be a tenth slower than none.
+# The two CTAs of a cluster share the left operand's tile only if the tile has at least this many rows. With 64 rows, of
+# which each CTA loads 32 for both, a cluster was measured to be a tenth slower than separate CTAs.
 LEAST_ROWS_TO_SHARE = 128
-# Joined rows make few tiles, so more cores may share a tile. More rows than these are better multiplied as they arrive.
+# Joined rows make few tiles, so more cores may share a tile (MORE_PARTS). With more than MOST_JOINED_ROWS rows, it is
+# better to multiply each shard's rows as they arrive than to join them.
 MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024
-# Tiles with swapped operands. Their `tile_m` is chosen so that the last tile is full (`_rows_of_swapped`).
+# Replaces entries of SHAPE for tiles with swapped operands. Their `tile_m` is chosen so that the last tile is full
+# (`_rows_of_swapped`).
 SWAPPED: dict[str, tuple[Any, ...]] = {"tile_n": (256, 128, 64), "swap_operands": (True,), "one_shot": (False,)}
 MOST_COLUMNS = 256
 # The most registers per thread for sums. With jax 0.12 each thread has 168 registers in all, whatever its role asks for
-# (docs/DESIGN.md), and with too many sums in them wgmma is serialized. (Measured: 128 do not, 144 do.)
+# (docs/DESIGN.md). If too many of them hold sums, the compiler serializes wgmma: measured with 144 registers of sums,
+# but not with 128.
 MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
-# Usually as many stages as fit. Fewer are tried as well, because they leave more of the L1 to other traffic.
+# The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
+# to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
-# The factor for configurations that have not been timed: tiles with swapped operands beside a gather, and clusters of
-# joined rows. So the tuner tries them, and the heuristic takes them only if the model is clear.
+# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective, and
+# clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model predicts that they
+# are clearly faster.
 _NOT_MEASURED = 1.05
-# Fine choices are varied for this many shapes, the best ones.
+# Fine fields are varied only for this many of the best shapes.
 MOST_VARIED = 32
-# How much slower a configuration is assumed to be for each fine field that is not the usual one.
+# The share by which a configuration is assumed to be slower for each fine field whose value is not the usual one.
 _DEVIATION_COST = 0.015
 
 
 def candidates(problem: Problem, target: Target) -> list[Config]:
-    """The configurations worth trying for a problem, the best guess first; empty if none can run it.
+    """Returns the configurations worth trying for a problem, the best by the model first; [] if none can run it.
 
-    Each passes `limits.check`: what does not fit into shared memory or registers, or does not divide the problem, is
-    found by arithmetic and never compiled.
+    Each configuration passes `limits.check`. So a configuration that does not fit into shared memory or registers, or
+    does not suit the problem's sizes, is excluded by arithmetic and never compiled.
     """
     return list(_candidates(problem, target))
 
 
 def heuristic(problem: Problem, target: Target) -> Config | None:
-    """The configuration for a problem that nobody measured; None if no configuration can run it."""
+    """Returns the first of `candidates`, for a problem that was not tuned; None if no configuration can run it."""
     return next(iter(_candidates(problem, target)), None)
 
 
 def rank(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
-    """The value that `candidates` sorts by: the model's time, and a little more for each unusual fine choice."""
+    """Returns what `candidates` sorts by: the model's time in µs, plus a little for each unusual fine field."""
     us = _expected_us(config, problem, target, rates)
     shape = dataclasses.replace(_usual(problem), **{name: config.fields[name] for name in SHAPE})
     base = _base(shape, problem, target)
@@ -99,14 +106,14 @@ def rank(config: Config, problem: Problem, target: Target, rates: Rates | None =
 
 
 def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
-    """The model's time, and a little more for configurations of a kind that has not been timed."""
+    """Returns the model's time in µs, plus a little for a configuration of a kind that was never measured."""
     us = predicted_us(config, problem, target, rates)
     new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
     return us * _NOT_MEASURED if new else us
 
 
 def differences(config: Config) -> str:
-    """A configuration in words: its tile, and the fields in which it differs from `Config()` otherwise."""
+    """Returns a configuration as text: its tile, and the other fields in which it differs from `Config()`."""
     usual, tile = Config().fields, ("tile_m", "tile_n", "tile_k")
     rest = [f"{name}={value}" for name, value in config.fields.items() if name not in tile and value != usual[name]]
     return " ".join([f"{config.tile_m}x{config.tile_n}x{config.tile_k}", *rest])
@@ -125,12 +132,13 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
                 ranked[config] = us * (1 + _DEVIATION_COST * deviations)
-    # Among equals prefer the wider tile: it reads longer runs of the right operand's rows.
+    # Of configurations with equal times, prefer the wider tile: it reads longer contiguous parts of the right operand's
+    # rows.
     return tuple(sorted(ranked, key=lambda config: (ranked[config], -config.tile_n)))
 
 
 def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
-    """The tile shapes, each with all different ways to cut the last wave. Other fields have their defaults."""
+    """Yields each tile shape with every different way to cut the last wave. The fine fields have their usual values."""
     cuts = ("split_k", "stream_k")
     names = [name for name in SHAPE if name not in cuts]
     upright = itertools.product(*(SHAPE[name] for name in names))
@@ -145,7 +153,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
             continue
         work = work_of(whole, problem, target)
         if not work.full_waves and not problem.communicates:
-            # No more parts than fill one wave, each with at least two k steps.
+            # Cut each tile into at most as many pieces as fill one wave, each with at least two k steps.
             for parts in SHAPE["split_k"][1:]:
                 if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
                     yield dataclasses.replace(whole, split_k=parts)
@@ -161,7 +169,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def _may_swap(problem: Problem, target: Target) -> bool:
-    """Whether the kernel may compute transposed tiles."""
+    """Whether the kernel can run the problem with swapped operands, that is, compute transposed tiles."""
     exchanges = problem.communicates and not problem.gathered
     return (
         target.is_hopper and not exchanges and not problem.transpose_lhs and jnp.dtype(problem.out_dtype).itemsize == 2
@@ -169,9 +177,9 @@ def _may_swap(problem: Problem, target: Target) -> bool:
 
 
 def _rows_of_swapped(problem: Problem) -> tuple[int, ...]:
-    """`tile_m` with swapped operands: for each number of tiles along m, the fewest rows per tile that suffice."""
+    """Returns values of `tile_m` for swapped operands: for each number of tiles along m, the fewest rows needed."""
     found: set[int] = set()
-    # The rows of a shard, and those of all shards together, if they are joined.
+    # Do this for the rows of one shard, and for the rows of all shards together, which are tiled if rows are joined.
     for m in {problem.m, problem.m * problem.devices * problem.batch} - {0}:
         least = min(LEAST_ROWS_OF_SWAPPED, m)
         counts = range(-(-m // MOST_ROWS_OF_SWAPPED), -(-m // least) + 1)
@@ -180,16 +188,16 @@ def _rows_of_swapped(problem: Problem) -> tuple[int, ...]:
 
 
 def _usual(problem: Problem) -> Config:
-    """The configuration where the search begins.
+    """Returns the configuration that holds the usual values of all fields that a shape does not set.
 
-    If weights are gathered along k, a tile needs its columns from every shard. So the tile order takes all rows first,
-    then the next columns: the first wave of tiles then needs few columns.
+    If weights are gathered along k, a tile needs its columns of every shard. So the tile order runs through all rows
+    before it moves on to the next columns: then the first wave of tiles needs only few columns.
     """
     return Config(order_minor="n") if problem.gathered == "k" else Config()
 
 
 def _adjacent(shape: Config, problem: Problem) -> int:
-    """How many tiles lie side by side in the direction of the cluster."""
+    """Returns the number of tiles of the result along the dimension (m or n) along which a cluster extends."""
     rows, n, _ = problem.grid(shape)
     size, tile = (rows, shape.tile_m) if shape.cluster_along == "m" else (n, shape.tile_n)
     return -(-size // tile)
@@ -211,13 +219,14 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     if shape.in_turn and (shape.joined or shape.one_shot or rates_of(target).overlaps_epilogue):
         return True
     if shape.in_turn and work_of(shape, problem, target).pieces(0) < 2:
-        # With one tile per CTA the second warpgroup would have none.
+        # With only one tile per CTA, the second warpgroup would have no work.
         return True
     if not shape.joined:
         return False
     if problem.block_scaled:
         return True
-    # Join rows only where that makes fewer tiles, and only few rows: others are better multiplied as they arrive.
+    # Join rows only if that makes fewer tiles and there are few rows. Otherwise it is better to multiply each shard's
+    # rows as they arrive.
     shards = problem.batch * problem.devices
     filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)
     few = problem.m * shards <= MOST_JOINED_ROWS
@@ -225,20 +234,21 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
 
 
 def spills(shape: Config) -> bool:
-    """Whether the kernel spills registers with a full epilogue. Such a kernel runs, but is not tried."""
-    # `tests/assembly_space.py` has the cases: 80 rows, bfloat16 and a right operand as [k, n] spill 156 bytes; with 64
-    # rows no register is left.
+    """Whether the kernel spills registers if the epilogue uses all features. The search leaves out such kernels."""
+    # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
+    # 156 bytes; with 64 rows nothing is spilled, but no register is left.
     in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
     return shape.swap_operands and (in_clusters or accumulator_registers(shape) > MOST_ACCUMULATED)
 
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
-    """The usual configuration of a tile shape, with as many stages as fit and are filled; None if none can run."""
+    """Returns a shape's usual configuration, with as many stages as fit and can be filled; None if none can run."""
     epilogue = ("epilogue_tile_n", "epilogue_buffers")
     low = shape.tile_m < LEAST_ROWS_TO_SHARE
     if shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
-        # With low tiles, widen the band of the tile order to as many rows as larger tiles have. Where sums are
-        # scattered, twice as many rows were measured to be up to 7% faster (2 H200s).
+        # Tiles with few rows make a band (`TileOrder`) of few rows. Double the number of tiles across the band, so that
+        # it has as many rows as a band of larger tiles. If sums are scattered, double the band for all tiles: this was
+        # measured to be up to 7% faster (2 H200s).
         shape = dataclasses.replace(shape, order_width=2 * shape.order_width)
     for values in itertools.product(*(_values(name, target) for name in epilogue)):
         least = shape.replace(**dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
@@ -252,13 +262,14 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
 
 
 def _values(name: str, target: Target) -> tuple[Any, ...]:
-    """The values of a fine field, the usual one first."""
-    # If one warpgroup stores all tiles while others are multiplied, it fills one buffer while the other one is read.
+    """Returns the values to try of a field of the epilogue, the usual one first."""
+    # If a warpgroup stores a tile while the next tile is multiplied, two epilogue buffers are usual: the warpgroup
+    # fills one while the other one is being stored.
     return (2, 1) if rates_of(target).overlaps_epilogue and name == "epilogue_buffers" else FINE[name]
 
 
 def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
-    """`base`, and `base` with one fine field changed; each with its number of changed fields."""
+    """Yields `(base, 0)`, and `(config, 1)` for each copy of `base` in which one fine field is changed."""
     yield base, 0
     in_chunks = CHUNKS if problem.transport(base) not in ("", "one_shot") else {}
     fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
@@ -269,9 +280,9 @@ def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
 
 
 def _on_grid(config: Config, problem: Problem) -> Config:
-    """The configuration with its tile order clipped to the problem's grid.
+    """Returns the configuration with its tile order limited to the problem's grid.
 
-    Configurations that become equal run the same kernel.
+    Two configurations that are equal after this run the same kernel.
     """
     rows, columns = config.cluster_tile
     m, n, _ = problem.grid(config)

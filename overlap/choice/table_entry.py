@@ -1,4 +1,4 @@
-"""One entry of a tuning table, and the rules that an entry in a file must satisfy.
+"""Defines an entry of a tuning table, and the rules that an entry in a file must satisfy.
 
 A table is a file that anyone may edit, copy or truncate. So no value is used before `Entry.from_json` has checked it. A
 value that satisfies the rules cannot make a later computation fail: numbers are finite and bounded, and texts are short
@@ -20,8 +20,8 @@ from overlap.kernels.config import FLOAT8, FLOAT16, Config
 
 # Sizes are int32 in a kernel.
 LARGEST_SIZE = 2**31 - 1
-# A nanosecond and some eleven days. A time outside is a mistake, and the ratio of two such times might be 0 or
-# infinite.
+# A nanosecond and about eleven days, in µs. A time outside this range is a mistake, and the ratio of two such times
+# might be 0 or infinite.
 LEAST_US, LARGEST_US = 1e-3, 1e12
 _TEXT_CHARACTERS = 200
 _DTYPES = tuple(dtype.name for dtype in (*FLOAT16, jnp.dtype(jnp.float32), *FLOAT8))
@@ -33,16 +33,16 @@ class Entry:
 
     Attributes:
       problem: the problem that was tuned.
-      kind: the device's name.
-      jax: the version of jax; "" if the file does not say.
+      kind: the name of the kind of GPU (`Target.kind`).
+      jax: the version of jax that ran; "" if the file does not say.
       config: the fastest configuration whose result was right.
       us: its time per call, in microseconds.
-      others: the times, in microseconds, of what it was compared with: "xla", "heuristic", and the next best
-        configurations by the names of `space.differences`.
+      others: the times per call, in microseconds, of what `config` was compared with. The keys are "xla", "heuristic",
+        and for the next best configurations the texts of `space.differences`.
       tried: how many configurations were compiled and checked.
       complete: False if the search was cut short.
-      date: when it was measured, in ISO 8601.
-      overlap: the version of this library; "" if the file does not say.
+      date: when `config` was measured, in ISO 8601.
+      overlap: the version of this library that ran; "" if the file does not say.
     """
 
     problem: Problem
@@ -58,18 +58,18 @@ class Entry:
 
     @property
     def key(self) -> tuple[Problem, str, str]:
-        """A table has one entry for each value of this key."""
+        """What identifies the entry: a table has at most one entry for each value of this key."""
         return self.problem, self.kind, self.jax
 
     def supersedes(self, older: Entry | None) -> bool:
         """Whether a table keeps this entry instead of an older one with the same key.
 
-        An entry of a search that was cut short does not replace one of a complete search.
+        An entry from a search that was cut short does not replace an entry from a complete search.
         """
         return older is None or self.complete or not older.complete
 
     def measured_elsewhere(self, jax_version: str) -> str:
-        """The versions that this entry was measured with, if other ones run now; else "".
+        """Returns a text that names the versions that this entry was measured with, if other versions run now; else "".
 
         Example:
           >>> entry.measured_elsewhere("0.12.0")
@@ -79,18 +79,20 @@ class Entry:
         return "; ".join(
             f"measured with {name} {then}, and {now} runs" if then else f"measured with an unknown {name}"
             for name, then, now in versions
-            # Old tables do not have the version of overlap. That alone is not worth a message.
+            # Old tables do not state the version of overlap. If only that is missing, no message is needed.
             if then != now and (then or name == "jax")
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as an object for its line in a file."""
+        """Returns the entry as a JSON object, which is one line of a table's file."""
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": self.config.fields}
 
     @classmethod
     def from_json(cls, data: Any) -> Entry:
-        """The inverse of `to_json`, for any JSON value. Missing fields of the configuration get their defaults.
+        """Makes an entry from a JSON value, as `to_json` returns it. `data` may be any JSON value.
+
+        Missing fields of the configuration get their defaults.
 
         Raises:
           ValueError: `data` breaks a rule; the message names the field, what it must be, and what it is.
@@ -109,7 +111,7 @@ class Entry:
 
 
 def name_of(data: Any) -> str:
-    """How messages name an entry beside its index: by its operation and sizes, or "" if it does not have them."""
+    """Returns an entry's operation and sizes as messages show them after its index; "" if they are missing."""
     names = [data.get(name) for name in ("op", "m", "n", "k")] if isinstance(data, dict) else []
     if not names or not all(isinstance(name, (str, int)) for name in names):
         return ""
@@ -118,7 +120,7 @@ def name_of(data: Any) -> str:
 
 
 def _config(fields: dict[str, Any]) -> Config:
-    """A configuration from its fields in a file."""
+    """Makes a configuration from its fields in a file. Raises ValueError if a field breaks a rule."""
     known = Config().fields
     for name, value in fields.items():
         if name not in known:
@@ -132,7 +134,7 @@ def _config(fields: dict[str, Any]) -> Config:
 
 
 def _said(value: Any) -> str:
-    """A JSON value as messages show it: on one line and short, however deep or long the value is."""
+    """Returns a JSON value as messages show it: on one line and short, even if the value is deeply nested or long."""
     return _SHORT.repr(value)
 
 
@@ -143,7 +145,7 @@ _SHORT = reprlib.Repr(maxlevel=3, maxdict=3, maxlist=3, maxstring=50, maxlong=30
 
 
 class _Rule(NamedTuple):
-    """A condition on a value, in words and as a predicate that takes any JSON value."""
+    """A condition on a JSON value: `words` states it in a message, `holds` tests it for any JSON value."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -196,7 +198,7 @@ _RULES = {
     "complete": _SWITCH,
     "date": _TEXT,
 }
-# Fields that an entry of an older version may lack, and their values then.
+# Fields that may be missing in an entry written by an older version, and the values that they then get.
 _OPTIONAL: dict[str, Any] = {
     "block_scaled": False,
     "jax": "",

@@ -1,12 +1,13 @@
-"""Access to the files of tables. Reading never waits; a file is replaced in one step, by one process at a time.
+"""Reads and replaces the files of tables. Reading never waits. One process at a time replaces a file, in one step.
 
 A process that changes a table holds a lock from before it reads the file until it has replaced it. Readers take no
 lock: they see the file before or after the change.
 
-The lock is `flock` on a file beside the table, which is removed afterwards. If a killed process leaves that file
-behind, it locks nothing. Over NFS, Linux (2.6.12 and later) turns `flock` into a lock on the server, which other hosts
-see. The exception is a volume that is mounted with `local_lock=flock` or `nolock`: there, two hosts that write within
-the same milliseconds can lose the result of one of them, but never the file.
+The lock is `flock` on a lock file in the table's folder; the lock file is removed afterwards. If a process is killed
+and leaves its lock file behind, that file does not lock anything. Over NFS, Linux (2.6.12 and later) turns `flock` into
+a lock on the server, which other hosts see. The exception is a volume that is mounted with `local_lock=flock` or
+`nolock`. If two hosts write there within the same milliseconds, the results of one of them may be lost, but the file
+stays valid.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
-# Other users may read the file, since tables can be shared. (Files of `mkstemp` are for their owner only.)
+# Let other users read the file, since tables can be shared. Without this, a file made by `mkstemp` is readable for its
+# owner only.
 _NEW_FILE_MODE = 0o644
 logger = logging.getLogger("overlap")
 
 
 def read_text(path: pathlib.Path, most_bytes: int) -> str:
-    """The text of a regular file. Nothing else is opened: reading a pipe could wait, and a device may have no end.
+    """Returns the text of a regular file. Other kinds are not opened: a pipe could block, a device may have no end.
 
     Raises:
-      ValueError: it is no regular file, larger than `most_bytes`, or not UTF-8.
-      OSError: it cannot be read.
+      ValueError: the path is not a regular file, or the file is larger than `most_bytes`, or not UTF-8.
+      OSError: the file cannot be read.
     """
     status = path.stat()
     if kind := _other_kind(status.st_mode):
@@ -52,10 +54,10 @@ def read_text(path: pathlib.Path, most_bytes: int) -> str:
 
 
 def obstacle(path: pathlib.Path) -> str | None:
-    """Why a file cannot be written; None if it can.
+    """Returns why a file cannot be written; None if it can.
 
-    This function takes the lock and writes a temporary file, as a later write will. So it finds missing rights, a full
-    disk and a lock of another process. It leaves nothing behind.
+    Like a later write, this function takes the lock and writes a temporary file. So it notices missing rights, a full
+    disk, and a lock that another process holds. It removes the files that it makes.
     """
     path = target_of(path)
     try:
@@ -77,13 +79,13 @@ def obstacle(path: pathlib.Path) -> str | None:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, wait_s: float = 60.0) -> Iterator[None]:
-    """A context in which no other process changes the file `path`. The file need not exist, but its folder must.
+    """Opens a context in which no other process changes the file `path`. The file need not exist, but its folder must.
 
-    On a file system without locks a warning is logged, and no lock is taken.
+    On a file system without locks, this logs a warning and takes no lock.
 
     Raises:
       TimeoutError: another process has had the lock for `wait_s` seconds.
-      OSError: no file can be made beside `path`.
+      OSError: no file can be made in the folder of `path`.
     """
     path = target_of(path)
     lock = path.with_name(f".{path.name}.lock")
@@ -91,8 +93,8 @@ def locked(path: pathlib.Path, wait_s: float = 60.0) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file before the lock is released. A process that then gets the lock sees that the file is gone, and
-        # makes a new one (`_acquire`).
+        # Remove the lock file before the lock is released. A process that waited for this lock then sees that the file
+        # is gone, and makes a new lock file (`_acquire`).
         with contextlib.suppress(OSError):
             os.unlink(lock)
         os.close(handle)
@@ -104,11 +106,12 @@ def _acquire(lock: pathlib.Path, wait_s: float) -> int:
         try:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except PermissionError:
-            # The file belongs to another user. A lock does not need the right to write.
+            # The lock file belongs to another user. To lock it, the right to read is enough.
             handle = os.open(lock, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # If not, the process that held the lock has removed the file between the two lines above.
+            # If the two numbers differ, the process that held the lock has removed the lock file since `os.open` above:
+            # try again.
             if os.stat(lock).st_ino == os.fstat(handle).st_ino:
                 return handle
         except (BlockingIOError, FileNotFoundError):
@@ -128,10 +131,12 @@ def _acquire(lock: pathlib.Path, wait_s: float) -> int:
 
 
 def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file in one atomic step, and makes its folder if need be. If `path` is a link, its target is replaced.
+    """Writes a file in one atomic step; makes its folder if it does not exist.
+
+    If `path` is a link, the file that it leads to is replaced.
 
     Raises:
-      OSError: it cannot be written, or is no regular file. The old file is then left as it is.
+      OSError: the file cannot be written, or `path` is not a regular file. The old file is then left as it is.
     """
     path = target_of(path)
     mode = _NEW_FILE_MODE
@@ -156,10 +161,10 @@ def replace(path: pathlib.Path, text: str) -> None:
 
 
 def target_of(path: pathlib.Path) -> pathlib.Path:
-    """The file itself, if `path` is a link or has links on its way."""
+    """Returns `path` with all symbolic links resolved."""
     return pathlib.Path(os.path.realpath(path))
 
 
 def _other_kind(mode: int) -> str:
-    """What kind of file this is, in words; "" if it is a regular one."""
+    """Returns in words what kind of file has the mode `mode`; "" for a regular file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")

@@ -1,8 +1,8 @@
-"""Measurements on disk: one JSON file per kind of GPU, in the user's cache and shipped with the library.
+"""Keeps measurements on disk: one JSON file per kind of GPU, in the user's cache and shipped with the library.
 
-Each call looks its configuration up here, so lookups never raise. An entry that breaks a rule (`table_entry`) is left
-out, and a file that is no table counts as empty; either is reported once, in a warning that names the file and the
-entry. Only a tuning that has to write a file refuses one that is no table.
+Each call of an operation looks up its configuration here, so lookups never raise. An entry that breaks a rule
+(`table_entry`) is left out, and a file that is not a table counts as empty. Both are reported once, in a warning that
+names the file and the entry. Only tuning raises for a file that is not a table, since it would overwrite the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Entry", "Table", "add", "find", "load", "parse", "read", "replace", 
 FORMAT = 1
 DIRECTORY_VARIABLE = "OVERLAP_TUNING_DIR"
 SHIPPED = pathlib.Path(__file__).parent / "tables"
-# An entry has some 700 bytes. A larger file is something else, and reading it would delay the first call.
+# An entry has about 700 bytes. A file larger than this is not a table, and reading it would delay the first call.
 LARGEST_BYTES = 16 * 2**20
 _FAULTS_SHOWN = 4
 logger = logging.getLogger("overlap")
@@ -37,11 +37,11 @@ logger = logging.getLogger("overlap")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What a file holds.
+    """The content of a table's file.
 
     Attributes:
       entries: the entries that satisfy the rules, one for each key.
-      faults: for each of the other entries, what is wrong with it.
+      faults: for each of the other entries, a text that says what is wrong with it.
       unread: entries that break a rule, as JSON values. They are written back unchanged: a newer version of the library
         may be able to read them.
     """
@@ -52,7 +52,10 @@ class Table:
 
 
 def user_directory() -> pathlib.Path | None:
-    """Where tunings are kept: `$OVERLAP_TUNING_DIR`, or `overlap/tuning` in the user's cache; None without a home."""
+    """Returns the folder of the user's tables: `$OVERLAP_TUNING_DIR`, or `overlap/tuning` in the user's cache.
+
+    Returns None if the variable is not set and the user has no home.
+    """
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
         # Unlike `Path.expanduser`, this does not raise for `~name` if there is no such user.
         return pathlib.Path(os.path.expanduser(chosen))
@@ -64,13 +67,13 @@ def user_directory() -> pathlib.Path | None:
 
 
 def user_file(kind: str) -> pathlib.Path | None:
-    """The user's table for a kind of GPU, whether or not it exists."""
+    """Returns the path of the user's table for a kind of GPU, whether or not it exists; None if there is no folder."""
     directory = user_directory()
     return directory and directory / (re.sub(r"\W+", "_", kind.lower()).strip("_") + ".json")
 
 
 def shipped_files() -> list[pathlib.Path]:
-    """The tables that come with the library."""
+    """Returns the paths of the tables that come with the library."""
     return sorted(SHIPPED.glob("*.json"))
 
 
@@ -78,11 +81,11 @@ def shipped_files() -> list[pathlib.Path]:
 
 
 def parse(path: pathlib.Path) -> Table:
-    """What a file holds. Faults are returned, not logged.
+    """Reads a table's file. Faults are returned in the `Table`, not logged.
 
     Raises:
-      ValueError: the file is no table.
-      OSError: it cannot be read.
+      ValueError: the file is not a table.
+      OSError: the file cannot be read.
     """
     try:
         content = json.loads(table_files.read_text(path, LARGEST_BYTES))
@@ -126,11 +129,11 @@ def _table(lines: Sequence[Any]) -> Table:
 
 
 def read(path: pathlib.Path) -> list[Entry]:
-    """The entries of a file that satisfy the rules. The others are left out, with one warning that names them.
+    """Returns the entries of a file that satisfy the rules. One warning names the other entries, which are left out.
 
     Raises:
-      ValueError: the file is no table.
-      OSError: it cannot be read.
+      ValueError: the file is not a table.
+      OSError: the file cannot be read.
     """
     table = parse(path)
     if faults := table.faults:
@@ -142,9 +145,9 @@ def read(path: pathlib.Path) -> list[Entry]:
 
 
 def load(path: pathlib.Path) -> tuple[Entry, ...]:
-    """Like `read`, for lookups: the result is cached until the file changes, and nothing is raised.
+    """Returns the entries of a file, like `read`, but caches them until the file changes, and never raises.
 
-    A file that does not exist or is no table counts as empty. Faults are reported once, in a warning.
+    A file that does not exist or is not a table counts as empty. Faults are reported once, in a warning.
     """
     try:
         status = path.stat()
@@ -170,7 +173,8 @@ def _load(path: pathlib.Path, *version: int) -> tuple[Entry, ...]:
 def _report(error: str) -> None:
     """Logs a warning, once for each text.
 
-    `_load` is not cached well for a folder in the place of a table: its time changes with every file in it.
+    The cache of `_load` does not prevent repeated warnings if `path` is a folder: its modification time, which is part
+    of the cache's key, changes with every file in it.
     """
     logger.warning("the tuning table is ignored: %s", error)
 
@@ -179,13 +183,13 @@ def _report(error: str) -> None:
 
 
 def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a file in one atomic step, under a lock. The file and its folder are made if need be.
+    """Adds entries to a file in one atomic step, under a lock. Makes the file and its folder if they do not exist.
 
-    Of two entries with the same key the newer one stays, unless its search was cut short and the older one's was not.
-    Lines of the file that this version cannot read stay as they are.
+    Of two entries with the same key the newer one is kept, unless its search was cut short and the older entry is from
+    a complete search. Lines of the file that this version of the library cannot read stay as they are.
 
     Raises:
-      ValueError: the file exists and is no table, and is left as it is; or an entry breaks a rule.
+      ValueError: the file exists and is not a table (it is left as it is); or an entry breaks a rule.
       OSError: the file cannot be written.
     """
     entries = list(entries)
@@ -207,7 +211,7 @@ def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
 
 
 def text_of(entries: Iterable[Entry], unread: Iterable[Any] = ()) -> str:
-    """The text of a table: a line for each entry, in an order that does not depend on when the entries were added."""
+    """Returns the text of a table: one line per entry, in an order that does not depend on when entries were added."""
     lines = [json.dumps(entry.to_json(), sort_keys=True) for entry in sorted(entries, key=lambda entry: str(entry.key))]
     lines += [json.dumps(line, sort_keys=True) for line in unread]
     return f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n"
@@ -217,12 +221,13 @@ def text_of(entries: Iterable[Entry], unread: Iterable[Any] = ()) -> str:
 
 
 def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version: str) -> Entry | None:
-    """The entry that serves a problem best; None if there is none.
+    """Returns the entry that fits a problem best; None if none fits.
 
-    Only entries of the problem's bucket (`Problem.bucket`) are considered whose configuration the kernel accepts for
-    the problem. Among them, those of the running version of jax come first, then the same dtype, then the nearest size.
-    float16 and bfloat16 run at the same rates, so they share entries. Entries of another version of jax are better than
-    none: a version changes all times a little, and rarely their order.
+    An entry fits if it is for this kind of GPU and for the problem's bucket (`Problem.bucket`), and if the kernel
+    accepts its configuration for the problem. float16 and bfloat16 run at the same rates, so they share entries. Of the
+    entries that fit, an entry measured with the running version of jax is preferred, then one of the same dtype, then
+    the nearest in size, then one from a complete search. An entry measured with another version of jax is better than
+    none: another version changes all times a little, but rarely their order.
     """
     fitting = [
         entry
@@ -244,7 +249,7 @@ def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version
 
 
 def _alike(problem: Problem) -> Problem:
-    """Equal for problems that share their entries."""
+    """Returns a canonical form of `problem`: the same for two problems that may use each other's entries."""
     dtype, out_dtype = ("float16" if name == "bfloat16" else name for name in (problem.dtype, problem.out_dtype))
     return dataclasses.replace(problem.bucket, dtype=dtype, out_dtype=out_dtype)
 

@@ -48,8 +48,9 @@ def tma_load(source_gmem: GmemRef, tile_smem: SmemRef, loaded: BarrierRef) -> No
     wait for it with `semaphore_wait_peer`, or with `semaphore_wait` and then `fence_async_proxy`.
 
     Args:
-      source_gmem: the tile in global memory; of a peer: a slice of `PeerGroup.remote_ref`. It must be one contiguous
-        piece of memory, of a multiple of 16 bytes, and lie within its array: no byte outside is filled in.
+      source_gmem: the tile in global memory. For a peer's memory, pass a slice of `PeerGroup.remote_ref`. The tile must
+        be one contiguous range of memory whose size is a multiple of 16 bytes, and must lie within its array: bytes
+        outside of the array are not replaced by zeros.
       tile_smem: shared memory of the same shape and dtype.
       loaded: an mbarrier. The copy counts as one arrival.
     """
@@ -66,8 +67,9 @@ def tma_store(tile_smem: SmemRef, destination_gmem: GmemRef) -> None:
 
     Args:
       tile_smem: the tile. It must have been loaded by TMA, or written by threads and committed (`plgpu.commit_smem`).
-      destination_gmem: global memory of the same shape and dtype; of a peer: a slice of `PeerGroup.remote_ref`. If the
-        peer is chosen on the device, it must be one contiguous piece of an untiled buffer.
+      destination_gmem: global memory of the same shape and dtype. For a peer's memory, pass a slice of
+        `PeerGroup.remote_ref`. If the peer's position is known only inside the kernel, the destination must be one
+        contiguous range of an untiled buffer.
 
     Example:
       `tma_store(tile_smem, group.remote_ref(out_gmem, group.peer(1)).at[pl.ds(row, rows)])`

@@ -95,8 +95,10 @@ def look_until(
         f"setp.lt.u32 early, waited, {_ticks(board.LINGER_S)};", "@early bra LINGER;",
         "trap;",
         "THERE:", *fences,
-        # Lanes may look one after the other, and what the first lane does next may undo what the others look for: a
-        # peer lowers its beacon when it has been seen. The compiler need not make the lanes converge, so this does.
+        # The lanes of the warp may read the word at different times. If the first lane that sees the expected value
+        # went on alone, what it does next may change the value: a peer lowers its beacon once it knows that the beacon
+        # has been seen. The other lanes, which have not read the word yet, would then wait for ever. The compiler need
+        # not make the lanes converge here, so this barrier does.
         "bar.warp.sync 0xffffffff;",
         f"setp.eq.u32 early, until, {first};", "@early bra OVER;", *write(board.OVER), "OVER:",
     ]  # fmt: skip

@@ -19,11 +19,13 @@ _OF_ONE_MESH_BYTES = 16 << 40
 _IN_ALL_BYTES = 90 << 40
 _LEAST_STRIDE_BYTES = 4 << 40
 STRIDE_VARIABLE = "NCCL_WIN_STRIDE"
-# Windows that XLA makes for other things.
+# The number of NCCL windows (memory that peers can reach) to leave free for XLA's own collectives.
 _RESERVED = 4
 _STEP_BYTES = 4 << 30
-_lowered: list[Any] = [None, 0]  # the last program, and how many there were
-_meshes: set[tuple[int, ...]] = set()  # the devices of each in their order
+# The program lowered last, and the number of programs lowered so far.
+_lowered: list[Any] = [None, 0]
+# For each mesh seen, the ids of its devices in mesh order.
+_meshes: set[tuple[int, ...]] = set()
 
 
 def stride_bytes(gpus: int) -> int:
