@@ -22,7 +22,7 @@ from .sync import Meeting
 
 
 class Visitor(Protocol):
-    """A thread that uses a CTA's memory or barriers: one of that CTA, or of another CTA in the cluster."""
+    """A thread that uses a CTA's memory or barriers: a thread of that CTA, or of another CTA in its cluster."""
 
     @property
     def instruction(self) -> Any: ...

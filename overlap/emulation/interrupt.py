@@ -81,7 +81,8 @@ def _handle(number: int, frame: Any) -> None:
     signal.default_int_handler(number, frame)
 
 
-# Code that replaces Python's own handler for a while (`overlap.tuning.interrupt`) may replace this one too.
+# By this attribute, code that replaces Python's own handler for a while (`overlap.tuning.interrupt`) knows that it may
+# replace this handler too.
 _handle.raises_keyboard_interrupt = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
