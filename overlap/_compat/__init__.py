@@ -1,18 +1,19 @@
-"""What this library needs of jax and jax does not offer publicly: one module per thing, each with its reason.
+"""The parts of jax that this library needs and that jax does not make public: a module for each, with the reason.
 
 Two kinds of modules:
 
-    reads     of a private name: `backends.py`, `job_store.py`, `varying_axes.py`, and `nccl_versions.py`, which tests
-              jax's version. They work with any jax that has the name
-    mends     changes of jax's own modules: `cliques.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`,
-              `unequal_tiles.py`, `cluster_arrivals.py`, `warp_loops.py`. They are made by `apply` only, and only with a
-              version of jax on which they were checked (`mend.py`)
+    reads     `backends.py`, `job_store.py` and `varying_axes.py` use a private name of jax and change nothing. They
+              work with any jax that has the name. `nccl_versions.py` uses no private name: it depends on jax's version
+    mends     `cliques.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
+              `cluster_arrivals.py` and `warp_loops.py` change jax's own modules. Only `apply` makes these changes, and
+              only with a version of jax on which they were checked (`mend.py`)
 
 Where mends are applied: `overlap/kernels/launch.py`, when a kernel of this library is lowered for a GPU, and
 `overlap.primitives.prepare()`, for kernels that a user writes. Importing this package changes nothing and imports no
 jax.
 
-docs/private_names.md lists every private name that is used, and docs/upstream/ has for each thing the issue to file.
+docs/private_names.md lists every private name that is used. docs/upstream/ has for each module a draft of the issue to
+file with jax.
 """
 
 from overlap._compat.backends import backends_are_initialized

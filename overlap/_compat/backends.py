@@ -1,7 +1,8 @@
 """Whether jax has started a backend in this process.
 
-Reason: `jax.distributed.initialize` must come before the first backend, and `python -m overlap` chooses emulated CPU
-devices only as long as no backend runs. The public `jax.extend.backend.backends()` cannot be asked: it starts them.
+Reason: `jax.distributed.initialize` must be called before the first backend starts, and `python -m overlap` can choose
+emulated CPU devices only as long as no backend runs. The public `jax.extend.backend.backends()` does not answer the
+question: calling it starts the backends.
 
 Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public function that asks without starting anything.
 For upstream: docs/upstream/backends-initialized.md.

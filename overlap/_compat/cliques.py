@@ -5,12 +5,12 @@ reach each other's memory. `overlap/primitives/clique.py` says which devices and
 known before lowering: while a kernel is traced, the mesh may be abstract, and a nested `jax.shard_map` keeps the whole
 mesh.
 
-Change: Pallas's lowering rule for kernels is wrapped. It is given the clique's mesh instead of the whole one, and the
-devices that it names to XLA are replaced in the custom call that it returns. A kernel with `addresses.Params`, where
-each GPU has a process of its own, is told its peers' addresses by another kernel (`told_addresses.py`). Same code in
-jax 0.11.2 and 0.12.0.1.
+Change: Pallas's lowering rule for kernels is wrapped. The wrapper passes the clique's mesh to the rule instead of the
+whole mesh. In the custom call that the rule returns, the wrapper replaces the devices that are named to XLA. Where each
+GPU has a process of its own, a kernel with `addresses.Params` gets its peers' addresses from another kernel
+(`told_addresses.py`). Same code in jax 0.11.2 and 0.12.0.1.
 
-Replaced by: logical device numbers in Mosaic GPU that are positions in the mesh, and a clique per host.
+Replaced by: in Mosaic GPU, logical device numbers that are positions in the mesh, and one clique per host.
 For upstream: docs/upstream/mosaic-gpu-cliques.md.
 """
 
@@ -32,10 +32,10 @@ _device_ids: contextvars.ContextVar[tuple[int, ...] | None] = contextvars.Contex
 
 
 def device_ids() -> tuple[int, ...] | None:
-    """In the lowering of a kernel: the ids of the devices of its mesh, in order, if they are known.
+    """The ids of the devices of the mesh, in order, of the kernel that is being lowered; None if they are not known.
 
     Raises:
-      RuntimeError: Pallas does not lower kernels for their cliques yet, so the ids would always be missing.
+      RuntimeError: the mend `kernels_in_cliques` has not been applied in this process, so the ids are never known.
     """
     rule = private("jax._src.pallas.mosaic_gpu.pallas_call_registration", "mpmd_map_mgpu_lowering_rule")
     if not getattr(rule, _MARK, False):
@@ -56,12 +56,12 @@ def _known(ids: tuple[int, ...] | None) -> Iterator[None]:
 
 
 def kernels_in_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addresses: Addresses) -> Mend:
-    """The mend with what this floor does not know.
+    """Makes the mend. The arguments pass in parts of `overlap.primitives`, which this package may not import.
 
     Args:
-      clique_of: called as `clique_of(mesh, axes)` for each kernel in a `shard_map` over `mesh` that counts along the
-        axes of these names. It returns an object with the fields of `overlap.primitives.clique.Clique`, or None: the
-        kernel is lowered as jax does it.
+      clique_of: called as `clique_of(mesh, axes)` for each kernel in a `shard_map` over `mesh`; `axes` are the names of
+        all axes along which the kernel uses an index or a device id. It returns an object with the fields of
+        `overlap.primitives.clique.Clique`; or None, and jax's own rule lowers the kernel unchanged.
       addresses: `overlap.primitives.addresses`.
     """
 
@@ -79,7 +79,7 @@ def kernels_in_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], add
 
 
 def _by_cliques(lower: Callable[..., Any], clique_of: Callable[..., Any], addresses: Addresses) -> Callable[..., Any]:
-    """Pallas's lowering rule `lower`, for cliques."""
+    """Wraps Pallas's lowering rule `lower`, so that it lowers each kernel for its clique."""
 
     def lower_by_clique(ctx: Any, *args: Any, jaxprs: Any, **params: Any) -> Any:
         axis_context = ctx.module_context.axis_context
@@ -92,7 +92,7 @@ def _by_cliques(lower: Callable[..., Any], clique_of: Callable[..., Any], addres
             return outs
         context = axis_context.__class__(clique.mesh, frozenset(clique.mesh.axis_names))
         within = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
-        # An exported program runs on whatever devices it is loaded for.
+        # The devices of an exported program are known only when it is loaded.
         knows_devices = clique.knows_devices and not ctx.module_context.lowering_parameters.for_export
         kernel = _told(clique, params["compiler_params"], addresses)
         params |= _without_own_barrier(params["compiler_params"], kernel) if not knows_devices else {}
@@ -114,7 +114,11 @@ def _by_cliques(lower: Callable[..., Any], clique_of: Callable[..., Any], addres
 
 
 def _told(clique: Any, compiler_params: Any, addresses: Addresses) -> Told | None:
-    """The kernel as one that is told its peers' addresses, if it is such a kernel and each GPU has its own process."""
+    """A `Told` for a kernel that reads its peers' addresses from a table; None if it does not need the table.
+
+    The table is needed by a kernel with `addresses.Params`, if each GPU has a process of its own and there is no
+    NVSHMEM.
+    """
     if not isinstance(compiler_params, addresses.Params):
         return None
     several_processes = private("jax.experimental.mosaic.gpu.core", "_is_known_multihost_mesh")(clique.mesh)
@@ -125,10 +129,11 @@ def _told(clique: Any, compiler_params: Any, addresses: Addresses) -> Told | Non
 
 
 def _without_own_barrier(compiler_params: Any, kernel: Told | None) -> dict[str, Any]:
-    """The parameters of a kernel whose devices are not known: XLA's barrier runs before it.
+    """The parameters to change for a kernel whose devices are not known, so that XLA's barrier runs before the kernel.
 
     Raises:
-      NotImplementedError: it is told its peers' addresses; no barrier goes with such a kernel.
+      NotImplementedError: the kernel reads its peers' addresses from a table. XLA's barrier cannot run before such a
+        kernel, which has no peers for XLA.
     """
     if not getattr(compiler_params, "skip_device_barrier", False):
         return {}
@@ -142,14 +147,18 @@ def _without_own_barrier(compiler_params: Any, kernel: Told | None) -> dict[str,
 
 
 def _keep_apart(call: Any) -> None:
-    """XLA merges no two of these calls."""
+    """Marks a call as having side effects, so that XLA does not merge it with an identical call."""
     from jax.extend.mlir import ir
 
     call.attributes["has_side_effect"] = ir.BoolAttr.get(True)
 
 
 def _name_devices(call: Any, clique: Any) -> None:
-    """Names the clique's devices to XLA, by their positions in the enclosing mesh, in the order of the ranks."""
+    """Writes the clique's devices into a call for XLA: their positions in the enclosing mesh, in the order of ranks.
+
+    Raises:
+      NotImplementedError: the clique is one of several hosts, and NVSHMEM takes the place of XLA's table of peers.
+    """
     from jax.extend.mlir import ir
 
     entries = {entry.name: entry.attr for entry in call.attributes["mhlo.backend_config"]}
@@ -158,7 +167,7 @@ def _name_devices(call: Any, clique: Any) -> None:
         entries["xla_replica_ids"] = ir.StringAttr.get(",".join(map(str, clique.positions)))
         call.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries)
     elif clique.is_mirrored and clique.mesh.size > 1:
-        # NVSHMEM numbers peers by itself, and XLA knows nothing of it.
+        # NVSHMEM has its own numbers for peers, which XLA does not know.
         raise NotImplementedError(
             "kernels on several hosts find their peers by XLA's own table, and NVSHMEM is in its place: uninstall "
             'nvidia-nvshmem, or use implementation="xla"'
@@ -166,7 +175,10 @@ def _name_devices(call: Any, clique: Any) -> None:
 
 
 def _axes_of(jaxpr: Any) -> frozenset[Hashable]:
-    """The names of all axes along which something in a kernel counts; what single warps do has no effects outside."""
+    """The names of all axes that the effects of a kernel's jaxpr name, those of inner jaxprs included.
+
+    The inner jaxprs must be searched: the effects in the body of a map over warps do not appear outside of it.
+    """
     effect_of_axis = private("jax._src.core", "NamedAxisEffect")
     inner = private("jax._src.core", "jaxprs_in_params")
     effects = [effect for effect in jaxpr.effects if isinstance(effect, effect_of_axis)]

@@ -4,8 +4,8 @@ Reason: in a cluster the forwarder warp gives a pipeline stage back to both CTAs
 memory. Pallas's rule for `plgpu.barrier_arrive` refuses a cluster's barrier in a warp, though an arrival needs only one
 thread per CTA of the cluster.
 
-Change: the rule of single warps for `barrier_arrive` gets, instead of a cluster's barrier, an object whose `arrive` is
-made for a warp: lane i arrives at CTA i. Same code in jax 0.11.2 and 0.12.0.1.
+Change: Pallas's rule that lowers `barrier_arrive` for single warps is wrapped. Instead of a cluster's barrier, the rule
+gets an object whose `arrive` works in a warp: lane i arrives at CTA i. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: `CollectiveBarrierRef.arrive` for a warp in jax.
 For upstream: docs/upstream/warp-cluster-arrivals.md.
@@ -19,7 +19,10 @@ from overlap._compat.mend import Mend, marked, private
 
 
 class _OfWarp:
-    """A cluster's barrier as Pallas's rule sees it: the rule only indexes it and arrives."""
+    """Stands in for a cluster's barrier in Pallas's lowering rule for arrivals, and lets one warp arrive.
+
+    It has only what that rule uses: indexing and `arrive`.
+    """
 
     def __init__(self, barrier: Any) -> None:
         self.barrier = barrier
@@ -33,9 +36,9 @@ class _OfWarp:
         from jax.extend.mlir.dialects import arith
 
         assert not orders_tensor_core and predicate is None
-        # Whatever any lane has done comes before each of the arrivals.
+        # After this barrier, each lane's arrival comes after everything that any lane has done before.
         utils.warp_barrier()
-        # Lane i arrives at CTA i, if that is one of the barrier's CTAs.
+        # Lane i arrives at CTA i, if the barrier's mask has that CTA.
         constant = lambda value: utils.c(value, ir.IntegerType.get_signless(32))  # noqa: E731
         lane = arith.remui(utils.thread_idx(), constant(utils.WARP_SIZE))
         bit = arith.andi(arith.shrui(self.barrier.cluster_mask, lane), constant(1))

@@ -1,9 +1,10 @@
 """How a module of jax is changed: once per process, explicitly, and only with a version on which it was checked.
 
 The range of checked versions is the library's own: `JAX_FROM` and `JAX_BELOW` in `overlap/_requirements.py`, which
-pyproject.toml repeats for pip. CI runs the tests of every mend on `TESTED_JAX`, the first and the last version of it.
-With another version `apply` raises instead of changing code that nobody has compared. What needs no mend goes on
-working there: `implementation="xla"`, kernels that are emulated on a CPU, and fused kernels without mends.
+pyproject.toml repeats for pip. CI tests every mend on `TESTED_JAX`, the first and the last version of the range. With a
+version outside the range, `apply` raises: nobody has checked that the code to be changed is still the same. With such a
+version, everything that needs no mend works: `implementation="xla"`, kernels that are emulated on a CPU, and fused
+kernels without mends.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Mend:
     """A change of jax's modules.
 
     Attributes:
-      name: what is possible afterwards, for messages.
-      change: makes the change. It looks up all private names before it replaces the first one, and finds out by itself
-        whether another copy of this library has made the change already.
-      needs: mends that must be made before.
+      name: what the change makes possible, for messages.
+      change: makes the change. It looks up all private names before it replaces the first one. It does nothing if
+        another copy of this library has made the change already.
+      needs: the mends that must be applied before this one.
     """
 
     name: str
@@ -41,10 +42,10 @@ _lock = threading.RLock()
 
 
 def apply(*mends: Mend) -> None:
-    """Makes these changes, each once per process.
+    """Applies `mends`, each at most once per process, and before each one the mends that it needs.
 
     Raises:
-      RuntimeError: the installed jax is not among the checked versions, or has not got a name that is to be changed.
+      RuntimeError: the installed jax is not among the checked versions, or has no name that a mend changes.
     """
     with _lock:
         for mend in mends:
@@ -68,7 +69,7 @@ def _require_checked(mend: Mend) -> None:
 
 
 def private(module: str, path: str) -> Any:
-    """The object that a private name of jax stands for.
+    """Returns the object that has a private name in jax.
 
     Args:
       module: the module's full name.
@@ -95,9 +96,9 @@ def replace(module: str, path: str, mark: str, make: Callable[[Any], Callable[..
     Args:
       module: the module's full name.
       path: the function's name within the module; it may be a method.
-      mark: an attribute that the new function gets. Another copy of this library, as `benchmarks/before_after.py` loads
-        one, finds it there.
-      make: from jax's function to the new one.
+      mark: the name of an attribute that the new function gets. By this attribute another copy of this library in the
+        same process (`benchmarks/before_after.py` loads one) sees that the change is made.
+      make: takes jax's function and returns the new one.
     """
     owner, _, name = path.rpartition(".")
     given = private(module, path)
@@ -106,7 +107,7 @@ def replace(module: str, path: str, mark: str, make: Callable[[Any], Callable[..
 
 
 def marked(given: Any, mark: str, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(given)` with the name, the documentation and the marks of `given`, and this mark."""
+    """Returns `make(given)` with the name, the docstring and the attributes of `given`, and the attribute `mark`."""
     made: Any = functools.wraps(given)(make(given))
     setattr(made, mark, True)
     return made

@@ -1,11 +1,14 @@
-"""Mend: a kernel runs in a clique whose ranks count against the positions in its mesh: rank 0 is the last position.
+"""Mend: a kernel runs in a clique whose ranks are in reverse order of the positions in its mesh.
 
-Reason: on several hosts XLA must be given the devices of this host in reverse (`overlap/primitives/clique.py` says
-why). Mosaic GPU takes a rank for a position in two places: where a kernel asks for its own number, and where it looks
-up the address of a peer's buffer.
+Rank 0 is the device at the last position.
 
-Change: while a kernel is lowered inside `mirrored(True)`, the first place turns the rank into a position, and the
-second one turns the position into a rank. Elsewhere both are jax's own. Same code in jax 0.11.2 and 0.12.0.1.
+Reason: on several hosts, XLA must be given the devices of this host in reverse order (`overlap/primitives/clique.py`
+says why). Mosaic GPU assumes in two places that a rank is a position: where a kernel asks for the number of its own
+device, and where a kernel looks up the address of a peer's buffer.
+
+Change: while a kernel is lowered inside `mirrored(True)`, the first function turns the rank into a position, and the
+second function turns the position into a rank. Outside of `mirrored(True)` both functions do what jax's own do. Same
+code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: a translation from positions to ranks in Mosaic GPU, or a clique that XLA does not confuse with its own.
 For upstream: docs/upstream/mosaic-gpu-ranks.md.
@@ -26,7 +29,7 @@ _is_mirrored: contextvars.ContextVar[bool] = contextvars.ContextVar("overlap_mir
 
 @contextlib.contextmanager
 def mirrored(is_mirrored: bool) -> Iterator[None]:
-    """Kernels that are lowered inside of it have mirrored ranks, or have not."""
+    """A context in which kernels are lowered with ranks in reverse order of positions, if `is_mirrored`."""
     token = _is_mirrored.set(is_mirrored)
     try:
         yield
@@ -51,7 +54,8 @@ def _change() -> None:
             if not _is_mirrored.get():
                 return rank
             own = opposite(self, rank)
-            # For TMA descriptors the host computes again what depends on this value, by calling this function there.
+            # TMA descriptors are made on the host. By this attribute Mosaic GPU knows the value as the device's number,
+            # and on the host it calls this function again to compute the value there.
             own.owner.attributes[id_attribute] = ir.UnitAttr.get()
             return own
 

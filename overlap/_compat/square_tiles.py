@@ -2,11 +2,11 @@
 
 Reason: an operand whose rows run across k is loaded as several boxes, each clipped exactly at the matrix's end, and
 boxes beside each other lie in shared memory as tiles of S × S (`overlap/kernels/tma/staging.py`). The descriptors that
-Mosaic GPU makes can express that. Its layout inference does not offer such tiles, and its tcgen05 does not tell the
-descriptor how large the tiles are.
+Mosaic GPU makes can express square tiles. But Mosaic GPU's layout inference does not offer such tiles, and its lowering
+of tcgen05 does not pass their size to `create_descriptor`.
 
-Change: the layout inference appends S × S to the choices, so that only a buffer that states such tiles gets them; and a
-descriptor is told the size of square tiles. Same code in jax 0.11.2 and 0.12.0.1.
+Change: the layout inference offers S × S as its last choice, so that only a buffer that states square tiles gets them;
+and `create_descriptor` is passed the size of square tiles. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: S × S among the tilings that jax's layout inference offers for operands of matrix products.
 For upstream: docs/upstream/square-mma-tiles.md.

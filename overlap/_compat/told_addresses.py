@@ -1,15 +1,16 @@
 """Mend: a kernel reads its peers' addresses at the beginning of its flags, where another kernel has written them.
 
-Reason: with a process per GPU, XLA copies all that a kernel with peers reads or writes to symmetric memory, at every
-call. `overlap/primitives/addresses.py` says how two kernels avoid that: the first one asks XLA for the addresses and
-writes a table of them, the second one reads the table and is to XLA a kernel without peers.
+Reason: with a process per GPU, XLA copies at every call all operands and results of a kernel with peers to or from
+symmetric memory. `overlap/primitives/addresses.py` says how two kernels avoid these copies. The first kernel asks XLA
+for the addresses and writes a table of them. The second kernel is told the addresses: it reads the table, and XLA takes
+it for a kernel without peers.
 
-Change: while a kernel is lowered inside `told(...)`, Mosaic GPU's table of addresses is that one, and a buffer's row in
-the table is found by `Told.rows`. Elsewhere both are jax's own. `Told.put_before` changes nothing in jax: it edits the
-program, so that the first kernel makes the second one's flags and XLA sees no peers in the second one. Same code in jax
-0.11.2 and 0.12.0.1.
+Change: while a kernel is lowered inside `told(...)`, Mosaic GPU reads addresses from the table that the first kernel
+has written, and finds a buffer's row in the table by `Told.rows`. Outside of `told(...)` Mosaic GPU works as in jax.
+`Told.put_before` changes nothing in jax. It edits the program: the first kernel makes the flags of the second one, and
+XLA sees no peers in the second one. Same code in jax 0.11.2 and 0.12.0.1.
 
-Replaced by: symmetric memory for the parameters that are read from peers alone, decided per parameter in Mosaic GPU.
+Replaced by: a decision per parameter in Mosaic GPU, so that only parameters that peers read are in symmetric memory.
 For upstream: docs/upstream/mosaic-gpu-symmetric-memory.md.
 """
 
@@ -28,7 +29,7 @@ _MARK = "reads_told_addresses"
 
 
 class Addresses(Protocol):
-    """What lowering needs of `overlap.primitives.addresses`."""
+    """The names of the module `overlap.primitives.addresses` that lowering uses."""
 
     @property
     def TABLE_FLAGS(self) -> int: ...
@@ -46,23 +47,23 @@ class Addresses(Protocol):
 
 @dataclasses.dataclass
 class Told:
-    """A kernel that is being lowered and is told its peers' addresses by another kernel.
+    """A kernel that is being lowered, and that reads its peers' addresses from a table which another kernel writes.
 
     Attributes:
       addresses: `overlap.primitives.addresses`.
-      peers_read: which of the kernel's operands the peers read: the first rows of the table. The last row is that of
-        its flags.
+      peers_read: the indices of the kernel's operands that peers read or write. Their addresses are the first rows of
+        the table; the addresses of the kernel's flags are the last row.
     """
 
     addresses: Addresses
     peers_read: tuple[int, ...]
 
     def rows(self, context: Any) -> tuple[int, ...]:
-        """The kernel's parameter in each row of the table."""
+        """For each row of the table, the index of the kernel's parameter whose addresses are in the row."""
         return *self.peers_read, context.num_params - 1
 
     def check_room(self, devices: int) -> None:
-        """Raises NotImplementedError if the table has no room for so many devices."""
+        """Raises NotImplementedError if the table has no room for the addresses on this number of devices."""
         header = private("jax.experimental.mosaic.gpu.launch_context", "COLLECTIVE_METADATA_SIZE")
         assert len(self.peers_read) + 1 < header  # The header has room for the addresses of this device's own buffers.
         entries, room = header + (len(self.peers_read) + 1) * devices, self.addresses.TABLE_FLAGS // 2
@@ -73,18 +74,18 @@ class Told:
             )
 
     def put_before(self, call: Any, context: Any, operands: Sequence[Any]) -> Any:
-        """Puts the kernel that writes the table before the lowered call of the kernel that is told.
+        """Inserts the kernel that writes the table before the call of this kernel, which reads the table.
 
-        The flags of a kernel are the last operand of its call. jax gives zeros for them; the result of the first kernel
-        takes their place.
+        The flags of a kernel are the last operand of its call. jax passes zeros as the flags. This function replaces
+        them by the result of the inserted kernel: the table, then zeros.
 
         Args:
-          call: the custom call of the kernel that is told.
-          context: jax's lowering context, with the types of the kernel's operands.
-          operands: those operands, lowered, without the flags.
+          call: the custom call of this kernel.
+          context: jax's lowering context, with the types of this kernel's operands.
+          operands: the lowered operands of this kernel, without the flags.
 
         Returns:
-          The custom call of the first kernel.
+          The custom call of the inserted kernel.
         """
         import jax
         from jax.extend.core import jaxpr_as_fun
@@ -101,13 +102,13 @@ class Told:
             (table_and_zeros,) = lower(within, *(operands[i] for i in self.peers_read))
         call.operands[flags] = table_and_zeros
         _hide_peers(call)
-        # XLA must not merge two such kernels with the same operands: each makes the flags of another call.
+        # XLA must not merge two of these kernels although their operands are equal: each makes the flags of one call.
         table_and_zeros.owner.attributes["has_side_effect"] = ir.BoolAttr.get(True)
         return table_and_zeros.owner
 
 
 def _hide_peers(call: Any) -> None:
-    """Takes from a call of Mosaic GPU what makes XLA look up peers and use symmetric memory for it."""
+    """Removes from a Mosaic GPU call the attributes that make XLA look up peers and use symmetric memory."""
     from jax.extend.mlir import ir
 
     entries = {entry.name: entry.attr for entry in call.attributes["mhlo.backend_config"]}
@@ -115,7 +116,7 @@ def _hide_peers(call: Any) -> None:
     for name in ("xla_replica_ids", "symmetric_memory_parameters"):
         entries.pop(name, None)
     call.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries)
-    # From jax 0.12 on, XLA is asked for symmetric memory here.
+    # From jax 0.12 on, these attributes ask XLA for symmetric memory.
     if "mhlo.frontend_attributes" in call.attributes:
         asked = {entry.name: entry.attr for entry in call.attributes["mhlo.frontend_attributes"]}
         kept = {name: value for name, value in asked.items() if not name.endswith("_memory_spaces")}
@@ -127,7 +128,7 @@ _told: contextvars.ContextVar[Told | None] = contextvars.ContextVar("overlap_tol
 
 @contextlib.contextmanager
 def told(kernel: Told | None) -> Iterator[None]:
-    """What is lowered inside of it is this kernel; None: a kernel that is not told."""
+    """A context in which `kernel` is being lowered; None: a kernel that uses jax's own table of addresses."""
     token = _told.set(kernel)
     try:
         yield
@@ -172,7 +173,7 @@ ADDRESSES_TOLD = Mend("a kernel is told its peers' addresses by another kernel",
 
 
 def _pointer(context: Any, parameter: int) -> Any:
-    """A parameter's address, as the host passes it."""
+    """Loads a parameter's address from the array of addresses that the host passes to the kernel."""
     from jaxlib.mlir.dialects import llvm
 
     element = private("jax.experimental.mosaic.gpu.utils", "getelementptr")
@@ -181,12 +182,12 @@ def _pointer(context: Any, parameter: int) -> Any:
 
 
 def peer_table(context: Any, *parameters: Any) -> list[tuple[int, Any]]:
-    """In a kernel's inline code: a table of its peers' addresses in Mosaic GPU's form, as pairs (place, entry).
+    """For inline code of a kernel: the table of its peers' addresses, as pairs (index in the table, value).
 
-    The table has the rank, room for other entries (together `COLLECTIVE_METADATA_SIZE`), and for each parameter a row
-    of addresses, one per rank. XLA gives the addresses of the allocations that the buffers lie in, for this device too,
-    and leaves it to the reader to add the offset there. So the addresses of this device's own buffers stand behind the
-    rank.
+    The table has Mosaic GPU's format: a header of `COLLECTIVE_METADATA_SIZE` entries, which begins with the rank, and
+    then for each parameter a row of addresses, one per rank. XLA gives the addresses of the allocations in which the
+    buffers lie, also for this device. A reader must add the offset of a buffer in its allocation. So the table also has
+    the addresses of this device's own buffers: in the header, behind the rank.
 
     Args:
       context: Mosaic GPU's launch context, as inline code gets it.
@@ -197,7 +198,7 @@ def peer_table(context: Any, *parameters: Any) -> list[tuple[int, Any]]:
 
     header = private("jax.experimental.mosaic.gpu.launch_context", "COLLECTIVE_METADATA_SIZE")
     address = private("jax.experimental.mosaic.gpu.utils", "memref_ptr")
-    context.device_id()  # A kernel that asks for its number gets XLA's table.
+    context.device_id()  # Only a kernel that asks for its device's number gets XLA's table.
     places = (0, *range(header, header + context.num_peers * len(parameters)))
     i64 = ir.IntegerType.get_signless(64)
     own = [(1 + row, llvm.ptrtoint(i64, address(ref))) for row, ref in enumerate(parameters)]
@@ -205,9 +206,10 @@ def peer_table(context: Any, *parameters: Any) -> list[tuple[int, Any]]:
 
 
 def told_addresses(context: Any) -> list[tuple[Any, Any]]:
-    """In a kernel's inline code: for each row, where the table says that this device's buffer is, and where it is.
+    """For inline code of a kernel: for each row of its table, a pair of addresses of this device's own buffer.
 
-    Empty if the kernel is not told.
+    The first address is the one in the table, the second one is the buffer's actual address. The list is empty if the
+    kernel has no table.
     """
     from jax.extend.mlir import ir
     from jaxlib.mlir.dialects import llvm

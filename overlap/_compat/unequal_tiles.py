@@ -1,14 +1,14 @@
 """Mend: the two operands of a wgmma lie in different tiles, 8 × S and S × S (`square_tiles.py`).
 
-Reason: an operand of which a tile has any multiple of 8 rows cannot lie in tiles of S × S, and an operand whose rows
-run across k must; a product may have one of each (`Config.swap_operands`). A descriptor describes each operand for
-itself. Only Mosaic GPU's layout inference demands that both tiles be equal. What must be equal is the swizzle, which is
-checked again where the instruction is made.
+Reason: an operand whose rows run across k must lie in tiles of S × S. An operand whose number of rows per output tile
+may be any multiple of 8 cannot lie in such tiles. A product may have one operand of each kind (`Config.swap_operands`).
+The hardware allows it: each operand has a descriptor of its own, and only the swizzles must be equal. Mosaic GPU checks
+the swizzles again when it makes the instruction, but its layout inference demands that the tiles be equal too.
 
-Change: in the rule for wgmma, each constraint that two tilings are equal becomes the constraint that each of them is
-one that wgmma takes. Same code in jax 0.11.2 and 0.12.0.1.
+Change: the layout inference's rule for wgmma gives constraints that two tilings are equal. Each of them is replaced by
+the constraint that the first tiling is one that wgmma takes. Same code in jax 0.11.2 and 0.12.0.1.
 
-Replaced by: the same in jax's layout inference.
+Replaced by: the same change in jax's layout inference.
 For upstream: docs/upstream/unequal-wgmma-tiles.md.
 """
 
@@ -29,7 +29,7 @@ def _change() -> None:
     def make(rule: Any) -> Any:
         def derive(ctx: Any, op: Any) -> Any:
             system, *rest = rule(ctx, op)
-            # Looked up now: `square_tiles.py` may have replaced it since.
+            # The function is looked up at each call, because `square_tiles.py` may have replaced it meanwhile.
             takes = private("jax.experimental.mosaic.gpu.layout_inference", "mma_tiling_constraint")
             free = [takes(each.lhs, op) if isinstance(each, equal) else each for each in system.constraints]
             return (dataclasses.replace(system, constraints=free), *rest)

@@ -1,9 +1,10 @@
 """Mend: a single warp (`plgpu.warp_map`) runs a `lax.while_loop` over scalars, as a warpgroup can.
 
-Reason: loops that draw numbers from a counter end when the counter is used up, so their length is not known before
-(`loop_while` in `overlap/primitives/atomics.py`). Pallas lowers such a loop in a warp to `scf.while`; then Mosaic GPU
-refuses it, since the operation is not in the set of those that a warp may run. Its lowering of an `scf.while` without
-arrays does not depend on the number of threads, as that of `scf.for` and `scf.if`, which are in the set.
+Reason: a loop that draws numbers from a counter ends when the counter is used up, so its length is not known before
+(`loop_while` in `overlap/primitives/atomics.py`). Pallas lowers such a loop in a warp to `scf.while`. Mosaic GPU then
+refuses the loop, because `scf.while` is not in its set of operations that a warp may run. But the lowering of an
+`scf.while` without arrays would work for a warp: it does not depend on the number of threads. The same is true of
+`scf.for` and `scf.if`, which are in the set.
 
 Change: `scf.while` is added to the set. Same code in jax 0.11.2 and 0.12.0.1.
 

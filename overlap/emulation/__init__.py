@@ -1,7 +1,7 @@
 """Run Mosaic GPU kernels of several devices on the CPU, and find their races and deadlocks.
 
 The emulator imports nothing else of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md. The public names load
-at their first use. tests/emulation/test_emulator_layers.py has the layers of the modules.
+at their first use. tests/emulation/test_emulator_layers.py says which modules a module may import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "run_sequence",
 ]
 
-# The module of each name: the imports above, for run time.
+# For each public name, its module. `__getattr__` imports from there at run time what the imports above declare.
 _HOMES = {
     "DeadlockError": "errors",
     "EmulationError": "errors",

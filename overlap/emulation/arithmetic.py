@@ -1,4 +1,4 @@
-"""Primitives without side effects, in NumPy; scalar integers and booleans are plain Python values.
+"""Computes primitives without side effects, in NumPy. Scalar integers and booleans are plain Python values.
 
 A primitive that is not listed here runs as a compiled `jax.jit` of its equation.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def _div(a: int, b: int) -> int:
-    if a >= 0 < b:  # as nearly always
+    if a >= 0 < b:  # the usual case
         return a // b
     if b == 0:
         return -1
@@ -93,7 +93,7 @@ def _scalar(eqn: Any) -> Callable[..., Any] | None:
     if function is None:
         return None
     if name in ("eq", "ne", "lt", "le", "gt", "ge", "max", "min", "clamp", "select_n", "rem"):
-        return function  # cannot leave the range of its operands
+        return function  # The result cannot leave the range of the operands.
     if len(eqn.invars) == 2:  # A call with a list of arguments takes twice the time.
         return lambda a, b: wrap(function(a, b))
     return lambda *args: wrap(function(*args))
@@ -194,10 +194,10 @@ _SINGLE_THREADED = 1 << 18
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a @ b in the dtype of `a`, by blocks of rows that are small enough for BLAS to use one thread.
+    """Returns a @ b in the dtype of `a`, computed by blocks of rows that are small enough for BLAS to use one thread.
 
     Floating-point products are summed in f64. In f32, BLAS on some CPUs rounds a row differently at different places of
-    a block; a tensor core does not, and users compare results bit by bit.
+    a block. A tensor core does not do that, and users compare results bit by bit.
     """
     dtype, (rows, k) = a.dtype, a.shape
     if dtype.kind == "f":
@@ -213,7 +213,7 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def is_known(eqn: Any) -> bool:
-    """Whether an equation that jax gives effects, such as the use of a mesh axis, has none in one device's kernel."""
+    """Whether an equation computes a value only, although jax may give it an effect, such as the use of a mesh axis."""
     return eqn.primitive.name in _ARRAY or eqn.primitive.name in _IDENTITY
 
 
@@ -224,7 +224,7 @@ def _through_jax(eqn: Any) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         try:
             out = compiled(*args)
-        except NotImplementedError as reason:  # jax has no rule for it on the CPU
+        except NotImplementedError as reason:  # jax has no rule for the primitive on the CPU.
             raise NotImplementedError(f"the primitive {primitive.name} is not emulated") from reason
         return [np.asarray(x) for x in out] if primitive.multiple_results else np.asarray(out)
 
@@ -232,7 +232,7 @@ def _through_jax(eqn: Any) -> Callable[..., Any]:
 
 
 def implementation(eqn: Any) -> tuple[Callable[..., Any], bool]:
-    """A function of the operands that computes an equation without side effects, and whether it returns a list."""
+    """Returns (a function that computes an equation without side effects, whether it returns a list)."""
     scalar = _scalar(eqn)
     if scalar is not None:
         return scalar, False

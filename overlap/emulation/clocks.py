@@ -1,8 +1,9 @@
 """Vector clocks: which events each thread knows to have happened.
 
-A *component* is a sequence of events in a fixed order. Each thread has a component; asynchronous operations share
-components of a pool. A clock is an array that holds, for each component, the time of the last event known. Clock arrays
-are never changed in place (a change makes a new array), so a reference to one is a snapshot.
+A *component* is a sequence of events in a fixed order; the *time* of an event is its number in the component. Each
+thread has a component. Asynchronous operations share components of a pool. A clock is an array that holds, for each
+component, the time of the last event known. Clock arrays are never changed in place: a change makes a new array, so a
+reference to a clock is a snapshot.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ EMPTY = np.zeros(0, np.int32)
 
 
 def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The pointwise maximum of two clocks of any lengths."""
+    """Returns the pointwise maximum of two clocks of any lengths: the clock that knows what either of them knows."""
     if a is b or not b.size:
         return a
     if not a.size:
@@ -28,7 +29,7 @@ def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def with_time(clock: np.ndarray, component: int, time: int) -> np.ndarray:
-    """A copy of `clock` in which `component` stands at `time` or later."""
+    """Returns a clock that knows all that `clock` knows, and the event (`component`, `time`)."""
     if component < clock.size:
         if clock[component] >= time:
             return clock
@@ -51,9 +52,9 @@ class Knowledge:
     Attributes:
         seen: everything that happened before, in the sense of happens-before.
         smem: the part of `seen` that a proxy fence has made visible to the asynchronous proxy in shared memory.
-        gmem: the same for global memory.
-        tensor: the part of `seen` that accesses to tensor memory are ordered after: the thread's own events, and those
-            known through barriers that order the tensor core. None in kernels without tensor memory.
+        gmem: the part of `seen` that a proxy fence has made visible to the asynchronous proxy in global memory.
+        tensor: the part of `seen` after which accesses to tensor memory are ordered: the thread's own events, and the
+            events known through barriers that order the tensor core. None in kernels without tensor memory.
     """
 
     __slots__ = ("gmem", "seen", "smem", "tensor")
@@ -71,7 +72,7 @@ class Knowledge:
         return Knowledge(self.seen, self.smem, self.gmem, self.tensor)
 
     def join(self, other: Knowledge, *, orders_tensor_core: bool = True) -> None:
-        """Adds all that `other` knows, its proxy fences included, as a barrier inside one CTA does."""
+        """Adds all that `other` knows, its proxy fences included, as a wait for a barrier inside one CTA does."""
         self.seen = join(self.seen, other.seen)
         self.smem = join(self.smem, other.smem)
         self.gmem = join(self.gmem, other.gmem)
@@ -79,7 +80,7 @@ class Knowledge:
             self.tensor = other.tensor if self.tensor is None else join(self.tensor, other.tensor)
 
     def learn(self, seen: np.ndarray) -> None:
-        """Adds the events of `seen`, as a semaphore does: proxy fences of the other side do not count here."""
+        """Adds the events of `seen`, as a wait for a semaphore does: the signaller's proxy fences do not count here."""
         self.seen = join(self.seen, seen)
 
     def note(self, component: int, time: int) -> None:
@@ -99,7 +100,7 @@ class Knowledge:
 
 
 class Components:
-    """Hands out the numbers of components."""
+    """Gives each new component its number: 0, 1, 2, ..."""
 
     def __init__(self):
         self.count = 0
@@ -112,7 +113,7 @@ class Components:
 class ComponentPool:
     """The components of the asynchronous operations that one thread issues.
 
-    An operation reuses a component whose last operation happened before it, so few components are needed.
+    An operation reuses a component if the component's last operation happened before it. So few components are needed.
     """
 
     def __init__(self, components: Components):
@@ -120,7 +121,7 @@ class ComponentPool:
         self._last: list[list[int]] = []  # [component, time of its last operation], oldest first
 
     def take(self, seen: np.ndarray) -> tuple[int, int]:
-        """A (component, time) for an operation whose issuer has `seen`."""
+        """Returns the (component, time) of a new operation, whose issuer has the clock `seen`."""
         for position, entry in enumerate(self._last[:8]):
             if covers(seen, entry[0], entry[1]):
                 self._last.append(self._last.pop(position))

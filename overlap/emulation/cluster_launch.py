@@ -1,4 +1,4 @@
-"""Cluster launch control: a running cluster takes over the work of one that has not been launched yet."""
+"""Cluster launch control: a running cluster cancels a cluster that is not launched yet, and takes over its work."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _UNDEFINED = -(1 << 31)  # the index that a query returns if no cluster was canc
 
 
 class _Request:
-    """A request to cancel the next cluster. All CTAs of the asking cluster get the same answer."""
+    """A request to cancel the next cluster. All CTAs of the requesting cluster get the same answer."""
 
     def __init__(self, thread: Thread):
         self._machine, self._device = thread.machine, thread.device
         self._answer: np.ndarray | None = None
 
     def answer(self) -> np.ndarray:
-        """(whether a cluster was cancelled, its number, 0, 0). The first call cancels the cluster."""
+        """Returns (whether a cluster was cancelled, the number of its first CTA, 0, 0). The first call cancels it."""
         if self._answer is None:
             place = self._machine.cancel(self._device)
             number = -1 if place is None else [cta.coordinates for cta in self._machine.ctas[self._device]].index(place)
@@ -71,13 +71,13 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _respond(thread: Thread, request: _Request, target: View, barrier: MBarrier) -> None:
-    """Has the answer to a request written to one CTA, at a later time than to other CTAs perhaps."""
+    """Issues the write of a request's answer to one CTA. The answer may reach different CTAs at different times."""
     engine, knowledge = thread.machine.engine, thread.knowledge.copy()
     component, time = thread.pool.take(knowledge.seen)
     knowledge.note(component, time)
     op = Issued(thread, thread.instruction, knowledge, component, time)
     engine.record(op, target, "cluster launch control, write", component, time, write=True)
-    if barrier.cta is not thread.cta:  # a peer learns of this answer, and not of earlier actions of the issuer
+    if barrier.cta is not thread.cta:  # Another CTA learns of this answer, but not of earlier actions of the issuer.
         knowledge = Knowledge()
         knowledge.note(component, time)
 

@@ -1,8 +1,9 @@
 """CTAs, and clusters: CTAs that are launched together and reach each other's shared memory and barriers.
 
-An allocation of a CTA has a *twin* in each CTA of its cluster, at the same place of its shared memory: a multicast
-copy writes all twins, an arrival on a cluster barrier counts on several. Twins are made together when the first CTA
-enters the scope, as shared memory is there from the start of a kernel.
+An allocation of a CTA has a *twin* in each CTA of its cluster, at the same place of that CTA's shared memory. A
+multicast copy writes all twins. One arrival on a cluster barrier is counted by several twins of the barrier. When the
+first CTA enters a `run_scoped`, the twins of all CTAs are made: on a GPU, shared memory exists from the start of the
+kernel, so a CTA may write to the memory of another CTA that has not entered the scope yet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .sync import Meeting
 
 
 class Visitor(Protocol):
-    """A thread, of a CTA or of one of its peers in the cluster."""
+    """A thread that uses a CTA's memory or barriers: a thread of that CTA, or of another CTA in its cluster."""
 
     @property
     def instruction(self) -> Any: ...
@@ -44,12 +45,16 @@ class Cta:
         self.peer_uses: dict[
             int, tuple[int, str, int]
         ] = {}  # component -> (time, what another CTA does here, instruction)
-        self.final = Knowledge()  # of the threads that have ended
-        self.freed: list[Buffer] = []  # memory of ended scopes, not given out again yet
-        self.tensor_columns = 0  # of tensor memory, in use
+        self.final = Knowledge()  # what the threads that have ended know together
+        self.freed: list[Buffer] = []  # memory of ended scopes that no new scope has got yet
+        self.tensor_columns = 0  # columns of tensor memory in use
 
     def note_use(self, thread: Visitor, what: str, component: int, time: int) -> None:
-        """Remembers that a thread of another CTA reaches into this one, which must not end before that is over."""
+        """Remembers a use of this CTA's memory by a thread of another CTA. This CTA must not end before the use ends.
+
+        Raises:
+            ProtocolError: this CTA has ended.
+        """
         what = f"{what} by {thread} at {thread.instruction.source}"
         if self.ended:
             raise ProtocolError(report.left_cluster(self, what))
@@ -64,11 +69,11 @@ class Cta:
                 self.simulation.fault(("cluster", instruction), error, thread)
 
     def reuse(self, knowledge: Knowledge, thread: Visitor) -> None:
-        """Checks that no copy or product still uses the freed memory, which may be given out again now.
+        """Checks that no copy or product still uses freed memory, before a new scope or another CTA may get it.
 
         Args:
-            knowledge: of those who give the memory out: it must cover all uses.
-            thread: named in a fault.
+            knowledge: what is known to the threads that enter the new scope or have ended; it must cover all uses.
+            thread: the thread that the message of a fault names.
         """
         freed, self.freed = self.freed, []
         if self.simulation.detector is None:
@@ -96,12 +101,12 @@ class Cluster:
         self._scopes: dict[
             Any, list[Any]
         ] = {}  # (scope, visit) -> for each CTA, its allocations, until the CTA takes them
-        self._shadows: dict[Any, Any] = {}  # of each scope's buffers: the next visit has the same bytes
+        self._shadows: dict[Any, Any] = {}  # shadows of each scope's buffers: the next visit uses the same bytes
         for rank, cta in enumerate(ctas):
             cta.cluster, cta.rank = self, rank
 
     def along(self, cta: Cta, axes: Sequence[Any]) -> list[Cta]:
-        """The CTAs that differ from `cta` in their indices along `axes` at most, row-major in the order of `axes`."""
+        """The CTAs whose indices along all axes but `axes` are those of `cta`, row-major in the order of `axes`."""
         names = list(self.axes)
         for axis in axes:
             if axis not in names:
@@ -123,7 +128,14 @@ class Cluster:
         return self.ctas[self.places.index(tuple({**own, **place}.values()))]
 
     def enter(self, cta: Cta, key: Any, visit: int, allocate: Callable[[Cta], list[Any]]) -> list[Any]:
-        """The allocations of `cta` for one visit of a scope; the first CTA that enters makes them for all."""
+        """Returns the allocations of `cta` for one visit of a scope. The first CTA that enters makes those of all CTAs.
+
+        Args:
+            cta: the CTA that enters.
+            key: identifies the scope.
+            visit: how many times `cta` has entered the scope, this time included.
+            allocate: makes the allocations of a CTA.
+        """
         made = self._scopes.get((key, visit))
         if made is None:
             made = self._scopes[(key, visit)] = [allocate(each) for each in self.ctas]
@@ -131,7 +143,7 @@ class Cluster:
                 self._pair(twins)
                 for rank, twin in enumerate(twins):
                     if isinstance(twin, Buffer) and twin.space in ("smem", "tmem"):
-                        # The same bytes as in the visit before, which a CTA may not have left yet.
+                        # The bytes are those of the visit before, which another CTA may not have left yet.
                         twin.shadow = self._shadows.setdefault((key, position, rank), twin.shadow)
         mine, made[cta.rank] = made[cta.rank], None
         if all(each is None for each in made):
@@ -149,13 +161,13 @@ class Cluster:
                 if not getattr(barrier, "collective", ()):
                     continue
                 last = 1 if barrier.leader_tracked else None
-                # Each CTA that differs from the barrier's own along one group of axes at most, once.
+                # A set: a CTA that several groups of axes reach counts the arrival once.
                 reached = {each.rank for axes in barrier.collective for each in self.along(barrier.cta, axes)[:last]}
                 barrier.reached = [twins[rank].at(place) for rank in sorted(reached)]
 
 
 def twin(base: Buffer | Cells, cta: Cta) -> Any:
-    """The allocation of `cta` at the place of `base`."""
+    """Returns the twin of the allocation `base` in `cta`."""
     if base.twins is None:
         raise ProtocolError(
             f"{base.name} is no allocation that a cluster shares: take it from scratch_types, or from a run_scoped "
@@ -165,6 +177,6 @@ def twin(base: Buffer | Cells, cta: Cta) -> Any:
 
 
 def cluster_arrivals(axes: dict[str, int], groups: Sequence[Any]) -> int:
-    """How many CTAs arrive on a cluster barrier: those that differ from its own along one group of axes at most."""
+    """How many CTAs arrive on a cluster barrier: its own, and those that differ from it along one group of axes."""
     sizes = [math.prod(axes[axis] for axis in group) for group in groups]
     return sum(sizes) - len(sizes) + 1

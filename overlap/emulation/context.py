@@ -37,29 +37,30 @@ def emulate(
     laps: int = 1,
     keep: bool = False,
 ) -> Iterator[Run]:
-    """Runs Mosaic GPU kernels on CPU devices, concurrently and with faults found, while the context is active.
+    """While the context is active, emulates Mosaic GPU kernels on CPU devices, and looks for races and deadlocks.
 
-    Only `cores` takes part in tracing; all else is read when a kernel runs, so a jitted function is not traced again
-    for another seed.
+    Only `cores` affects tracing. All other arguments are read when a kernel runs, so a jitted function is not traced
+    again for another seed.
 
     Args:
-        cores: the number of cores of a device: what `core_count()` returns, and `core_count` of CPU devices.
+        cores: the number of cores of a device. `core_count()` and `device.core_count` of CPU devices return it.
         completion: when asynchronous copies and wgmma complete: as ``"late"`` as the rules allow, at ``"random"``
             moments or at once (``"eager"``).
         scheduler: ``"pct"`` (random priorities with rare changes), ``"random"`` or ``"round_robin"``.
         seed: seeds all random choices; the same seed gives the same run.
-        detect_races: whether to keep vector clocks. Deadlocks and broken protocols are found without.
-        resident: how many CTAs fit on a device at a time; the others start when one leaves. None: all.
-        step_limit: an error after this many scheduler steps in one launch. None: no limit.
+        detect_races: whether to look for races, with vector clocks. Deadlocks are found in either case, and so are
+            most broken protocols.
+        resident: how many CTAs fit on a device at a time. The others start when a CTA ends. None: all fit.
+        step_limit: the number of scheduler steps in one launch after which an error is raised. None: no limit.
         record: whether to keep a list of events in `run.events`.
-        laps: how many times in a row each launch runs, on the same memory and semaphores. All but the last time its
-            inputs are NaN. If the kernel skips the framework's barrier, each device begins again for itself, as soon as
-            it has ended the launch before or later.
+        laps: how many times in a row each launch runs, on the same memory and semaphores. Its inputs are NaN, except
+            the last time. If the kernel skips the framework's barrier, each device begins the next lap on its own, at
+            once after its last lap or later.
         keep: whether to keep all launches in `run.launches`, with their operands and results.
 
     Yields:
-        A `Run`. On exit, `emulate` waits for all computations under way and raises the first error; `run.check()` does
-        so earlier.
+        A `Run`. When the context ends, `emulate` waits for all computations under way and raises the first error.
+        `run.check()` does the same earlier.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed. The launches under way stop; later ones run as usual.
@@ -78,18 +79,18 @@ def emulate(
                 yield run
         except Exception as consequence:
             drain()
-            # A wrong number most likely follows from a fault that was found. Report the fault.
+            # The exception is probably a consequence of a fault that was found, so the fault is raised instead.
             _raise_if_interrupted(run)
             if run.errors:
                 raise run.errors[0] from consequence
             raise
         except KeyboardInterrupt:
-            if not interrupt.stopped(run.interrupts):  # The interrupt came from another handler than ours.
+            if not interrupt.stopped(run.interrupts):  # The emulator's own handler has not seen this interrupt.
                 interrupt.note()
             drain()
             raise
         else:
-            drain()  # what starts inside the context ends inside it
+            drain()  # Computations that start inside the context end inside it.
             _raise_if_interrupted(run)
     if run.errors:
         raise run.errors[0]

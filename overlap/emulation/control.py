@@ -1,4 +1,4 @@
-"""Handlers of control flow, calls, maps over warps, and the indices of a thread."""
+"""Handlers of the primitives for control flow, calls, maps over warps, and a thread's indices along axes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     out = d.new()
 
     def run(thread: Thread) -> None:
-        # In the order of Mosaic GPU's lowering: the axis of the warps, the axes of the mesh, the axes of the kernel.
+        # A name is looked up in the order of Mosaic GPU: the axis of the warps, the axes of the mesh, the axes
+        # of the kernel.
         mesh = thread.mesh
         if name in mesh.shape and not is_warp:
             thread.env[out] = mesh.place(thread.device)[list(mesh.shape).index(name)]
@@ -190,7 +191,7 @@ def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             child.knowledge.join(thread.knowledge)
             thread.children.append(child)
             child.axes = {**thread.axes, axis: warp}
-            # Each CUDA thread counts its own waits, so a warp goes on where it was in an earlier map.
+            # Each CUDA thread counts its own waits, so a warp continues with its counts from earlier maps.
             child.waits = {b: n[warp] if isinstance(n, tuple) else n for b, n in thread.waits.items()}
             thread.machine.start(child)
         thread.tick()

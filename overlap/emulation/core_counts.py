@@ -1,4 +1,4 @@
-"""CPU devices that answer `device.core_count`, for kernels that take their grid from it."""
+"""Gives CPU devices the attribute `core_count`, for kernels that take their grid from it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _active = 0  # contexts that have been entered and not left
 
 def _core_count_of(device: Any) -> int:
     if device.platform != "cpu":
-        raise AttributeError("core_count")  # Python then asks the class's own `__getattr__`, as without the property.
+        raise AttributeError("core_count")  # Python then calls the class's `__getattr__`, as without the property.
     return core_count()
 
 
 @contextlib.contextmanager
 def core_count_of_devices() -> Iterator[None]:
-    """While active, `device.core_count` of a CPU device is what `core_count()` returns.
+    """While the context is active, `device.core_count` of a CPU device returns what `core_count()` returns.
 
-    `emulate` does this by itself. Only kernels that run without it, after `enable()`, need this context, and only if
-    they ask the device: a CPU device has no such attribute. Devices of other platforms answer as before. Contexts
-    may be nested.
+    `emulate` enters this context itself. It is needed only for kernels that run without `emulate`, after `enable()`,
+    and that read `device.core_count`, which a CPU device does not have otherwise. Devices of other platforms are not
+    affected. Contexts may be nested.
 
     Example:
         >>> from overlap import emulation
@@ -40,7 +40,7 @@ def core_count_of_devices() -> Iterator[None]:
     with _lock:
         _active += 1
         if _active == 1:
-            # All devices share this class: it is changed while a context is active, and no longer.
+            # All devices share this class, so the property is removed when the last context ends.
             setattr(jax.Device, "core_count", property(_core_count_of))  # noqa: B010
     try:
         yield

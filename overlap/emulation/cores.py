@@ -1,4 +1,4 @@
-"""How many cores an emulated device has. This module loads without the rest of the emulator."""
+"""The number of cores of an emulated device. This module imports nothing of the emulator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ cores = jax.make_user_context(DEFAULT_CORES)
 
 
 def core_count() -> int:
-    """How many cores (CTAs that fit) a CPU device pretends to have; 4 outside `emulate`.
+    """The number of cores that a CPU device pretends to have; 4 outside `emulate`.
 
     The value is part of the cache key of `jax.jit`, so a function may depend on it while it is traced.
     """

@@ -1,4 +1,4 @@
-"""Handlers of loads and stores by threads themselves, of accumulators and of wgmma."""
+"""Handlers of a thread's own loads, stores and atomic operations, of accumulators and of wgmma."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
     out, aval = d.new(), eqn.outvars[0].aval
     plain = arithmetic.is_plain(aval)
-    # Rows that nobody has written hold NaN, which shows in all that is computed from them.
+    # Rows that nobody has written hold NaN. So reading them is no fault: if they are used, the result has NaN.
     by_rows = len(aval.shape) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
     def run(thread: Thread) -> None:

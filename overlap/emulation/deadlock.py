@@ -1,4 +1,4 @@
-"""The message of a deadlock."""
+"""Makes the message of a deadlock."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from .machine import Machine, Thread
 
-_MOST = 64  # waiters listed
+_MOST = 64  # threads that the message lists
 
 
 def message(threads: Sequence[Thread], machines: Sequence[Machine]) -> str:
-    """Every waiter, the devices that a barrier waits for, and the CTAs that never started."""
+    """Returns the message: each waiting thread, the devices that a barrier waits for, the CTAs that never started."""
     waiting = [t for t in threads if not t.done]
     lines = [f"deadlock: {len(waiting)} threads wait and nothing is in flight that could wake one"]
     for thread in waiting[:_MOST]:

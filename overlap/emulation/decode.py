@@ -1,6 +1,6 @@
-"""Decodes a kernel: what `plgpu.kernel` binds becomes a `Program`.
+"""Decodes a kernel: turns the parameters of the primitive behind `plgpu.kernel` into a `Program`.
 
-The modules of handlers are imported here only because they register their handlers (`program.handles`).
+The handlers' modules are imported here only because they register their handlers (`program.handles`) on import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ from .program import Decoder, Program
 
 
 def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
-    """Decodes the parameters of the primitive that `plgpu.kernel` binds, for a mesh of these devices."""
+    """Decodes a kernel.
+
+    Args:
+        eqn_params: the parameters of the primitive that `plgpu.kernel` binds.
+        in_avals: the types of the kernel's operands.
+        device_ids: the ids of the mesh's devices, in order.
+
+    Raises:
+        NotImplementedError: the kernel uses something that is not emulated.
+    """
     (mesh,), (jaxpr,) = eqn_params["meshes"], eqn_params["jaxprs"]
     if not hasattr(mesh, "num_threads"):
         raise NotImplementedError(f"only Mosaic GPU kernels are emulated, got a kernel over {type(mesh).__name__}")

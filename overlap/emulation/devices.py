@@ -15,8 +15,8 @@ class Flags(NamedTuple):
     """The semaphores that all CTAs of a launch share.
 
     Attributes:
-        first: the address of the first one.
-        names: of all of them, as they lie in memory.
+        first: the address of the first semaphore.
+        names: the names of all semaphores, in the order of their addresses.
         launch: the launch's number in the sequence.
     """
 
@@ -30,13 +30,13 @@ class Flags(NamedTuple):
 
 
 class Device:
-    """One device. To the scheduler it is a thread: its turn starts the device's next launch.
+    """One device. The scheduler treats a device like a thread: a turn of it starts the device's next launch.
 
     Attributes:
-        component: of the vector clocks; its time is the number of launches that have begun here.
+        component: the device's component of the vector clocks. Its time is the number of launches begun on the device.
         launches, begun, ended: how many launches the device has, and how many of them have begun and ended.
-        seen: what has happened before the end of its last launch.
-        memory: the bytes of its global memory, which launches use one after the other.
+        seen: what has happened before the end of the device's last launch.
+        memory: the bytes of the device's global memory, which launches use one after the other.
     """
 
     def __init__(self, index: int, component: int):
@@ -44,14 +44,14 @@ class Device:
         self.launches = self.begun = self.ended = 0
         self.seen = Knowledge()
         self.memory = np.zeros(0, np.uint8)
-        self._words: dict[int, Semaphore] = {}  # by address; made when somebody asks for them
-        self._serial = next_serial()  # of all words before the first launch
-        # (flags of a launch, serial of the first of them, event): how the framework has zeroed words so far.
+        self._words: dict[int, Semaphore] = {}  # address -> word; a word is made when it is first used
+        self._serial = next_serial()  # the serial of the first value (zero) of all words
+        # The framework's zeroings so far: (flags of a launch, serial of the first flag's zeroing, its event).
         self._zeroings: list[tuple[Flags, int, tuple[int, int] | None]] = []
         self.priority, self.polled, self.done = 0.0, False, False
 
     def word(self, address: int) -> Semaphore:
-        """A word of the memory in which semaphores lie."""
+        """Returns the word at an address of the memory for semaphores."""
         word = self._words.get(address)
         if word is None:
             word = self._words[address] = Semaphore(f"word {address}", self.index, self._serial)
@@ -62,12 +62,12 @@ class Device:
         return word
 
     def words(self, flags: Flags) -> list[tuple[int, Semaphore]]:
-        """(address, word) of a launch's semaphores that somebody has asked for, in order."""
+        """Returns (address, word) of each of a launch's semaphores that has been used, in order of address."""
         found = (item for item in self._words.items() if flags.first <= item[0] < flags.end)
         return sorted(found, key=operator.itemgetter(0))
 
     def zero_flags(self, flags: Flags) -> None:
-        """Zeroes the semaphores of a launch, as the framework does before the launch begins."""
+        """Zeroes the semaphores of a launch, as the framework does before the launch begins on this device."""
         serial, by = next_serials(len(flags.names)), (self.component, self.begun) if self.begun > 1 else None
         for address, word in self.words(flags):
             self._zero(word, address, flags, serial, by)

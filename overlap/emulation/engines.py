@@ -1,7 +1,8 @@
 """Asynchronous engines: TMA loads, TMA stores and wgmma, which complete later than they are issued.
 
-The completion mode says when, within the rules. ``eager``: at once. ``random``: at any later step, by chance. ``late``:
-when somebody needs it; a store completes at the wait for it, a load when no thread can run.
+The completion mode says when an operation completes. ``eager``: at once. ``random``: at any later step, by chance.
+``late``: as late as the rules allow. A store or a wgmma then completes at the wait for it, a load when no thread can
+run.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ class Issuer(Actor, Protocol):
 
 
 class Landing(NamedTuple):
-    """Where a load, or this CTA's part of a multicast load, is written, and the barrier that counts its bytes there."""
+    """The place to which a load, or this CTA's part of a multicast load, is written; and the barrier that counts it."""
 
     view: View
     barrier: MBarrier
-    part: tuple[slice, ...] | None = None  # of what is loaded, in the shape `whole`
+    part: tuple[slice, ...] | None = None  # the part of the loaded array of shape `whole` that is written
     whole: tuple[int, ...] = ()
 
 
 class Operation:
     """One asynchronous operation in flight.
 
-    A store has two stages, each with its own component: shared memory has been read, global memory has been written.
+    A store completes in two stages: shared memory is read, then global memory is written. Each has its own component.
     """
 
     __slots__ = (
@@ -107,7 +108,7 @@ class Operation:
 
 
 class Issued(NamedTuple):
-    """An operation that has been issued, with what `Engine.record` needs to know of it."""
+    """The facts about an issued operation that `Engine.record` needs."""
 
     thread: Issuer
     instruction: Any
@@ -145,7 +146,7 @@ class Engine:
         atomic: bool = False,
         by_rows: bool = False,
     ) -> None:
-        """Checks and remembers an access that an operation makes to memory."""
+        """Checks an access that an operation makes to memory for races and faults, and remembers the access."""
         simulation = self._simulation
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
@@ -191,9 +192,9 @@ class Engine:
             src: the source.
             landings: the destinations: one, or one for each CTA of a multicast load.
             barrier: this CTA's barrier, which expects `nbytes`; None if a peer's barrier counts the load.
-            nbytes: the bytes that `barrier` expects; peers may send a part of them.
+            nbytes: the bytes that `barrier` expects; in a multicast load, other CTAs send a part of them.
             remote: whether the source is on another device.
-            undefined: whether elements out of bounds are undefined, and not zero.
+            undefined: whether elements out of bounds are undefined; if not, they are zero.
         """
         run = self._simulation.run
         ops = []
@@ -218,7 +219,7 @@ class Engine:
             self.fly(op)
 
     def fly(self, op: Any) -> None:
-        """Lets an operation complete at a time that the completion mode allows."""
+        """Adds an operation to those in flight, or completes it at once in eager mode."""
         if self.mode == "eager":
             while not self._advance(op):
                 pass
@@ -226,7 +227,7 @@ class Engine:
             self._flying.append(op)
 
     def _advance(self, op: Any) -> bool:
-        """Completes the next stage of `op`; returns whether it was the last."""
+        """Completes the next stage of `op`. Returns whether that was the last stage."""
         if op.kind == "arrival":
             op.complete()
             return True
@@ -238,7 +239,7 @@ class Engine:
             self._simulation.run.event_end(op.event)
             knowledge = op.knowledge
             if op.barrier.cta is not op.thread.cta:
-                # A peer learns of this copy, and not of earlier actions of the issuer.
+                # Another CTA learns of this copy, but not of earlier actions of the issuer.
                 knowledge = Knowledge()
                 knowledge.note(op.component, op.time)
             op.barrier.landed(op.nbytes, knowledge)
@@ -263,7 +264,7 @@ class Engine:
     # ---- stores ------------------------------------------------------------------------------------------------------
 
     def store(self, thread: Issuer, src: View, dst: View, reduction: str | None, commit: bool, remote: bool) -> None:
-        """Issues a TMA store, in the thread's open group."""
+        """Issues a TMA store and adds it to the thread's open group; `commit` closes the group."""
         op = Operation("store", thread)
         op.src, op.dst, op.reduction, op.value = src, dst, reduction, None
         op.write_component, op.write_time = thread.pool.take(op.knowledge.seen)
@@ -285,7 +286,10 @@ class Engine:
             thread.open_stores = []
 
     def wait_stores(self, thread: Issuer, allowed: int, read_only: bool) -> None:
-        """Waits until at most `allowed` groups are pending: read from shared memory, or wholly written."""
+        """Completes stores until at most `allowed` groups are pending, as a thread's wait for its stores does.
+
+        With `read_only`, a group is pending until shared memory has been read, else until global memory is written.
+        """
         done = max(len(thread.groups) - allowed, 0)
         for group in thread.groups[:done]:
             for op in group:
@@ -342,7 +346,7 @@ class Engine:
     # ---- completion --------------------------------------------------------------------------------------------------
 
     def maybe_complete(self) -> None:
-        """In random mode, completes a stage of some operation now and then."""
+        """In random mode, completes by chance a stage of an operation."""
         if self.mode != "random" or not self._flying or self._simulation.random.random() > _EARLY:
             return
         self._complete(int(self._simulation.random.random() * len(self._flying)))
@@ -354,7 +358,10 @@ class Engine:
             self._flying.pop()
 
     def complete_awaited(self) -> bool:
-        """Completes one load when no thread can run, preferably an awaited one. Returns False if there is none."""
+        """Completes one load or arrival when no thread can run. Returns False if none is in flight.
+
+        An operation on whose barrier a thread waits is preferred.
+        """
         loads = [i for i, op in enumerate(self._flying) if op.kind != "store"]
         awaited = [i for i in loads if self._flying[i].barrier.waiters]
         choices = awaited or loads

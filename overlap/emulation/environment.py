@@ -1,8 +1,8 @@
-"""The values of a thread, and how decoded parameters name them.
+"""How decoded parameters refer to the values of a thread.
 
-A thread's *environment* is a list with one entry for each variable of the decoded kernel. The decoder knows an entry
-by its index in that list, an `int`. Decoded parameters hold an `Entry` where the value is known only when the thread
-runs.
+A thread's *environment* is a list with one entry for each variable of the decoded kernel. While the kernel is decoded,
+an `int` stands for an entry: its index in the list. In decoded parameters, an `Entry` stands for a value that is known
+only when the thread runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Entry:
-    """An entry of a thread's environment, as a part of decoded parameters."""
+    """The index of an entry of a thread's environment, in decoded parameters."""
 
     __slots__ = ("index",)
 
@@ -20,5 +20,5 @@ class Entry:
 
 
 def value_of(x: Any, env: list[Any]) -> Any:
-    """The value of a decoded parameter: that of an `Entry` in the environment `env`, or the constant itself."""
+    """Returns the value of a decoded parameter: the value in `env` if it is an `Entry`, else the constant itself."""
     return env[x.index] if type(x) is Entry else x

@@ -1,4 +1,4 @@
-"""The faults of a kernel that the emulator finds."""
+"""The exceptions for faults of a kernel that the emulator finds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class EmulationError(RuntimeError):
 
 
 def cannot_run(reason: BaseException) -> EmulationError:
-    """What a user is told about an exception that is none of the faults below."""
+    """Makes the error that tells a user of an exception that is none of the faults below."""
     if isinstance(reason, NotImplementedError):
         return EmulationError(f"the emulator cannot run this: {reason}")
     return EmulationError(
@@ -22,8 +22,8 @@ class RaceError(EmulationError):
     Attributes:
         kind: ``"data"``: no chain of signals and waits orders the two accesses. ``"proxy"``: a chain orders them, but
             the later access goes through the asynchronous proxy (TMA, wgmma) and the chain has no proxy fence.
-            ``"tensor"``: a chain orders them, but not for tensor memory, since a barrier of the chain lacks
-            ``orders_tensor_core``. ``"exit"``: a device may end its kernel before a peer is done with its memory.
+            ``"tensor"``: a chain orders them, but not for tensor memory, because a barrier of the chain lacks
+            ``orders_tensor_core``. ``"exit"``: a device may end its kernel while a peer still uses its memory.
     """
 
     def __init__(self, message: str, kind: str = "data"):
@@ -45,8 +45,8 @@ class DeadlockError(EmulationError):
 class ProtocolError(EmulationError):
     """The kernel has broken a rule of a synchronisation object or of memory.
 
-    Examples: a missed barrier phase, an access out of bounds, shared memory left while a copy still uses it, a signal
-    that may arrive after its owner has left.
+    Examples: a missed barrier phase, an access out of bounds, shared memory freed while a copy still uses it, a signal
+    to a semaphore that may arrive after the semaphore's device has ended the kernel.
     """
 
 

@@ -1,11 +1,12 @@
 """Inline code (`plgpu.inline_mgpu`): the decoder calls the function, as Mosaic GPU does, and translates its code.
 
-The function gets references and scalars of a temporary MLIR module. Its PTX (`ptx`, `ptx_meaning`), and the few other
-operations that compute operands, become instructions of the emulated program. Code that is not understood is an error
-while the kernel is decoded, which names the instruction and the line of the call.
+The function gets references and scalars of a temporary MLIR module, into which it writes its code. The code's PTX
+(`ptx`, `ptx_meaning`), and the few other operations that compute operands, become instructions of the emulated program.
+Code that the decoder does not know is an error while the kernel is decoded. The message names the instruction and the
+line of the call.
 
-An emulated thread stands for a warp or a warpgroup. So a predicate that elects one CUDA thread is true, and the decoder
-notes that it elects (`registers.Frame`).
+An emulated thread stands for a warp or a warpgroup. A predicate that elects one CUDA thread is true in it, and the
+decoder notes that the predicate holds in one CUDA thread only (`registers.Frame`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from .references import RefPath
 from .registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 
 _NOTHING: frozenset[str] = frozenset()
-_ARCHITECTURE = (9, 0)  # what functions that ask are told; their code for others means the same
-_DYNAMIC = -(1 << 31)  # an index of `llvm.getelementptr` that is an operand
+_ARCHITECTURE = (9, 0)  # the GPU that inline code is told it is compiled for; code for other GPUs does the same
+_DYNAMIC = -(1 << 31)  # marks an index of `llvm.getelementptr` that is an operand
 
 
 @functools.cache
 def _mlir_context() -> ir.Context:
-    """The context of all calls. Making one takes longer than translating most inline code."""
+    """The MLIR context, made once for all calls: making one takes longer than translating most inline code."""
     return mlir.make_ir_context()
 
 
@@ -42,7 +43,7 @@ class _Context:
     """Stands in for Mosaic GPU's launch context.
 
     Attributes:
-        device_ids: the ids of the mesh's devices, in order, on which the code may depend.
+        device_ids: the ids of the mesh's devices, in order. The code may depend on them.
     """
 
     def __init__(self, device_ids: tuple[int, ...]):
@@ -56,9 +57,9 @@ class _Value:
     """An MLIR value.
 
     Attributes:
-        number: the value, if the decoder knows it.
-        entry: of the environment that holds the value, if only a running thread knows it.
-        varies: what the value depends on within an emulated thread: ``"lane"``, ``"warp"``.
+        number: the value, if it is known while the kernel is decoded.
+        entry: the entry of the environment that holds the value, if the value is known only when the thread runs.
+        varies: how the value differs between the CUDA threads of an emulated thread: by ``"lane"``, by ``"warp"``.
     """
 
     def __init__(self, number: int | None, entry: int | None = None, varies: frozenset[str] = _NOTHING):
@@ -188,7 +189,7 @@ class _Reader:
 
     def _extract(self, operation: Any) -> None:
         (source,), (field, *_) = operation.operands, list(operation.attributes["position"])
-        if source not in self._references:  # one of several results of inline PTX
+        if source not in self._references:  # `source` holds several results of inline PTX.
             self._values[operation.results[0]] = self._values[source][field]
         elif field == 1:
             entry, path = self._references[source]
@@ -197,7 +198,7 @@ class _Reader:
                     lambda thread: ptx_memory.address_of(*path.locate(thread, thread.env[entry])), "address", _NOTHING
                 )
             self._values[operation.results[0]] = self._addresses[entry, id(path)]
-        elif field == 2:  # The offset of the slice from the address: 0, as the address is that of the slice.
+        elif field == 2:  # The offset of the slice from the address is 0: the address is where the slice begins.
             self._values[operation.results[0]] = _Value(0)
         else:
             raise Unreadable("it asks for the strides of a reference")
@@ -260,7 +261,13 @@ class _Reader:
             self._values[operation.results[0]] = values[:results] if results > 1 else values[0]
 
     def _run(self, code: ptx.Code, frame: Frame, cleared: list[int]) -> None:
-        """Emits the instructions of a text."""
+        """Emits the instructions of parsed PTX.
+
+        Args:
+            code: the PTX.
+            frame: its registers.
+            cleared: the entries that hold no value at the beginning.
+        """
         d, eqn = self._d, self._eqn
 
         def enter(thread: Thread) -> None:
@@ -269,7 +276,7 @@ class _Reader:
                 thread.env[entry] = None
 
         d.emit(enter, eqn, "inline code")
-        chosen: list[tuple[int, frozenset[str]]] = []  # branches so far: (target, what the choice depends on)
+        chosen: list[tuple[int, frozenset[str]]] = []  # branches so far: (target, how the choice varies)
         jumps, places = [], []
         for index, i in enumerate(code.instructions):
             places.append(d.here)
@@ -288,7 +295,7 @@ class _Reader:
 
 
 def _module(types: list[Any]) -> tuple[Any, Any]:
-    """An empty function of these arguments, and its block."""
+    """Makes an MLIR module with one empty function with arguments of `types`; returns it and the function's block."""
     module = ir.Module.create()
     number = ir.IntegerType.get_signless(32)
     for name, value in zip(("major", "minor"), _ARCHITECTURE):
@@ -317,9 +324,12 @@ def _bits(kind: Any) -> int:
 
 
 def _comparison(predicate: int, bits: int) -> Callable[[int, int], int]:
-    """The comparison of `arith.cmpi`: eq, ne, then lt, le, gt, ge of signed numbers, then of unsigned ones."""
+    """Returns the function that a predicate of `arith.cmpi` stands for.
+
+    The predicates are eq, ne; then lt, le, gt, ge of signed numbers; then the same four of unsigned numbers.
+    """
     names = ("__eq__", "__ne__", *(("__lt__", "__le__", "__gt__", "__ge__") * 2))
-    flip = 1 << (bits - 1) if 2 <= predicate < 6 else 0  # signed: the order of the numbers with the first bit flipped
+    flip = 1 << (bits - 1) if 2 <= predicate < 6 else 0  # Signed numbers are in order once the sign bit is flipped.
     name = names[predicate]
     return lambda a, b: int(getattr(int(a) ^ flip, name)(int(b) ^ flip))
 
@@ -343,7 +353,7 @@ def _constant(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     return attribute.value & ((1 << _bits(operation.results[0].type)) - 1), _NOTHING
 
 
-# Operations without operands. Each gives (the value or a function of the thread, what the value varies by).
+# Operations without operands. Each returns (the value, or a function from the thread to it; how the value varies).
 _MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
     "arith.constant": _constant,
     "llvm.mlir.constant": _constant,
@@ -354,7 +364,7 @@ _MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
         _NOTHING,
     ),
 }
-# Operations that compute: (the function, the second operand with which the result is the first operand).
+# Operations that compute: (the function; the neutral second operand, with which the result is the first operand).
 _COMPUTED: dict[str, tuple[Callable[..., int], int | None]] = {
     **dict.fromkeys(("arith.addi", "llvm.add"), (lambda a, b: a + b, 0)),
     **dict.fromkeys(("arith.subi", "llvm.sub"), (lambda a, b: a - b, 0)),
@@ -370,12 +380,12 @@ _COMPUTED: dict[str, tuple[Callable[..., int], int | None]] = {
     **dict.fromkeys(("arith.maxui",), (max, None)),
     **dict.fromkeys(("arith.cmpi", "llvm.icmp"), (lambda a, b: 0, None)),
     "arith.select": (lambda which, a, b: a if which else b, None),
-    # Widened without a sign, narrowed by the mask.
+    # Values have no sign, so widening keeps them. The mask narrows them.
     **dict.fromkeys(
         ("arith.index_cast", "arith.index_castui", "arith.extui", "arith.trunci", "llvm.zext", "llvm.trunc",
          "llvm.ptrtoint", "llvm.inttoptr"), (lambda a: a, None),
     ),
-    # Used to give a warp's number to all lanes: lane 0's value.
+    # A shuffle that gives lane 0's value (a warp's number) to all lanes.
     "nvvm.shfl.sync": (lambda mask, value, lane, limit: value, None),
 }  # fmt: skip
 _EFFECTLESS = {"nvvm.bar.warp.sync"}

@@ -1,13 +1,14 @@
 """Ctrl-C during an emulated launch: the launch stops, and KeyboardInterrupt comes out in the caller's own code.
 
-Emulated kernels run inside callbacks of XLA, mostly in XLA's threads. With Python's own handler of SIGINT a launch
-would run to its end after the KeyboardInterrupt. Where the callback runs in the main thread, XLA would turn the
-KeyboardInterrupt into an error of the callback. So the first use of the emulator replaces Python's own handler by one
-that:
+Emulated kernels run inside callbacks of XLA, mostly in XLA's threads. With Python's own handler of SIGINT, such a
+launch would run to its end after the KeyboardInterrupt. If the callback runs in the main thread, XLA would turn the
+KeyboardInterrupt into an error of the callback. So the first use of the emulator replaces Python's own handler by a
+handler that:
 
   - tells all launches under way to stop, and
-  - raises KeyboardInterrupt, as Python's own handler does. If the main thread is inside a callback, the handler waits
-    until the main thread has left it. Until then every launch stops at once, so that a loop of launches ends soon.
+  - raises KeyboardInterrupt, as Python's own handler does. If the main thread is inside a callback, the handler raises
+    it only when the main thread has left the callback. Until then every launch stops at once, so that a loop of
+    launches ends soon.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import Any
 
 from jax.experimental import io_callback
 
-# Frames of callbacks, ours and those that jax puts around them.
+# The modules whose functions are on the stack during a callback: jax's and the emulator's.
 _CALLBACK_MODULES = (io_callback.__module__, f"{__package__}.lowering")
 _RETRY_S = 0.001
 
-_interrupts = 0  # so far
-_pending = False  # the main thread was in a callback, and its KeyboardInterrupt is still to come
+_interrupts = 0  # interrupts so far
+_pending = False  # whether a KeyboardInterrupt waits for the main thread to leave its callback
 
 
 def count() -> int:
-    """How many interrupts there have been. A launch keeps this number from its beginning, for `stopped`."""
+    """How many interrupts there have been. A launch reads this number when it begins, to pass it to `stopped`."""
     return _interrupts
 
 
@@ -39,12 +40,12 @@ def stopped(count_before: int) -> bool:
 
 
 def pending() -> bool:
-    """Whether a KeyboardInterrupt is still to come, once the main thread has left its callbacks."""
+    """Whether a KeyboardInterrupt will be raised when the main thread has left its callbacks."""
     return _pending
 
 
 def install() -> None:
-    """Installs the handler, if this is the main thread and Python's own handler is there."""
+    """Installs the handler, if this is the main thread and Python's own handler is installed now."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
@@ -67,7 +68,7 @@ def defer() -> None:
 def _interrupt_again() -> None:
     global _pending
     time.sleep(_RETRY_S)
-    # Before the signal, since the handler that is installed by now runs at once, and may defer again.
+    # This comes before `interrupt_main`, which runs the handler at once: the handler may call `defer` again.
     _pending = False
     _thread.interrupt_main()
 
@@ -80,7 +81,8 @@ def _handle(number: int, frame: Any) -> None:
     signal.default_int_handler(number, frame)
 
 
-# Code that replaces Python's own handler for a while (`overlap.tuning.interrupt`) may replace this one too.
+# By this attribute, code that replaces Python's own handler for a while (`overlap.tuning.interrupt`) knows that it may
+# replace this handler too.
 _handle.raises_keyboard_interrupt = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -1,4 +1,4 @@
-"""JAX's own way to run a kernel on the CPU: its interpreter, for kernels that ask for it."""
+"""Lowers kernels that ask for JAX's own interpreter (`interpret=`), as jax does without the emulator."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jax.interpreters import mlir
 def lower_by_jax(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     """Lowers a kernel as jax does without the emulator.
 
-    The emulator's rule for CPU devices hides jax's rule for all platforms. There is no public way to ask for that one:
-    this is the only hidden name of jax in the emulator (docs/private_names.md).
+    The emulator's rule for CPU devices hides jax's rule for all platforms, and there is no public way to get the hidden
+    rule. The name `_lowerings` is the only private name of jax in the emulator (docs/private_names.md).
 
     Raises:
         NotImplementedError: this version of jax keeps its rules elsewhere.

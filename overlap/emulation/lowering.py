@@ -1,4 +1,4 @@
-"""How kernels reach the emulator: a CPU lowering of the primitive that `plgpu.kernel` binds.
+"""Makes kernels reach the emulator, by a lowering for CPU devices of the primitive that `plgpu.kernel` binds.
 
 Each device's program calls back to the host once per launch. The callbacks of all devices of the mesh meet. The last
 one to arrive emulates the launch on all devices; then each callback returns the outputs of its device.
@@ -27,16 +27,16 @@ from .memory import poison
 from .program import Program
 from .sequence import Launch, World
 
-# If some devices do not reach a launch: a warning after the first time, an error after the second.
+# How long the other devices wait for devices that do not reach a launch: until a warning, until an error.
 _REPORT_AFTER_S, _MEETING_TIMEOUT_S = 30.0, 600.0
 _logger = logging.getLogger(__name__)
 _enable_lock = threading.Lock()
 _enabled = False
-_one_at_a_time = threading.Lock()  # kernels without a dependency between them may be reached at the same time
+_one_at_a_time = threading.Lock()  # held by the launch that runs: devices may reach independent kernels at once
 
 
 def _kernel_primitive() -> Any:
-    """The primitive behind `plgpu.kernel`, found by tracing a trivial kernel: it has no public name."""
+    """Finds the primitive behind `plgpu.kernel`, which has no public name, by tracing a trivial kernel."""
     kernel = plgpu.kernel(lambda out: None, out_type=jax.ShapeDtypeStruct((1,), np.float32))
 
     def search(jaxpr: Any) -> Any:
@@ -56,7 +56,10 @@ def _kernel_primitive() -> Any:
 
 
 def enable() -> None:
-    """Makes Mosaic GPU kernels lower for CPU devices, through the emulator. Idempotent; `emulate` calls it."""
+    """Registers the emulator, so that Mosaic GPU kernels run on CPU devices.
+
+    `emulate` calls this function. Further calls change nothing.
+    """
     global _enabled
     with _enable_lock:
         if not _enabled:
@@ -67,7 +70,7 @@ def enable() -> None:
 
 
 class _Meeting:
-    """One launch, until all devices have reached it and it has ended."""
+    """The state of one launch from the arrival of its first device until the launch has ended."""
 
     def __init__(self, count: int):
         self.inputs: dict[int, list[np.ndarray]] = {}
@@ -80,7 +83,7 @@ class _Meeting:
 
 
 class _Launcher:
-    """The launches of one kernel in one compiled program."""
+    """Runs the launches of one kernel in one compiled program. Each device calls it once per launch."""
 
     def __init__(self, program: Program, mesh_shape: dict[str, int], name: str):
         self._program, self._mesh_shape, self._name = program, mesh_shape, name
@@ -92,7 +95,7 @@ class _Launcher:
         device = int(device)
         values = [np.asarray(x) for x in inputs]
         with self._lock:
-            # A device's launches come in order: it joins the first meeting that it has not reached yet.
+            # A device reaches its launches in order, so it joins the first meeting that it has not joined yet.
             meeting = next((m for m in self._open if device not in m.inputs), None)
             if meeting is None:
                 meeting = _Meeting(self._devices)
@@ -155,9 +158,9 @@ class _Launcher:
                     of_mesh = tuple(self._program.device_ids)
                     run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))
         except KeyboardInterrupt:
-            if not interrupt.stopped(interrupts):  # Not our handler of SIGINT has raised it in this callback.
+            if not interrupt.stopped(interrupts):  # Another handler than the emulator's raised the exception.
                 interrupt.defer()
-            # An error would end the program, but the main thread would see the error before its KeyboardInterrupt.
+            # With an error, the main thread would see the error before its KeyboardInterrupt. So there is none then.
             silent = in_context or interrupt.pending()
             errors = [] if silent else [EmulationError(f"kernel {self._name!r}: ended by Ctrl-C")]
             outputs = self._no_outputs()
@@ -180,7 +183,10 @@ _names = itertools.count()
 
 
 def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
-    """Lowers one kernel for CPU devices to a callback per device; one that asks for JAX's interpreter as jax does."""
+    """Lowers one kernel for CPU devices to a callback per device.
+
+    A kernel that asks for JAX's own interpreter is lowered as jax does.
+    """
     if params.get("interpret"):
         return lower_by_jax(primitive, ctx, *args, **params)
     name = params.get("name") or f"kernel {next(_names)}"
@@ -188,7 +194,7 @@ def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
     axes = {axis: size for axis, size in mesh.shape.items() if axis in manual} if mesh is not None else {}
-    # An abstract mesh names no devices: it then means the devices of this process, the only one.
+    # An abstract mesh names no devices. The kernel then runs on the devices of this process, which is the only one.
     devices = np.ravel(mesh.devices) if isinstance(mesh, jax.sharding.Mesh) else jax.devices() if mesh else ()
     if any(d.process_index != jax.process_index() for d in devices):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")

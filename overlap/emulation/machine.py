@@ -26,7 +26,7 @@ from .tensor_queue import TensorThread
 
 
 class Thread:
-    """A warpgroup, or a warp of it inside `plgpu.warp_map`: an environment, and a place in the program."""
+    """A warpgroup, or one warp inside `plgpu.warp_map`, with its environment and its place in the program."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class Thread:
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
         self.orders = Orders()
-        # A warp of a map runs after the same warp of an earlier map, whose component it takes over.
+        # A warp runs after the same warp of an earlier map (`before`), so it continues with that thread's component.
         self.component = machine.simulation.components.new() if before is None else before.component
         self.time = 1 if before is None else before.time + 1
         self.pool = ComponentPool(machine.simulation.components) if before is None else before.pool
-        self.open_stores: list[Any] = []  # not yet committed
-        self.groups: list[list[Any]] = []  # committed, oldest first
-        self.wgmmas: list[Any] = []  # in flight, oldest first
-        self.waits: dict[Any, Any] = {}  # mbarrier -> phases waited for; a tuple where the warps differ
-        self.arrivals: dict[Any, int] = {}  # meeting -> generation to see the end of
+        self.open_stores: list[Any] = []  # TMA stores not yet committed
+        self.groups: list[list[Any]] = []  # committed groups of stores, oldest first
+        self.wgmmas: list[Any] = []  # wgmma operations in flight, oldest first
+        self.waits: dict[Any, Any] = {}  # mbarrier -> number of its phases waited for; a tuple if the warps differ
+        self.arrivals: dict[Any, int] = {}  # meeting -> the generation whose end the thread waits for
         self.axes: dict[Any, int] = {}
-        self.visits: dict[int, int] = {}  # instruction -> times, for allocations in loops
+        self.visits: dict[int, int] = {}  # instruction of a `run_scoped` -> how often it has run
         self.children: list[Thread] = []  # the warps of the last map
         self.tensor = TensorThread(machine.simulation.components) if before is None else before.tensor
         self.done = False
@@ -65,7 +65,7 @@ class Thread:
         self.knowledge.note(self.component, self.time)
 
     def tick(self) -> None:
-        """Begins a new interval: clocks that were taken before do not cover what the thread does from now on."""
+        """Begins a new time of the thread's component: clocks taken before do not cover what the thread does now."""
         if self.machine.detector is not None:
             self.time += 1
             self.knowledge.note(self.component, self.time)
@@ -84,7 +84,7 @@ class Thread:
             self.simulation.scheduler.ready(self)
 
     def access(self, view: View, what: str, *, write: bool, atomic: bool = False, by_rows: bool = False) -> None:
-        """Checks and records an access of this thread itself (generic proxy)."""
+        """Checks an access that this thread itself makes (through the generic proxy), and records it."""
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
         detector = self.machine.detector
@@ -122,7 +122,7 @@ class Thread:
             pc = self.pc
 
     def note_remote(self, access: Access) -> None:
-        """Remembers an access to memory of another device or CTA: that one must not leave before."""
+        """Remembers an access to memory of another device or CTA, which must not end before the access is complete."""
         buffer = access.view.buffer
         if buffer.space in ("smem", "tmem") and buffer.cta is not self.cta:
             buffer.cta.note_use(self, f"{access.what} of {access.view}", access.component, access.time)
@@ -137,7 +137,7 @@ class Thread:
 
     @property
     def in_launch(self) -> str:
-        """The thread's name; with several launches also the launch."""
+        """The thread's name, and its launch if there are several."""
         launches = self.simulation.launches
         return (
             str(self)
@@ -160,14 +160,14 @@ class Machine:
     """One launch of one program on the devices of a mesh.
 
     Attributes:
-        mesh: the devices; a device is known by its number in the sequence.
+        mesh: the devices, by their numbers in the sequence of launches.
         number: the launch's number in the sequence, from 1.
         ordinals: for each device, this launch's number among the launches of that device, from 1.
-        arrived: the devices that have come to this launch.
+        arrived: the devices that have come to this launch, in the order in which they came.
         buffers: for each device, the buffers (or plain values) of the kernel's parameters.
         values: for each device, the contents of its buffers when the launch begins; None for undefined contents.
         private: semaphores that belong to single CTAs.
-        results: the outputs of each device on which the launch has ended and given up its memory.
+        results: the outputs of each device on which the launch has ended and its memory is free for other launches.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Machine:
     ):
         self.simulation, self.engine, self.program, self.name = simulation, engine, program, name
         self.mesh, self._devices, self._on_end = mesh, devices, on_end
-        # Shorter names for what each instruction asks for.
+        # Shorter names for objects that most instructions use.
         self.run, self.detector, self.fault = simulation.run, simulation.detector, simulation.fault
         simulation.launches += 1
         self.number = simulation.launches
@@ -212,11 +212,11 @@ class Machine:
         self.exit_seen = {device: Knowledge() for device in mesh.devices}
 
     def word(self, device: int, first: int, place: int) -> Semaphore:
-        """A semaphore that all CTAs of `device` share: `place` behind the `first` one of an array."""
+        """Returns a semaphore that all CTAs of `device` share: number `place` of the array that begins at `first`."""
         return self._devices[device].word(self.flags.first + first + place)
 
     def semaphores(self, devices: Collection[int]) -> Iterator[Semaphore]:
-        """The launch's semaphores on these devices, as far as anybody has used them."""
+        """Yields the launch's semaphores on these devices. Of shared semaphores, only those that have been used."""
         yield from (semaphore for semaphore in self.private if semaphore.device in devices)
         for device in devices:
             yield from (word for _, word in self._devices[device].words(self.flags))
@@ -224,7 +224,7 @@ class Machine:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _bind(self, device: int, values: list[np.ndarray]) -> list[Any]:
-        """The buffers (or plain values) that the kernel's parameters denote on `device`."""
+        """Makes the buffers (or plain values) that the kernel's parameters stand for on `device`."""
         out: list[Any] = []
         aliases = {o: i for i, o in self.program.aliases.items()}
         for i, (value, is_ref) in enumerate(zip(values, self.program.input_is_ref)):
@@ -255,7 +255,7 @@ class Machine:
         self.launch(device)
 
     def queue(self, device: int) -> None:
-        """Makes the CTAs of the launch on a device, none of which runs yet."""
+        """Makes the CTAs of the launch on a device, and puts them into the queue. None of them runs yet."""
         grid = itertools.product(*(range(n) for n in self.program.grid))
         threads = self.program.num_threads or 1
         self.ctas[device] = [Cta(self.simulation, threads, device, i, place) for i, place in enumerate(grid)]
@@ -267,14 +267,14 @@ class Machine:
 
     @property
     def resident(self) -> int | None:
-        """How many CTAs fit on a device (None: all); with cluster launch control, one per core by default."""
+        """How many CTAs fit on a device at a time (None: all). By default, one per core with cluster launch control."""
         if self.simulation.settings.resident is None and self.program.cancels_clusters:
             together = math.prod(self.program.cluster.values())
             return max(self.simulation.settings.cores // together, 1) * together
         return self.simulation.settings.resident
 
     def cancel(self, device: int) -> tuple[int, ...] | None:
-        """Takes the next cluster off the queue: the coordinates of its first CTA, None if all have been launched."""
+        """Takes the next cluster off the queue. Returns the coordinates of its first CTA, or None if none is left."""
         if not self.queued[device]:
             return None
         together = math.prod(self.program.cluster.values())
@@ -284,7 +284,7 @@ class Machine:
         return cancelled[0].coordinates
 
     def launch(self, device: int) -> None:
-        """Starts as many of the queued CTAs of a device as fit."""
+        """Starts the CTAs at the head of a device's queue, as many as fit."""
         limit = self.resident
         running = sum(cta.running > 0 for cta in self.ctas[device])
         together = math.prod(self.program.cluster.values())  # the CTAs of a cluster are launched together
@@ -310,7 +310,7 @@ class Machine:
             self.start(thread)
 
     def leave(self, thread: Thread) -> None:
-        """Ends a thread. Its CTA ends with its last thread, and another CTA starts."""
+        """Ends a thread. With its last thread, its CTA (or cluster) ends, and queued CTAs start."""
         thread.done = True
         if thread.warp is None:
             self.exit_seen[thread.device].join(thread.knowledge)
@@ -333,7 +333,7 @@ class Machine:
                     self._on_end(self, thread.device)
 
     def take_results(self, device: int) -> None:
-        """Keeps the results on a device where the launch has ended, and gives up the memory to other launches."""
+        """Copies the results on a device where the launch has ended. Its memory then holds undefined values."""
         first = len(self.program.input_is_ref)
         self.results[device] = [buffer.data.copy() for buffer in self.buffers[device][first:]]
         for buffer in self.buffers[device]:
@@ -341,7 +341,7 @@ class Machine:
                 buffer.data[...] = poison(buffer.data.shape, buffer.data.dtype)
 
     def outputs(self, *, ended: bool) -> list[list[np.ndarray]]:
-        """The results for each position; undefined values unless the launch has `ended`."""
+        """Returns the results for each position of the mesh: undefined values unless the launch has `ended`."""
         first = len(self.program.input_is_ref)
         if not ended:
             return [[poison(a.shape, a.dtype) for a in self.program.out_avals] for _ in self.mesh.devices]
@@ -353,10 +353,10 @@ class Machine:
     # ---- faults ------------------------------------------------------------------------------------------------------
 
     def check_present(self, thread: Thread, device: int, what: str, *, asynchronous: bool) -> None:
-        """Checks that `thread` may touch the memory of `device`, where this launch must have begun and not ended.
+        """Checks that `thread` may use the memory of `device`: this launch must have begun there, and not have ended.
 
-        The thread must know that the launch has begun there. An `asynchronous` access, by the copy engine, needs a
-        proxy fence after that knowledge.
+        The thread must know that the launch has begun there. For an `asynchronous` access (TMA), the thread also needs
+        a proxy fence after the wait by which it knows.
         """
         if device == thread.device or self.detector is None:
             return
@@ -370,7 +370,7 @@ class Machine:
             self.fault(("left", thread.instruction.index), ProtocolError(report.has_left(thread, device, what)), thread)
 
     def check_remote_uses(self) -> None:
-        """Checks that no device can leave while a peer still uses its memory."""
+        """Checks that no device can end the launch while a peer still uses its memory."""
         for device, uses in self.remote_uses.items():
             for access in uses.values():
                 if not covers(self.exit_seen[device].seen, access.component, access.time):
@@ -378,7 +378,7 @@ class Machine:
                     self.fault(key, RaceError(report.left_early(device, access), "exit"))
 
     def check_signals(self, device: int) -> None:
-        """Checks that no signal of a peer can come after the launch has ended on a device."""
+        """Checks that no signal of a peer can arrive after the launch has ended on a device."""
         if self.detector is None:
             return
         for semaphore in self.semaphores([device]):

@@ -1,4 +1,4 @@
-"""Buffers, arrays of synchronisation objects, and views of buffers, which references with transforms denote."""
+"""The objects that references stand for: buffers, arrays of synchronisation objects, and views of buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _NOT_OF_ALL_DEVICES = (
 
 
 def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array of undefined contents: NaN, or the most negative integer."""
+    """Makes an array that stands for undefined contents.
+
+    The elements are NaN; or the most negative integer; or, in unsigned types, the largest integer; or True.
+    """
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return np.ones(shape, dtype)
@@ -53,17 +56,17 @@ class Buffer:
         self.peers = peers
         self.twins: Any = None  # the same allocation in each CTA of the cluster
         self.read_only = read_only
-        self.written = written  # it has contents from the start
+        self.written = written  # whether the buffer has defined contents from the start
         self.is_operand = False
         self.serial = next(_serials)
         self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # (the array, its bytes)
         self.shadow = Shadow(max(data.nbytes, 1))
-        # The last asynchronous access of each component, to find memory that is freed while a copy uses it.
+        # component -> its last asynchronous access, to find memory that is freed while a copy uses it
         self.async_uses: dict[int, Any] = {}
 
     @property
     def bytes(self) -> np.ndarray:
-        """The bytes of an array that lies in one piece."""
+        """The buffer's bytes, as a view. The buffer's array must be contiguous."""
         if self._bytes is None or self._bytes[0] is not self.data:
             self._bytes = self.data, self.data.reshape(-1).view(np.uint8)
         return self._bytes[1]
@@ -86,7 +89,7 @@ class Cells:
 
     Attributes:
         places: an array of the same shape that holds each object's place (its row-major index).
-        at: gives the object at a place. It may make the object then, since a run uses few of a kernel's flags.
+        at: returns the object at a place. It may make the object at that time, because a run uses only few flags.
     """
 
     def __init__(self, name: str, shape: tuple[int, ...], at: Callable[[int], Any], device: int, peers: Any = None):
@@ -101,10 +104,10 @@ class Cells:
 
 
 class View:
-    """A rectangular part of a buffer, as a NumPy view of it.
+    """A rectangular part of a buffer, as a NumPy view.
 
-    `array` has one axis for each entry of `groups`, flattened: a logical dimension that is tiled in memory has two
-    axes there. `shape` is the logical shape.
+    `shape` is the logical shape. `groups` has for each logical dimension its number of axes in `array`: a dimension
+    that is tiled in memory has more than one axis there, outermost first.
     """
 
     __slots__ = ("_cells", "array", "buffer", "groups", "region", "requested", "shape", "text", "window")
@@ -128,7 +131,7 @@ class View:
         self.shape = shape
 
     def read(self, fill_undefined: bool = False) -> np.ndarray:
-        """A copy of the contents, in the logical shape. Elements out of bounds are zero, or undefined."""
+        """Returns a copy of the contents, in the logical shape. Elements out of bounds are zero, or undefined."""
         inside = np.array(self.array).reshape(self.shape)
         if self.requested is None:
             return inside
@@ -144,13 +147,13 @@ class View:
         self.array[...] = np.asarray(value, self.array.dtype).reshape(self.array.shape)
 
     def bounds(self) -> Region:
-        """The region of the buffer's bytes, for race detection."""
+        """Returns the bytes of the buffer that the view covers, for race detection."""
         if self.region is None:
             self.region = region_of(self.array, self.buffer.data)
         return self.region
 
     def cells(self):
-        """The shadow cells of this view, cached until the shadow is refined."""
+        """Returns the shadow cells of this view (of writes, of reads), cached until the shadow splits its granules."""
         shadow = self.buffer.shadow
         cached = self._cells
         if cached is None or cached[0] is not shadow.writes:
@@ -163,7 +166,7 @@ class View:
 
 
 class Geometry:
-    """Where a view lies in its buffer, to make the same view of another buffer of the same shape and type."""
+    """The place of a view in its buffer, from which the same view of another buffer of that shape and type is made."""
 
     __slots__ = ("_dtype", "_offset", "_shape", "_strides", "_view")
 
@@ -174,7 +177,7 @@ class Geometry:
         self._shape, self._strides, self._dtype = array.shape, array.strides, array.dtype
 
     def of(self, buffer: Buffer) -> View:
-        """The view of `buffer`, whose array lies in one piece."""
+        """Makes the view of `buffer`, whose array must be contiguous."""
         groups, text, shape, requested, window, region = self._view
         array = np.ndarray(self._shape, self._dtype, buffer.bytes, self._offset, self._strides)
         view = View(buffer, array, groups, text, shape)

@@ -1,4 +1,4 @@
-"""The mesh of a launch: which devices it has, and which of them a device id names."""
+"""The mesh of a launch: its devices, and the device that a device id stands for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .errors import ProtocolError
 class Mesh:
     """The devices of one launch.
 
-    A device has a number in the sequence of launches, which is the same in all launches. A kernel computes with
-    positions in the mesh, which may differ from launch to launch.
+    A device has a number, which is the same in all launches of a sequence. A kernel computes with positions in the
+    mesh; a device's position may differ from launch to launch.
 
     Attributes:
         shape: the size of each axis.
@@ -31,10 +31,10 @@ class Mesh:
         return self.coordinates[self._position[device]]
 
     def multicast_devices(self, axes: Any) -> tuple[int, ...]:
-        """The devices that a multicast operation over the mesh axes `axes` reaches: all devices of the mesh.
+        """Returns the devices that a multicast operation over the mesh axes `axes` reaches: all devices of the mesh.
 
         Raises:
-            ProtocolError: `axes` are not all axes of the mesh.
+            ProtocolError: `axes` are not the axes of the mesh, all of them.
         """
         names = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
         if set(names) != set(self.shape):
@@ -45,7 +45,7 @@ class Mesh:
         return self.devices
 
     def logical_device(self, own: int, device_id: Any, id_type: Any, env: list[Any]) -> int:
-        """The device that a device id names, in a thread of the device `own` with the environment `env`.
+        """Returns the device that a device id stands for in a thread of the device `own` with the environment `env`.
 
         Raises:
             ProtocolError: the mesh has no such axis or position.

@@ -1,4 +1,4 @@
-"""How a copy to several CTAs of a cluster is cut into parts, of which each CTA issues one."""
+"""Cuts a copy to several CTAs of a cluster into equal parts. Each CTA issues one part."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from .memory import View
 
 
 def share(view: View, shape: tuple[int, ...], parts: int, index: int) -> tuple[slice, ...]:
-    """The part of a multicast copy that CTA `index` of `parts` issues, as slices of the logical shape.
+    """Returns the part of a multicast copy that CTA `index` of `parts` issues, as slices of the logical shape.
 
-    Mosaic cuts along the first dimension of the (tiled) shape in memory that is divisible by `parts`.
+    Like Mosaic GPU, this function cuts along the first dimension of the (tiled) shape in memory that is divisible by
+    `parts`. The size of each dimension before that one must divide `parts`: the dimension is cut into single elements,
+    and fewer parts remain for the next dimension.
     """
     slices = [slice(0, size) for size in shape]
     inner = [math.prod(view.array.shape[sum(view.groups[:d]) :][1:n]) for d, n in enumerate(view.groups)]
-    # Outer dimensions first, then those within a tile: (dimension, size, elements of the dimension per step).
+    # Outer dimensions first, then dimensions within a tile: (dimension, size in memory, elements of it per index).
     order = [(d, view.array.shape[sum(view.groups[:d])], inner[d]) for d in range(len(shape))]
     order += [(d, inner[d], 1) for d, n in enumerate(view.groups) if n > 1]
     for d, size, step in order:
@@ -35,7 +37,10 @@ def share(view: View, shape: tuple[int, ...], parts: int, index: int) -> tuple[s
 
 
 def slab(view: View, axis: int, parts: int, index: int) -> View:
-    """One of `parts` equal slabs, along a dimension, of a view of global memory that may reach out of bounds."""
+    """Cuts a view of global memory along a dimension into `parts` equal parts, and returns number `index` of them.
+
+    The view may reach out of bounds.
+    """
     asked = view.requested or view.shape
     if asked[axis] % parts:
         raise ProtocolError(f"{view} of shape {asked} cannot be cut into {parts} equal parts along dimension {axis}")
@@ -55,7 +60,7 @@ def slab(view: View, axis: int, parts: int, index: int) -> View:
 
 
 def part_of(view: View, part: tuple[slice, ...]) -> View:
-    """The part of a view that the slices `part` of its logical shape select."""
+    """Returns the part of a view that the slices `part` of its logical shape select."""
     key: list[Any] = []
     at = 0
     for cut, n in zip(part, view.groups):

@@ -1,9 +1,9 @@
-"""NVLink multicast (`multimem`): one access that reaches the same memory of all devices of a mesh.
+"""Handlers of NVLink multicast (`multimem`): one access that reaches the same memory of all devices of a mesh.
 
-On the hardware the switch of NVLink does this, at an address that stands for the memory of all devices. Here the access
-is made to each device's own buffer, as an ordinary (generic) access of the thread. So the usual rules hold for races,
-for peers that have not begun or have left, and for memory that nobody has written. A signal to all devices is a signal
-to each.
+On the hardware, a thread uses an address that stands for the memory of all devices, and the NVLink switch makes the
+access on each. Here the thread itself accesses the buffer of each device, through the generic proxy. So the usual rules
+hold for races, for peers that have not begun or have ended the launch, and for memory that nobody has written. A signal
+to all devices is emulated as one signal to each device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .signals import signal_device
 
 
 def _views(thread: Thread, path: Any, buffer: Any, axes: Any) -> list[Any]:
-    """What the reference denotes on each device."""
+    """Returns for each device the view that the reference stands for there."""
     return [path.resolve(thread, buffer.on(device)) for device in thread.machine.mesh.multicast_devices(axes)]
 
 
@@ -54,7 +54,7 @@ def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     is_integer = np.dtype(aval.dtype).kind in "iub"
 
     def run(thread: Thread) -> None:
-        # The switch adds in f32 what has fewer bits, in an order that nobody knows: here in that of the devices.
+        # The switch adds values of fewer than 32 bits in f32, in an unknown order. The emulator adds in device order.
         total = None
         for view in _views(thread, path, thread.env[ref], axes):
             thread.access(view, "multimem load", write=False)

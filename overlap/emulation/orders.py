@@ -1,12 +1,12 @@
 """The memory model of PTX on vector clocks: how loads, stores and fences on words of memory order threads.
 
-A word carries the knowledge of the threads that wrote it. A relaxed store carries what its thread knew at its last
-release fence; a releasing store carries all that its thread knows. An atomic operation adds its thread's knowledge to
-what the word carried. A relaxed load puts aside what the word carries, and an acquire fence adds that to the thread's
-knowledge; an acquiring load adds it at once.
+A word carries knowledge of the threads that wrote to it. After a relaxed store, the word carries what the storing
+thread knew at its last release fence. After a releasing store, the word carries all that the thread knows. An atomic
+operation adds its thread's knowledge to what the word carries. A relaxed load puts aside what the word carries, and the
+next acquire fence adds it to the thread's knowledge. An acquiring load adds it at once.
 
-Each of these has a scope. Scope ``gpu`` orders threads of one device, scope ``sys`` all threads. Scope ``cta`` would
-order threads of one CTA, but here it orders nothing.
+Each load, store and fence has a scope. Scope ``gpu`` orders threads of one device, scope ``sys`` all threads. Scope
+``cta`` would order threads of one CTA, but in the emulator it orders nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Poll:
     """The iterations of a loop that only reads words.
 
     Attributes:
-        head: the loop's first instruction; None outside of one.
-        found: the last write that was read of each word.
-        has_news: whether this iteration has read another value than the one before, or has done something else.
+        head: the loop's first instruction; None outside of a loop.
+        found: for each word, the write that was read last.
+        has_news: whether this iteration has read other values than the iteration before, or has done more than read.
         is_blocked: whether the thread waits for one of the words to change.
         tests: the comparisons of this iteration, as text.
     """
@@ -55,7 +55,7 @@ class Poll:
         self.tests: list[str] = []
 
     def begin(self, head: int | None) -> None:
-        """Begins the first iteration of a loop (None: leaves the loop)."""
+        """Begins the first iteration of the loop with the first instruction `head`; with None, leaves the loop."""
         self.head, self.has_news, self.is_blocked = head, False, False
         self.found, self.tests = {}, []
 
@@ -66,33 +66,37 @@ class Poll:
         self.found[word] = write
 
     def may_wait(self) -> bool:
-        """Whether the next iterations would do the same until somebody writes one of the words."""
+        """Whether the next iteration would do the same as this one, unless one of the words is written meanwhile."""
         latest = all(write is word.log[-1] for word, write in self.found.items())
         return bool(self.found) and latest and not self.has_news
 
 
 class Orders:
-    """What one thread has released and not yet acquired, and which values of which words it has seen."""
+    """The state of one thread in the memory model.
+
+    The state has the clocks at the thread's last release fences, the clocks that its loads have put aside for an
+    acquire fence, and for each word the last value that the thread has seen.
+    """
 
     __slots__ = ("_pending_gpu", "_pending_sys", "_positions", "_released_gpu", "_released_sys", "poll")
 
     def __init__(self):
         self._released_gpu = self._released_sys = EMPTY
         self._pending_gpu = self._pending_sys = EMPTY
-        self._positions: dict[Semaphore, int] = {}  # for each word, the serial of the last value seen
+        self._positions: dict[Semaphore, int] = {}  # word -> the serial of the last value seen
         self.poll = Poll()
 
     # ---- fences ------------------------------------------------------------------------------------------------------
 
     def acquire(self, knowledge: Knowledge, scope: str) -> None:
-        """An acquire fence: the thread learns what its earlier loads have put aside."""
+        """Runs an acquire fence: the thread learns what its earlier loads have put aside."""
         if scope != "cta":
             knowledge.learn(self._pending_gpu)
         if scope == "sys":
             knowledge.learn(self._pending_sys)
 
     def release(self, knowledge: Knowledge, scope: str) -> None:
-        """A release fence: later relaxed stores carry what the thread knows now."""
+        """Runs a release fence: later relaxed stores carry what the thread knows now."""
         if scope != "cta":
             self._released_gpu = knowledge.seen
         if scope == "sys":
@@ -109,18 +113,18 @@ class Orders:
             self._pending_sys = join(self._pending_sys, write.system)
 
     def released(self, knowledge: Knowledge, scope: str, *, releases: bool) -> dict[str, np.ndarray]:
-        """The clocks that a store or an atomic operation carries, for `Semaphore.write`."""
+        """Returns the clocks that a store or an atomic operation carries, as arguments of `Semaphore.write`."""
         local = knowledge.seen if releases else self._released_gpu
         system = knowledge.seen if releases else self._released_sys
         return {"local": EMPTY if scope == "cta" else local, "system": system if scope == "sys" else EMPTY}
 
     def read(self, thread: Reader, words: Sequence[Semaphore], *, newest: bool) -> list[Write]:
-        """The values that one load of these adjacent words reads. An atomic operation reads the `newest` ones.
+        """Returns the values that one load of these adjacent words reads; an atomic operation reads the `newest` ones.
 
-        A load reads the oldest values that nothing forbids: the thread knows of no later write, and has read none. A
-        repeated load reads the next values. So a thread that reads a word once sees it as early as possible. A thread
-        that polls a counter stops at the first value that satisfies it, with the knowledge that this value alone
-        carries. Values that a store has overwritten may be skipped, by chance.
+        A load reads the oldest values that are allowed: the thread must not know of a later write, and must not have
+        read a later value. A repeated load reads the next values. So a single load sees a word as early as possible.
+        And a thread that polls a counter stops at the first value that satisfies it, with only the knowledge that this
+        value carries. Values that a store has overwritten may be skipped, by chance.
         """
         time = max(word.log[-1].serial for word in words)
         if not newest and thread.simulation.detector is not None:
@@ -139,13 +143,17 @@ class Orders:
         return writes
 
     def saw(self, thread: Reader, word: Semaphore, write: Write, time: int = 0) -> None:
-        """The thread has read this value of a word, at the time of `write` or later."""
+        """Notes that the thread has read this value of a word, at the serial `time` or at that of `write` if later."""
         self._positions[word] = max(self._positions.get(word, 0), write.serial, time)
         word.note_read(write, thread.component, thread.time, thread.device)
 
 
 def fence_sc(thread: Reader, scope: str) -> None:
-    """A sequentially consistent fence: after each earlier one, if the scope of either includes the other's thread."""
+    """Runs a sequentially consistent fence.
+
+    The fence is ordered after each earlier sequentially consistent fence with which it shares a scope: of the same
+    device unless either fence has scope ``cta``; of any device if both have scope ``sys``.
+    """
     clocks, knowledge = thread.simulation.fences, thread.knowledge
     scopes = {"cta": (), "gpu": (thread.device,), "sys": (thread.device, "sys")}[scope]
     for each in scopes:

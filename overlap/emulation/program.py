@@ -2,8 +2,8 @@
 
 Every variable gets an entry in the thread's environment. Calls are inlined; loops and branches become jumps. A thread
 is then a program counter and a list of values, and a scheduler can stop it between instructions. The handlers of the
-primitives are in `control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `tensor_memory`, `tcgen05` and
-`cluster_launch`; they register themselves with `handles`, and `decode` imports them.
+primitives are in `control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `multimem`, `tensor_memory`, `tcgen05`
+and `cluster_launch`. They register themselves with `handles`, and `decode` imports them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
 def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers `handler(decoder, eqn, ins)` for primitives of these names.
+    """Decorates a `handler(decoder, eqn, ins)`, to register it for primitives of these names.
 
-    `ins` are the entries of the operands; the handler returns those of the outputs.
+    `ins` are the entries of the operands. The handler returns the entries of the outputs.
     """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Instruction:
-    """Where an instruction comes from, for messages and events."""
+    """The origin of an instruction in the kernel's source, for messages and events."""
 
     __slots__ = ("_source", "eqn", "index", "name")
 
@@ -52,7 +52,7 @@ class Instruction:
     def source(self) -> str:
         if self._source is None:
             text = source_info_util.summarize(self.eqn.source_info) if self.eqn is not None else ""
-            text = re.sub(r"\((?:[^()]*\.)?([^().]+)\)$", r"(\1)", text)  # the innermost function is enough
+            text = re.sub(r"\((?:[^()]*\.)?([^().]+)\)$", r"(\1)", text)  # keeps the innermost function's name only
             self._source = f"{text}: {self.name}" if text else self.name
         return self._source
 
@@ -66,16 +66,17 @@ class Program:
     """A decoded kernel.
 
     Attributes:
-        functions: the instructions; each takes a thread, and returns True if the thread cannot go on.
-        visible: for each instruction, whether other threads can observe it. The scheduler stops only before these.
-        instructions: where each comes from.
-        template: the initial environment: constants, and None.
+        functions: the instructions. Each takes a thread, and returns True if the thread cannot go on.
+        visible: for each instruction, whether other threads can observe it. Only before visible instructions can the
+            scheduler stop a thread.
+        instructions: for each instruction, its origin in the source.
+        template: the initial environment: constants, and None for entries without a value.
         parameters: the entries of the kernel's parameters.
         aliases: input -> the output that uses the same memory.
-        grid: the sizes of the grid's axes; those of the cluster come last.
-        axis_names, axis_sizes: of the grid, the cluster and the threads.
-        words: the names of the semaphores that all CTAs share, as they lie in memory.
-        device_ids: of the mesh's devices, in order.
+        grid: the sizes of the grid's axes, then those of the cluster's axes.
+        axis_names, axis_sizes: the names and sizes of the axes of the grid, of the cluster and of the threads.
+        words: the names of the semaphores that all CTAs share, in the order of their addresses.
+        device_ids: the ids of the mesh's devices, in order.
     """
 
     def __init__(self):
@@ -93,12 +94,12 @@ class Program:
         self.axis_names: tuple[Any, ...] = ()
         self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
-        self.has_barrier = True  # over all devices, before each launch
+        self.has_barrier = True  # whether the framework runs a barrier over all devices before each launch
         self.words: list[str] = []
         self.device_ids: tuple[int, ...] = ()
         self.uses_tensor_memory = False
-        self.ends_by_cluster = False  # its CTAs share tensor memory, which a cluster gives back together
-        self.cancels_clusters = False  # it uses cluster launch control
+        self.ends_by_cluster = False  # whether CTAs share tensor memory: the CTAs of a cluster then end together
+        self.cancels_clusters = False  # whether the kernel uses cluster launch control
 
     def forget_views(self) -> None:
         for path in self.paths:
@@ -113,17 +114,17 @@ class Decoder:
         self.scope: dict[Any, int] = {}
         self._constants: dict[Any, int] = {}
         self._used: set[Any] = set()
-        self.warp_axes: list[Any] = []  # of the maps over warps around what is being decoded
+        self.warp_axes: list[Any] = []  # the axes of the maps over warps whose bodies are being decoded
 
     # ---- entries -----------------------------------------------------------------------------------------------------
 
     def new(self, value: Any = None) -> int:
-        """A new entry, which holds `value` in the initial environment."""
+        """Makes an entry, which holds `value` in the initial environment, and returns it."""
         self.program.template.append(value)
         return len(self.program.template) - 1
 
     def constant(self, value: Any, aval: Any) -> int:
-        """The entry of a constant."""
+        """Returns the entry of a constant, and makes one if there is none."""
         if arithmetic.is_plain(aval):
             value = np.asarray(value).item()
             key = (type(value), value)
@@ -133,7 +134,7 @@ class Decoder:
         return self.new(np.asarray(value, aval.dtype) if hasattr(aval, "dtype") else value)
 
     def read(self, atom: Any) -> int:
-        """The entry of a variable or literal of a jaxpr."""
+        """Returns the entry of a variable or literal of a jaxpr."""
         if isinstance(atom, jex_core.Literal):
             return self.constant(atom.val, atom.aval)
         return self.scope[atom]
@@ -145,7 +146,10 @@ class Decoder:
         return len(self.program.functions)
 
     def emit(self, function: Function, eqn: Any, name: str = "", *, visible: bool = False) -> int:
-        """Appends an instruction; one that others can observe is `visible`, and the scheduler may stop before it."""
+        """Appends an instruction, and returns its index.
+
+        If it is `visible`, other threads can observe it, and the scheduler may stop a thread before it.
+        """
         self.program.functions.append(function)
         self.program.visible.append(visible)
         self.program.instructions.append(Instruction(self.here - 1, name or eqn.primitive.name.removesuffix("_p"), eqn))
@@ -162,17 +166,20 @@ class Decoder:
         return path
 
     def unflatten(self, tree: Any, entries: Sequence[int]) -> Any:
-        """Decoded parameters with entries (or constants) as leaves."""
+        """Rebuilds `tree` as decoded parameters: its leaves are constants, or an `Entry` for each other value."""
         return tree.unflatten([self.leaf(s) for s in entries])
 
     def unflatten_entries(self, tree: Any, entries: Sequence[int]) -> Any:
-        """[reference, transforms, operands...]: the transforms are decoded for `path`, all else are entries."""
+        """Rebuilds `tree` from a flat list of entries, as a list [reference, transforms, operands...].
+
+        The transforms are decoded into the form that `path` takes. The reference and the operands stay entries.
+        """
         parts = tree.unflatten(list(entries))
         decoded = tree.unflatten([self.leaf(s) for s in entries])
         return [parts[0], decoded[1], *parts[2:]]
 
     def leaves(self, tree: Any) -> Any:
-        """A device id whose entries are decoded: None, a scalar, a tuple or a dict."""
+        """Decodes the entries in a device id, which is None, a scalar, a tuple or a dict."""
         if isinstance(tree, dict):
             return {k: self.leaves(v) for k, v in tree.items()}
         if isinstance(tree, (tuple, list)):
@@ -180,12 +187,12 @@ class Decoder:
         return None if tree is None else self.leaf(tree)
 
     def leaf(self, entry: int) -> Any:
-        """An entry as a decoded parameter: the value if it is a constant scalar, else an `Entry`."""
+        """Turns an entry into a decoded parameter: its value if it is a constant scalar, else an `Entry`."""
         value = self.program.template[entry]
         return value if type(value) in (int, bool) else Entry(entry)
 
     def move(self, sources: Sequence[int], targets: Sequence[int], eqn: Any) -> None:
-        """Emits a copy of values that reads all of them before it writes any, as a loop's carry needs."""
+        """Emits a copy of values. All values are read before any is written, as a loop's carry needs."""
         pairs = [(s, t) for s, t in zip(sources, targets) if s != t]
         if not pairs:
             return
@@ -209,7 +216,7 @@ class Decoder:
         return lambda pc: target.__setitem__(0, pc)
 
     def inline(self, jaxpr: Any, arguments: Sequence[int], constants: Sequence[int] | None = None) -> list[int]:
-        """Emits the equations of `jaxpr` on these entries; returns the entries of its results."""
+        """Emits the equations of `jaxpr`, whose arguments are in these entries; returns the entries of its results."""
         closed_constants = getattr(jaxpr, "consts", ())
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         if constants is None:
@@ -239,14 +246,14 @@ class Decoder:
         handler = _HANDLERS.get(name)
         try:
             outs = handler(self, eqn, ins) if handler is not None else self._compute(eqn, ins)
-        except NotEmulatedError:  # of an equation inside this one
+        except NotEmulatedError:  # The error is of an equation inside this one, and names that equation's line.
             raise
         except NotImplementedError as reason:
             raise NotEmulatedError(f"at {Instruction(0, name, eqn).source}: {reason}") from reason
         self.scope.update(zip(eqn.outvars, outs or ()))
 
     def _compute(self, eqn: Any, ins: list[int]) -> list[int]:
-        """An equation without side effects."""
+        """Emits an equation without side effects; returns the entries of its outputs."""
         if eqn.effects and not arithmetic.is_known(eqn):
             raise NotImplementedError(
                 f"the primitive {eqn.primitive.name} is not emulated (docs/EMULATION.md lists what is not)"
@@ -289,7 +296,12 @@ class Decoder:
 
 
 def predicate_of(d: Decoder, entries: list[int], present: bool) -> tuple[list[int], Any]:
-    """Splits a trailing predicate operand off; without one the predicate is True."""
+    """Splits a predicate off the end of an operation's entries, if one is `present`.
+
+    Returns:
+        (the other entries, a function from the environment to the predicate's value). Without a predicate, the function
+        returns True.
+    """
     if not present:
         return entries, lambda env: True
     *rest, last = entries

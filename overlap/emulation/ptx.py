@@ -1,7 +1,8 @@
-"""The text of inline PTX: instructions with their operands, guards, labels and registers. `ptx_meaning` runs them.
+"""Parses inline PTX into instructions with their operands, guards, labels and registers. `ptx_meaning` runs them.
 
-The texts are LLVM's templates, in which `$0`, `$1`, … stand for the operands, results first. As in `ptxas`, it is an
-error to use a register without `.reg` or a label that is not set, and so is a line that is no instruction.
+The PTX comes as a template of LLVM's, in which `$0`, `$1`, … stand for the operands, results first. As with `ptxas`, it
+is an error to use a register that no `.reg` declares or a label that is not set, or to write a line that is no
+instruction.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _STATEMENT = re.compile(r"\s*(?:([{}])|(" + _NAME + r")\s*:(?!:)|([^;{}]*(?:\{[^
 
 
 class PtxError(ValueError):
-    """A text that cannot be read; the message quotes the line."""
+    """PTX that cannot be parsed. The message quotes the line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Register:
-    """A register of the text, or an operand of it (`$0`), by a name that is unique in the text."""
+    """A register that the PTX declares, or an operand of the template (`$0`). The name is unique in the PTX."""
 
     name: str
 
@@ -36,7 +37,7 @@ class Special:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """`[base + offset]`, in bytes."""
+    """An address operand, `[base + offset]`; the offset is in bytes."""
 
     base: Register
     offset: int
@@ -58,10 +59,12 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        name: the first word of its opcode; `modifiers` are the others.
-        operands: in the order of the text.
-        guard: the instruction runs only if this predicate holds (if `negated`: does not hold).
-        target: of a branch, the index of the instruction to go on with.
+        name: the first word of the opcode, such as ``ld``.
+        modifiers: the other words of the opcode, such as ``relaxed``.
+        operands: the operands, in the order of the PTX.
+        guard: the predicate under which the instruction runs; None if it always runs.
+        negated: whether the instruction runs if the guard does not hold, instead of if it holds.
+        target: the index of the instruction to which a branch jumps; None for other instructions.
         text: the instruction as it was written.
     """
 
@@ -76,14 +79,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """A text that has been read: its instructions, and the declared registers with their types."""
+    """Parsed PTX: the instructions, and the types of the declared registers by name."""
 
     instructions: tuple[Instruction, ...]
     registers: dict[str, str]
 
 
 class _Scope:
-    """The names between two braces."""
+    """The registers and labels that are declared between two braces."""
 
     def __init__(self, number: int, outer: _Scope | None):
         self.number, self.outer = number, outer
@@ -99,10 +102,10 @@ class _Scope:
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Code:
-    """Reads a text.
+    """Parses inline PTX.
 
     Raises:
-        PtxError: the text is not PTX, or PTX that this module cannot read.
+        PtxError: `text` is not PTX, or is PTX that this module cannot parse.
     """
     plain = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S).replace("$$", "$")
     scope = outermost = _Scope(0, None)

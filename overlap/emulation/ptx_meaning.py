@@ -1,7 +1,8 @@
-"""What the instructions of inline PTX do to an emulated thread, which stands for the warp or warpgroup that runs them.
+"""Turns each instruction of inline PTX into a function that an emulated thread runs.
 
-A loop that only reads words blocks its thread until one of the words changes, as a wait does. A loop that counts its
-tries blocks too: tries take time, and time stands still by default (`registers.CLOCK`).
+An emulated thread stands for the warp or warpgroup that runs the PTX. A polling loop, which only reads words, blocks
+its thread until one of the words changes, as a wait does. So does a polling loop that gives up after a number of tries:
+tries take time, and by default time stands still (`registers.CLOCK`), so the loop never gives up.
 """
 
 from __future__ import annotations
@@ -101,7 +102,11 @@ def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
 
 def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], bool | None]:
-    """A jump from the program's instruction `here` to `place[0]`. A jump backwards may be that of a polling loop."""
+    """Returns a function that jumps from the program's instruction `here` to `place[0]`.
+
+    A jump backwards begins the next iteration of a loop. If that is a polling loop that finds nothing new, the thread
+    blocks; or, if there is a clock, other threads run first.
+    """
 
     def run(thread: Thread) -> bool | None:
         target = place[0]
@@ -138,7 +143,7 @@ def _block(thread: Thread) -> bool:
 
 
 def _shuffle(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
-    """All lanes get the value of lane 0, which is the value that an emulated thread has."""
+    """Returns a function that gives all lanes the value of lane 0, which is the value that an emulated thread has."""
     if i.modifiers != ("sync", "idx", "b32") or i.operands[2] != 0:
         raise Unreadable(f"{i.text!r} is not emulated")
     put, get = frame.set(i.operands[0]), frame.get(i.operands[1])
@@ -160,12 +165,15 @@ VISIBLE = {"ld", "st", "atom", "red", "nanosleep"}
 
 
 def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Any], Any]:
-    """The function that runs an instruction other than a branch, without its guard.
+    """Returns the function that runs an instruction other than a branch, without its guard.
 
     Args:
         frame: the registers.
         i: the instruction.
-        under: what decides which CUDA threads run the instruction: ``"lane"``, ``"warp"``.
+        under: whether only some of the CUDA threads run the instruction, chosen by their ``"lane"`` or ``"warp"``.
+
+    Raises:
+        Unreadable: the instruction is not emulated.
     """
     try:
         if i.name in _ARITHMETIC:
@@ -187,7 +195,7 @@ def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable
 
 
 def guarded(frame: Frame, i: ptx.Instruction, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run`, under the instruction's guard."""
+    """Returns a function that calls `run` only if the instruction's guard lets the instruction run."""
     if i.guard is None:
         return run
     get, negated = frame.get(i.guard), i.negated

@@ -1,6 +1,7 @@
-"""Loads, stores, atomic operations and fences of inline PTX, on the words of semaphores.
+"""Loads, stores, atomic operations and fences of inline PTX. Most work on the words of semaphores.
 
-An address is a number; each array has a range of numbers of its own. What each access orders is in `orders`.
+Plain loads and stores also work on bytes of shared memory, and plain stores on bytes of global memory. An address is a
+number, and each array has its own range of numbers. `orders` defines how these accesses order threads.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from .registers import LANES, WARPS, Frame, Unreadable, signed, typed, width_of
 from .sync import Semaphore, Write, next_serial
 
 _WORD_BYTES = 4
-_MIDDLE = 1 << 31  # the number of an array's first byte among its numbers, so that offsets may be negative
+_MIDDLE = 1 << 31  # where an array's first byte lies in the array's range of numbers, so that offsets may be negative
 _arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def address_of(array: Cells | Buffer, offset: int) -> int:
-    """The number that stands for the address of element or byte `offset` of an array."""
+    """Returns the number that stands for an address in an array: of object `offset` of `Cells`, or of that byte."""
     _arrays[array.serial] = array
     return (array.serial << 32) + _MIDDLE + offset * (_WORD_BYTES if isinstance(array, Cells) else 1)
 
@@ -58,12 +59,12 @@ _CACHING = ("ca", "cg", "cv", "wb", "wt", "cs", "lu", "L1::no_allocate")
 
 
 def _is_plain_shared(i: ptx.Instruction) -> bool:
-    """Whether it is a load or store of shared memory; `.shared` with anything else is not emulated."""
+    """Whether the instruction is a plain `ld.shared` or `st.shared`. Other PTX on shared memory is not emulated."""
     return i.name in ("ld", "st") and i.modifiers[:-1] in (("shared",), ("shared::cta",))
 
 
 def _access(i: ptx.Instruction) -> tuple[str, str, str, str]:
-    """(order, scope, operation, type) of a memory instruction."""
+    """Returns (order, scope, operation, type) of a memory instruction, from its modifiers."""
     *words, kind = i.modifiers
     order, scope, operation = "", "", ""
     for word in words:
@@ -95,7 +96,7 @@ def _require_scope(thread: Thread, word: Semaphore, write: Write, scope: str) ->
             f"an access of scope {scope!r} to {word.name} of device {word.device} meets a value that device "
             f"{others[0]} has written: expected scope 'sys' on both sides"
         )
-    # Nobody relies on a value that another launch has written there, so its scope does not matter.
+    # The scope of a value from another launch does not matter, because no thread relies on that value.
     if write.within not in (None, thread.device) and write.launch in (None, thread.machine.number):
         raise ProtocolError(
             f"an access to {word.name} of device {word.device} meets a value that device {write.within} has written at "
@@ -104,7 +105,7 @@ def _require_scope(thread: Thread, word: Semaphore, write: Write, scope: str) ->
 
 
 def _require_order(thread: Thread, word: Semaphore, what: str, *, reads: bool) -> None:
-    """A plain access must come after all writes to the word (and, if it writes, after all reads)."""
+    """Checks that a plain access comes after all writes to the word (and, if the access writes, after all reads)."""
     last = word.log[-1]
     if thread.machine.detector is None or last.by is None:
         return
@@ -176,7 +177,7 @@ def _store_words(
 
 
 def _bytes_at(thread: Thread, address: int, nbytes: int, space: str) -> View:
-    """A view of bytes of a buffer of this thread's own device (and own CTA, if in shared memory)."""
+    """Makes a view of bytes of a buffer: in global memory of the thread's device, or in its CTA's shared memory."""
     buffer, offset = _arrays.get(address >> 32), (address & 0xFFFFFFFF) - _MIDDLE
     if not isinstance(buffer, Buffer) or buffer.space != space or buffer.device != thread.device:
         what = "nothing" if buffer is None else f"{buffer.name} of device {buffer.device}"
@@ -235,7 +236,7 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 
 
 def _new_value(operation: str, old: int, a: int, b: int, times: int, bits: int) -> int | None:
-    """What an atomic operation stores if `times` threads run it one after the other; None if it stores nothing."""
+    """Returns what a word holds after `times` threads have run an atomic operation; None if it stores nothing."""
     if operation == "add":
         return old + times * a
     if operation == "cas":

@@ -1,7 +1,7 @@
 """Race detection: each access to memory is checked against the buffer's shadow and the thread's vector clock.
 
-The shadow (`shadow.Shadow`) holds, for each granule of memory, the number of a set of accesses: the last write (or the
-atomic additions that nothing orders) and the reads since. The detector keeps the sets.
+The shadow (`shadow.Shadow`) holds for each granule of memory the numbers of two sets of accesses: the last write (or
+the last atomic operations, between which there is no order), and the reads since then. The detector keeps the sets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .memory import View
 
 
 class Accessor(Protocol):
-    """The thread that makes an access: its text names it in messages."""
+    """The thread that makes an access. Messages name the thread by its `str`."""
 
     @property
     def device(self) -> int: ...
@@ -29,7 +29,7 @@ class Access:
     """One access to memory, as the shadow remembers it.
 
     Attributes:
-        by_rows: of a read: each row takes part only in the same row of a result.
+        by_rows: whether this is a read whose rows each affect only the same row of a result.
     """
 
     __slots__ = (
@@ -79,16 +79,16 @@ def _distinct(cells: np.ndarray) -> list[int]:
 
 
 class RaceDetector:
-    """Checks each access of one launch against what the shadows hold, and reports through `report(kind, old, new)`."""
+    """Checks accesses against the accesses in the shadows, and calls `report(kind, old, new)` for each race."""
 
     def __init__(self, report: Callable[[str, Access, Access], None]):
         self._sets: list[dict[int, Access]] = [{}]
         self._report = report
-        # instruction -> (a read of memory that nobody had written, whether that holds for all of that memory)
+        # instruction -> (a read of memory of which a part had not been written, whether none of it had been)
         self.unwritten: dict[int, tuple[Access, bool]] = {}
 
     def access(self, access: Access, knowledge: Knowledge) -> None:
-        """Checks an access by a thread or operation with this `knowledge`, and remembers it."""
+        """Checks an access of a thread or operation that has this `knowledge`, and remembers the access."""
         view = access.view
         if not view.array.size:
             return
@@ -124,9 +124,9 @@ class RaceDetector:
 
     @staticmethod
     def _is_row_by_row(access: Access, old_writes: list[int]) -> bool:
-        """Whether a read by rows finds each row either written as a whole or not at all.
+        """Whether the access is a read by rows that finds each row either wholly written or wholly unwritten.
 
-        A tile at the end of an operand is loaded without the rows out of bounds. Those rows, as NaN, get only into the
+        A tile at the end of an operand is loaded without the rows out of bounds, which stay NaN. They affect only the
         same rows of the result, which are dropped when the result is stored.
         """
         if not access.by_rows or old_writes == [0]:
@@ -144,7 +144,7 @@ class RaceDetector:
             cells[cells == old] = number
 
     def _check(self, prior: Access, access: Access, knowledge: Knowledge) -> None:
-        if prior.component == access.component:  # one thread, or operations in order
+        if prior.component == access.component:  # Events of one component are in order.
             return
         if prior.atomic and access.atomic:
             return
@@ -157,8 +157,8 @@ class RaceDetector:
             return
         if not (access.asynchronous and prior.write):
             return
-        # Accesses through the asynchronous proxy need no proxy fence between them within one CTA, nor in shared memory
-        # within one cluster. All others do.
+        # Two accesses through the asynchronous proxy need no proxy fence between them if they are of one CTA, or to
+        # shared memory (by CTAs of one cluster). Between a write and any other asynchronous access, a fence is needed.
         shared = access.view.buffer.space == "smem"
         if prior.asynchronous and (shared or prior.thread.cta is access.thread.cta):
             return

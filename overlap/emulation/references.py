@@ -1,4 +1,4 @@
-"""References with transforms: decoded once into steps, resolved to views when an instruction runs."""
+"""References with transforms: they are decoded once into steps, and resolved to views when an instruction runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Resolver(Protocol):
 
 
 class _Builder:
-    """The state of a resolution: the array so far, and how many of its axes form each logical dimension."""
+    """The state while a reference is resolved: the array so far, and the number of its axes per logical dimension."""
 
     __slots__ = ("array", "groups", "name", "requested", "text", "window")
 
@@ -53,7 +53,10 @@ class _Builder:
 
 
 def _index_tiled(sizes: tuple[int, ...], start: int, size: int, drop: bool, name: str) -> list[Any]:
-    """Indices of the (outer ..., inner) axes of a tiled dimension for the slice [start, start + size)."""
+    """Returns the indices of the axes (outermost first) of a tiled dimension for the slice [start, start + size).
+
+    With `drop`, the slice is one element, and its dimension disappears.
+    """
     inner = math.prod(sizes[1:])
     if len(sizes) == 1:
         return [start if drop else slice(start, start + size)]
@@ -116,7 +119,7 @@ def _step_indexer(transform: Any):
                 groups.append(n)
                 requested.append(size)
                 window.append(slice(low - start, high - start))
-        b.array = b.array[(*key, ...)]  # the ellipsis keeps a view where all indices are scalars
+        b.array = b.array[(*key, ...)]  # With the ellipsis, the result is a view even if all indices are scalars.
         b.groups = groups
         b.text += f"[{', '.join(texts)}]" if texts else ""
         if b.window is not None and any(cut.start for cut in b.window):
@@ -164,7 +167,7 @@ def _tile(tiling: tuple[int, ...]):
 
 def _reshaped(array: np.ndarray, shape: Any, name: str) -> np.ndarray:
     view = array.reshape(tuple(shape))
-    if view.size and not np.may_share_memory(view, array):  # then it is a copy
+    if view.size and not np.may_share_memory(view, array):  # The reshape has made a copy.
         raise NotImplementedError(f"{name}: this reshape of a strided part of memory is not emulated")
     return view
 
@@ -204,7 +207,7 @@ def _bitcast(dtype: Any):
             raise NotImplementedError(f"{b.name}: bitcast of tiled memory is not emulated")
         if np.dtype(dtype).itemsize == b.array.dtype.itemsize:
             b.array = b.array.view(dtype)
-        else:  # Mosaic changes the second minor dimension
+        else:  # Mosaic GPU changes the size of the last dimension but one.
             swapped = np.ascontiguousarray(b.array) if b.array.ndim < 2 else b.array
             if b.array.ndim >= 2:
                 raise NotImplementedError(f"{b.name}: bitcast to another width is not emulated")
@@ -227,7 +230,7 @@ def _extract(transform: Any):
 
 
 def _decode(transform: Any):
-    """(step, entries that the step reads) of one transform; None for a transform without effect here."""
+    """Decodes one transform into (step, entries that the step reads); None if it has no effect in the emulator."""
     name = type(transform).__name__
     if name == "NDIndexer":
         return _step_indexer(transform)
@@ -246,18 +249,18 @@ def _decode(transform: Any):
     if name == "ExpandLeadingBatchDimensionsTransform":
         return tensor_views.expand(transform), []
     if name in ("UnswizzleRef", "SwizzleTransform", "IdentityTransform", "MemorySpaceCastTransform"):
-        return None  # where the bytes lie inside a row does not matter here
+        return None  # The place of the bytes inside a row does not matter in the emulator.
     raise NotImplementedError(f"the reference transform {name} is not emulated")
 
 
 class RefPath:
-    """A chain of transforms, ready to be applied to the buffer or array that a reference is bound to."""
+    """A decoded chain of transforms, which can be applied to the buffer or `Cells` that a reference is bound to."""
 
     def __init__(self, transforms: Any, clip: bool = False):
         self._steps = []
         self._dynamic: list[int] = []
         self._peer: tuple[Any, Any] | None = None
-        self._place: dict[Any, Any] | None = None  # of another CTA in the cluster
+        self._place: dict[Any, Any] | None = None  # the indices in the cluster of the CTA that the reference names
         self.multicast: tuple[Any, ...] | None = None  # the mesh axes of a `multicast_ref`
         self._clip = clip
         self._cache: dict[Any, Any] = {}
@@ -283,17 +286,17 @@ class RefPath:
         return self._peer is not None
 
     def forget(self) -> None:
-        """Drops cached views, which belong to one launch."""
+        """Empties the caches whose contents belong to one launch."""
         self._cache.clear()
         self._places.clear()
 
     def resolve(self, thread: Resolver, base: Buffer | Cells) -> Any:
-        """The view of a buffer, or the synchronisation object, that the reference denotes for `thread`."""
+        """Returns the view of a buffer, or the synchronisation object, that the reference stands for in `thread`."""
         env, base = thread.env, self._base(thread, base)
         key = (base.serial, *[env[i] for i in self._dynamic])
         try:
             found = self._cache.get(key)
-        except TypeError:  # an index is an array
+        except TypeError:  # An index is an array, so the key has no hash.
             key = found = None
         if found is None:
             found = self._build(base, env) if key is None else self._view(base, env, key[1:])
@@ -304,12 +307,12 @@ class RefPath:
         return found
 
     def locate(self, thread: Resolver, base: Buffer | Cells) -> tuple[Buffer | Cells, int]:
-        """The array that the reference points into, and the offset: in objects of `Cells`, in bytes of a `Buffer`."""
+        """Returns the array in which the reference lies, and its offset in objects (`Cells`) or bytes (`Buffer`)."""
         env, base = thread.env, self._base(thread, base)
         key = (base.serial, *[env[i] for i in self._dynamic])
         try:
             found = self._places.get(key)
-        except TypeError:  # an index is an array, which is refused
+        except TypeError:  # An index is an array. `_apply` refuses it.
             found = None
         if found is None:
             part, whole = self._apply(base, env).array, base.data if isinstance(base, Buffer) else base.places
@@ -321,7 +324,7 @@ class RefPath:
         return base, found
 
     def _base(self, thread: Resolver, base: Buffer | Cells) -> Any:
-        """The buffer or array of the device and CTA that the reference names."""
+        """Returns the buffer or `Cells` like `base` on the device, and in the CTA, that the reference names."""
         env = thread.env
         if self._peer is not None:
             base = base.on(thread.mesh.logical_device(thread.device, *self._peer, env))
@@ -349,7 +352,7 @@ class RefPath:
         return view
 
     def _view(self, base: Buffer | Cells, env: list, indices: tuple[Any, ...]) -> Any:
-        """The same as `_build`, faster if another launch or CTA has made a view of the same geometry before."""
+        """Returns what `_build` returns, but reuses the geometry of a view with the same indices of another buffer."""
         if isinstance(base, Cells) or not base.data.flags.c_contiguous or not base.data.size:
             return self._build(base, env)
         shape, dtype = base.data.shape, base.data.dtype

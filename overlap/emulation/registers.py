@@ -1,9 +1,9 @@
-"""The registers of inline PTX: entries of an emulated thread's environment, and which ones vary between CUDA threads.
+"""The registers of inline PTX: their entries in a thread's environment, and which of them vary between CUDA threads.
 
-A register holds an integer from 0, or a truth value. An emulated thread stands for the CUDA threads of a warp or a
-warpgroup. Where these differ (in their lane or warp), a register has the value of the first CUDA thread. The decoder
-notes which registers depend on the lane or warp. So an instruction under a predicate that depends on the lane counts as
-run by one lane.
+A register holds a non-negative integer or a truth value. An emulated thread stands for the CUDA threads of a warp or a
+warpgroup. If a register has different values in these (by their lane or warp), the emulator keeps the value of the
+first CUDA thread. The decoder notes which registers depend on the lane or the warp. An instruction under a predicate
+that depends on the lane is taken to run in one lane.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .machine import Thread
 Getter = Callable[[Any], Any]
 LANES, WARPS = 32, 4
 
-# Gives a thread's time in nanoseconds. By default (None) time stands still: no wait runs out, so a thread that waits
-# for something that never comes is in a deadlock. A loop that only reads words blocks its thread unless there is a
-# clock. %clock counts the scheduler's steps by default.
+# A function that returns a thread's time in nanoseconds. By default (None) time stands still: no wait times out, so a
+# thread that waits for an event that never happens is in a deadlock. Without a clock, a loop that only reads words
+# blocks its thread, and %clock counts the scheduler's steps.
 CLOCK: Callable[[Any], int] | None = None
 
 
 class Unreadable(NotImplementedError):
-    """An instruction that is not emulated."""
+    """Inline code has an operation or instruction that is not emulated."""
 
 
 def _hardware_thread(thread: Thread) -> int:
@@ -51,16 +51,17 @@ SPECIAL: dict[str, Getter] = {
     "%clock64": _cycles,
     "%clock": lambda thread: _cycles(thread) & 0xFFFFFFFF,
 }
-# The special registers that differ between the CUDA threads of an emulated thread, and what they depend on.
+# The special registers that differ between the CUDA threads of an emulated thread: whether by lane, warp or both.
 VARIES = {"%laneid": {"lane"}, "%tid.x": {"lane", "warp"}, "%warpid": {"warp"}}
 
 
 class Frame:
-    """The registers of one text.
+    """The registers of one piece of inline PTX.
 
     Attributes:
         entries: for each register, its entry in the environment.
-        varies: for each register, what its value depends on within an emulated thread: ``"lane"``, ``"warp"``.
+        varies: for each register, how its value differs between the CUDA threads of an emulated thread: by ``"lane"``,
+            by ``"warp"``.
     """
 
     def __init__(self, entries: dict[str, int], varies: dict[str, frozenset[str]], code: ptx.Code):
@@ -68,7 +69,7 @@ class Frame:
         self._settle(code)
 
     def _settle(self, code: ptx.Code) -> None:
-        """Extends `varies` from operands to results, until nothing changes."""
+        """Passes on `varies` from the operands of each instruction to its result, until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -95,7 +96,7 @@ class Frame:
         return self.of(instruction.guard)
 
     def get(self, operand: ptx.Operand) -> Getter:
-        """Reads an operand."""
+        """Returns a function that reads an operand in a thread."""
         if isinstance(operand, int):
             return lambda thread: operand
         if isinstance(operand, ptx.Not):
@@ -118,7 +119,7 @@ class Frame:
         return read
 
     def set(self, operand: ptx.Operand) -> Callable[[Any, Any], None]:
-        """Writes an operand."""
+        """Returns a function that writes a value to an operand in a thread."""
         if operand is None:
             return lambda thread, value: None
         if not isinstance(operand, ptx.Register):
@@ -132,7 +133,7 @@ def signed(value: int, bits: int) -> int:
 
 
 def width_of(kind: str) -> int:
-    """The bits of a type; 1 for a predicate."""
+    """Returns the number of bits of a PTX type; 1 for a predicate."""
     if kind == "pred":
         return 1
     if kind not in ("b32", "u32", "s32", "b64", "u64", "s64"):
@@ -141,7 +142,7 @@ def width_of(kind: str) -> int:
 
 
 def typed(frame: Frame, operand: ptx.Operand, kind: str) -> Getter:
-    """Reads an operand as a number of this type."""
+    """Returns a function that reads an operand as a number of the PTX type `kind`."""
     get, bits = frame.get(operand), width_of(kind)
     if bits == 1:
         return get

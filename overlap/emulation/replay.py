@@ -1,4 +1,4 @@
-"""`run_sequence`: runs kept launches as a sequence, in any order and number, on memory that they share."""
+"""`run_sequence`: runs launches that `emulate` has kept again, in any order and number, on memory that they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .runs import Run
 from .sequence import Launch, World
 from .settings import Completion, Scheduler, Settings
 
-_FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)  # one of these, by chance, is the address of a launch's first semaphore
+_FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)  # the addresses from which that of a launch's first semaphore is drawn
 
 
 def run_sequence(
@@ -26,21 +26,22 @@ def run_sequence(
 ) -> list[list[list[np.ndarray]]]:
     """Runs launches one after the other, each device at its own pace, and returns the results of each.
 
-    The launches may be of different kernels, along different axes, and on different meshes: of permuted devices, or of
-    a part of them. Each device runs its launches in the order given; the scheduler chooses the delays between them. All
-    launches have their operands and results at the same addresses of a device's memory, and their semaphores at nearly
-    the same addresses (shifted by a few words, by chance). So a launch finds there what the one before has left.
+    The launches may be of different kernels, along different axes, and on different meshes: with the devices in another
+    order, or with only some of the devices. Each device runs its launches in the order given; the scheduler chooses the
+    delays between them. All launches have their operands and results at the same addresses of a device's memory, and
+    their semaphores at nearly the same addresses (shifted by a few words, by chance). So a launch finds there what
+    earlier launches have left.
 
     Args:
         launches: from `Run.launches` (`emulate(keep=True)`).
         completion, scheduler, seed, detect_races, resident, step_limit: see `emulate`.
 
     Returns:
-        For each launch, for each position of its mesh, the outputs.
+        The outputs: for each launch, for each position of the launch's mesh, a list of arrays.
 
     Raises:
         EmulationError: the first fault. The message names the launch of each thread, by its number from 1.
-        NotImplementedError: a launch ran along a part of its mesh's axes (a partly manual `shard_map`), so that its
+        NotImplementedError: a launch ran along only some axes of its mesh (a partly manual `shard_map`), so that its
             devices are not known.
 
     Example:

@@ -1,4 +1,4 @@
-"""The messages of faults."""
+"""Makes the messages of faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sync import Semaphore
 
 _WAIT = "a completed wait for the operation, a signal or arrival after that, and a wait for the signal"
 _COMMIT = "a tcgen05_commit_arrive after the operation, in all CTAs that take part, and a wait for its barrier"
-# For accesses that other accesses are ordered after in a special way: that way.
+# For accesses that a special chain must order before other accesses: the chain that is expected.
 _ORDERS = {
     "tcgen05 mma": _COMMIT,
     "tcgen05 copy": _COMMIT,
@@ -20,7 +20,7 @@ _ORDERS = {
 
 
 def how_to_repeat(settings: Settings, name: str, *, is_replay: bool) -> str:
-    """The call that repeats a run exactly."""
+    """Says which call repeats a run exactly."""
     s = settings
     if is_replay:
         return (
@@ -34,7 +34,7 @@ def how_to_repeat(settings: Settings, name: str, *, is_replay: bool) -> str:
 
 
 def race(kind: str, prior: Access, access: Access) -> str:
-    """Two accesses that nothing orders, or that lack a proxy fence."""
+    """The message for two accesses that nothing orders, or that lack a proxy fence or the tensor core's order."""
     name = access.view.buffer.name
     if kind == "proxy":
         shared = access.view.buffer.space == "smem"
@@ -58,7 +58,7 @@ def race(kind: str, prior: Access, access: Access) -> str:
 
 
 def not_begun(thread: object, device: int, what: str, lacks_fence: bool) -> str:
-    """An access to a peer that may not have begun the launch."""
+    """The message for an access to a peer that may not have begun the launch."""
     if lacks_fence:
         return (
             f"too early (missing proxy fence): {thread} {what} of device {device} through the copy engine, and has "
@@ -71,7 +71,7 @@ def not_begun(thread: object, device: int, what: str, lacks_fence: bool) -> str:
 
 
 def has_left(thread: object, device: int, what: str) -> str:
-    """An access to a peer that has ended the launch."""
+    """The message for an access to a peer that has ended the launch."""
     return (
         f"too late: {thread} {what} of device {device}, which has left the kernel. Expected: device {device} waits for "
         "something that comes after this"
@@ -79,7 +79,7 @@ def has_left(thread: object, device: int, what: str) -> str:
 
 
 def left_early(device: int, access: Access) -> str:
-    """A device that may end its kernel while a peer still uses its memory."""
+    """The message for a device that may end its kernel while a peer still uses its memory."""
     return (
         f"device {device} may leave the kernel before\n  {access}\n  is complete (missing exit handshake, or too "
         f"weak a wait before it). Expected: {access.thread} waits for its copy, then signals device {device}, and "
@@ -88,7 +88,7 @@ def left_early(device: int, access: Access) -> str:
 
 
 def freed_early(cta: object, access: Access) -> str:
-    """Memory of a CTA that is given out again while a copy or a product uses it."""
+    """The message for a CTA's memory that is freed while a copy or a product still uses it."""
     kind = "tensor" if access.view.buffer.space == "tmem" else "shared"
     return (
         f"{kind} memory freed too early:\n  {access}\n  may still be in flight when the memory of "
@@ -97,7 +97,7 @@ def freed_early(cta: object, access: Access) -> str:
 
 
 def left_cluster(cta: object, what: str) -> str:
-    """A CTA of a cluster that ends while a peer still reaches into it."""
+    """The message for a CTA that ends while another CTA of the cluster still uses its memory or barriers."""
     return (
         f"left the cluster too early: {cta} may end before\n  {what}\n  is over, which reaches into its shared memory. "
         f"Expected: {cta} waits for that (or for a barrier that its peers arrive on after it) before it ends"
@@ -105,7 +105,7 @@ def left_cluster(cta: object, what: str) -> str:
 
 
 def unwritten(access: Access, wholly: bool) -> str:
-    """A read of memory that nobody has written before, `wholly` or in part."""
+    """The message for a read of memory that nobody has written before, wholly or in part."""
     got = "none of it" if wholly else "a part of it"
     return (
         f"read of memory that nobody has written:\n  {access}\n  Expected: written before in this launch; got {got} "
@@ -114,7 +114,7 @@ def unwritten(access: Access, wholly: bool) -> str:
 
 
 def late_signal(semaphore: Semaphore, thread: object, instruction: Any) -> str:
-    """A signal that its owner does not wait for."""
+    """The message for a signal for which the semaphore's device does not wait."""
     owner = f"device {semaphore.device}"
     return (
         f"late signal: {thread} at {instruction.source} signals {semaphore.name} of {owner}, and no wait of {owner} "

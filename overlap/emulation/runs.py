@@ -1,4 +1,4 @@
-"""Runs: what the launches inside one `emulate` context did, and which run a launch belongs to."""
+"""Runs: records of what the launches inside one `emulate` context did, and the choice of the run for a launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sync import Semaphore
 
 
 class Actor(Protocol):
-    """A thread that does something worth an event."""
+    """A thread whose actions are recorded as events."""
 
     @property
     def device(self) -> int: ...
@@ -46,12 +46,12 @@ class Actor(Protocol):
 
 @dataclasses.dataclass
 class Event:
-    """Something a thread did, for a timeline.
+    """An action of a thread, to be shown in a timeline.
 
     Attributes:
-        device, cta, thread: which thread; `thread` is ``"wg2"`` or ``"wg2.warp1"``.
+        device, cta, thread: the thread that acted; `thread` is such as ``"wg2"`` or ``"wg2.warp1"``.
         kind: ``"copy"``, ``"remote_copy"``, ``"wgmma"``, ``"mma"``, ``"signal"`` or ``"wait"``.
-        source, target: the memory read and written, with slices; for signals and waits the flag.
+        source, target: the memory read and written, with slices; for signals and waits, the name of the flag.
         peer: the other device of a remote copy or signal, else None.
         start, end: scheduler steps (logical time); a copy ends when it completes, a wait when it is over.
         launch: the number of the launch in this run, from 0.
@@ -72,15 +72,16 @@ class Event:
 
 
 class Run:
-    """What happened inside one `emulate` context.
+    """The record of what happened inside one `emulate` context.
 
     Attributes:
-        errors: all faults, in the order found.
-        warnings: oddities that are no faults.
-        counts: launches, copies, bytes (copied), wgmmas, mmas (tcgen05), signals.
-        steps: scheduler steps in all.
-        events: a list of `Event` if ``record=True``.
-        launches: a list of `Launch` if ``keep=True``, to be run in a sequence (`run_sequence`).
+        errors: all faults, in the order in which they were found.
+        warnings: messages about suspicious actions that are no faults, such as a signal for which nothing waits.
+        counts: the numbers of ``"launches"``, ``"copies"``, ``"bytes"`` (copied), ``"wgmmas"``, ``"mmas"`` (tcgen05)
+            and ``"signals"``.
+        steps: the scheduler's steps in all launches together.
+        events: a list of `Event` if ``record=True``, else empty.
+        launches: a list of `Launch` if ``keep=True``, for `run_sequence`; else empty.
     """
 
     def __init__(self, settings: Settings):
@@ -104,7 +105,7 @@ class Run:
     # ---- called by the machine ---------------------------------------------------------------------------------------
 
     def repetition(self, launcher: Any) -> int:
-        """How often this kernel has been launched in this run before. Each repetition gets a schedule of its own."""
+        """Returns how often this kernel has been launched in this run before. Each launch gets its own schedule."""
         self._repetitions[launcher] += 1
         return self._repetitions[launcher] - 1
 
@@ -146,12 +147,12 @@ class Run:
 
 _lock = threading.Lock()
 _active: list[Run] = []
-_background = Run(Settings())  # the run of kernels outside any context
+_background = Run(Settings())  # the run of launches outside any context
 
 
 @functools.cache
 def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
-    """A computation on all devices, and its argument."""
+    """Makes a computation on all `devices`. Returns it, and its argument."""
     sharding = jax.NamedSharding(jax.make_mesh((len(devices),), ("all",), devices=devices), jax.P("all"))
     return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices), np.int32), sharding)
 
@@ -163,22 +164,23 @@ def _run_fence() -> None:
 
 def drain() -> None:
     """Waits for all computations under way on the CPU devices of this process."""
-    # The runtime runs computations that span devices one after the other, so the last one waits for all others.
-    # `jax.effects_barrier` alone does not: calls after the first one of a jitted function leave no token behind. It
-    # also fails after a fault outside any context (see `lowering`): once on jax 0.12, for ever on 0.11.
+    # The runtime runs computations that span devices one after the other. So a computation on all devices (the fence)
+    # ends after all others. `jax.effects_barrier` is not enough: it does not wait for a jitted function's calls after
+    # the first one, which leave no token. It also raises after a fault outside any context (see `lowering`): once on
+    # jax 0.12, at every call on 0.11.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.effects_barrier()
-    # In another thread, which has neither the caller's mesh nor the caller's other contexts.
+    # The fence runs in another thread, which has neither the caller's mesh nor the caller's other contexts.
     fence = threading.Thread(target=_run_fence)
     fence.start()
     fence.join()
     for array in jax.live_arrays("cpu"):
-        with contextlib.suppress(RuntimeError):  # deleted (donated), or the result of a fault
+        with contextlib.suppress(RuntimeError):  # The array is deleted (donated), or is the result of a fault.
             array.block_until_ready()
 
 
 def current_run() -> tuple[Run, bool]:
-    """(the run that a launch belongs to, whether a context is active). Read when a kernel runs."""
+    """Returns (the run for a launch that begins now, whether an `emulate` context is active)."""
     with _lock:
         if _active:
             return _active[-1], True
@@ -187,7 +189,7 @@ def current_run() -> tuple[Run, bool]:
 
 @contextlib.contextmanager
 def active(run: Run) -> Iterator[None]:
-    """Launches belong to `run` while this is active."""
+    """A context in which launches belong to `run`."""
     with _lock:
         _active.append(run)
     try:

@@ -1,4 +1,4 @@
-"""Schedulers: which thread runs next. All choices come from one seeded generator, so a run repeats exactly."""
+"""Schedulers choose which thread runs next. All choices come from one seeded generator, so a run repeats exactly."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Runnable(Protocol):
     """A thread, or a device whose turn starts its next launch.
 
     Attributes:
-        priority: for `PctScheduler`, which sets it.
-        polled: whether the last turn found nothing to do.
+        priority: the priority that `PctScheduler` has given the thread.
+        polled: whether the thread polled in its last turn, without success.
     """
 
     priority: float
@@ -29,7 +29,7 @@ class Scheduler(Protocol):
         ...
 
     def ready(self, thread: Runnable) -> None:
-        """Adds a thread that can run again; does nothing if it is there already."""
+        """Adds a thread that can run again; does nothing if the scheduler has that thread already."""
         ...
 
     def pick(self) -> Any:
@@ -64,7 +64,7 @@ class _FairScheduler:
 
 
 class RandomScheduler(_FairScheduler):
-    """Each runnable thread is as likely as any other at each step."""
+    """Chooses each runnable thread with the same probability at each step."""
 
     def __init__(self, rng: random.Random):
         super().__init__([])
@@ -80,7 +80,7 @@ class RandomScheduler(_FairScheduler):
 
 
 class RoundRobinScheduler(_FairScheduler):
-    """Threads take turns."""
+    """Lets threads run in the order in which they became runnable."""
 
     def __init__(self, rng: random.Random):
         del rng
@@ -91,13 +91,13 @@ class RoundRobinScheduler(_FairScheduler):
 
 
 class PctScheduler:
-    """Probabilistic concurrency testing: random priorities, strictly obeyed, with rare change points.
+    """Probabilistic concurrency testing: the runnable thread with the highest random priority always runs.
 
-    At a change point the running thread drops below all others. This finds faults that need one thread to be very slow,
-    which even-handed random choice hardly ever produces. (Burckhardt et al., ASPLOS 2010.)
+    At rare, random change points, the running thread's priority drops below all others. This finds faults that need one
+    thread to be very slow, which a uniform random choice hardly ever makes. (Burckhardt et al., ASPLOS 2010.)
     """
 
-    _MEAN_STEPS = 400  # between change points, on average
+    _MEAN_STEPS = 400  # the mean number of steps between change points
 
     def __init__(self, rng: random.Random):
         self._rng = rng
@@ -117,7 +117,7 @@ class PctScheduler:
     def ready(self, thread: Runnable) -> None:
         if id(thread) in self._member:
             return
-        if thread.polled:  # the thread polls: let the others run
+        if thread.polled:  # The thread would poll again, so all others run first.
             thread.polled = False
             self._lower(thread)
         self._member.add(id(thread))
@@ -145,5 +145,5 @@ SCHEDULERS = {"random": RandomScheduler, "pct": PctScheduler, "round_robin": Rou
 
 
 def make_scheduler(name: str, rng: random.Random) -> Scheduler:
-    """The scheduler of this name, which draws its choices from `rng`."""
+    """Makes the scheduler of this name, which draws its choices from `rng`."""
     return SCHEDULERS[name](rng)

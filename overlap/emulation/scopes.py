@@ -1,4 +1,4 @@
-"""Handlers of allocations: in a scope, in global memory, and as the state of `run_state`."""
+"""Handlers of primitives that allocate: `run_scoped`, `get_global` and `run_state`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .sync import MBarrier, Semaphore
 
 
 def _allocate(machine: Machine, cta: Cta, aval: Any, name: str, key: Any, thread: Thread | None = None) -> Any:
-    """Allocates what a scoped reference of type `aval` is bound to, for a whole CTA or for one `thread` of it."""
+    """Allocates the buffer, barriers or semaphores for a scoped reference of type `aval`.
+
+    They belong to the whole CTA, or to one `thread` of it.
+    """
     dtype, device = aval.dtype, cta.device
     kind = str(getattr(dtype, "name", dtype))
     shape = tuple(aval.shape)
@@ -55,7 +58,7 @@ def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: T
 
 
 def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
-    """The allocations of a scope that all threads of a CTA share, when they enter it for the `visit`-th time."""
+    """Makes the allocations of a scope that all threads of a CTA share and enter for the `visit`-th time."""
 
     def allocate(cta: Cta) -> list[Any]:
         return [_allocate(thread.machine, cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
@@ -74,16 +77,19 @@ def _semaphores(
     cta: int | None = None,
     first: int | None = None,
 ) -> Cells:
-    """The semaphores with this key: an array on every device, each of which is addressable from all devices.
+    """Returns an array of semaphores on `device`. The first call with a `key` makes such an array on every device.
+
+    Each array can be reached from all devices.
 
     Args:
         machine: the launch.
         device: the device whose array is returned.
         key: identifies the allocation.
-        shape: of the array.
-        name: of the array, for messages.
-        cta: the CTA that the semaphores belong to, if `first` is None.
-        first: the place of the first semaphore among those of the launch that all CTAs share; None: one CTA's own.
+        shape: the shape of the array.
+        name: the name of the array, for messages.
+        cta: the CTA to which the semaphores belong, if `first` is None.
+        first: the place of the array's first semaphore among the semaphores that all CTAs of the launch share; None if
+            the array belongs to one CTA.
     """
     peers = machine.globals.get(key)
     if peers is None:
@@ -164,7 +170,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             for entry, value in zip(entries, made):
                 thread.env[entry] = value
             return None
-        # The hardware synchronises the block here, before the memory may be given out again.
+        # The hardware synchronises the CTA's threads here, before the scope gets memory that an earlier scope has used.
         meeting = cta.meeting
         if thread.arrivals.get(meeting) is None:
             thread.arrivals[meeting] = meeting.arrive(thread.knowledge)
@@ -207,7 +213,8 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         else:
             made = [thread.env[s] for s in entries]
         cta.tensor_columns -= columns
-        # The memory is given out again at the next allocation, or to another CTA when this one ends: not before.
+        # The memory is reused by the next scope of this CTA, or by another CTA when this one ends. `Cta.reuse` then
+        # checks that no operation still uses the memory.
         cta.freed += [value for value in made if isinstance(value, Buffer) and value.space in ("smem", "tmem")]
 
     d.emit(leave, eqn, "end of run_scoped", visible=collective)
@@ -238,7 +245,7 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 else:
                     made.data[...] = env[source]
             if isinstance(made, Buffer):
-                made.space = "regs"  # the state belongs to one thread
+                made.space = "regs"  # The state belongs to one thread.
 
     d.emit(enter, eqn, "run_state")
     d.inline(jaxpr, entries)
@@ -247,7 +254,7 @@ def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     accumulates = any("Accumulator" in type(a).__name__ for a in avals)
 
     def leave(thread: Thread) -> None:
-        if accumulates:  # the framework waits before it takes the value out of an accumulator
+        if accumulates:  # Pallas waits for all wgmmas before it reads the value of an accumulator.
             thread.machine.engine.wait_wgmma(thread, 0)
         for entry, out in zip(entries, outs):
             value = thread.env[entry]

@@ -1,14 +1,14 @@
-"""Sequences of launches on shared memory, which each device runs at its own pace.
+"""Runs sequences of launches that share global memory; each device runs them at its own pace.
 
-A launch begins on each device separately: the framework zeroes the device's semaphores, and starts its CTAs. By default
-the framework runs a barrier before the kernel, so that no CTA starts before all devices have come that far. Without the
-barrier, a kernel that touches a peer's memory must check that the peer has begun. A sequence of launches proves that
-the kernel does: launches of one kernel or of several, along different axes, on different meshes of the same devices.
-Each device begins its next launch as soon as it has ended the last one, or much later; the scheduler chooses.
+A launch begins on each device separately: the framework zeroes the device's semaphores and starts its CTAs. By default
+the framework runs a barrier before the kernel, so that no CTA starts before all devices have come to the launch.
+Without that barrier, a kernel that uses a peer's memory must check that the peer has begun the launch. A sequence of
+launches tests these checks. The launches may be of one kernel or of several, along different axes, on different meshes
+of the same devices. Each device begins its next launch at once after the last one or much later; the scheduler chooses.
 
-As in a framework, global memory is reused: each launch has its operands, results and semaphores at addresses of earlier
-launches. Before a device begins a launch, its memory holds what another launch has left there. When a launch has ended,
-its memory holds undefined values.
+As in a framework, global memory is reused: each launch has its operands, results and semaphores at addresses that
+earlier launches have used. Before a device begins a launch, its memory holds what another launch has left there. When a
+launch has ended, its memory holds undefined values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .settings import Settings
 from .shadow import Shadow
 from .simulation import Simulation
 
-_ALIGNMENT = 256  # of a launch's buffers in global memory
+_ALIGNMENT = 256  # the alignment in bytes of a launch's buffers in global memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Launch:
         program: the decoded kernel.
         name: the kernel's name.
         mesh_shape: the sizes of the mesh's axes.
-        devices: for each position of the mesh, row-major, which device of the sequence it is.
+        devices: for each position of the mesh, row-major, the number of the device there.
         inputs: for each position, the operands' values.
-        outputs: for each position, the results' values as first computed.
+        outputs: for each position, the results' values that the kept launch has computed.
     """
 
     program: Program
@@ -57,14 +57,14 @@ class Launch:
 
 
 class World:
-    """The devices and a sequence of launches, which it runs."""
+    """Runs a sequence of launches on emulated devices: `add` appends a launch, `execute` runs all of them."""
 
     def __init__(self, settings: Settings, run: Run, name: str, repetition: int = 0, *, is_replay: bool = False):
         self.simulation = Simulation(settings, run, name, repetition, is_replay=is_replay)
         self._engine = Engine(self.simulation)
         self.machines: list[Machine] = []
         self._devices: dict[int, Device] = {}
-        self._launches: dict[int, list[Machine]] = {}  # of each device, in order
+        self._launches: dict[int, list[Machine]] = {}  # device -> its launches, in order
 
     @property
     def _reuses_memory(self) -> bool:
@@ -86,11 +86,11 @@ class World:
         Args:
             program: the decoded kernel.
             mesh_shape: the size of each axis of the mesh.
-            devices: for each position of the mesh, row-major, the device there.
+            devices: for each position of the mesh, row-major, the number of the device there.
             inputs: for each position, the operands' values.
-            name: of the kernel.
+            name: the kernel's name.
             flags_at: the address of the launch's first semaphore.
-            is_real: whether the launch gets the values of its operands; else NaN.
+            is_real: whether the launch gets the values in `inputs`; if not, its operands are undefined (NaN).
         """
         for index in devices:
             if index not in self._devices:
@@ -114,7 +114,7 @@ class World:
         return machine
 
     def _lay_out(self) -> None:
-        """Gives the buffers of each launch their addresses: all launches begin at the same one."""
+        """Gives the buffers of each launch their addresses. On a device, all launches begin at the same address."""
         for device in self._devices.values():
             placed: list[tuple[Buffer, int]] = []
             size = 0
@@ -133,7 +133,7 @@ class World:
     # ---- launches on a device ----------------------------------------------------------------------------------------
 
     def _start_next(self, device: Device) -> None:
-        """The framework comes to a device's next launch."""
+        """Brings a device to its next launch. With a barrier, the last device to come starts the launch on all."""
         machine = self._launches[device.index][device.begun]
         device.begun += 1
         self._prepare(machine, device)
@@ -145,7 +145,7 @@ class World:
                 self._start(machine, self._devices[index], machine.mesh.devices)
 
     def _prepare(self, machine: Machine, device: Device) -> None:
-        """What the framework does before a launch: it zeroes the semaphores, and the operands are computed."""
+        """Prepares a launch on a device, as the framework does: zeroes the semaphores, and fills in the operands."""
         device.zero_flags(machine.flags)
         for semaphore in machine.private:
             if semaphore.device == device.index:
@@ -158,7 +158,7 @@ class World:
                 buffer.shadow, buffer.written = Shadow(max(buffer.data.nbytes, 1)), buffer.is_operand
 
     def _start(self, machine: Machine, device: Device, others: Sequence[int]) -> None:
-        """Starts a launch on a device, after all `others` have come to that launch."""
+        """Starts a launch on a device. Its threads know all that happened before `others` came to the launch."""
         known = Knowledge()
         for other in (self._devices[index] for index in others):
             known.join(other.seen)
@@ -167,7 +167,7 @@ class World:
         machine.begin(device.index, known)
 
     def _end(self, machine: Machine, index: int) -> None:
-        """The last CTA of a launch has ended on a device."""
+        """Ends a launch on a device, after its last CTA there. The scheduler may then begin the device's next one."""
         device = self._devices[index]
         device.ended += 1
         device.seen = device.seen.copy()
@@ -181,10 +181,10 @@ class World:
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def execute(self, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Runs all launches to their ends or to the first fatal fault; returns whether they came to their ends.
+        """Runs all launches until they end, or until the first fatal fault. Returns whether they have ended.
 
         Raises:
-            KeyboardInterrupt: soon after `stopped()` has become true.
+            KeyboardInterrupt: `stopped()`, which is called now and then, has returned True.
         """
         simulation, engine, devices = self.simulation, self._engine, self._devices.values()
         scheduler, limit = simulation.scheduler, simulation.settings.step_limit
@@ -222,7 +222,7 @@ class World:
         except EmulationError as error:
             simulation.fail(error, thread)
             return False
-        except Exception as reason:  # what the emulator lacks, or a mistake of its own
+        except Exception as reason:  # The kernel uses something that is not emulated, or the emulator has a mistake.
             simulation.fail(cannot_run(reason), thread)
             simulation.errors[-1].__cause__ = reason
             return False
@@ -231,9 +231,9 @@ class World:
         return True
 
     def _let_go(self) -> None:
-        """Drops what only a running launch needs, so that the launches can be freed.
+        """Drops references that only a running launch needs, so that the launches can be freed.
 
-        The values of threads, and views that are cached with the program, lead back to the launches.
+        The values of threads, and the views that a program caches, refer back to the launches.
         """
         for thread in self.simulation.threads:
             thread.env.clear()
@@ -245,10 +245,10 @@ class World:
                 cta.cluster = None
 
     def _check_end(self) -> None:
-        """Checks what must hold at the end: no device can leave while its memory is used, and no read was undefined."""
+        """Checks that no device could end a launch while a peer used its memory, and that no read was undefined."""
         simulation = self.simulation
         detector = simulation.detector
-        # A word that launches share is warned of once, for the last of them.
+        # Launches may share a word. There is one warning for such a word, in the name of its last launch.
         for semaphore in {id(each): each for m in self.machines for each in m.semaphores(m.mesh.devices)}.values():
             if semaphore.total and not semaphore.waited:
                 where = f"{semaphore.name} of device {semaphore.device}"

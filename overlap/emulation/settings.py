@@ -1,4 +1,4 @@
-"""How kernels are emulated: the settings of `emulate` and `run_sequence`."""
+"""The settings of `emulate` and `run_sequence`, which say how kernels are emulated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _COMPLETIONS = ("late", "random", "eager")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How kernels run; see `emulate`."""
+    """The settings of a run. `emulate` describes each of them.
+
+    Raises:
+        ValueError: a setting has a value that is not allowed.
+    """
 
     cores: int = DEFAULT_CORES
     completion: Completion = "late"

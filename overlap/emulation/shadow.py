@@ -1,8 +1,9 @@
-"""The shadow of a buffer: for each granule of its bytes, who wrote it last and who has read it since.
+"""The shadow of a buffer records, for each granule of its bytes, the last write and the reads since then.
 
-A granule is as large as the accesses so far allow (a whole pipeline stage, a row of a tile). The shadow splits its
-granules when a finer access comes, so the result is exact to the byte while an access touches few granules. The cells
-hold numbers of sets of accesses; `races.RaceDetector` keeps the sets. NumPy does the work.
+All granules of a buffer have the same size: as many bytes as the accesses so far allow (a whole pipeline stage, a row
+of a tile). The shadow splits its granules when a finer access comes. So the result is exact to the byte, and yet an
+access covers few granules. A *cell* is the shadow's entry for a granule. It holds the number of a set of accesses;
+`races.RaceDetector` keeps the sets.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import math
 
 import numpy as np
 
-# (byte offset, ((count, stride in bytes), ...) outer dimensions, bytes of the contiguous inner run)
+# (byte offset, the outer dimensions as ((count, stride in bytes), ...), number of bytes of the contiguous inner run)
 Region = tuple[int, tuple[tuple[int, int], ...], int]
 
 
 def region_of(array: np.ndarray, base: np.ndarray) -> Region:
-    """The bytes of `base` that `array`, a view of it, covers."""
+    """Returns which bytes of `base` are covered by `array`, which is a view of `base`."""
     offset = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     if not array.size:
         return offset, (), 0
@@ -25,7 +26,7 @@ def region_of(array: np.ndarray, base: np.ndarray) -> Region:
     while dims and dims[-1][0] == run:
         run *= dims.pop()[1]
     merged: list[tuple[int, int]] = []
-    for stride, count in dims:  # an outer dimension whose stride spans the inner one whole merges with it
+    for stride, count in dims:  # Two dimensions merge if the outer stride is the whole extent of the inner dimension.
         if merged and merged[-1][1] == count * stride:
             merged[-1] = (merged[-1][0] * count, stride)
         else:
@@ -34,7 +35,7 @@ def region_of(array: np.ndarray, base: np.ndarray) -> Region:
 
 
 class Shadow:
-    """The last writes and the reads since, for each granule of one buffer."""
+    """The cells of one buffer: for each granule, of the last write (`writes`) and of the reads since (`reads`)."""
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
@@ -49,7 +50,11 @@ class Shadow:
         self.granule = granule
 
     def cells(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(identity of the shadow, its writes, its reads) for `region`, split finer first if need be."""
+        """Returns (all cells of writes, the cells of writes in `region`, the cells of reads in `region`), as views.
+
+        If the region does not consist of whole granules, the granules are split first. All cells of writes are then a
+        new array, so a caller that keeps the views can see that they are out of date.
+        """
         offset, dims, run = region
         granule = math.gcd(self.granule, offset, run, *(stride for _, stride in dims))
         if granule != self.granule:
@@ -64,7 +69,7 @@ class Shadow:
         )
 
     def unwritten(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
-        """For each element of `array`, a view of the buffer `base`, whether nobody has written it."""
+        """Returns for each element of `array`, a view of the buffer `base`, whether nobody has written the element."""
         places = np.full((), region_of(array, base)[0], np.int64)
         for count, stride in zip(array.shape, array.strides):
             places = places[..., None] + np.arange(count) * stride

@@ -1,4 +1,4 @@
-"""Handlers of mbarriers inside a CTA, and of semaphores within and between devices."""
+"""Handlers of primitives on mbarriers of a CTA or cluster, and on semaphores of this device or of peers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _arrive_at(thread: Thread, barrier: MBarrier) -> None:
-    """Arrives on a barrier; on a cluster barrier, also on the barriers of the peers."""
+    """Arrives on a barrier. An arrival on a cluster barrier counts on its twins in other CTAs too (`reached`)."""
     for reached in barrier.reached:
         if reached.cta is not thread.cta:
             reached.cta.note_use(thread, f"an arrival on {reached.name}", thread.component, thread.time)
@@ -103,7 +103,7 @@ def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
     def run(thread: Thread) -> None:
         where = path.resolve(thread, thread.env[barrier])
-        waits = thread.waits.get(where, 0)  # a test does not count as a wait: the phase stays as it is
+        waits = thread.waits.get(where, 0)  # A test is no wait: the thread's number of waits stays the same.
         done = not isinstance(waits, tuple) and where.passed(waits)
         if done:
             thread.knowledge.join(where.phases[waits], orders_tensor_core=where.orders_tensor_core)
@@ -133,7 +133,7 @@ def _signal_one(
 def signal_device(thread: Thread, base: Cells, path: RefPath, count: int, scope: str) -> None:
     """Signals the semaphore at `path` in the array `base`, which may be another device's.
 
-    The caller ends the thread's interval after that (`Thread.tick`).
+    The caller must call `Thread.tick` after that.
     """
     machine = thread.machine
     semaphore = path.resolve(thread, base)
@@ -172,7 +172,7 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 @handles("semaphore_signal_parallel")
 def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
-    # Separate signals, in the order given: other threads may run in between.
+    # The signals are separate instructions, in the order given, so other threads may run between them.
     refs, transforms, counts, device_ids = d.unflatten_entries(eqn.params["args_tree"], ins)
     for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
         path, amount, target = d.path(steps), d.leaf(count), d.leaves(device_id)
@@ -202,7 +202,7 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         found = semaphore.acquire(wanted, thread.knowledge, decrement=bool(value_of(take, env)), scope=scope, by=by)
         if found is not None:
             thread.orders.saw(thread, semaphore, found)
-            thread.orders.acquire(thread.knowledge, scope)  # it ends with a fence, which covers earlier loads too
+            thread.orders.acquire(thread.knowledge, scope)  # A wait ends with an acquire fence.
             thread.machine.run.wait_event(thread, semaphore.name)
             return None
         return thread.block(
@@ -223,7 +223,7 @@ def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     path, out = d.path(transforms), d.new()
 
     def run(thread: Thread) -> None:
-        # A relaxed read: it orders nothing.
+        # The read is relaxed, so it orders nothing.
         thread.env[out] = path.resolve(thread, thread.env[ref]).value
         thread.polled = True
 

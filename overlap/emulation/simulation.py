@@ -1,4 +1,4 @@
-"""What all launches of a run have in common: the clock, the source of random choices, race detection and the faults."""
+"""The state that launches share: the step count, the source of random choices, race detection and the faults."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Located(Protocol):
 
 
 class Simulation:
-    """The state that launches share, whichever device and kernel they belong to.
+    """The state that the launches of a sequence share, of all devices and kernels.
 
     Attributes:
-        name: of the kernel, or of all kernels of a sequence.
-        is_replay: whether `run_sequence` runs the launches, and not `emulate`.
+        name: the name of the kernel, or of all kernels of a sequence.
+        is_replay: whether `run_sequence` runs the launches. If not, `emulate` does.
         random: the source of all random choices.
-        now: the scheduler's steps so far.
+        now: the number of the scheduler's steps so far.
         threads: all threads that have started, in order.
-        fences: for each scope of sequentially consistent fences, the clock of the last ones.
+        fences: what the last sequentially consistent fences knew: a clock for each device, and one for ``"sys"``.
         launches: how many launches there are.
         errors: the faults found, in order.
-        warnings: oddities that are no faults.
+        warnings: messages about suspicious actions that are no faults.
         detector: finds races; None if `detect_races` is off.
     """
 
@@ -58,14 +58,14 @@ class Simulation:
         self._reported: set[Any] = set()
 
     def fail(self, error: EmulationError, thread: Located | None) -> None:
-        """Records a fault, with the thread in which it was found and the settings that repeat the run."""
+        """Records a fault. Its message gets the thread in which it was found and the call that repeats the run."""
         where = f"{thread.where}: " if thread is not None else ""
         args = (error.kind,) if isinstance(error, RaceError) else ()
         repeat = report.how_to_repeat(self.settings, self.name, is_replay=self.is_replay)
         self.errors.append(type(error)(f"{where}{error}\n{repeat}", *args))
 
     def fault(self, key: Any, error: EmulationError, thread: Located | None = None) -> None:
-        """Records a fault that does not end the run, once per `key`."""
+        """Records a fault that does not end the run, unless a fault with this `key` has been recorded."""
         if key not in self._reported and len(self.errors) < _MOST_ERRORS:
             self._reported.add(key)
             self.fail(error, thread)

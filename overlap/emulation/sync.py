@@ -1,4 +1,4 @@
-"""Synchronisation objects: semaphores in global memory, mbarriers and thread barriers in a CTA."""
+"""Synchronisation objects: semaphores in global memory, mbarriers, and barriers of a CTA's threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from .clocks import EMPTY, Knowledge, covers, join
 from .errors import ProtocolError
 
-_HISTORY = 64  # values of earlier launches that a word keeps: more than a peer that lags behind can read
+_HISTORY = 64  # how many values of earlier launches a word keeps; a peer that lags behind can read fewer than that
 
 
 class Waiter(Protocol):
@@ -24,7 +24,7 @@ class Waiter(Protocol):
 
 
 class Waitable:
-    """Something that threads block on."""
+    """An object for which blocked threads wait."""
 
     __slots__ = ("waiters",)
 
@@ -39,18 +39,18 @@ class Waitable:
 
 
 class Write:
-    """A value that a word of memory has had, and what comes with reading it.
+    """A write to a word of memory: the value, and the knowledge that a reader of the value gains.
 
     Attributes:
         serial: the write's place in the order of all writes to all words.
-        value: the word's value from now on.
+        value: the word's value after the write.
         total: the sum of all additions since the last store to the word; waits that decrement do not lower it.
         system: the clock that a reader on any device gains, if it acquires at system scope.
         local: for each device that has contributed to the value, the clock that a reader there gains at GPU scope.
-        by: the event of the write, (component, time); None if all threads know of it.
+        by: the event of the write, (component, time); None if all threads know of the write.
         within: the writer's device, if the write has a scope inside that device; None at system scope.
-        launch: the number of the launch that the word belonged to when it was written.
-        is_zeroing: whether the framework has written it before a launch.
+        launch: the number of the launch to which the word belonged when it was written.
+        is_zeroing: whether the framework made the write, to zero the word before a launch.
         readers: for each component that has read the write, the time of its first read.
     """
 
@@ -84,12 +84,12 @@ _serials = itertools.count(1)
 
 
 def next_serial() -> int:
-    """A serial after all earlier writes. Two words that are written at once share a serial."""
+    """Returns a new serial, higher than all before. Two words that are written at once share a serial."""
     return next(_serials)
 
 
 def next_serials(count: int) -> int:
-    """The first of `count` serials in a row, after all earlier writes."""
+    """Takes `count` new serials in a row, higher than all before, and returns the first of them."""
     first = next(_serials)
     collections.deque(itertools.islice(_serials, count), maxlen=0)
     return first
@@ -102,13 +102,14 @@ def _serial_of(write: Write) -> int:
 class Semaphore(Waitable):
     """A word of 32 bits in a device's global memory, which kernels use as a counter, a flag or a key.
 
-    The word keeps a log of its values. A wait acquires only the first prefix of the log that satisfies the wait, since
-    the wait may have ended as soon as that prefix had arrived. A load of inline code reads the oldest value that it
-    may, and the next value when it is repeated (`orders.Orders.read`).
+    The word keeps a log of its values. A wait ends at the first value in the log that satisfies it, and acquires what
+    that value carries, but nothing from later values: on a GPU the wait may end as soon as that value is there. A load
+    of inline code reads the oldest value that it may read; when it is repeated, it reads the next value
+    (`orders.Orders.read`).
 
     Attributes:
-        waited: whether anybody has waited for the word or read it.
-        launch: the number of the launch that the word belongs to now; None if it always belongs to the same one.
+        waited: whether any thread has waited for the word or read it.
+        launch: the number of the launch to which the word belongs now; None if the word belongs to one launch only.
     """
 
     __slots__ = ("_first", "_unseen", "device", "launch", "log", "name", "taken", "waited")
@@ -118,22 +119,22 @@ class Semaphore(Waitable):
         self.name, self.device = name, device
         self.launch: int | None = None
         self.waited = False
-        self._unseen: dict[int, Any] = {}  # serial -> a write by another device that this one has not read
+        self._unseen: dict[int, Any] = {}  # serial -> a write by another device, not read by this device yet
         self.log: list[Write] = []
         self.zero(serial=serial)
 
     def zero(self, by: tuple[int, int] | None = None, serial: int | None = None) -> None:
-        """Zeroes the word before a launch: as the event `by`, or (None) so that all threads know of it."""
+        """Zeroes the word before a launch. `by` is the event of the zeroing; with None, all threads know of it."""
         last = self.log[-1] if self.log else None
         if by is not None and last is not None and last.is_zeroing and not last.readers:
-            # Nobody has touched the word since.
+            # The word has not been used since the last zeroing, so the log needs no second one.
             last.by, last.serial = by, next_serial() if serial is None else serial
             return
         del self.log[: -_HISTORY if by is not None else None]
         self.log.append(Write(0, 0, EMPTY, {}, by, serial))
         self.log[-1].is_zeroing = True
-        self.taken = 0  # by waits that decrement
-        self._first = len(self.log) - 1  # where the values begin that waits look at
+        self.taken = 0  # what waits that decrement have subtracted
+        self._first = len(self.log) - 1  # the index in the log of the first value that can end a wait
         self.wake()
 
     @property
@@ -146,16 +147,19 @@ class Semaphore(Waitable):
 
     @property
     def stored_at(self) -> int:
-        """The serial of the last store, or atomic operation that lowered the value: earlier values are gone."""
+        """The serial of the last store, or of the last atomic operation that lowered the value, if that is later.
+
+        Earlier values are overwritten and cannot end a wait.
+        """
         return self.log[self._first].serial
 
     @property
     def unseen(self) -> list[Any]:
-        """Signals from other devices that no thread of this device has read."""
+        """Writes by other devices that no thread of this device has read, as passed to `expect_seen`."""
         return list(self._unseen.values())
 
     def expect_seen(self, what: Any) -> None:
-        """Notes that the last write came from another device: (thread, component, time, instruction, launch)."""
+        """Notes that the last write came from another device. `what` is (thread, component, time, instruction)."""
         self._unseen[self.log[-1].serial] = what
 
     def note_read(self, write: Write, component: int, time: int, device: int) -> None:
@@ -166,16 +170,16 @@ class Semaphore(Waitable):
             self._unseen = {s: what for s, what in self._unseen.items() if s > write.serial}
 
     def after(self, serial: int) -> int | None:
-        """The serial of the first write after `serial`."""
+        """Returns the serial of the first write after `serial`; None if there is none."""
         position = bisect.bisect_right(self.log, serial, key=_serial_of)
         return self.log[position].serial if position < len(self.log) else None
 
     def at(self, serial: int) -> Write:
-        """The value at that time."""
+        """Returns the last write up to `serial`: the word's value at that time."""
         return self.log[max(bisect.bisect_right(self.log, serial, key=_serial_of) - 1, 0)]
 
     def oldest(self, seen: np.ndarray) -> Write:
-        """The oldest value that a thread with the clock `seen` may still read."""
+        """Returns the write with the oldest value that a thread with the clock `seen` may still read."""
         return next((write for write in reversed(self.log) if write.is_known(seen)), self.log[0])
 
     def write(
@@ -198,9 +202,9 @@ class Semaphore(Waitable):
             system: the clock that the write releases to all devices.
             local: the clock that the write releases to its own device.
             by: the event of the write.
-            continues: whether the word goes on carrying what it carried before, as with an atomic operation.
-            scope: of the write.
-            serial: of the write; None: the next one.
+            continues: whether the word still carries the clocks that it carried before, as after an atomic operation.
+            scope: the scope of the write.
+            serial: the serial of the write; None: the next serial.
         """
         last, value = self.log[-1], value & 0xFFFFFFFF
         parts = {device: local}
@@ -219,22 +223,22 @@ class Semaphore(Waitable):
     def signal(
         self, count: int, seen: np.ndarray, from_device: int, by: tuple[int, int] | None = None, scope: str = "sys"
     ) -> None:
-        """An atomic addition, with a release at `scope`."""
+        """Adds `count` to the word atomically, with a release at `scope`."""
         system = EMPTY if scope == "gpu" else seen
         self.write(self.value + count, from_device, system=system, local=seen, by=by, continues=True, scope=scope)
 
     def acquire(
         self, value: int, knowledge: Knowledge, *, decrement: bool, scope: str, by: tuple[int, int] | None = None
     ) -> Write | None:
-        """The write that ends a wait for `value`, by a thread of this device; None if the wait is not over.
+        """Returns the write that ends a wait for `value` by a thread of this device; None if the wait does not end yet.
 
-        `knowledge` gains what the wait may rely on.
+        `knowledge` is the thread's. It gains the clocks that the write carries at `scope`.
         """
         self.waited = True
         if self.value < value:
             return None
         need = self.taken + value
-        # From the last store on, totals never fall.
+        # Totals never fall after the last store, so a binary search finds the first one that is high enough.
         found = self.log[bisect.bisect_left(self.log, need, lo=self._first, key=lambda write: write.total)]
         if need > 0:
             others = [device for device in found.local if device != self.device]
@@ -257,9 +261,9 @@ class MBarrier(Waitable):
     """An mbarrier: a phase completes when all arrivals have come and no bytes are outstanding.
 
     Attributes:
-        collective: of a cluster barrier, the groups of axes along which an arrival reaches other CTAs; else empty.
-        leader_tracked: of a cluster barrier, whether an arrival counts on the leader's barrier alone.
-        reached: the barriers on which an arrival counts.
+        collective: for a cluster barrier, the groups of axes along which an arrival reaches other CTAs; else empty.
+        leader_tracked: for a cluster barrier, whether an arrival counts on the leader's barrier alone.
+        reached: the barriers (this one, or its twins) that count an arrival.
         orders_tensor_core: whether a wait also orders accesses to tensor memory.
     """
 
@@ -286,8 +290,8 @@ class MBarrier(Waitable):
         self.orders_tensor_core = False
         self.reached = [self]
         self.arrived = 0
-        self.bytes = 0  # negative while a peer's part of a multicast copy has landed before this CTA expects it
-        self.phase = 0  # phases completed
+        self.bytes = 0  # bytes expected and not landed; negative if another CTA's part of a copy has landed before
+        self.phase = 0  # how many phases have completed
         self.pending = Knowledge()
         self.phases: dict[int, Knowledge] = {}
 
@@ -311,7 +315,7 @@ class MBarrier(Waitable):
                 f"{self.name} of {self.cta}: {self.arrived} arrivals in phase {self.phase}, expected "
                 f"{self.arrivals}; someone arrives twice in one phase"
             )
-        # As in hardware, no arrival beyond the expected ones may come while bytes of the phase are outstanding.
+        # As in hardware, the phase completes only without outstanding bytes. Until then no further arrival may come.
         if self.arrived == self.arrivals and self.bytes == 0:
             self.phases[self.phase] = self.pending
             self.phases.pop(self.phase - 2, None)
@@ -334,7 +338,15 @@ class MBarrier(Waitable):
 
 
 class Meeting(Waitable):
-    """A point where all threads of a CTA (or all warps of a warpgroup) meet."""
+    """A reusable barrier at which all threads of a CTA, or all warps of a `warp_map`, arrive.
+
+    Attributes:
+        expected: how many threads arrive.
+        arrived: how many have arrived in this generation.
+        generation: how many times all have arrived.
+        knowledge: what those know together that have arrived in this generation.
+        latest: what all knew together at the end of the last generation.
+    """
 
     __slots__ = ("arrived", "expected", "generation", "knowledge", "latest")
 
@@ -347,7 +359,7 @@ class Meeting(Waitable):
         self.latest = Knowledge()
 
     def arrive(self, knowledge: Knowledge) -> int:
-        """Records an arrival; returns the generation whose end this party has to see."""
+        """Records an arrival. Returns the generation; the caller may go on when that generation has ended."""
         self.arrived += 1
         self.knowledge.join(knowledge)
         mine = self.generation

@@ -1,7 +1,7 @@
 """Handlers of the tensor core's instructions (`tcgen05`): mma, copies to tensor memory, and commits.
 
 With a `collective_axis`, the pair of CTAs along that axis works together. Only the first CTA of the pair issues the
-operation; the same call in the second one does nothing.
+operation. The same call in the second CTA does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .references import RefPath
 
 
 def _issuers(thread: Thread, axis: Any) -> Sequence[Cta]:
-    """The CTAs in which an operation of `thread` works; none if the thread's CTA is the second one of a pair."""
+    """Returns the CTAs in which an operation of `thread` works; none if the thread's CTA is the second of a pair."""
     cta = thread.cta
     if axis is None:
         return (cta,)
@@ -37,12 +37,12 @@ def _issuers(thread: Thread, axis: Any) -> Sequence[Cta]:
 
 
 def _at(thread: Thread, path: RefPath, base: Buffer | Cells, cta: Cta) -> Any:
-    """What a reference of `thread` denotes in `cta`: the thread's own CTA, or the other one of the pair."""
+    """Resolves a reference of `thread` in `cta`, which is the thread's own CTA or the other one of the pair."""
     return path.resolve(thread, base if cta is thread.cta else twin(base, cta))
 
 
 def _path(d: Decoder, tree: Any, leaves: list[int]) -> tuple[RefPath, list[int]]:
-    """The path of an operand whose transforms come first among `leaves`, and the remaining leaves."""
+    """Returns the path of an operand whose transforms are the first of `leaves`, and the remaining leaves."""
     count = 0 if tree is None else tree.num_leaves
     return d.path(() if tree is None else d.unflatten(tree, leaves[:count])), leaves[count:]
 
@@ -120,11 +120,11 @@ def _copy_operand(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _unpack_scales(packed: np.ndarray) -> np.ndarray:
-    """[rows, blocks of k] from the order in which the scales lie in shared memory.
+    """Returns the scales as [rows, blocks of k], from the order in which they lie in shared memory.
 
-    That order is [tiles of 128 rows, groups of 4 blocks, 32, 16]. The last dimension holds, for row r of the 32, the 4
-    blocks of the rows r, r + 32, r + 64 and r + 96. A pair with 64 rows in each CTA has [1, groups, 64, 16]: the first
-    half of the columns in 32 rows, then the second half.
+    In shared memory they have the shape [tiles of 128 rows, groups of 4 blocks, 32, 16]. For row r of the 32, the last
+    dimension holds the 4 blocks each of the rows r, r + 32, r + 64 and r + 96. A pair with 64 rows in each CTA has the
+    shape [1, groups, 64, 16]: the first half of the columns in 32 rows, then the second half.
     """
     tiles, groups, rows, _ = packed.shape
     split = packed.reshape(tiles, groups, rows // 32, 32, 4, 4).transpose(0, 2, 4, 3, 1, 5)

@@ -1,8 +1,8 @@
-"""The tensor core of a CTA, or of a pair of CTAs (Blackwell): what `tcgen05` operations do, and when.
+"""The tensor core of a CTA, or of a pair of CTAs (Blackwell): issues `tcgen05` operations and computes their results.
 
-A thread's operations run in the order in which it has issued them, some time after that. A commit arrives on a barrier
-when all that its thread has issued before it is complete; nothing else tells that. So the operations of one thread
-share one component of the vector clocks.
+The operations that one thread issues run in the order of issue, some time later. A commit arrives on a barrier when all
+operations that its thread has issued before are complete. No other event tells that they are complete. So the
+operations of one thread share one component of the vector clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .sync import MBarrier
 
 
 class Operands(NamedTuple):
-    """The memory that an mma reads and writes in one CTA; the scales are None unless it is block-scaled."""
+    """The memory that an mma reads and writes in one CTA; the scales are None unless the mma is block-scaled."""
 
     accumulator: View
     a: View
@@ -30,7 +30,10 @@ class Operands(NamedTuple):
 
 
 def multiply(thread: Thread, ctas: Sequence[Operands], *, accumulate: bool) -> None:
-    """Issues an mma of one CTA or of a pair: the rows of `a` and the accumulator are split, and the columns of `b`."""
+    """Issues an mma of one CTA, or of a pair of CTAs.
+
+    In a pair, each CTA has half of the rows of `a` and of the accumulator, and half of the columns of `b`.
+    """
     engine, queue = thread.machine.engine, thread.tensor.queue
     op = queue.issue(thread, "an mma", collective=len(ctas) > 1)
 
@@ -43,7 +46,8 @@ def multiply(thread: Thread, ctas: Sequence[Operands], *, accumulate: bool) -> N
         if own.a_scale is not None and own.b_scale is not None:
             record(own.a_scale, "left scales")
             record(own.b_scale, "right scales")
-        # The write stands for the read of an accumulating mma too, unless nobody has written the accumulator yet.
+        # An accumulating mma also reads the accumulator. The check of the write finds all races of that read. So the
+        # read is recorded only if a part of the accumulator has not been written.
         if accumulate and thread.machine.detector is not None and not own.accumulator.cells()[0].all():
             record(own.accumulator, "accumulator (accumulate=True)")
         record(own.accumulator, "accumulator", write=True)
@@ -62,7 +66,7 @@ def multiply(thread: Thread, ctas: Sequence[Operands], *, accumulate: bool) -> N
 def _multiply(ctas: Sequence[Operands], *, accumulate: bool) -> None:
     first = ctas[0]
     is_integer = first.accumulator.array.dtype.kind in "iu"
-    wide = np.float64 if is_integer else np.float32  # exact for sums of products of 8 bits
+    wide = np.float64 if is_integer else np.float32  # f64 is exact for sums of products of 8-bit integers.
     with np.errstate(all="ignore"):
         right = [own.b.read().astype(wide) for own in ctas]
         b = right[0] if len(right) == 1 else np.concatenate(right, axis=1)
@@ -81,12 +85,15 @@ def _multiply(ctas: Sequence[Operands], *, accumulate: bool) -> None:
 
 
 def _per_element(scales: np.ndarray, rows: int, k: int) -> np.ndarray:
-    """The scale of each element, from one for each block of `k`."""
+    """Returns the scale of each element, from `scales`, which has one scale for each block of `k`."""
     return np.repeat(scales[:rows].astype(np.float32), k // scales.shape[1], axis=1)
 
 
 def _of_columns(scales: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The scales of the right operand's columns; with 64 rows in each CTA of a pair, the halves lie 128 rows apart."""
+    """Returns the scales of the right operand's columns.
+
+    With 64 rows in each CTA of a pair, the scales of the two halves of the columns lie 128 rows apart.
+    """
     half = columns // 2
     return scales if rows != 64 else np.concatenate([scales[:half], scales[128 : 128 + half]])
 
@@ -108,7 +115,7 @@ def copy(thread: Thread, pairs: Sequence[tuple[View, View]], convert: Callable[[
 
 
 def commit(thread: Thread, barriers: Sequence[MBarrier]) -> None:
-    """Issues an arrival on each of these barriers, for when all that `thread` has issued so far is complete."""
+    """Issues a commit: it arrives on these barriers when all operations that `thread` has issued are complete."""
     queue, engine = thread.tensor.queue, thread.machine.engine
     queue.check("a commit", collective=len(barriers) > 1)
     until, knowledge = queue.time, queue.knowledge

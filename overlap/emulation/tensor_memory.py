@@ -1,7 +1,7 @@
-"""Tensor memory (Blackwell): how much a CTA may allocate, and handlers of loads and stores of its warpgroups.
+"""Tensor memory (Blackwell): how much a CTA may allocate, and handlers of loads and stores by its warpgroups.
 
-A load has its value at once, but the read counts as under way until `wait_load_tmem`. Others see a store only after
-`commit_tmem`. Both waits cover the operations that the calling thread itself has issued.
+A load returns its value at once, but for race detection the read is under way until `wait_load_tmem`. A store is
+complete only after `commit_tmem`. Both waits cover the operations that the calling thread itself has issued.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from .tensor_views import COLUMNS, LANES, columns_of
 
 
 def columns(avals: Sequence[Any]) -> int:
-    """The columns that the allocations of a scope take together."""
+    """How many columns of tensor memory the allocations of a scope take together."""
     return sum(columns_of(aval) for aval in avals if hasattr(aval, "memory_space"))
 
 
 def is_collective(aval: Any) -> bool:
-    """Whether two CTAs share an allocation of tensor memory."""
+    """Whether the type `aval` is of an allocation of tensor memory for a pair of CTAs."""
     ref = getattr(aval, "ref", aval)
     return str(getattr(ref, "memory_space", None)) == "tmem" and bool(ref.collective)
 
 
 def occupy(cta: Cta, count: int) -> None:
-    """Notes that a scope of `cta` begins to use `count` columns."""
+    """Notes that a scope of `cta` begins to use `count` columns of tensor memory.
+
+    Raises:
+        ProtocolError: the scopes of the CTA together use more columns than there are.
+    """
     cta.tensor_columns += count
     if count and cta.tensor_columns > COLUMNS:
         raise ProtocolError(

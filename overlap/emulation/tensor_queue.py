@@ -1,8 +1,8 @@
-"""What a thread has under way in tensor memory and in the tensor core (Blackwell).
+"""The operations that a thread has issued to tensor memory and to the tensor core (Blackwell).
 
 The operations that one thread issues to the tensor core run in the order of issue, some time later. A commit arrives on
-a barrier when all operations that its thread has issued before it are complete; nothing else tells of that. So the
-operations of one thread share one component of the vector clocks.
+a barrier when all operations that its thread has issued before are complete. No other event tells that they are
+complete. So the operations of one thread share one component of the vector clocks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from .errors import ProtocolError
 
 
 class TensorThread:
-    """What one thread has under way in tensor memory and the tensor core.
+    """The operations that one thread has issued to tensor memory and to the tensor core.
 
     Attributes:
-        loads: (component, time) of the loads not waited for.
-        stores: ((component, time), view, value) of the stores not committed; `view` is None if they are written.
+        loads: (component, time) of each load that has not been waited for.
+        stores: ((component, time), view, value) of each store that has not been committed; `view` is None if the value
+            has been written.
         queue: the operations that the thread has issued to the tensor core.
     """
 
@@ -37,8 +38,8 @@ class TensorQueue:
     """The operations that one thread has issued to the tensor core, in order.
 
     Attributes:
-        component, time: of the last operation in the vector clocks.
-        knowledge: what has happened when the last operation is complete; None if there is none.
+        component, time: the event of the last operation in the vector clocks.
+        knowledge: the events that have happened when the last operation is complete; None if there is no operation.
     """
 
     __slots__ = ("_collective", "_components", "_pending", "component", "knowledge", "time")
@@ -52,7 +53,13 @@ class TensorQueue:
         self._collective: bool | None = None
 
     def check(self, what: str, *, collective: bool) -> None:
-        """Checks that all operations are of one CTA, or all of a pair: a commit tracks only those of its own kind."""
+        """Checks that an operation is of the same kind as those before: all of one CTA, or all of a pair.
+
+        A commit tracks only the operations of its own kind.
+
+        Raises:
+            ProtocolError: operations before were of the other kind.
+        """
         if self._collective is not None and self._collective != collective:
             kinds = ("without", "with")
             raise ProtocolError(
@@ -61,7 +68,7 @@ class TensorQueue:
             )
 
     def issue(self, thread: Issuer, what: str, *, collective: bool) -> Issued:
-        """Issues an operation, of one CTA or (`collective`) of a pair; `append` says what it does."""
+        """Issues an operation, of one CTA or (`collective`) of a pair. The caller passes its effect to `append`."""
         self.check(what, collective=collective)
         self._collective = collective
         if self.component < 0:
@@ -72,13 +79,13 @@ class TensorQueue:
         return Issued(thread, thread.instruction, known, self.component, self.time)
 
     def append(self, run: Callable[[], None], *, at_once: bool) -> None:
-        """Has the last operation issued do `run` when its turn comes, or now (`at_once`)."""
+        """Gives the last operation issued its effect: `run` is called when the operation completes, or `at_once`."""
         self._pending.append((self.time, run))
         if at_once:
             self.run_until(self.time)
 
     def run_until(self, time: int) -> None:
-        """Completes the operations up to that time."""
+        """Completes the operations up to the one with this time."""
         pending = self._pending
         while pending and pending[0][0] <= time:
             pending.popleft()[1]()

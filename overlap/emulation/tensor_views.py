@@ -1,7 +1,7 @@
-"""How references denote parts of tensor memory: 128 lanes of columns, each of 32 bits.
+"""Resolves references to parts of tensor memory, which has 128 lanes of 512 columns, with 32 bits in each.
 
-An allocation is an array of its logical shape. Only where allocations alias (`plgpu.RefUnion`) do the columns of a
-reference matter: there the array consists of 32-bit cells, and a reference is a view of some columns.
+The emulator keeps an allocation as an array of its logical shape. The columns matter only where allocations alias
+(`plgpu.RefUnion`). There the array consists of 32-bit cells, and a reference is a view of some columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 LANES, COLUMNS = 128, 512
-_ALIGNMENT = 4  # columns at which an allocation may begin
+_ALIGNMENT = 4  # An allocation begins at a multiple of this number of columns.
 
 
 def _bits(dtype: Any) -> int:
@@ -22,7 +22,7 @@ def _bits(dtype: Any) -> int:
 
 
 def columns_of(aval: Any) -> int:
-    """The columns that an allocation takes; 0 if it is not in tensor memory."""
+    """How many columns an allocation takes; 0 if it is not in tensor memory."""
     if str(getattr(aval.memory_space, "value", aval.memory_space)) != "tmem":
         return 0
     *batch, rows, minor = aval.shape
@@ -31,11 +31,15 @@ def columns_of(aval: Any) -> int:
 
 
 def extract(transform: Any) -> Callable[[Any, list, bool], None]:
-    """The step to one reference of a union: `shape` of `dtype` from column `offset` on, in that reference's layout."""
+    """Makes the step that resolves one reference of a union.
+
+    The transform gives its shape, dtype and layout, and `offset`, the column at which it begins.
+    """
     dtype, (rows, minor), first = np.dtype(transform.dtype), transform.shape, int(transform.offset)
     bits, layout = _bits(transform.dtype), transform.layout
     count = layout.cols_in_shape((rows, minor), bits)
-    unused = 1 if layout.vector_length > 1 else max(32 // (8 * dtype.itemsize), 1)  # an element may have its own column
+    # Without packing, each element has a column of its own, and the rest of that column's 32 bits is unused.
+    unused = 1 if layout.vector_length > 1 else max(32 // (8 * dtype.itemsize), 1)
 
     def step(b: Any, env: list, clip: bool) -> None:
         if bits < 8:
@@ -43,11 +47,11 @@ def extract(transform: Any) -> Callable[[Any, list, bool], None]:
         cells = b.array[:, first : first + count].view(dtype)[:, ::unused]
         if rows == LANES:
             b.array, b.groups = cells[:, :minor], [1, 1]
-        elif rows > LANES:  # tiles of 128 rows, side by side
+        elif rows > LANES:  # Tiles of 128 rows lie side by side in the columns.
             tiles = rows // LANES
             b.array = cells[:, : tiles * minor].reshape(LANES, tiles, minor).transpose(1, 0, 2)
             b.groups = [2, 1]
-        else:  # 64 rows: each half of the columns has half of the lanes
+        else:  # With 64 rows, each half of the columns has half of the lanes.
             parts = cells[:, : minor // 2].reshape(4, 2, LANES // 8, minor // 2)
             b.array, b.groups = parts.transpose(0, 2, 1, 3), [2, 2]
         b.text += f"{{union group {transform.alias_group_idx}, {dtype}{[rows, minor]}}}"
@@ -56,7 +60,7 @@ def extract(transform: Any) -> Callable[[Any, list, bool], None]:
 
 
 def expand(transform: Any) -> Callable[[Any, list, bool], None]:
-    """The step that adds leading dimensions, which lie side by side in the columns."""
+    """Makes the step that adds leading dimensions, whose elements lie side by side in the columns."""
     batch = tuple(transform.batch_shape)
 
     def step(b: Any, env: list, clip: bool) -> None:

@@ -16,8 +16,8 @@ from .memory import View
 from .program import Decoder, handles, predicate_of
 from .sync import MBarrier
 
-# Before jax 0.12, a copy whose predicate is false still arrives on its barrier. And each CUDA thread arrives for a
-# copy, also on a barrier that orders the tensor core, which expects one arrival.
+# Two faults of code that jax before 0.12 compiles: A copy whose predicate is false still arrives on its barrier. And
+# every CUDA thread arrives for a copy, even on a barrier that orders the tensor core, which expects one arrival.
 _ARRIVES_WITHOUT_COPY = _ARRIVES_FROM_EACH_THREAD = jax.__version_info__ < (0, 12)
 
 
@@ -70,7 +70,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         cluster = thread.cta.cluster
         if tracking is not None and cluster is not None:
             ctas = cluster.along(thread.cta, axes)
-            nbytes *= len(ctas)  # the leader counts the bytes of all CTAs
+            nbytes *= len(ctas)  # The leader's barrier counts the bytes of all CTAs.
             if hasattr(tracking, "axis"):
                 source = multicast.slab(source, tracking.axis, len(ctas), ctas.index(thread.cta))
         _check_shapes(source, target)
@@ -97,7 +97,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 def _leader(thread: Thread, axes: tuple[Any, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:
-    """The barrier of the first CTA along `axes`, which counts the copy for all of them."""
+    """Returns the barrier of the first CTA along `axes` (the leader), which counts the copy for all CTAs."""
     cluster = thread.cta.cluster
     if cluster is None:
         raise ProtocolError(f"a copy that is tracked along {axes} in a kernel without clusters")
@@ -107,7 +107,7 @@ def _leader(thread: Thread, axes: tuple[Any, ...], barrier_in: Callable[[Cta], M
 def _multicast(
     thread: Thread, axes: tuple[Any, ...], target: View, where: MBarrier, at: Callable[[Cta], tuple[View, MBarrier]]
 ) -> list[Landing]:
-    """Where this CTA's share of a multicast copy lands: on all CTAs along `axes`, each with its barrier."""
+    """Returns the places to which this CTA's part of a multicast copy is written: one in each CTA along `axes`."""
     cluster = thread.cta.cluster
     if cluster is None:
         raise ProtocolError(f"a copy to {target} along {axes} in a kernel without clusters")
@@ -139,13 +139,13 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
             return
         if dst_path.multicast is None:
             targets = [dst_path.resolve(thread, env[dst])]
-        else:  # One copy that the switch of NVLink writes on all devices: one operation for each of them.
+        else:  # The NVLink switch writes one copy on all devices. It is emulated as one operation for each device.
             devices = thread.machine.mesh.multicast_devices(dst_path.multicast)
             targets = [dst_path.resolve(thread, env[dst].on(device)) for device in devices]
         source, target = src_path.resolve(thread, env[src]), targets[0]
         _check_shapes(source, target)
         if target.requested is not None and len(target.requested) == 1 and target.buffer.data.ndim > 1:
-            # The hardware copies a contiguous piece of memory, and clips it only at the end of the whole array.
+            # The hardware copies a contiguous range of memory, and clips it only at the end of the whole array.
             raise ProtocolError(
                 f"a copy of {target.requested[0]} elements to {target} goes beyond the end of a row: it is one piece "
                 "of memory, so it overwrites what lies behind that row"
