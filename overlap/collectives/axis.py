@@ -1,4 +1,4 @@
-"""The mesh axes of a call: found and checked before anything is traced."""
+"""Finds and checks the mesh axes of a call before anything is traced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from overlap.primitives.clique import Clique, several_hosts
 
 
 def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
-    """The devices along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
+    """Returns the devices along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
 
     Args:
       op: the operation's name, for messages.
@@ -53,7 +53,8 @@ def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
         the lowering does the check.
 
     Raises:
-      NotImplementedError: they cannot; or, in a job of several processes, there is no room left to map peers' memory.
+      NotImplementedError: the GPUs cannot do so; or, in a job of several processes, there is no address space left to
+        map peers' memory.
       RuntimeError: the environment variable OVERLAP_WAIT_TIMEOUT_S is wrong.
     """
     if group.size == 1:

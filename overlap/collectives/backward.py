@@ -32,7 +32,7 @@ def backward(
       g: the cotangent, the left operand.
       other: the operand of the forward pass, the right operand.
       dtype: dtype of the result, if float16 or bfloat16; float32 otherwise.
-      plan: the forward pass's.
+      plan: the launch plan of the forward pass.
       layouts: which of the two operands lie transposed in memory.
 
     Returns:

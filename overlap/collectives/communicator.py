@@ -1,4 +1,4 @@
-"""The communicator warp: it copies chunks between this device and its peers, between two handshakes.
+"""Implements the communicator warp, which copies chunks between this device and its peers between two handshakes.
 
 Gathers by *pull* use it to read the peers' shards, sums over devices (`scattered.py`) to send parts to peers.
 
@@ -156,7 +156,7 @@ class Communicator:
 
 
 def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the flags of blocks (`flags`), of the handshakes', and of a counter for a second kind of chunks.
+    """Returns the shapes of the flags of blocks and of the handshakes, and of a counter for a second kind of chunks.
 
     `copies_own`: whether there is a second kind: `Communicator.own`, or `Communicator.results`.
     """
@@ -166,7 +166,7 @@ def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int,
 def smem_types(
     config: Config, chunking: Chunking, dtype: DTypeLike, scales: Any = None, results: Any = None
 ) -> tuple[Any, Any]:
-    """Types of the chunk buffers and of their barriers.
+    """Returns the types of the chunk buffers and of their barriers.
 
     Args:
       config: the number of chunk buffers.

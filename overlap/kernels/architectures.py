@@ -1,4 +1,4 @@
-"""The mainloop for each kind of device. No other module knows all architectures."""
+"""Selects the mainloop for a kind of device. No other module knows all architectures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from overlap.kernels.target import Target
 
 
 def mainloop_of(target: Target) -> Mainloop:
-    """The mainloop that runs on a device; on a CPU it runs emulated.
+    """Returns the mainloop that runs on a device; on a CPU it runs emulated.
 
     Raises:
       NotImplementedError: the library has no mainloop for this device.

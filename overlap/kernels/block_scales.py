@@ -1,8 +1,8 @@
-"""Block scales (OCP microscaling): one power of two for each 32 elements of an operand along k.
+"""Packs block scales (OCP microscaling: one power of two for each 32 elements along k) for the tensor cores.
 
 The tensor cores read block scales as *scale tiles* of 512 bytes: the scales of 128 rows and 4 blocks. A scale tile
-consists of 32 groups of 16 bytes. Group i has the 4 scales of row i, then those of rows i + 32, i + 64 and i + 96.
-`packed` brings scales into this order before the kernel runs, so that one copy loads a scale tile.
+consists of 32 groups of 16 bytes. Group i holds the 4 scales of row i, then the 4 scales each of rows i + 32, i + 64
+and i + 96. `packed` brings scales into this order before the kernel runs, so that one copy loads a scale tile.
 
 Source: the PTX ISA on tcgen05, scale factors in the layout "1X".
 """
@@ -31,7 +31,7 @@ _GROUPS = 32
 def of_tiles(
     lhs_scale: jax.Array, rhs_scales: Sequence[jax.Array], layouts: OperandLayouts, tile: tuple[int, int]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The block scales of both operands, packed.
+    """Returns the block scales of both operands, packed.
 
     Args:
       lhs_scale: [(batch,) m, k blocks], or with the last two dimensions exchanged if `lhs` is transposed.
@@ -45,12 +45,12 @@ def of_tiles(
 
 
 def packed(scales: jax.Array, tile: int) -> jax.Array:
-    """Scales in the order in which the tensor cores read them: int32 [(batch,) tiles, k steps, words].
+    """Returns scales in the order in which the tensor cores read them: int32 [(batch,) tiles, k steps, words].
 
     Args:
       scales: [(batch,) rows, blocks].
-      tile: rows of a tile, at most 128. Each tile has its own scale tile for each k step. Rows and blocks that a
-        scale tile has beyond the operand's are filled with zeros. No product uses them.
+      tile: rows of a tile, at most 128. Each tile has its own scale tile for each k step. A scale tile may have more
+        rows and blocks than the operand; these are filled with zeros, and no product uses them.
     """
     *batch, rows, blocks = scales.shape
     tiles, k_steps = ceil_div(rows, tile), ceil_div(blocks, SCALE_TILE_BLOCKS)
@@ -65,7 +65,7 @@ def packed(scales: jax.Array, tile: int) -> jax.Array:
 
 
 def ones_for(operand: jax.Array, k_axis: int) -> jax.Array:
-    """Block scales of 1 for an operand; `k_axis` is the index of its dimension of size k."""
+    """Returns block scales of 1 for an operand; `k_axis` is the index of the operand's dimension of size k."""
     shape = list(operand.shape)
     shape[k_axis] //= BLOCK
     return jnp.ones(shape, SCALE_DTYPE)

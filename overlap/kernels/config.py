@@ -1,4 +1,4 @@
-"""The tunable sizes of a matmul: of all mainloops and, in a nested dataclass, of a transport."""
+"""Defines the tunable sizes of a matmul: of all mainloops and, in a nested dataclass, of a transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from overlap.primitives.integers import largest_divisor
 
 FLOAT16 = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-# The widest swizzle. The tensor cores of every architecture read rows of 128 bytes, and a cache line is as wide.
+# The width of the widest swizzle in bytes. The tensor cores of every architecture can read rows of this width, and a
+# cache line has the same width.
 SWIZZLE_BYTES = 128
 _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("cooperative", "pingpong"),
@@ -25,7 +26,7 @@ _SWITCHES = ("swap_operands", "joined", "one_shot")
 def _require_valid(sizes: PullSizes | Config) -> None:
     """Checks each field of a configuration. Raises ValueError."""
     for name, value in vars(sizes).items():
-        # The common case first: the search makes thousands of configurations.
+        # Check the common case first, because the search makes thousands of configurations.
         if type(value) is int and value >= 1 and name not in _NO_NUMBERS:
             continue
         nested = _NESTED.get(name)
@@ -49,7 +50,7 @@ class PullSizes:
 
     Attributes:
       chunk_bytes: the most bytes that the communicator warp of a CTA pulls in one copy.
-      chunk_buffers: chunk buffers in shared memory per CTA. There is one copy in flight for each.
+      chunk_buffers: how many chunk buffers a CTA has in shared memory. Each can have one copy in flight.
     """
 
     chunk_bytes: int = 8192
@@ -70,10 +71,11 @@ class Config:
     Attributes:
       tile_m: rows of the output tile of one CTA: 64, 128 or 256, or any multiple of 8 up to 256 with `swap_operands`;
         128 on Blackwell.
-      tile_n: columns of the output tile of one CTA: a multiple of 64 (of 128 where tile_m is 64 and the schedule
-        cooperative), 256 at most. On Blackwell with `cluster=2` a multiple of 128. If the right operand is float8 as
-        [k, n], Blackwell needs twice these multiples.
-      tile_k: how many elements along k one stage holds; they must take 128 bytes, the widest swizzle.
+      tile_n: columns of the output tile of one CTA, at most 256. On Hopper a multiple of 64, or of 128 if `tile_m` is
+        64 and `schedule` is "cooperative". On Blackwell a multiple of 64, or of 128 with `cluster=2`; twice these
+        multiples if the right operand is float8 as [k, n].
+      tile_k: how many elements along k one stage holds. They must take exactly 128 bytes, the width of the widest
+        swizzle.
       stages: stages of the shared-memory pipeline, at least 2. Each holds the operand tiles of one k step. Shared
         memory limits their number.
       schedule: "cooperative": the two compute warpgroups of a CTA share each tile. "pingpong": they take turns, each
@@ -85,14 +87,15 @@ class Config:
         `stream_k` nor `split_k`. It cannot be used with the transport "ring", where results are exchanged between
         devices, or on Blackwell.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
-      order_width: tiles (of a cluster) per band of the tile order (`TileOrder`).
-      stream_k: into how many pieces each tile of the last, partial wave may be cut along k, so that cores that would
-        idle take a piece (`StreamK`); 1: no tile is cut.
+      order_width: how many tiles wide a band of the tile order is (`TileOrder`); with clusters, tiles of a whole
+        cluster.
+      stream_k: into how many pieces, at most, each tile of the last, partial wave is cut along k, so that cores that
+        would otherwise be idle compute a piece (`StreamK`); 1: no tile is cut.
       split_k: into how many pieces the contraction of every tile is cut. Each piece is computed as a tile of its own;
         XLA then sums the pieces in f32 in a fixed order. For results of few tiles (plain matmul only, and not together
         with `stream_k`).
-      cluster: how many CTAs (1 or 2) compute adjacent tiles and share the loads of the operand common to them. On
-        Blackwell two CTAs compute one tile of twice the rows, with one product.
+      cluster: how many CTAs form a cluster, 1 or 2. The two CTAs of a cluster compute adjacent tiles and share the
+        loads of the operand that both need. On Blackwell they compute one tile of twice the rows, with one product.
       cluster_along: in which dimension the tiles of a cluster are adjacent: "m" (the CTAs share the right operand) or
         "n" (they share the left one; not on Blackwell).
       joined: whether the gathered rows of all shards are tiled as the rows of one matrix, so that few rows per shard
@@ -139,12 +142,12 @@ class Config:
         return self.tile_m, self.cluster * self.tile_n
 
     def strip_rows(self, itemsize: int) -> int:
-        """How many whole rows of an output tile one chunk holds: at least one, and a divisor of `tile_m`."""
+        """Returns how many whole rows of an output tile one chunk holds: a divisor of `tile_m`."""
         return largest_divisor(self.tile_m, max(self.pull.chunk_bytes // (self.tile_n * itemsize), 1))
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All sizes by name, the nested ones beside the others, as in tables and on command lines."""
+        """All sizes by name, those of nested dataclasses included, as in tables and on command lines."""
         flat: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -152,10 +155,10 @@ class Config:
         return flat
 
     def replace(self, **fields: Any) -> Config:
-        """A copy with some fields changed; `fields` may also name fields of nested dataclasses.
+        """Returns a copy with some fields changed; `fields` may also name fields of nested dataclasses.
 
         Raises:
-          TypeError: there is no field of such a name.
+          TypeError: `fields` names a field that does not exist.
         """
         for name, nested in _NESTED.items():
             names = {field.name for field in dataclasses.fields(nested)} & fields.keys()
@@ -166,7 +169,7 @@ class Config:
 
     @staticmethod
     def of(**fields: Any) -> Config:
-        """The inverse of `fields`; a field that is not given has its default."""
+        """Makes a configuration from `Config.fields`. A field that is not given gets its default."""
         return Config().replace(**fields)
 
 
@@ -175,7 +178,7 @@ assert len(Config().fields) == sum(len(dataclasses.fields(x)) for x in (Config, 
 
 
 def default_config(dtype: DTypeLike, *, block_scaled: bool = False) -> Config:
-    """The configuration for large problems of a dtype. With block scales a tile has fewer columns."""
+    """Returns the configuration for large problems of a dtype. With block scales a tile has fewer columns."""
     itemsize = jnp.dtype(dtype).itemsize
     tile_k = SWIZZLE_BYTES // itemsize if itemsize <= 2 else 64
     return Config(tile_n=128 if block_scaled else Config.tile_n, tile_k=tile_k)

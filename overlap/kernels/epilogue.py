@@ -1,4 +1,4 @@
-"""The epilogue of all products: what is done to the f32 sums before they are stored.
+"""Computes the epilogue of all products: the elementwise operations on the f32 sums before they are stored.
 
     out = activation(row_scale · sums · column_scale + bias + addend)
 
@@ -28,7 +28,7 @@ class Program(Protocol):
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The names of the scalars' dtypes."""
+        """The names of the dtypes of the scalars that the function takes, in their order."""
         ...
 
     def __call__(self, values: Any, scalars: Sequence[Any]) -> Any: ...
@@ -37,12 +37,12 @@ class Program(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Vectors:
-    """The vectors that an epilogue reads: arrays outside of a kernel, references inside. None: there is no such vector.
+    """The vectors that an epilogue reads: arrays outside of a kernel, references inside. None: no such vector is used.
 
     Attributes:
-      row_scale: row scales in f32. Their order and shape are known to the function `row_scales` that is passed to
-        `epilogue`; without such a function it is [rows].
-      column_scale: column scales in f32, [columns]; the vectors of several right operands lie one behind the other.
+      row_scale: row scales in f32, [rows]. If the function `row_scales` is passed to `epilogue`, only that function
+        reads them, and their order and shape may be others.
+      column_scale: column scales in f32, [columns]. The vectors of several right operands are concatenated (`filled`).
       bias: biases in f32, laid out as `column_scale`.
       scalars: the scalars that the activation captures, as `packed` returns them.
     """
@@ -70,16 +70,16 @@ def epilogue(
     row_scales: Callable[[pl.Slice, tuple[int, ...]], jax.Array] | None = None,
     transposed: bool = False,
 ) -> Epilogue:
-    """The epilogue of one tile (`Hooks.epilogue_at`).
+    """Returns the epilogue of one tile (`Hooks.epilogue_at`).
 
     Args:
       vectors: references to the vectors in global memory.
-      program: the activation; None: there is no activation.
-      mainloop: the mainloop that computes the values. It loads vectors in the layout of its values.
+      program: the activation; None if there is none.
+      mainloop: the mainloop that computes the values. It loads vectors in the register layout of its values.
       first_column: where the columns of the tile's right operand begin in `column_scale` and `bias`.
       row_scales: a function from a slice of rows of the output, and the shape of the values, to the scales of these
-        rows; by default they are read from `vectors.row_scale` at these rows.
-      transposed: whether values (and what `row_scales` returns) are [columns, rows] (`Config.swap_operands`).
+        rows, broadcast to that shape. None: the scales are read from `vectors.row_scale` at these rows.
+      transposed: whether the values, and the results of `row_scales`, are [columns, rows] (`Config.swap_operands`).
     """
     row_dimension, column_dimension = (1, 0) if transposed else (0, 1)
 
@@ -111,7 +111,7 @@ def _is_zero(value: Index) -> bool:
 
 
 def packed(scalars: Sequence[Any], program: Program | None) -> dict[str, jax.Array]:
-    """An activation's scalars as vectors, which a kernel can take as operands: one vector of f32, one of int32."""
+    """Packs an activation's scalars into vectors, which a kernel can take as operands: one of f32, one of int32."""
     vectors: dict[str, list[Any]] = {}
     for scalar, dtype in zip(scalars, () if program is None else program.scalars, strict=True):
         vectors.setdefault(_vector_of(dtype), []).append(scalar)

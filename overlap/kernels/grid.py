@@ -1,4 +1,4 @@
-"""The grid of all kernels of this library: one CTA on each core; two CTAs may form a cluster."""
+"""Defines the grid of all kernels of this library: one CTA on each core; two CTAs may form a cluster."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from overlap.kernels.config import Config
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.types import Index
 
-# The axes of clusters (or of CTAs without clusters), of the CTAs of a cluster, and of the warpgroups of a CTA.
+# The names of the grid's axes: clusters (single CTAs if there are no clusters), CTAs of a cluster, warpgroups of a CTA.
 GRID_AXIS, RANK_AXIS, THREAD_AXIS = (kernel_axis(name) for name in ("cluster", "rank in the cluster", "warpgroup"))
 
 
 def rank(config: Config) -> Index:
-    """This CTA's index in its cluster."""
+    """Returns this CTA's index in its cluster."""
     return 0 if config.cluster == 1 else lax.axis_index(RANK_AXIS)
 
 
 def cta(config: Config) -> Index:
-    """This CTA's index on the device."""
+    """Returns this CTA's index on the device."""
     return lax.axis_index(GRID_AXIS) * config.cluster + rank(config)
 
 
 def own_tile(config: Config, row: Index, column: Index) -> tuple[Index, Index]:
-    """Row and column of this CTA's tile; `row` and `column` count tiles of a whole cluster."""
+    """Returns row and column of this CTA's tile in tiles of a CTA, from `row` and `column` in tiles of a cluster."""
     own_rank = rank(config)
     along_m, along_n = (config.cluster, 1) if config.cluster_along == "m" else (1, config.cluster)
     return row * along_m + (own_rank if along_m > 1 else 0), column * along_n + (own_rank if along_n > 1 else 0)

@@ -1,4 +1,4 @@
-"""The hooks through which a fused operation tells the mainloop about each tile, and sees what the mainloop does."""
+"""Defines the hooks: functions of a fused operation that the mainloop calls for each tile and for each event."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from jax.experimental import pallas as pl
 
 from overlap.primitives.types import GmemRef, Index, Predicate, SmemRef
 
-# The most rows of values with which an epilogue is called at a time.
+# An epilogue is called with at most this many rows of values at a time.
 BLOCK_ROWS = 128
-# The fewest rows, except for the last block of a tile whose rows are no multiple of this number.
+# An epilogue is called with at least this many rows, except for the last rows of a tile if its number of rows is not a
+# multiple of this.
 LEAST_BLOCK_ROWS = 64
 # epilogue(values, rows, columns, addend): see `Hooks.epilogue_at`.
 type Epilogue = Callable[[jax.Array, pl.Slice, pl.Slice, jax.Array | None], jax.Array]
@@ -24,14 +25,14 @@ class Tile:
     """One output tile on its way through the mainloop; all indices are int32 scalars.
 
     Attributes:
-      step: which operands the tile is computed from, as the tile order numbers them: the step of a shard, or the index
-        of a batch element, or just 0.
+      step: the number by which the tile order names the operands of the tile: the step of a shard, or the index of a
+        batch element, or 0 if there is only one pair of operands.
       m: tile row within the left operand, and within the output.
       n: tile column within the right operand, and within the output.
       k_first: the tile's first k step, if `Config.split_k` cuts the contraction into tiles of their own. In hooks: the
         first k step of this tile that this CTA computes.
       side: the index of the tile's right operand, if there are several.
-      batch: the index of the batch element, if `step` means something else.
+      batch: the index of the batch element, if `step` is the step of a shard.
     """
 
     step: Index
@@ -44,10 +45,10 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """Several references, of which a tile uses one. A kernel can choose among references only by a branch for each.
+    """Several references, of which a tile uses one. A kernel needs a branch for each, since it cannot index references.
 
     Attributes:
-      refs: the references. They may differ in their sizes only.
+      refs: the references. They may differ only in their sizes.
       which: the index of the reference that the tile uses, an int32 scalar.
     """
 
@@ -69,7 +70,7 @@ class ByKStep:
 
 
 def at_k_step(operand: GmemRef | OneOf | ByKStep, k_step: Index, tile_k: int) -> tuple[GmemRef | OneOf, Index]:
-    """The reference (or `OneOf`) that holds a k step of an operand, and the k at which the k step begins there."""
+    """Returns the reference (or `OneOf`) that holds a k step of an operand, and the k at which it begins there."""
     return operand.where(k_step) if isinstance(operand, ByKStep) else (operand, k_step * tile_k)
 
 
@@ -86,11 +87,11 @@ def with_reference(choice: GmemRef | OneOf, use: Callable[[GmemRef], None]) -> N
 
 @dataclasses.dataclass(frozen=True)
 class Boxes:
-    """A tile that lies in global memory box after box, in the order in which the mainloop stores and loads boxes.
+    """A tile stored in global memory box after box, in the order in which the mainloop stores and loads boxes.
 
     Attributes:
-      ref: [boxes, rows, columns]. The boxes may have fewer rows than the mainloop's; rows that are missing are loaded
-        as zeros, and not stored.
+      ref: [boxes, rows, columns]. The boxes may have fewer rows than the mainloop's boxes. Loads fill the missing rows
+        with zeros, and stores leave them out.
       first: the index of the tile's first box.
     """
 
@@ -102,13 +103,13 @@ class Boxes:
 class DirectSends:
     """How the compute warpgroups send their part of a tile to all peers, directly from shared memory.
 
-    A box is contiguous in shared memory and travels as it lies there. So the references are [boxes, elements].
+    A box is contiguous in shared memory and is copied byte for byte. So the references are [boxes, elements].
 
     Attributes:
       peers: the number of peers.
       before: called by a compute warpgroup before it sends its first part: wait here until the peers may be written to.
-      to_peer: a function from a tile and a number from 1 to `peers`, which selects a peer, to where the part goes on
-        that peer.
+      to_peer: a function from a tile and a number from 1 to `peers`, which selects a peer, to the place on that peer to
+        which the part is sent.
     """
 
     peers: int
@@ -118,13 +119,13 @@ class DirectSends:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """For products that are summed over devices, each of which computes a *part* of a tile.
+    """The hooks of products that are summed over devices, each of which computes a *part* of every tile.
 
     Each tile of the result is an own tile of one device, which finishes its sum. A device sends its parts of the peers'
-    tiles out. The parts that it receives are the *terms* of its tiles.
+    tiles to the peers. The parts that it receives are the *terms* of its own tiles.
 
     Attributes:
-      terms: how many terms a tile has, if it has any.
+      terms: how many terms each tile has for which `has_terms` is true.
       is_own: whether a tile is one of this device's results. The terms are added to an own tile before it is finished
         (`Hooks.epilogue_at`) and stored (`Hooks.out_at`). Every other tile is a part of a peer's tile.
       part_at: a function from a peer's tile to where this device's part of it is stored.
@@ -176,7 +177,7 @@ class BlockScales:
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Where a fused operation enters the mainloop: functions that the mainloop's roles call.
+    """The functions of a fused operation that the mainloop's roles call.
 
     Attributes:
       load_lhs: called by the producer as `load_lhs(tile, load)`. It calls `load(ref)` with the reference that holds the
@@ -184,8 +185,8 @@ class Hooks:
       rhs_at: a function from a tile to the reference that holds its columns, or to a `OneOf` or a `ByKStep`.
       out_at: a function from a tile to the [rows, n] reference that it is stored to, or to a `OneOf`.
       before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
-      before_lhs: called by the producer before it loads the left operand of a `Tile`: wait here for what only the left
-        operand depends on. For a CTA's first tile, the producer has by then started to load as many k steps of the
+      before_lhs: called by the producer before it loads the left operand of a `Tile`: wait here for data that only the
+        left operand needs. For a CTA's first tile, the producer has by then started to load as many k steps of the
         right operand as there are stages.
       communicate: the whole work of the communicator warp; called once.
       before_forwarding: called by the forwarder warp once, before it sees its first operand tile. Needs `in_smem`.
@@ -201,7 +202,7 @@ class Hooks:
         of an `Exchange` is part of the addend. With `Config.swap_operands` all values are transposed: [columns, rows].
       exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
-        must be there when the rows are (`before_load`).
+        must have arrived when the rows have (`before_load`).
     """
 
     load_lhs: Callable[[Tile, Callable[[GmemRef | OneOf | ByKStep], None]], None]

@@ -1,7 +1,7 @@
-"""A kernel as one operation of jax, opaque until it is lowered.
+"""Makes a kernel one operation of jax, whose inside jax sees only when the operation is lowered.
 
-`sealed(kernel)` binds a primitive of this library whose parameter is the traced kernel. The primitive's rules say what
-jax needs to know about a kernel inside a program, for all kernels:
+`sealed(kernel)` binds a primitive of this library whose parameter is the traced kernel. The primitive's rules tell jax
+how to treat any kernel inside a program:
 
     types      The results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
                traced on types without such axes, because Mosaic GPU refuses references that have them.
@@ -39,7 +39,7 @@ def sealed(
     otherwise: Callable[..., Any] | None = None,
     mends: tuple[_compat.Mend, ...] = (),
 ) -> Callable[..., Any]:
-    """The same function of arrays as `kernel`, as one operation of jax.
+    """Returns a function that computes the same as `kernel`, as one operation of jax.
 
     Args:
       kernel: a function from arrays to a tree of arrays.
@@ -62,7 +62,8 @@ def sealed(
 def leave_to_xla(op: str, reason: str, *, must_fuse: bool) -> None:
     """Warns, once for each reason, that XLA runs in the kernel's place.
 
-    For reasons that are found only after the fused kernel has been chosen, e.g. when the program is lowered.
+    It is called for reasons that are found only after the fused kernel has been chosen, e.g. when the program is
+    lowered.
 
     Args:
       op: the name of the operation.
@@ -116,7 +117,7 @@ batching.primitive_batchers[_kernel_p] = _batch
 
 
 def _why_not_on_each_device(context: Any) -> str | None:
-    """Why a kernel that is lowered in this context would not run on each device's own operands; None if it would."""
+    """Returns why a kernel lowered in this context would not run on each device's own operands; None if it would."""
     if hasattr(context, "manual_axes"):
         rest = {axis: size for axis, size in context.mesh.shape.items() if axis not in context.manual_axes}
         if math.prod(rest.values()) > 1:

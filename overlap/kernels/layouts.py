@@ -1,4 +1,4 @@
-"""How the operands of a product lie in global memory."""
+"""Describes how the operands of a product lie in global memory: transposed or not."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class OperandLayouts:
         return ("t" if self.transpose_lhs else "n") + ("t" if self.transpose_rhs else "n")
 
     def m_k(self, lhs_shape: tuple[int, ...]) -> tuple[int, int]:
-        """m and k of a left operand of this shape."""
+        """Returns m and k of a left operand of this shape."""
         *_, first, second = lhs_shape
         return (second, first) if self.transpose_lhs else (first, second)
 
     def k_n(self, rhs_shape: tuple[int, ...]) -> tuple[int, int]:
-        """k and n of a right operand of this shape."""
+        """Returns k and n of a right operand of this shape."""
         *_, first, second = rhs_shape
         return (second, first) if self.transpose_rhs else (first, second)
 

@@ -1,4 +1,4 @@
-"""Whether a fused kernel can run a problem with a configuration. Calls, the chooser and the tuner share this check."""
+"""Checks whether a fused kernel can run a problem with a configuration; used by calls, the chooser and the tuner."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SUMMING = ("push", "broadcast", "one_shot")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a kernel is asked to multiply.
+    """The sizes, dtypes and layouts of a product that a kernel shall compute, and its transport.
 
     Attributes:
       m: rows of the left operand (of one shard, in a collective).
       n: columns of the right operand.
       k: the contraction dimension.
       dtype: the dtype of the operands.
-      out_dtype: the dtype of what the kernel writes.
+      out_dtype: the dtype in which the kernel writes the result.
       layouts: how the operands lie in memory.
       transport: how a fused collective moves data. "pull" and "ring" move an operand. "push" moves parts of sums;
         "broadcast" moves parts, and then the sums to all devices; "one_shot" moves all parts to all devices. Empty:
@@ -51,7 +51,7 @@ class Sizes:
 
 
 def check(sizes: Sizes, config: Config, target: Target) -> None:
-    """Checks that the mainloop of a device can run this.
+    """Checks that the mainloop of a device can run a product with a configuration.
 
     Raises:
       ValueError: the configuration contradicts itself or exceeds the device.

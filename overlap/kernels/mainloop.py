@@ -1,8 +1,8 @@
-"""The interface of a mainloop, the same for all architectures, between the operations and the tensor cores.
+"""Defines the interface of a mainloop: what operations pass to it, and what each architecture implements.
 
 A mainloop runs all roles of one persistent CTA: it loads operand tiles, multiplies them, applies an epilogue and stores
-the results. An operation passes a `Loop`. It says which tiles the CTA computes and, by its hooks, what else the roles
-do. `overlap.kernels.product_kernel` is the only caller.
+the results. An operation passes a `Loop`, which says which tiles the CTA computes and, by its hooks, what else the
+roles do. Only `overlap.kernels.product_kernel` calls a mainloop.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class OperandTypes:
-    """What a mainloop must know about the operands to lay out its shared memory.
+    """The properties of the operands that a mainloop needs in order to lay out its shared memory.
 
     Attributes:
-      m: rows of the left operand from which one tile may take its rows (e.g. of one shard).
+      m: rows of the matrix from which one tile takes its rows, e.g. of one shard of the left operand.
       dtype: the dtype of the left operand.
       rhs_dtype: the dtype of the right operand.
       out_dtype: the dtype of the result.
@@ -86,7 +86,8 @@ class Mainloop(Protocol):
 
     Attributes:
       num_threads: how many warpgroups a CTA has (Pallas calls a warpgroup a thread).
-      compute_warpgroups: how many warpgroups take sums to where they are stored.
+      compute_warpgroups: how many warpgroups run the epilogue, which brings sums to memory. On Hopper they also
+        multiply.
     """
 
     @property
@@ -104,15 +105,15 @@ class Mainloop(Protocol):
         ...
 
     def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
-        """The changes of jax that a kernel needs for this mainloop."""
+        """Returns the changes of jax (mends) that a kernel with this mainloop needs."""
         ...
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Any:
-        """The types of the shared memory that the mainloop needs, for `pl.run_scoped`."""
+        """Returns the types of the shared memory that the mainloop needs, for `pl.run_scoped`."""
         ...
 
     def box_shape(self, config: Config, types: OperandTypes) -> tuple[int, int, int]:
-        """How many boxes a tile is stored as (`Hooks.exchange`), and the rows and columns of each box."""
+        """Returns how many boxes a tile is stored as (`Hooks.exchange`), and the rows and columns of each box."""
         ...
 
     def run(self, loop: Loop, buffers: Any) -> None:
@@ -122,8 +123,9 @@ class Mainloop(Protocol):
     def broadcast_vector(
         self, vector_gmem: GmemRef, where: pl.Slice, shape: tuple[int, ...], dimension: int
     ) -> jax.Array:
-        """`vector_gmem[where]`, broadcast to `shape`, of which it is dimension `dimension` (0 or 1).
+        """Loads `vector_gmem[where]` and broadcasts it to `shape`, in the register layout of the mainloop's values.
 
-        There are no bounds checks: the vector must be padded to whole tiles.
+        The vector's entries run along the dimension `dimension` (0 or 1) of `shape`. There are no bounds checks: the
+        vector must be padded to whole tiles.
         """
         ...

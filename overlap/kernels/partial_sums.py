@@ -1,4 +1,4 @@
-"""How the CTAs that share a tile exchange their sums in global memory, and finish the tile together.
+"""Lets the CTAs that share a tile exchange their sums in global memory and finish the tile together.
 
 Each of these CTAs has computed a piece of the tile: f32 sums of the whole tile over the CTA's own k steps. It stores
 these sums in global memory. When all CTAs of the tile have done so, each finishes a share of the columns:
@@ -6,8 +6,8 @@ these sums in global memory. When all CTAs of the tile have done so, each finish
     2 CTAs, a warpgroup tile of 4 boxes:    CTA 0 adds and stores boxes 0, 1;  CTA 1 adds and stores boxes 2, 3
 
 So the traffic through the L2 is spread evenly over the CTAs. If each of two warpgroups of a CTA has a half of the tile,
-a warpgroup exchanges its sums only with the warpgroups that have the same half in the other CTAs. A CTA also reads its
-own sums back: its accumulator is then dead, and the registers are free for several loads at once.
+a warpgroup exchanges its sums only with the warpgroups that have the same half in the other CTAs. A CTA also reads back
+its own sums. So it no longer needs its accumulator, whose registers are free for several loads at once.
 
 Every CTA adds the pieces from the first to the last, so that results are deterministic.
 """
@@ -31,7 +31,7 @@ from overlap.primitives import semaphore_signal, semaphore_wait
 from overlap.primitives.integers import quotient
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
-# The most pieces that are loaded at the same time: one round trip to the L2 instead of one for each piece.
+# Up to this many pieces are loaded at the same time, in one round trip to the L2 instead of one for each piece.
 UNROLLED_PIECES = 4
 
 
@@ -42,8 +42,8 @@ class PartialSums:
 
     Attributes:
       sums: [workers, cluster · tile_m, tile_n] in f32: the sums of each worker (a CTA or a cluster).
-      flags: [workers, cluster, warpgroup tiles]: whether the sums of a warpgroup tile have been stored. An output tile
-        has at most as many warpgroup tiles as there are compute warpgroups.
+      flags: [workers, cluster, warpgroup tiles]: 1 as soon as the sums of a warpgroup tile have been stored. An output
+        tile has at most as many warpgroup tiles as there are compute warpgroups.
     """
 
     sums: GmemRef
@@ -51,12 +51,12 @@ class PartialSums:
 
 
 def partial_sums_type(work: StreamK, config: Config) -> jax.ShapeDtypeStruct:
-    """The type of `PartialSums.sums`, to be allocated as an output of the kernel."""
+    """Returns the type of `PartialSums.sums`, to be allocated as an output of the kernel."""
     return jax.ShapeDtypeStruct((work.workers, config.cluster * config.tile_m, config.tile_n), jnp.float32)
 
 
 def partial_sums_flags(work: StreamK, config: Config, compute_warpgroups: int) -> tuple[int, ...]:
-    """The shape of `PartialSums.flags`."""
+    """Returns the shape of `PartialSums.flags`."""
     return work.workers, config.cluster, compute_warpgroups
 
 
@@ -82,7 +82,7 @@ class SharedPiece:
 
 
 def share(piece: Index, boxes: int, pieces: int) -> tuple[Index, Index]:
-    """The boxes that the CTA with piece `piece` of `pieces` finishes, as (first, end) with `end` not included."""
+    """Returns the boxes that the CTA with piece `piece` of `pieces` finishes: (first, end), `end` not included."""
     return quotient(piece * boxes + pieces - 1, pieces), quotient((piece + 1) * boxes + pieces - 1, pieces)
 
 
@@ -94,13 +94,13 @@ def finish_together(
     load: Callable[[GmemRef], jax.Array],
     finish: Callable[[Index, Callable[[int, int, slice], jax.Array]], None],
 ) -> None:
-    """Exchanges a warpgroup's sums with its counterparts in the tile's other CTAs, and finishes its share of columns.
+    """Exchanges a warpgroup's sums with the tile's other CTAs, and finishes the columns that are this CTA's share.
 
     Args:
-      partial: the memory for the exchange.
+      partial: the global memory of the exchange.
       shape: rows and columns of this warpgroup's sums.
       piece: which sums these are.
-      hand_over: called with a reference of that shape in global memory: stores this warpgroup's sums there, in f32.
+      hand_over: called with a reference of shape `shape` in global memory: stores this warpgroup's sums there, in f32.
       load: a function from a reference to a block of sums in global memory to its values, in the layout in which the
         mainloop keeps values in registers.
       finish: called as `finish(index, total)` for each box of the share; `total(row, rows, columns)` returns the
@@ -128,7 +128,7 @@ def finish_together(
 
 
 def _total(sums: Callable[[Index], jax.Array], pieces: int) -> jax.Array:
-    """The sum of a block over the pieces, from the first to the last."""
+    """Returns the sum of a block over the pieces, added from the first piece to the last."""
     if pieces > UNROLLED_PIECES:
         return lax.fori_loop(1, pieces, lambda i, total: total + sums(i), sums(0))
     return functools.reduce(operator.add, map(sums, range(pieces)))

@@ -1,7 +1,7 @@
-"""How every product of this library is launched: one persistent kernel around a mainloop.
+"""Launches every product of this library as one persistent kernel around a mainloop.
 
-Operations differ in two things. A `ProductKernel` has the sizes, and the flags and shared memory of the transport. A
-`Body` has the tile order and the hooks: where operands lie, and what the communicator warp does.
+Operations differ in two objects that they pass. A `ProductKernel` holds the sizes, and the flags and the shared memory
+of the transport. A `Body` has the tile order and the hooks: where operands lie, and what the communicator warp does.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Refs:
 
 
 class Body(Protocol):
-    """What an operation does with the references: its tile order, and its hooks."""
+    """An operation's tile order and its hooks, which use the kernel's references."""
 
     def tile_at(self, index: Index) -> Tile:
-        """The tile order: from a tile's index to the tile, the same in every role."""
+        """Returns the tile with an index in the tile order. Every role calls this and gets the same tile."""
         ...
 
     def hooks(self) -> Hooks:
-        """Where operands come from and results go, and what else the roles do."""
+        """Returns the hooks: where operands come from and results go, and what else the roles do."""
         ...
 
 
@@ -68,13 +68,13 @@ class ProductKernel:
       name: the name of the kernel.
       target: the device. One CTA runs on each of its cores (with clusters: on as many cores as fill whole clusters).
       config: sizes.
-      types: what the mainloop loads and stores.
+      types: dtypes and layouts of what the mainloop loads and stores.
       work: which tiles there are, and which CTA computes which of them.
       flags: shapes of the flags that all CTAs of the device share; they are zero at launch.
-      smem: types of the shared memory that the transport needs beside the mainloop's.
-      peers_read: which of the inputs (indices of leaves of the tree) the peers read or write, in a kernel that is told
-        the peers' addresses (`overlap/primitives/addresses.py`); empty: the kernel is not told any.
-      draws: whether running CTAs draw the tiles from a counter, so that peers may wait for tiles.
+      smem: types of the shared memory that the transport needs in addition to the mainloop's.
+      peers_read: the inputs, as indices of leaves of the tree, that the peers read or write, in a kernel that gets the
+        peers' addresses (`overlap/primitives/addresses.py`); empty: the kernel gets no addresses.
+      draws: whether running CTAs draw the tiles from a counter (`tma/drawn.py`); needed if peers wait for tiles.
       transport: how the kernel communicates, as in `limits.Sizes`.
       aliased_results: pairs of the index of an operand in `peers_read` and the index of a result: the result is written
         to the operand's memory.
@@ -148,7 +148,7 @@ class ProductKernel:
             smem_types = [*self.smem, *([] if recording is None else [marks.counts_type()])]
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *smem_types, collective_axes=THREAD_AXIS)
 
-        # A kernel that communicates has flags, and loops over numbers that are drawn.
+        # A kernel with flags communicates, and may loop over numbers that it draws from a counter.
         mends = self.mainloop.mends(config, types) + ((IN_CLIQUES, _compat.WARP_LOOPS) if self.flags else ())
         kernel = self._kernel(body, (*results_types, *sums_types, *entries_types))
         results = sealed(kernel, self.name, mends=mends)(*leaves)
@@ -157,7 +157,7 @@ class ProductKernel:
         return jax.tree.unflatten(out_structure, results[: len(results_types)])
 
     def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:
-        """`body` as a kernel, with the grid, clusters and warpgroups that mainloops run on."""
+        """Makes a Pallas kernel of `body`, with the grid, the clusters and the warpgroups that the mainloop needs."""
         body.__name__ = self.name
         semantics, cluster = plgpu.LoweringSemantics.Warpgroup, self.config.cluster
         return plgpu.kernel(
@@ -169,7 +169,8 @@ class ProductKernel:
             cluster_names=(RANK_AXIS,) if cluster > 1 else (),
             num_threads=self.mainloop.num_threads,
             thread_name=THREAD_AXIS,
-            # No barrier of XLA before the kernel: if it has peers, it checks by itself that they have begun.
+            # Leave out XLA's barrier between devices before the kernel: a kernel with peers waits itself until they
+            # have begun.
             compiler_params=addresses.Params(
                 lowering_semantics=semantics, peers_read=self.peers_read, aliased_results=self.aliased_results
             )

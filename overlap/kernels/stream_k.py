@@ -1,7 +1,7 @@
-"""Which CTA computes which output tiles: whole tiles in full waves, and the remaining tiles cut along k.
+"""Assigns output tiles to CTAs: whole tiles in full waves, and the remaining tiles cut into pieces along k.
 
 132 CTAs that compute one tile each at a time need as long for 180 tiles as for 264. So each tile that is left after the
-last full wave may be cut into equal *pieces* along k, as many as there are CTAs for:
+last full wave may be cut into equal *pieces* along k, as far as there are CTAs to compute them:
 
     48 tiles left, 132 CTAs, 2 pieces:    CTA      0        1        2        3     …     95      96 … 131
                                           tile     0        0        1        1     …     47      idle
@@ -11,8 +11,9 @@ The CTAs that share a tile exchange their f32 sums (`PartialSums`). Each then fi
 the sums always in the same order, so that results are deterministic. The CTAs of a tile have consecutive indices. So it
 is enough that as many CTAs run at the same time as a tile has pieces.
 
-Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). It uses the last 5% of the
-cores, but loses the gain again by longer chains of sums, and since tiles that share operands no longer run in lockstep.
+Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). It keeps the last 5% of the
+cores busy. But this gains no time: a tile's sums pass through more CTAs, and tiles that share operands are no longer
+computed at the same time.
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
 (PPoPP 2023). This module has the fixed-split hybrid of that paper.
@@ -72,7 +73,7 @@ class StreamK:
 
     @staticmethod
     def on(target: Target, config: Config, tiles: int, k_steps: int) -> StreamK:
-        """The work of a device whose cores all run a CTA, or as many as fill whole clusters."""
+        """Returns the work of a device on which each core runs a CTA, or as many cores as fill whole clusters."""
         return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
 
     @property
@@ -101,21 +102,21 @@ class StreamK:
         return self.left * self.pieces_per_tile
 
     def pieces(self, cta: Index) -> Index:
-        """How many pieces a CTA computes."""
+        """Returns how many pieces a CTA computes."""
         return self.full_waves + choose(cta < self.workers, 1, 0)
 
     def total_k_steps[I: Index](self, cta: I) -> I:
-        """How many k steps a CTA computes in all."""
+        """Returns how many k steps a CTA computes in all its pieces."""
         return self.full_waves * self.k_steps + choose(cta < self.workers, self._cut_k_steps(cta)[1], 0)
 
     def _cut_k_steps(self, cta: Index) -> tuple[Index, Index]:
-        """First k step and length of a worker's piece of a cut tile; the first pieces may be one k step longer."""
+        """Returns first k step and length of a worker's piece. The first pieces of a tile may be one k step longer."""
         length, longer = divmod(self.k_steps, self.pieces_per_tile)
         index = remainder(cta, self.pieces_per_tile)
         return index * length + smaller(index, longer), length + choose(index < longer, 1, 0)
 
     def piece(self, cta: Index, ordinal: Index) -> Piece:
-        """Piece number `ordinal` of a CTA."""
+        """Returns piece number `ordinal` of a CTA."""
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         if not self.cuts:
             return whole

@@ -1,4 +1,4 @@
-"""The device that a kernel is compiled for: its kind, its number of cores (SMs) and its shared memory."""
+"""Describes the device that a kernel is compiled for: its kind, its number of cores (SMs) and its shared memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 
 from overlap import _settings, emulation
 
-# The most shared memory of a CTA, the same on Hopper and Blackwell.
+# The largest shared memory of a CTA in bytes, the same on Hopper and Blackwell.
 SMEM_BYTES = 232448
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 BLACKWELL_NAMES = ("B100", "B200", "B300", "GB200", "GB300")
@@ -23,8 +23,8 @@ class Target:
 
     Attributes:
       platform: "gpu", "cpu" (the kernels run emulated there) or another one.
-      kind: the device's name, as the framework gives it.
-      num_cores: streaming multiprocessors; emulated ones on a CPU.
+      kind: the device's name, jax's `device_kind`.
+      num_cores: number of streaming multiprocessors; on a CPU, of emulated ones.
       smem_limit_bytes: the most shared memory that one CTA can have.
     """
 
@@ -52,7 +52,7 @@ _emulated = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
-    """A context in which CPU devices run the kernels of an architecture, whatever $OVERLAP_EMULATED_GPU says.
+    """Opens a context in which CPU devices emulate the kernels of an architecture; overrides $OVERLAP_EMULATED_GPU.
 
     Raises:
       ValueError: `architecture` is neither "hopper" nor "blackwell".
@@ -64,7 +64,7 @@ def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
 
 
 def current_target(mesh: Any = None) -> Target:
-    """The device that the code being traced will run on: a device of the enclosing mesh, else the default device.
+    """Returns the device that the code being traced will run on: one of the enclosing mesh, else the default device.
 
     A CPU device has as many cores as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.
 

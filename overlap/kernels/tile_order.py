@@ -1,4 +1,4 @@
-"""The order in which the tiles of an m × n grid are visited: in bands, so that operands are found in the L2 cache."""
+"""Orders the tiles of an m × n grid in bands, so that tiles computed at the same time share operands in the L2."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from overlap.primitives.types import Index
 
 @dataclasses.dataclass(frozen=True)
 class TileOrder:
-    """A snake through bands of `width` tile rows or columns.
+    """An order that runs forwards and backwards in turn through bands of `width` tile rows or columns.
 
     The minor dimension runs fastest, and a band is `width` tiles wide along it. With `minor="m"` a band has `width`
-    tile rows, and the walk goes down these rows, then one column on. Every second band is walked backwards, so that it
-    begins with the operand tiles with which the band before it ended.
+    tile rows: the order goes down these rows in one column, then down the next column. Every second band is visited
+    backwards, so that it begins with the operand tiles with which the band before it ended.
 
     Attributes:
       m_tiles: tile rows of the grid.
@@ -32,7 +32,7 @@ class TileOrder:
 
     @staticmethod
     def of(m: int, n: int, config: Config) -> TileOrder:
-        """The order of the tiles of an m × n result; a tile here is the tile of a whole cluster."""
+        """Returns the order of the tiles of an m × n result; a tile here is the tile of a whole cluster."""
         rows, columns = config.cluster_tile
         return TileOrder(ceil_div(m, rows), ceil_div(n, columns), config.order_minor, config.order_width)
 
@@ -42,7 +42,7 @@ class TileOrder:
         return self.m_tiles * self.n_tiles
 
     def __call__[I: Index](self, index: I) -> tuple[I, I]:
-        """Row and column of the tile that is visited as number `index`, 0 ≤ index < tiles."""
+        """Returns row and column of the tile that is visited as number `index`, 0 ≤ index < tiles."""
         minor_tiles, major_tiles = (self.m_tiles, self.n_tiles) if self.minor == "m" else (self.n_tiles, self.m_tiles)
         width = min(self.width, minor_tiles)
         full_bands, rest = divmod(minor_tiles, width)

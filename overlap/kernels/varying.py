@@ -1,4 +1,4 @@
-"""The mesh axes along which a value differs from device to device: the types of `jax.shard_map(..., check_vma=True)`.
+"""Reads and changes the mesh axes along which a value varies, as its type names them in `jax.shard_map`.
 
 With `check_vma=True`, jax's default, the type of each value names the manual axes along which it *varies*. Along the
 other axes the value is the same on all devices. From these types jax derives the type of every result, and the sums
@@ -18,27 +18,27 @@ from jax.interpreters import ad, batching, mlir
 
 
 def axes_of(*values: Any) -> frozenset[Any]:
-    """The manual axes that at least one of these values varies along."""
+    """Returns the manual axes that at least one of these values varies along."""
     types = (getattr(jax.typeof(value), "manual_axis_type", None) for value in values)
     return frozenset().union(*(own.varying for own in types if own is not None))
 
 
 def varying(value: Any, axes: Iterable[Any]) -> Any:
-    """The same value, typed as varying along `axes` as well. Its gradient is then summed along these axes."""
+    """Returns the value, typed as varying along `axes` as well. Its gradient is then summed along these axes."""
     missing = tuple(axis for axis in axes if axis not in axes_of(value))
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
 def alike(tree: Any) -> Any:
-    """The same values, all typed as varying along each axis that one of them varies along."""
+    """Returns the values, all typed as varying along each axis that at least one of them varies along."""
     axes = sorted(axes_of(*jax.tree.leaves(tree)), key=str)
     return jax.tree.map(lambda value: varying(value, axes), tree)
 
 
 def summed_like(cotangent: jax.Array, operand: Any) -> jax.Array:
-    """A cotangent, summed along the axes along which the type of its operand does not vary.
+    """Returns a cotangent, summed along the axes along which the type of its operand does not vary.
 
-    An operand that is the same on several devices contributes to what each of them computes.
+    The sum is needed because an operand that is the same on several devices contributes to the result of each of them.
     """
     wanted = operand.manual_axis_type.varying
     axes = tuple(sorted(axes_of(cotangent) - wanted, key=str))
@@ -47,7 +47,7 @@ def summed_like(cotangent: jax.Array, operand: Any) -> jax.Array:
 
 
 def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:
-    """One device's part of a cotangent that may be the same on all devices along some of `axes`.
+    """Returns one device's part of a cotangent that may be the same on all devices along some of `axes`.
 
     Use it where the parts of all devices are summed afterwards. A cotangent that is the same on all devices would
     otherwise be counted once for each device.
@@ -57,9 +57,9 @@ def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:
 
 
 def same_along(value: jax.Array, axes: Iterable[Any]) -> jax.Array:
-    """The same value, typed as equal on all devices along `axes`.
+    """Returns the value, typed as equal on all devices along `axes`.
 
-    For values that the caller knows to be equal there, for instance because they were gathered along these axes.
+    Use it for values that the caller knows to be equal on these devices, e.g. because they were gathered along `axes`.
     """
     known = tuple(axis for axis in axes if axis in axes_of(value))
     return same_along_p.bind(value, axes=known) if known else value

@@ -1,4 +1,4 @@
-"""What the Blackwell mainloop can run, and how much shared memory and tensor memory it needs."""
+"""Checks what the Blackwell mainloop can run, and computes how much shared memory and tensor memory it needs."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
-# The tensor memory has 128 lanes. Each holds a row of an accumulator.
+# The tensor memory has 128 lanes, and each holds one row of an accumulator. So a tile has 128 rows.
 TILE_M = 128
 TENSOR_MEMORY_COLUMNS = 512
 # The tensor cores fill one accumulator while the epilogue reads the other one.
 ACCUMULATORS = 2
-# Buffers for terms (parts of a tile from peers), so that one box is loaded while another one is added.
+# The number of buffers for terms (parts of a tile from peers): one box is loaded while another box is added.
 TERM_BUFFERS = 2
-# Scale tiles of a k step: one for each operand.
+# The number of scale tiles of a k step: one for each operand.
 SCALE_TILES = 2
-# Shared memory for the address of the allocated tensor memory.
+# Bytes of shared memory for the address of the allocated tensor memory.
 ADDRESS_BYTES = 4
 
 
 def rhs_columns(config: Config) -> int:
-    """How many columns of the right operand one CTA loads; each CTA of a pair loads half."""
+    """Returns how many columns of the right operand one CTA loads: in a pair, half of the tile's columns."""
     return config.tile_n // config.cluster
 
 
 def tensor_memory_columns(config: Config, *, block_scaled: bool = False) -> int:
-    """Columns of tensor memory that the accumulators take, and the block scales of all stages."""
-    # A scale tile takes 4 columns of 32 lanes, and each of the four quarters of the lanes holds a copy.
+    """Returns how many columns of tensor memory the accumulators and the block scales of all stages take together."""
+    # A scale tile takes 4 columns. It has 32 lanes, and each of the four quarters of the 128 lanes holds a copy of it.
     scales = SCALE_TILES * config.stages * SCALE_TILE_BLOCKS if block_scaled else 0
     return ACCUMULATORS * config.tile_n + scales
 
@@ -45,12 +45,13 @@ def tensor_memory_columns(config: Config, *, block_scaled: bool = False) -> int:
 def smem_bytes(
     config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport: str = "", *, block_scaled: bool = False
 ) -> int:
-    """Shared memory of one CTA in bytes, with its barriers and with the buffers of the transport."""
+    """Returns the shared memory of one CTA in bytes, with its barriers and the buffers of the transport."""
     row_bytes = config.tile_k * jnp.dtype(dtype).itemsize
     operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * row_bytes
     epilogue_bytes = limits.epilogue_bytes(config, config.tile_m, jnp.dtype(out_dtype))
     term_bytes = TERM_BUFFERS * config.tile_m * SWIZZLE_BYTES if transport in EXCHANGING else 0
-    # Two barriers for each buffer; and a second barrier for tiles that have been stored.
+    # Each buffer for terms has two barriers. One more is the second `stored` barrier; the first is counted in
+    # `transport_bytes`.
     term_barriers = 2 * TERM_BUFFERS + 1 if transport in EXCHANGING else 0
     barriers = 2 * config.stages + 2 * ACCUMULATORS + term_barriers
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, config.tile_m)

@@ -1,8 +1,8 @@
-"""The Blackwell mainloop: one persistent, warp-specialized matmul with hooks, its sums in tensor memory.
+"""Implements the Blackwell mainloop: a persistent, warp-specialized matmul with hooks, its sums in tensor memory.
 
-The interface and most of the roles are the same as on Hopper. The products are issued differently. One thread issues
-products of 128 rows (tcgen05). The tensor cores run them one after the other and sum them up in *tensor memory*, so no
-warpgroup holds an accumulator in registers. A CTA has two warpgroups:
+The interface and most of the roles are the same as on Hopper, but the products are issued differently: one thread
+issues products of 128 rows (tcgen05). The tensor cores run them one after the other and sum them up in *tensor memory*,
+so no warpgroup holds an accumulator in registers. A CTA has two warpgroups:
 
     epilogue     waits until a tile is summed up, and takes it from tensor memory to where it is stored
     transfer     four warps with roles: producer, communicator and forwarder as on Hopper, and a
@@ -15,15 +15,16 @@ There are two accumulators, so that a tile is multiplied while the tile before i
     accumulated  per accumulator: the sums of a tile are complete     (the tensor cores → epilogue)
     drained      per accumulator: the epilogue has read all of it     (epilogue → multiplier)
 
-Two CTAs may form a *pair* (`Config.cluster`). Their tiles lie one below the other, and are computed by one product of
-256 rows. Each CTA loads its own rows of the left operand and half of the columns of the right one. The barrier of the
-first CTA counts the loads of both, and its multiplier issues the products for both; the tensor cores then arrive at
-barriers of both CTAs. An accumulator is drained when both epilogues have read their part of it.
+Two CTAs may form a *pair* (`Config.cluster`). The tile of the second CTA lies below the tile of the first, and one
+product of 256 rows computes both. Each CTA loads its own rows of the left operand and half of the columns of the right
+operand. The barrier of the first CTA counts the loads of both CTAs, and its multiplier issues the products for both;
+the tensor cores then arrive at barriers of both CTAs. An accumulator is drained when both epilogues have read their
+part of it.
 
-Block scales are loaded beside the operand tiles, and reach the products through tensor memory: `scales.py`.
+Block scales are loaded together with the operand tiles, and are copied to tensor memory for the products: `scales.py`.
 
-Terms (the parts of a tile that peers have computed, `Hooks.exchange`) come through buffers of their own, which the
-epilogue fills and empties. So the operands of the next tile need not wait for the terms.
+Terms (the parts of a tile that peers have computed, `Hooks.exchange`) are loaded into buffers of their own, which the
+epilogue fills and reads. So the operands of the next tile need not wait for the terms.
 
 Constraints: see `check_types` and `check_config` in `limits.py`. Source: the Blackwell matmul guide in the JAX
 documentation; the PTX ISA on tcgen05. This mainloop has not run on a Blackwell GPU: it is emulated and assembled.
@@ -76,8 +77,8 @@ class Buffers(staging.Buffers):
 
     Attributes:
       accumulators: the two accumulators, [128, 2 · tile_n].
-      accumulated: barriers, one for each accumulator: the sums of a tile are complete.
-      drained: barriers, one for each accumulator: the epilogue has read all of it.
+      accumulated: barriers, one for each accumulator: its sums of a tile are complete.
+      drained: barriers, one for each accumulator: the epilogue has read all of the accumulator.
       term_boxes: the views (box, mma) of the buffers for terms, each of which holds one box.
       term_loaded: barriers, one for each of these buffers: the box has landed.
       term_added: barriers, one for each of these buffers: all threads have read the box.
@@ -97,13 +98,13 @@ class Buffers(staging.Buffers):
         return tuple(self.term_boxes)
 
     def accumulator(self, piece: Piece, columns: pl.Slice) -> TmemRef:
-        """Columns of the accumulator of a piece."""
+        """Returns a slice of columns of the accumulator of a piece."""
         first = _turn(piece.ordinal) * self.wg_tile.columns
         return self.accumulators.at[:, pl.ds(first + columns.start, columns.size)]
 
 
 def _turn(ordinal: Index) -> Index:
-    """The index of the accumulator of a piece: pieces use the two in turn."""
+    """Returns the index of a piece's accumulator: pieces use the two accumulators in turn."""
     return remainder(ordinal, ACCUMULATORS)
 
 
@@ -119,7 +120,7 @@ def _tell_drained(buffers: Buffers, ordinal: Index) -> None:
 
 
 def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The multiplier's work on one piece."""
+    """Does the multiplier's work on one piece: issues the products of all of its k steps."""
     config = loop.config
     pair = RANK_AXIS if config.cluster > 1 else None
 
@@ -138,7 +139,7 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
 
 def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
-    """Calls `issue` in a CTA without a pair, and in the first CTA of a pair only, which acts for both."""
+    """Calls `issue`; in a pair of CTAs only in the first CTA, which issues for both."""
     if config.cluster == 1:
         issue()
     else:
@@ -146,7 +147,7 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
 
 
 def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, pair: Any) -> None:
-    """Waits for the operand tiles of a k step and issues their product, after which the tensor cores free the stage."""
+    """Waits for the operand tiles of a k step and issues their product, which releases the stage when it has run."""
     config, layouts = loop.config, loop.layouts
     stage = remainder(piece.before + k, config.stages)
     plgpu.barrier_wait(buffers.full_at(piece, stage))
@@ -203,7 +204,7 @@ class _Terms:
         plgpu.barrier_wait(self.buffers.term_added.at[term_buffer])
 
     def __call__(self, index: int) -> list[jax.Array]:
-        """The sum of the terms of box `index`: values for each block of rows."""
+        """Returns the sum of the terms of box `index`: values for each block of rows."""
 
         def term(number: Index) -> list[jax.Array]:
             load_index = index * self.exchange.terms + number
@@ -220,10 +221,10 @@ class _Terms:
 def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
     """Waits for the same flags as the producer, so that the epilogue may read the row scales that came with the rows.
 
-    The flags have been raised by then, so each wait takes a single look. It is needed because nothing else orders the
-    epilogue's reads behind the producer's wait: only the tensor cores lie between the two roles, and they may not pass
-    on what the producer has observed. In the second CTA of a pair there is not even that link: its copies count at the
-    first CTA's barrier, and its producer arrives at no barrier.
+    The flags have been raised when this is called, so each wait reads its flag only once. The waits are needed because
+    nothing else orders the epilogue's reads behind the producer's wait. Only the tensor cores' barriers connect the two
+    roles, and these may not make visible to the epilogue what the producer has observed. In the second CTA of a pair
+    not even they do: its copies count at the first CTA's barrier, and its producer arrives at no barrier.
     """
     for wait in (loop.hooks.before_load, loop.hooks.before_lhs):
         if wait is not None:
@@ -231,7 +232,7 @@ def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
 
 
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The epilogue's work on one piece."""
+    """Does the epilogue's work on one piece: waits for its sums, and stores, sends or exchanges them."""
     width, others = loop.config.epilogue_tile_n, loop.hooks.exchange
     terms = None if others is None else _Terms(loop, buffers, tile, piece)
 
@@ -273,19 +274,19 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
         wg_tiles=1,
-        # The forwarder passes on whole tiles.
+        # The forwarder sends whole tiles, so all of their rows must be loaded.
         rows=config.tile_m if types.forwards else rows_loaded(config, types.m, layouts.transpose_lhs),
         rhs_columns=rhs_columns(config),
         lhs_tile_rows=width if layouts.transpose_lhs else staging.SMALL_TILE_ROWS,
         rhs_tile_rows=staging.SMALL_TILE_ROWS if layouts.transpose_rhs else width,
-        # The tensor cores and the forwarder give stages back.
+        # The tensor cores and the forwarder read the stages, so both must release them.
         consumed=plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages, orders_tensor_core=True),
-        # The multiplier, the epilogue and the forwarder read the mail.
+        # The multiplier, the epilogue and the forwarder read the mailboxes.
         mail_readers=3,
         pairs=config.cluster > 1,
         terms_in_stages=False,
         copies_beside=scales.COPIES if types.block_scaled else 0,
-        # There is mail for two tiles, and the epilogue announces a stored tile before it begins the next one.
+        # There are mailboxes for two tiles, and the epilogue announces a stored tile before it begins the next tile.
         stored_barriers=staging.MAILBOXES,
     )
 
@@ -293,14 +294,14 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
 def _drained(config: Config) -> Any:
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
-    # Both CTAs arrive at the barriers of the first CTA, whose multiplier waits. Arrivals at barriers of the second CTA
-    # would be of no use: its multiplier issues no products. If it waited all the same, it could fall two phases behind.
+    # Both CTAs arrive at the barriers of the first CTA, whose multiplier waits there. The multiplier of the second CTA
+    # issues no products. If it waited at barriers of its own nevertheless, it could fall two phases behind.
     both = {"collective_axes": (RANK_AXIS,), "leader_tracked": True}
     return plgpu.ClusterBarrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True, **both)
 
 
 class Blackwell:
-    """The mainloop of the module's docstring, with the methods of `overlap.kernels.mainloop.Mainloop`."""
+    """The mainloop that the module's docstring describes; implements `overlap.kernels.mainloop.Mainloop`."""
 
     num_threads = NUM_THREADS
     compute_warpgroups = 1
@@ -336,7 +337,7 @@ class Blackwell:
     def broadcast_vector(
         self, vector_gmem: GmemRef, where: pl.Slice, shape: tuple[int, ...], dimension: int
     ) -> jax.Array:
-        # The layout of values loaded from tensor memory, without the dimension that a vector does not have.
+        # Take the layout of values from tensor memory without the dimension along which the vector is broadcast.
         layout = plgpu.Layout.TCGEN05.reduce(1 - dimension)
         vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
         return lax.broadcast_in_dim(vector, shape, (dimension,))
@@ -374,7 +375,7 @@ class Blackwell:
 
         def store() -> None:
             for_each_piece(_store)
-            # Shared memory must outlive the stores that read it.
+            # The CTA must not end, and so free its shared memory, before its stores have read it.
             wait_stores_read()
 
         pl.when(warpgroup == EPILOGUE_WARPGROUP)(marks.playing("epilogue", store))

@@ -1,13 +1,14 @@
-"""Block scales on Blackwell: loaded beside the operand tiles, then copied to tensor memory, where products read them.
+"""Loads block scales on Blackwell together with the operand tiles, and copies them to tensor memory for the products.
 
-For each k step a CTA needs one scale tile for its rows, and one for the columns of its tile. In a pair this means all
-columns of the pair's tile, since either CTA multiplies its rows by the columns of both. The scale tiles are loaded into
-the stage of the k step, and count on its barrier `full`. The multiplier has the tensor cores copy them to tensor
-memory, and then issues the product that reads them there. Such a copy and a later product of one thread run in order.
+For each k step a CTA needs one scale tile for its rows, and one for the columns of its tile. In a pair, the latter are
+the scales of all columns of the pair's tile, since each CTA multiplies its rows by all of these columns. The scale
+tiles are loaded into the stage of the k step, and count on its barrier `full`. The multiplier has the tensor cores copy
+them to tensor memory, and then issues the product that reads them there. Such a copy and a later product of one thread
+run in order.
 
-Tensor memory has a place for the scales of every stage. So what a product reads there is overwritten only after its
-stage has been given back (`consumed`). The code does not rely on the order of a product and a later copy of the same
-thread: the PTX ISA does not list these among the pairs that it orders.
+Tensor memory has a place for the scales of every stage. So the scales that a product reads there are overwritten only
+after the product's stage has been released (`consumed`). This matters because the PTX ISA does not list a product and a
+later copy of the same thread among the pairs of operations that run in order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from overlap.primitives.types import Index, SmemRef, TmemRef
 if TYPE_CHECKING:
     from overlap.kernels.blackwell.mainloop import Buffers
 
-# Copies of block scales in a k step: one for each scale tile.
+# The number of copies of block scales in a k step: one for each scale tile.
 COPIES = SCALE_TILES
 # A scale tile as the tensor cores copy it: 32 groups of 16 bytes.
 _MMA_SHAPE = (1, 1, 32, 16)
@@ -43,10 +44,11 @@ class ScaleBuffers:
     """Memory for the block scales of all stages.
 
     Attributes:
-      lhs: in shared memory, a pair of views: words for TMA, and groups of 16 bytes for the tensor cores.
-      rhs: the same for the right operand.
-      lhs_tmem: in tensor memory.
-      rhs_tmem: the same for the right operand.
+      lhs: the left operand's scales in shared memory, as two views: words for TMA, and groups of 16 bytes for the
+        tensor cores.
+      rhs: the right operand's scales in shared memory, as the same two views.
+      lhs_tmem: the left operand's scales in tensor memory.
+      rhs_tmem: the right operand's scales in tensor memory.
     """
 
     lhs: tuple[SmemRef, SmemRef]
@@ -56,7 +58,7 @@ class ScaleBuffers:
 
 
 def buffer_types(config: Config) -> ScaleBuffers:
-    """The types of these buffers, for `pl.run_scoped`."""
+    """Returns the types of the buffers, for `pl.run_scoped`."""
 
     def in_smem() -> Any:
         words = plgpu.SMEM((config.stages, 1, 1, SCALE_TILE_WORDS), jnp.int32)
@@ -70,7 +72,7 @@ def buffer_types(config: Config) -> ScaleBuffers:
 
 
 def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Index, stage: Index) -> None:
-    """The producer's work: starts the copies of the block scales of a k step into a stage."""
+    """Starts the copies of the block scales of a k step into a stage. The producer calls this."""
     scales, config = buffers.scales, loop.config
     assert loop.hooks.block_scales_at is not None and scales is not None
     given = loop.hooks.block_scales_at(tile)
@@ -78,8 +80,8 @@ def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Index, stage: Index) 
     of_lhs: dict[str, Any] = {}
     of_rhs: dict[str, Any] = {}
     if config.cluster > 1:
-        # The first CTA's barrier counts the loads of both. Each CTA loads the scales of its own rows of the left
-        # operand, and those of all columns of the right operand.
+        # The first CTA's barrier counts the loads of both CTAs. Each CTA loads the scales of its own rows of the left
+        # operand, and the scales of all columns of the pair's tile.
         own = pl.ds(given.lhs_tile - rank(config), config.cluster)
         of_lhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.PARTITIONED(0)}
         of_rhs = {"collective_axes": (RANK_AXIS,), "leader_tracked": plgpu.CopyPartition.REPLICATED}
@@ -90,7 +92,7 @@ def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Index, stage: Index) 
 
 
 def to_tensor_memory(scales: ScaleBuffers | None, stage: Index, pair: str | None) -> dict[str, Any]:
-    """The multiplier's work: copies the scales of a stage to tensor memory. Returns the arguments of the product."""
+    """Copies the scales of a stage to tensor memory, and returns the product's arguments. The multiplier calls this."""
     if scales is None:
         return {}
     place = pl.ds(stage * SCALE_TILE_BLOCKS, SCALE_TILE_BLOCKS)

@@ -1,4 +1,4 @@
-"""What the Hopper mainloop can run, and how much shared memory and how many registers it needs."""
+"""Checks what the Hopper mainloop can run, and computes how much shared memory and how many registers it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from overlap.kernels.target import Target
 
 COMPUTE_WARPGROUPS = 2
-# A compute thread has 232 registers. Those that hold no sums hold addresses, counters and the epilogue's temporaries.
+# The most registers of a compute thread that may hold sums. A compute thread has 232 registers; the others hold
+# addresses, counters and the epilogue's temporaries.
 MAX_ACCUMULATOR_REGISTERS = 160
 WARPGROUP_THREADS = 128
 WGMMA_M, WGMMA_N_UNIT = 64, 8
@@ -24,11 +25,11 @@ LARGEST_TILE_M_IN_TURN = 128
 
 
 def warpgroup_tile(config: Config) -> tuple[int, int]:
-    """Rows and columns of an output tile that one compute warpgroup accumulates (its *warpgroup tile*).
+    """Returns rows and columns of a *warpgroup tile*: the part of an output tile that a compute warpgroup accumulates.
 
-    If the warpgroups take turns, each accumulates whole tiles. Else each accumulates a half: half of the rows if these
-    are at least 64, else half of the columns. With swapped operands each accumulates half of the columns, because the
-    tile's columns are then the rows of wgmma.
+    If the warpgroups take turns ("pingpong"), each accumulates whole tiles. Otherwise each accumulates half of a tile:
+    half of the rows if that is at least 64 rows, else half of the columns. With swapped operands it is always half of
+    the columns, because the tile's columns are then the rows of wgmma.
     """
     if config.in_turn:
         return config.tile_m, config.tile_n
@@ -40,23 +41,24 @@ def warpgroup_tile(config: Config) -> tuple[int, int]:
 
 
 def accumulator_registers(config: Config) -> int:
-    """How many registers of each compute thread hold sums; 0 if the columns of a warpgroup are no multiple of 64."""
+    """Returns how many registers per compute thread hold sums; 0 if a warpgroup's columns are not a multiple of 64."""
     wg_m, wg_n = warpgroup_tile(config)
     return 0 if wg_n % TILE_N_UNIT else wg_m * wg_n // WARPGROUP_THREADS
 
 
 def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
-    """How many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard)."""
+    """Returns how many rows of a tile are loaded from a left operand with `m` rows (per batch element and shard)."""
     return limits.rows_loaded(config, m, transpose_lhs, shared=config.cluster if config.cluster_along == "n" else 1)
 
 
 def smem_bytes(config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport: str = "") -> int:
-    """Shared memory of one CTA in bytes, with its barriers and with the chunk buffers of the transport."""
+    """Returns the shared memory of one CTA in bytes, with its barriers and the chunk buffers of the transport."""
     operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
     wg_m, _ = warpgroup_tile(config)
     epilogue_bytes = limits.epilogue_bytes(config, COMPUTE_WARPGROUPS * wg_m, jnp.dtype(out_dtype))
-    # Each stage has two barriers, or three if the warpgroups take turns: then each has a `full` barrier of its own. In
-    # an exchange these warpgroups also have a `stored` barrier each, one more than else.
+    # Each stage has two barriers, `full` and `consumed`. If the warpgroups take turns, each of the two has its own
+    # `full` barrier, so a stage has three. In an exchange each then also has its own `stored` barrier: one more than is
+    # counted in `transport_bytes`.
     barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
     return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES

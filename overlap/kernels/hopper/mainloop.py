@@ -1,4 +1,4 @@
-"""The Hopper mainloop: one persistent, warp-specialized matmul with hooks.
+"""Implements the Hopper mainloop: a persistent, warp-specialized matmul with hooks.
 
 Plain `matmul` is this loop without hooks; a fused collective is this loop with a tile order and hooks of its own.
 
@@ -9,8 +9,8 @@ registers and is split into warps with roles, each with a long loop of its own:
     communicator  runs a hook with a loop of its own, e.g. one that pulls the peers' shards
     forwarder     calls a hook for each operand tile while it is in shared memory, e.g. to send it on
 
-The roles synchronize at two mbarriers per stage: `full` (the tiles have landed) and `consumed` (nobody reads the stage
-any more). A compute warpgroup leaves one wgmma in flight, so it gives back the stage of k step k − 1 only after it has
+The roles synchronize at two mbarriers per stage: `full` (the tiles have landed) and `consumed` (no role reads the stage
+any more). A compute warpgroup leaves one wgmma in flight, so it releases the stage of k step k − 1 only after it has
 issued the product of k step k.
 
 `Config.schedule` says how the compute warpgroups divide the tiles:
@@ -18,8 +18,8 @@ issued the product of k step k.
     cooperative   each holds a half of every tile: larger tiles, so each loaded byte is multiplied more often
     pingpong      they take turns, each with tiles of its own: while one stores a tile, the other multiplies the next
 
-With "pingpong" no barrier orders the products of the two warpgroups. The order of the loads does: operands are loaded
-tile after tile, so the products of the next tile begin when those of the tile before end. Each warpgroup has `full`
+With "pingpong" no barrier orders the products of the two warpgroups; the order of the loads does. Operands are loaded
+tile after tile, so the products of a tile begin when the products of the tile before it end. Each warpgroup has `full`
 barriers of its own (`BufferPlan.taking_turns`).
 
 With `Config.swap_operands` the tensor cores compute the transposed tile, from exchanged operands. wgmma computes 64
@@ -27,12 +27,12 @@ rows at a time, but any multiple of 8 columns, so a tile may then have any multi
 [columns, rows] in registers, and are transposed on their way to shared memory.
 
 Two CTAs may form a *cluster* (`Config.cluster`). They compute adjacent tiles, and each loads one half of the operand
-common to them into the shared memory of both. A stage is then free when both CTAs have consumed it. One of their tiles
-may lie wholly beyond the result's edge: it is computed from zeros, and none of it is stored.
+tile that both need into the shared memory of both. A stage is then free when both CTAs have consumed it. One of their
+tiles may lie wholly beyond the result's edge: that tile is computed from zeros, and none of it is stored.
 
-Every role walks the same sequence of pieces (`StreamK`: whole tiles, then the CTA's piece of the last, partial wave),
-and counts the stages that it has used across pieces. So the next tile's operands are loaded while this tile's
-accumulator is stored. CTAs that share a tile exchange their sums, and each finishes a share of its columns
+Every role visits the same sequence of pieces (`StreamK`: whole tiles, then the CTA's piece of the last, partial wave),
+and counts the stages that it has used, from the first piece to the last. So the next tile's operands are loaded while
+this tile's accumulator is stored. CTAs that share a tile exchange their sums, and each finishes a share of its columns
 (`PartialSums`).
 
 Either operand may lie in memory with k along its rows or along its columns (`OperandLayouts`); the tensor cores read
@@ -78,9 +78,9 @@ if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
-# Registers per thread of the compute and of the transfer warpgroups. Together they are as many as the kernel is
-# launched with. The transfer warps need more for an exchange, and most if own tiles are sent on as well
-# (`Exchange.own_stored`).
+# Registers per thread: (compute warpgroups, transfer warpgroup). Their sum over all warpgroups is the number of
+# registers with which the kernel is launched. The transfer warps need more for an exchange, and the most if own tiles
+# are sent to the peers as well (`Exchange.own_stored`).
 REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56), (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
@@ -88,7 +88,7 @@ NUM_THREADS = COMPUTE_WARPGROUPS + 1
 
 
 def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Index]:
-    """Which warpgroup tile of an output tile a compute warpgroup has: its index in all, along m, and along n."""
+    """Returns the index of a compute warpgroup's warpgroup tile in the output tile: overall, along m, and along n."""
     wg_m, wg_n = warpgroup_tile(config)
     if (wg_m, wg_n) == (config.tile_m, config.tile_n):
         return 0, 0, 0
@@ -96,7 +96,7 @@ def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Inde
 
 
 def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> jax.Array:
-    """A compute warpgroup's sums of one piece, in f32: [wg_m, wg_n], transposed if the operands are swapped."""
+    """Computes a compute warpgroup's f32 sums of one piece: [wg_m, wg_n], or [wg_n, wg_m] with swapped operands."""
     config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.wg_tile.rows, buffers.wg_tile.columns
     _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
@@ -130,7 +130,7 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
 
         first: Index = 1
         if _tells_later(loop):
-            # By then the stores of the tile before have landed.
+            # After this many k steps, the stores of the tile before this one have landed.
             first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
             pl.loop(1, first)(k_step)
             pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
@@ -146,16 +146,16 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
 def _tells_later(loop: Loop) -> bool:
     """Whether the forwarder is told that a tile has been stored only during the products of the next tile.
 
-    So the tensor cores do not idle while the compute warpgroups wait for their stores. Warpgroups that take turns wait
-    at once, since the other warpgroup multiplies meanwhile. Parts that are sent to peers directly from shared memory
-    are announced at once in any case.
+    If so, the tensor cores are not idle while the compute warpgroups wait for their stores. Warpgroups that take turns
+    (`Config.schedule` "pingpong") wait at once instead, since the other warpgroup multiplies meanwhile. Parts that are
+    sent to peers directly from shared memory are always announced at once.
     """
     exchanged = loop.hooks.exchange
     return exchanged is not None and exchanged.direct_sends is None and not loop.config.in_turn
 
 
 def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
-    """The work of a compute warpgroup on one piece: the products, then the stores."""
+    """Does the work of a compute warpgroup on one piece: the products, then the stores."""
     wg_m, wg_n = warpgroup_tile(loop.config)
     wg_tile_index, wg_m_index, wg_n_index = _wg_tile_index(loop.config, warpgroup)
     values = _accumulate(loop, buffers, tile, piece, warpgroup)
@@ -184,7 +184,7 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
 
 
 def _compute_own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
-    """The work of a compute warpgroup on a tile, if the tile is one of its own turns."""
+    """Does the work of a compute warpgroup on a tile, if it is this warpgroup's turn ("pingpong")."""
     pl.when(remainder(piece.ordinal, COMPUTE_WARPGROUPS) == warpgroup)(
         lambda: _compute(loop, buffers, tile, piece, warpgroup)
     )
@@ -203,14 +203,15 @@ def _registers(hooks: Hooks) -> tuple[int, int]:
 def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     wg_m, wg_n = warpgroup_tile(config)
     in_turn = config.in_turn
-    # The forwarder passes on whole tiles.
+    # The forwarder sends whole tiles, so all of their rows must be loaded.
     loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.layouts.transpose_lhs)
     all_wg_tiles = config.tile_m * config.tile_n // (wg_m * wg_n)
     wg_tiles = all_wg_tiles if wg_m == config.tile_m else ceil_div(loaded, wg_m)
-    # wgmma needs the same layout tiles in both operands: tall ones if an operand consists of several boxes.
+    # wgmma reads both operands in layout tiles of the same number of rows. If the rows of either operand run along m or
+    # n, a layout tile has as many rows as 128 bytes have elements (64 for 16 bits); otherwise eight.
     tile_rows = staging.SMALL_TILE_ROWS if types.layouts.k_major else staging.atom(types.dtype)
-    # Transposed values have as many rows as are loaded. They too are stored in blocks of rows: to store all at once
-    # would need more registers.
+    # With swapped operands, a warpgroup's values have as many rows as are loaded of the left operand. These values,
+    # too, are stored in blocks of rows, since storing all at once would need more registers.
     rows = loaded if config.swap_operands else wg_m
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(rows, wg_n, WGMMA_M, COMPUTE_WARPGROUPS, config.swap_operands),
@@ -219,7 +220,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         rhs_columns=config.tile_n,
         lhs_tile_rows=staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows,
         rhs_tile_rows=tile_rows,
-        # The forwarder gives stages back as well.
+        # The forwarder reads the stages as well, so it must release them, too.
         consumed=_consumed(config, wg_tiles + types.forwards),
         mail_readers=(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1,
         stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
@@ -230,12 +231,12 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
 def _consumed(config: Config, arrivals: int) -> Any:
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
-    # An arrival counts in all CTAs of the cluster.
+    # An arrival at this barrier counts in all CTAs of the cluster.
     return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=arrivals, num_barriers=config.stages)
 
 
 class Hopper:
-    """The mainloop of the module's docstring, with the methods of `overlap.kernels.mainloop.Mainloop`."""
+    """The mainloop that the module's docstring describes; implements `overlap.kernels.mainloop.Mainloop`."""
 
     num_threads = NUM_THREADS
     compute_warpgroups = COMPUTE_WARPGROUPS
@@ -251,7 +252,7 @@ class Hopper:
         return (
             *([_compat.SQUARE_TILES] if has_square_tiles else []),
             *([_compat.UNEQUAL_TILES] if has_square_tiles and config.swap_operands else []),
-            # The forwarder gives stages back to all CTAs of the cluster.
+            # The forwarder releases stages in all CTAs of the cluster.
             *([_compat.CLUSTER_ARRIVALS] if types.forwards and config.cluster > 1 else []),
         )
 
@@ -264,7 +265,7 @@ class Hopper:
     def broadcast_vector(
         self, vector_gmem: GmemRef, where: pl.Slice, shape: tuple[int, ...], dimension: int
     ) -> jax.Array:
-        # The accumulator's layout, without the dimension that a vector does not have.
+        # Take the accumulator's layout without the dimension along which the vector is broadcast.
         layout = plgpu.Layout.WGMMA.reduce(1 - dimension)
         vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
         return lax.broadcast_in_dim(vector, shape, (dimension,))
@@ -303,7 +304,7 @@ class Hopper:
                 filled = drawn.for_each(loop, buffers, _compute_own_turns if in_turn else _compute, warpgroup)
                 if _tells_later(loop):
                     pl.when(filled > 0)(lambda: exchange.tell_stored(buffers))
-            # Shared memory must outlive the stores that read it.
+            # The CTA must not end, and so free its shared memory, before its stores have read it.
             wait_stores_read()
 
         @pl.when(warpgroup < compute_warpgroups)

@@ -1,9 +1,9 @@
-"""Tiles that are drawn from a counter: whichever CTAs run compute all tiles, in the order of their numbers.
+"""Deals out tiles by a counter: the CTAs that run draw the numbers of tiles, in order, until none is left.
 
-For products whose tiles a peer waits for: such a tile must not wait for a CTA that may not have started. The producer
-draws the number of a tile, passes it on by *mail* in shared memory, and loads the tile's operands. The other roles read
-the mail. There are two mailboxes, so that the producer may be one tile ahead. The number after the last tile ends the
-loops of all roles.
+This is for products whose tiles peers wait for. If such a tile were assigned to one CTA, and this CTA could not start
+yet, the peers would wait for it. The producer draws the number of a tile, passes it to the other roles through a
+mailbox in shared memory, and loads the tile's operands. There are two mailboxes, so that the producer may be one tile
+ahead. A number that is not below the number of tiles ends the loops of all roles.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from overlap.primitives.types import Index
 
 
 def _turn(loop: Loop, buffers: Buffers, number: Index, ordinal: Index, before: Index) -> tuple[Tile, Piece, Index]:
-    """A tile, the piece that is all of it, and how many stages have been filled when it has been loaded."""
+    """Returns a tile, the one piece that covers it, and how many stages have been filled once it has been loaded."""
     tile, k_steps = loop.tile_at(number), loop.work.k_steps
     filled = before + k_steps + exchange.term_stages(loop, buffers, tile)
     return tile, Piece(number, 0, k_steps, before, ordinal=ordinal), filled
 
 
 def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
-    """The producer's loop: draws tiles, and calls `produce(loop, buffers, tile, piece)` for each."""
+    """Runs the producer's loop: draws tiles, and calls `produce(loop, buffers, tile, piece)` for each."""
     mail, tiles = buffers.mail, loop.work.tiles
     assert mail is not None
 
@@ -59,10 +59,10 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
 
 
 def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any) -> Index:
-    """The loop of every other role: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA.
+    """Runs the loop of any other role: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA.
 
     Returns:
-      How many stages have been filled in all.
+      How many stages the producer has filled for all these tiles together.
     """
     mail, tiles = buffers.mail, loop.work.tiles
     assert mail is not None
@@ -76,8 +76,8 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
         number, ordinal, before = state
         tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
         role(loop, buffers, tile, piece, *more)
-        # Not before `role` has returned. So the forwarder warp, which is the last to finish a tile, is never two tiles
-        # behind.
+        # Release the mailbox only after `role` has returned. So the forwarder warp, which is the last to finish a tile,
+        # is never two tiles behind the producer.
         plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])
         return read(ordinal + 1), ordinal + 1, filled
 

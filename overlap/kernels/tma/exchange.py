@@ -1,8 +1,9 @@
-"""How parts of tiles pass through shared memory, on their way to peers and from them (`Hooks.exchange`).
+"""Moves parts of tiles through shared memory, on their way to peers and from peers (`Hooks.exchange`).
 
 A part is stored box by box. Each box is contiguous in memory, so that large chunks of it can be copied to a peer. The
-terms of an own tile (the parts that peers have computed) are loaded box after box, and for each box term after term, a
-box of each warpgroup tile at a time. They are added in a fixed order, whatever the order in which they arrived.
+terms of an own tile (the parts that peers have computed) are loaded box after box, and for each box term after term;
+one load fetches a box for each warpgroup tile. The terms are added in a fixed order, which does not depend on the order
+in which they arrive.
 
 Two things differ between mainloops:
 
@@ -46,12 +47,12 @@ def _exchange(loop: Loop) -> Exchange:
 
 
 def box_count(buffers: Buffers) -> int:
-    """How many boxes a warpgroup tile has."""
+    """Returns how many boxes a warpgroup tile has."""
     return buffers.wg_tile.columns // buffers.out[0].shape[-1]
 
 
 def _rows(index: Index, rows: int) -> pl.Slice:
-    """A slice of the first `rows` rows of a box in global memory, which may have fewer: TMA fills the rest with zeros.
+    """Returns a slice of a box's first `rows` rows. If the box has fewer rows, TMA fills the rest with zeros.
 
     jax 0.12 refuses a slice beyond the end if its start is known. So the start is `index - index`, a traced zero.
     """
@@ -59,14 +60,14 @@ def _rows(index: Index, rows: int) -> pl.Slice:
 
 
 def term_stages(loop: Loop, buffers: Buffers, tile: Tile) -> Index:
-    """How many stages the terms of a tile take; none if they come through buffers of their own."""
+    """Returns how many stages the terms of a tile fill; 0 if terms are loaded into buffers of their own."""
     if not buffers.terms_in_stages:
         return 0
     return jnp.where(_exchange(loop).has_terms(tile), box_count(buffers) * _exchange(loop).terms, 0)
 
 
 def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The producer's work on the terms of a tile, after its k steps. The terms come through the operands' stages."""
+    """Does the producer's work on the terms of a tile, after its k steps: loads them into the operands' stages."""
     exchange, config = _exchange(loop), loop.config
     count = box_count(buffers)
     first = piece.before + piece.k_steps
@@ -99,9 +100,9 @@ def load_term(
       loop: what the CTA does.
       buffers: shared memory.
       tile: the tile to which the term is added.
-      load_index: which box of which term: box `load_index // terms` of term `load_index % terms`.
+      load_index: the number of this load. It stands for box `load_index // terms` of term `load_index % terms`.
       buffer_index: the stage (or the buffer for terms) to load the boxes into.
-      barrier: where each copy arrives.
+      barrier: the barrier at which each copy arrives.
     """
     exchange, count, boxes_smem = _exchange(loop), box_count(buffers), buffers.terms[0]
     index = quotient(load_index, exchange.terms)
@@ -122,7 +123,7 @@ def _load_flat_box(ref: GmemRef, place: Index, flat_smem: SmemRef, barrier: Barr
 
 
 def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Index, index: int) -> list[jax.Array]:
-    """The sum of the terms of box `index` of a warpgroup tile: f32 values for each block of rows."""
+    """Returns the sum of the terms of box `index` of a warpgroup tile: f32 values for each block of rows."""
     first = piece.before + piece.k_steps + index * _exchange(loop).terms
 
     def term(number: Index) -> list[jax.Array]:
@@ -136,14 +137,14 @@ def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Inde
 
 
 def term_values(buffers: Buffers, buffer_index: Index, wg_tile_index: Index) -> list[jax.Array]:
-    """The loaded box of a term of a warpgroup tile: f32 values for each block of rows."""
+    """Reads the loaded box of a term of a warpgroup tile. Returns f32 values for each block of rows."""
     terms_smem, block_rows = buffers.terms[1].at[buffer_index, wg_tile_index], buffers.wg_tile.block_rows
     blocks = range(0, buffers.wg_tile.rows, block_rows)
     return [terms_smem[pl.ds(above, block_rows)].astype(jnp.float32) for above in blocks]
 
 
 def summed(terms: int, term: Callable[[Index], list[jax.Array]]) -> list[jax.Array]:
-    """The sum of the lists `term(0)`, `term(1)` …, entry by entry, added in this order."""
+    """Returns the sum of the lists `term(0)`, `term(1)` …, entry by entry, added in this order."""
 
     def add(number: Index, sums: list[jax.Array]) -> list[jax.Array]:
         return [total + more for total, more in zip(sums, term(number), strict=True)]
@@ -174,7 +175,7 @@ def send_boxes(
     wg_tile_index: Index,
     first: int,
 ) -> None:
-    """Starts the copies of boxes of a warpgroup tile to this device's memory (`boxes`) and to that of all peers."""
+    """Starts the copies of boxes of a warpgroup tile to the memory of this device (`boxes`) and of all peers."""
     begin = wg_tile_index * box_count(buffers) + first
 
     def send(to: Boxes, *, last: bool) -> None:
@@ -205,7 +206,7 @@ def _stored(buffers: Buffers, ordinal: Index) -> BarrierRef:
 
 
 def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The forwarder's work on a tile: waits until the tile has been stored, and calls the hook that announces it."""
+    """Does the forwarder's work on a tile: waits until the tile has been stored, and calls the hook for it."""
     marks.now(Work.AWAIT_TILE, tile.step, piece.tile)
     plgpu.barrier_wait(_stored(buffers, piece.ordinal))
     marks.now(Work.FORWARD, tile.step, piece.tile)

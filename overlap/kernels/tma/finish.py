@@ -1,4 +1,4 @@
-"""What happens to a tile once its products are summed up: it is stored, sent, or shared with other CTAs or devices."""
+"""Finishes a tile once its products are summed up: stores it, sends it, or shares it with other CTAs or devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from overlap.primitives.types import GmemRef, Index
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """One compute warpgroup's sums of products of a tile, wherever the mainloop keeps them.
+    """One compute warpgroup's sums of products of a tile. Functions hide where the mainloop keeps them.
 
     Attributes:
       warpgroup: the index of the warpgroup.
@@ -32,10 +32,11 @@ class Sums:
       corner: first row and column of the warpgroup tile within the output tile.
       block: a function from a first row, a number of rows and a slice of columns of the warpgroup tile to the f32
         values there; transposed if `WarpgroupTile.transposed` says so.
-      hand_over: called with a reference to global memory as large as the warpgroup tile: stores all values there.
+      hand_over: stores all values to the reference that it is called with, which is in global memory and as large as
+        the warpgroup tile.
       load: a function from a reference to f32 values in global memory to the values, in the layout of `block`.
-      terms: a function from the index of a box to the sum of its terms (what peers have computed of it): a list of
-        values, one for each block of rows. Needed if there is an `Exchange`.
+      terms: a function from the index of a box to the sum of its terms (the parts of it that peers have computed): a
+        list of values, one for each block of rows. Needed if there is an `Exchange`.
       before_terms: called after a part has been sent directly to the peers, and before `terms`.
     """
 
@@ -75,7 +76,8 @@ def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput
 def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:
     """Finishes a tile that several CTAs share: each finishes some of its columns."""
     assert loop.partial is not None
-    # Wait until all epilogue buffers are free. The boxes of a share lie side by side, so they take the buffers in turn.
+    # Wait until all epilogue buffers are free: a share may begin with any box, so its first buffer is not always the
+    # one used longest ago. Within a share, adjacent boxes use the buffers in turn.
     wait_stores_read(0)
     (row, column), box_width = sums.corner, buffers.out[0].shape[-1]
     own_rank = rank(loop.config)

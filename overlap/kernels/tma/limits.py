@@ -1,4 +1,4 @@
-"""Limits of all mainloops that load and store by TMA: dtypes, stores, and shared memory."""
+"""Checks the limits of all mainloops that load and store by TMA: dtypes, stores, and shared memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ SWIZZLE_ROWS = 8
 TILE_N_UNIT = 64
 # Reserved for the compiler, which aligns each buffer to at most this number of bytes.
 RESERVED_BYTES = 1024
-# The mail that says which tiles have been drawn: two numbers, padded to where the next buffer can begin; its barriers.
+# The size of `staging.Mail`: two mailboxes, padded to the alignment of the next buffer; and its number of barriers, the
+# barrier `stored` included.
 MAIL_BYTES, MAIL_BARRIERS = 1024, 5
-# Transports whose data passes through shared memory in chunks, and those that exchange parts of tiles.
+# The transports whose data pass through shared memory in chunks, and the transports that exchange parts of tiles.
 IN_CHUNKS, EXCHANGING = ("pull", "push", "broadcast"), ("push", "broadcast", "one_shot")
 
 
 def rows_loaded(config: Config, m: int, transpose_lhs: bool = False, *, shared: int = 1) -> int:
-    """How many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard).
+    """Returns how many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard).
 
     Args:
       config: sizes.
@@ -35,16 +36,16 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False, *, shared: 
       transpose_lhs: whether the operand lies in memory as [k, m].
       shared: how many CTAs share the load of these rows.
     """
-    # Rows are loaded in whole swizzle atoms, equally many by each CTA that shares the load. A transposed operand is
-    # loaded in whole boxes, each of 128 bytes along m.
+    # Rows are loaded in whole swizzle atoms, and each CTA that shares the load loads the same number of rows. A
+    # transposed operand is loaded in whole boxes, each of 128 bytes along m.
     unit = config.tile_k if transpose_lhs else SWIZZLE_ROWS * shared
     return min(config.tile_m, ceil_div(m, unit) * unit)
 
 
 def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_rows: int) -> int:
-    """Shared memory of a transport in bytes, barriers included; `wg_rows`: the rows of a box that is exchanged."""
+    """Returns a transport's bytes of shared memory, with its barriers; `wg_rows`: rows of a box that is exchanged."""
     exchanges, pulls = transport in EXCHANGING, transport in IN_CHUNKS
-    # An exchange sends chunks that are boxes, or parts of a box.
+    # When devices exchange parts of a tile, a chunk is at most one box.
     largest = wg_rows * SWIZZLE_BYTES if exchanges else config.pull.chunk_bytes
     chunk_bytes = min(config.pull.chunk_bytes, largest) if pulls else 0
     if transport == "broadcast":
@@ -73,7 +74,7 @@ def check_dtypes(sizes: Sizes) -> None:
 
 
 def check_tile_k(sizes: Sizes, config: Config) -> None:
-    """Checks that the k of a stage is as wide as the swizzle, and that there are two stages. Raises ValueError."""
+    """Checks that `tile_k` elements are as wide as the swizzle, and that `stages` is at least 2. Raises ValueError."""
     dtype = jnp.dtype(sizes.dtype)
     swizzle_elements = SWIZZLE_BYTES // dtype.itemsize
     if config.tile_k != swizzle_elements:
@@ -93,8 +94,8 @@ def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
             f"columns, got {width} for tile_n={config.tile_n}"
         )
     if (wg_columns // width) % config.epilogue_buffers:
-        # Else the next tile would use a buffer again after fewer than `epilogue_buffers` stores, but the epilogue waits
-        # only for the store that was issued `epilogue_buffers` stores ago.
+        # Otherwise the next tile would use a buffer again after fewer than `epilogue_buffers` stores, although the
+        # epilogue waits only for the store that was issued `epilogue_buffers` stores ago.
         raise ValueError(
             f"`epilogue_buffers` must divide the {wg_columns // width} stores of a tile ({wg_columns} columns / "
             f"epilogue_tile_n={width}), got {config.epilogue_buffers}"
@@ -115,7 +116,7 @@ def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> Non
 
 
 def epilogue_bytes(config: Config, rows: int, out_dtype: jnp.dtype) -> int:
-    """Shared memory in bytes of the epilogue buffers of all warpgroups, which have `rows` rows together."""
+    """Returns the bytes of shared memory of the epilogue buffers of all warpgroups, which have `rows` rows together."""
     return math.prod((config.epilogue_buffers, rows, config.epilogue_tile_n, out_dtype.itemsize))
 
 

@@ -1,6 +1,7 @@
-"""The roles that go through the operands of each tile: the producer loads them, the forwarder passes them on.
+"""Implements two roles that visit the operands of each tile: the producer loads them, the forwarder passes them on.
 
-All roles walk the same pieces of tiles in the same order, and count the stages that they have used across pieces.
+All roles visit the same pieces of tiles in the same order. Each role counts the stages that it has used, from the first
+piece to the last, and so knows which stage comes next.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def for_each_piece(
 ) -> None:
     """Calls `role(loop, buffers, tile, piece, *more)` for the pieces of a CTA, or of a cluster of CTAs.
 
-    By default for all pieces; else for the piece with the ordinal `first` and every `every`-th piece after it.
+    It is called for the piece with the ordinal `first` and every `every`-th piece after it; by default for all pieces.
     """
     pieces = loop.work.pieces(cluster_index)
 
@@ -51,7 +52,7 @@ def for_each_piece(
 
 
 def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.OperandLoad, staging.OperandLoad]:
-    """How the tiles of both operands are loaded: memory of all stages, and no barriers yet."""
+    """Describes the loads of both operands' tiles, still with the memory of all stages and without barriers."""
     config, layouts = loop.config, loop.layouts
     lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
     lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
@@ -77,9 +78,9 @@ def produce(
     piece: Piece,
     load_beside: Callable[[Tile, Index, Index], None] | None = None,
 ) -> None:
-    """The producer's work on one piece.
+    """Does the producer's work on one piece: loads the operand tiles of each k step, then the terms, if any.
 
-    `load_beside(tile, k_step, stage)` starts the further copies of a k step (`BufferPlan.copies_beside`).
+    `load_beside(tile, k_step, stage)` starts the copies that a k step needs in addition (`BufferPlan.copies_beside`).
     """
     hooks, config = loop.hooks, loop.config
     if hooks.before_load is not None:
@@ -107,7 +108,8 @@ def produce(
 
         early: Index = 0
         if hooks.before_lhs is not None:
-            # At the start all stages are free. So load the right operand into them before waiting for the left one.
+            # At the start all stages are free. So start to load the right operand into them before waiting for the left
+            # operand.
             early = jnp.where(piece.before == 0, jnp.minimum(piece.k_steps, config.stages), 0)
             pl.loop(0, early)(load_rhs)
             marks.now(Work.AWAIT_ROWS, tile.step, piece.tile)
@@ -133,7 +135,7 @@ def produce(
 def wait_until_consumed(filled: Index, buffers: Buffers, config: Config) -> None:
     """Waits until both CTAs of the cluster have consumed the stages that were filled last.
 
-    A CTA must not end as long as the other one may load into its shared memory or arrive at its barriers.
+    A CTA must not end as long as the other CTA may load into its shared memory or arrive at its barriers.
 
     Args:
       filled: how many stages have been filled in all.
@@ -149,7 +151,7 @@ def wait_until_consumed(filled: Index, buffers: Buffers, config: Config) -> None
 
 
 def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-    """The forwarder's work on one piece: calls `Hooks.in_smem` for the operand tiles of each k step."""
+    """Does the forwarder's work on one piece: calls `Hooks.in_smem` for the operand tiles of each k step."""
     hooks, stages = loop.hooks, loop.config.stages
     assert hooks.in_smem is not None
     marks.now(Work.FORWARD, tile.step, piece.tile)

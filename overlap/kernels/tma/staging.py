@@ -1,20 +1,21 @@
-"""The mainloop's shared memory: how tiles lie in it, so that operands of any size can be loaded and stored exactly.
+"""Lays out the mainloop's shared memory so that operands of any size can be loaded and stored exactly.
 
-TMA clips a box at the edges of an array: a load fills the rest with zeros, a store drops the rest. But it does so only
-in dimensions of the array itself: a box over a *tiled* view of an array cannot end inside a tile. So every box here is
-one swizzle atom (128 bytes) wide, and is copied from or to the untiled array. A wider tile is several boxes side by
-side. The tensor cores (wgmma, tcgen05) read the same bytes as a tiled and swizzled buffer. So each buffer is a union of
-two views:
+TMA clips a box at the edges of an array: a load fills the rest with zeros, a store drops the rest. But TMA clips only
+in the dimensions of the array itself: if the array is viewed as *tiled*, a box cannot end inside a tile of this view.
+So every box here is one swizzle atom (128 bytes) wide, and is copied from or to the untiled array. A wider tile is
+several boxes side by side. The tensor cores (wgmma, tcgen05) read the same bytes as a tiled and swizzled buffer. So
+each buffer is a union of two views:
 
     box: swizzled rows of 128 bytes, for TMA    mma: tiled and swizzled, for tensor cores and for stores from registers
 
 An operand whose rows run along k (`[m, k]`, `[n, k]`) has one box per k step. An operand whose rows run along m or n
-has one box for every 64 elements of these, which the tensor cores read as 64 × 64 tiles. Rows must begin at multiples
-of 16 bytes; there is no other condition.
+has one box for every 128 bytes along m or n (64 elements of 16 bits), which the tensor cores read as tiles of 64 × 64.
+The only condition is that rows begin at multiples of 16 bytes.
 
 TMA takes several times as long for a row that it fills with zeros as for a row that it loads. So if a left operand has
-fewer rows than a tile, only its rows are loaded. The rest of a stage may hold anything: it affects only the same rows
-of the result, which are clipped when the result is stored. A warpgroup whose warpgroup tile has no rows does nothing.
+fewer rows than a tile, only its rows are loaded. The rest of a stage may hold any values: they affect only the same
+rows of the result, which are clipped when the result is stored. A warpgroup does nothing if its warpgroup tile has no
+rows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupTile:
-    """The shape of a warpgroup tile: what one compute warpgroup stores of an output tile (a part, or all of it).
+    """The shape of a warpgroup tile: the part of an output tile (or all of it) that one compute warpgroup stores.
 
     Attributes:
       rows: rows of the warpgroup tile.
@@ -69,18 +70,19 @@ class Buffers:
       rhs: the stages of the right operand: (box, mma, …), each [stages, ...].
       out: the epilogue buffers, (box, mma, …): [warpgroups, epilogue buffers, boxes, rows, columns].
       full: barriers at which the copies of a stage arrive.
-      consumed: barriers at which stages are given back.
-      rows: how many rows of the left operand are loaded into a stage (static, as all that follow up to `taking_turns`).
-      wg_tiles: how many warpgroup tiles of an output tile are computed, each by a warpgroup.
+      consumed: barriers at which the readers of a stage arrive to release it.
+      rows: how many rows of the left operand are loaded into a stage (this field and the following ones, up to
+        `taking_turns`, are static).
+      wg_tiles: how many warpgroup tiles of an output tile are computed, each by one warpgroup.
       wg_tile: the shape of a warpgroup tile.
-      copies: how many arrivals fill a stage.
+      copies: how many arrivals at `full` mean that a stage is filled.
       pairs: as in `BufferPlan`.
       terms_in_stages: as in `BufferPlan`.
       stored_barriers: as in `BufferPlan`.
       stages: how many stages there are.
       taking_turns: as in `BufferPlan`.
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
-      mail: says which tile has been drawn (`drawn.py`).
+      mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
     """
 
@@ -104,11 +106,11 @@ class Buffers:
 
     @property
     def terms(self) -> tuple[SmemRef, ...]:
-        """The views (box, mma) of terms, [stages, boxes, rows, columns]; and as flat boxes, if sent directly."""
+        """The views (box, mma) of terms, [stages, boxes, rows, columns]; a third, of flat boxes, if sent directly."""
         return (*self.lhs[2:], *self.rhs[2:])
 
     def full_at(self, piece: Piece, stage: Index) -> BarrierRef:
-        """The barrier `full` of a stage that is filled for a piece."""
+        """Returns the barrier `full` of a stage that is filled for a piece."""
         if self.taking_turns == 1:
             return self.full.at[stage]
         return self.full.at[remainder(piece.ordinal, self.taking_turns) * self.stages + stage]
@@ -117,12 +119,12 @@ class Buffers:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mail:
-    """Tells all roles which tile this CTA has drawn; there is a mailbox for each of two tiles.
+    """Two mailboxes, each for the number of one tile that this CTA has drawn. All roles read them.
 
     Attributes:
-      numbers: the numbers of the tiles.
-      posted: barriers: the number is there.
-      taken: barriers: all roles have finished the tile, so that its mailbox may be used again.
+      numbers: the numbers of the tiles, one for each mailbox.
+      posted: barriers, one for each mailbox: a number has been written.
+      taken: barriers, one for each mailbox: all roles have finished the tile, so that the mailbox may be used again.
     """
 
     numbers: SmemRef
@@ -136,12 +138,12 @@ SMALL_TILE_ROWS = 8
 
 
 def atom(dtype: DTypeLike) -> int:
-    """Elements in 128 bytes, the width of a box."""
+    """Returns how many elements take 128 bytes, the width of a box."""
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
 def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
-    """The shared-memory layout that tensor cores and TMA share: tiles of `rows` × 128 bytes, swizzled."""
+    """Returns the shared-memory layout that tensor cores and TMA both use: swizzled tiles of `rows` × 128 bytes."""
     return (
         plgpu.TilingTransform((rows, atom(dtype))),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(SWIZZLE_BYTES),  # pyright: ignore[reportAbstractUsage]
@@ -156,32 +158,34 @@ def _views(
 
 
 def _flat_boxes(box: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """The view of boxes as flat memory, [..., elements], whatever their layout."""
+    """Returns the view of boxes as flat memory, [..., elements], in the order of their bytes."""
     *boxes, rows, columns = box
     return plgpu.SMEM((*boxes, rows * columns), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferPlan:
-    """What a mainloop decides about its shared memory, beside what `Config` says.
+    """The choices of a mainloop for its shared memory that do not follow from `Config` alone.
 
     Attributes:
       wg_tile: the shape of a warpgroup tile.
-      wg_tiles: how many warpgroup tiles an output tile has, each computed by one warpgroup; those without rows do not
-        count.
+      wg_tiles: how many warpgroup tiles an output tile has, each computed by one warpgroup; warpgroup tiles without
+        rows do not count.
       rows: rows of the left operand that are loaded into a stage.
       rhs_columns: columns of the right operand that this CTA loads.
       lhs_tile_rows: rows of the layout tiles in which the tensor cores read the left operand.
       rhs_tile_rows: rows of the layout tiles in which the tensor cores read the right operand.
-      consumed: the type of the barriers at which stages are given back.
-      mail_readers: how many roles read the mail that says which tile has been drawn.
-      pairs: whether each CTA of a cluster loads a part of each operand, for a product that both compute together.
-      terms_in_stages: whether terms (parts of a tile from peers) come through the stages of the operands.
+      consumed: the type of the barriers at which the readers of a stage arrive to release it.
+      mail_readers: how many warpgroups and warps read the mailboxes (`Mail`).
+      pairs: whether the two CTAs of a cluster compute one product together, for which each loads a part of each
+        operand.
+      terms_in_stages: whether terms (parts of a tile from peers) are loaded into the pipeline stages of the operands.
       copies_beside: how many copies a k step has in addition to the copies of its operand tiles.
-      stored_barriers: how many tiles may have been stored before the forwarder looks at the first of them.
-      taking_turns: how many warpgroups have tiles of their own, in turn. Each waits only for the operands of its own
-        tiles, at barriers of its own. Barriers cannot be shared: whoever waits at a barrier must wait in each of its
-        phases.
+      stored_barriers: how many barriers `stored` there are: the number of tiles that may have been stored before the
+        forwarder has waited for the first of them.
+      taking_turns: how many warpgroups compute tiles of their own, in turn; 1: all warpgroups share each tile. Each
+        such warpgroup waits only for the operands of its own tiles, at barriers of its own. Two warpgroups cannot share
+        these barriers, because a warpgroup that waits at a barrier must wait in each of the barrier's phases.
     """
 
     wg_tile: WarpgroupTile
@@ -200,19 +204,19 @@ class BufferPlan:
 
 
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
-    """The views (box, mma) of boxes of results, [..., rows, columns]; and as flat boxes, if they are sent directly."""
+    """Returns the views (box, mma) of boxes of results, [..., rows, columns]; a third, flat one if sent directly."""
     views = _views(shape, shape, types.out_dtype)
     return (*views, _flat_boxes(shape, types.out_dtype)) if types.direct_sends else views
 
 
 def box_shape(plan: BufferPlan, out_dtype: DTypeLike) -> tuple[int, int, int]:
-    """How many boxes an output tile is stored as, and the rows (only those that are loaded) and columns of each."""
+    """Returns how many boxes an output tile is stored as, and the rows (at most those loaded) and columns of each."""
     width = atom(out_dtype)
     return plan.wg_tiles * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
 
 
 def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, Any]:
-    """The fields of `Buffers`, as scratch types for `pl.run_scoped`."""
+    """Returns the fields of `Buffers`, as scratch types for `pl.run_scoped`."""
     dtype, layouts, wg_tile = types.dtype, types.layouts, plan.wg_tile
     width, stages, tile_k = atom(dtype), config.stages, config.tile_k
     lhs_box, lhs_mma = _operand(config.tile_m, tile_k, width, layouts.transpose_lhs)
@@ -220,8 +224,9 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     out_width = atom(types.out_dtype)
     out_boxes = config.epilogue_tile_n // out_width
     out = (wg_tile.warpgroups, config.epilogue_buffers, out_boxes, wg_tile.rows, out_width)
-    # Terms come into the stages of the operand that has room for a box of each warpgroup tile. A stage of terms is as
-    # large as a stage of that operand.
+    # Terms (peers' parts) are loaded into the pipeline stages of one operand, whose shared memory they reuse: of `lhs`
+    # if one of its stages can hold one box per warpgroup tile, else of `rhs`. A stage of terms is as large as a stage
+    # of that operand.
     wg_tiles = config.tile_m * config.tile_n // (wg_tile.rows * wg_tile.columns)
     lhs_has_room = config.tile_m >= wg_tiles * wg_tile.rows
     in_one = config.tile_m if lhs_has_room else config.tile_n
@@ -264,19 +269,19 @@ def _mail(readers: int) -> Mail:
 
 
 def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the box view and of the mma view of one k step of an operand; `across`: its rows run across k."""
+    """Returns the shapes of the box and mma views of one k step of an operand; `across`: its rows run along m or n."""
     return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
 
 
 def copies_per_k_step(dtype: DTypeLike, layouts: OperandLayouts, plan: BufferPlan) -> int:
-    """How many boxes the operands of one k step have together."""
+    """Returns how many boxes, and so how many copies, both operands of one k step have together."""
     width = atom(dtype)
     lhs = plan.rows // width if layouts.transpose_lhs else 1
     return lhs + (1 if layouts.transpose_rhs else plan.rhs_columns // width)
 
 
 def loaded_boxes(buffers: Buffers, across: bool) -> SmemRef:
-    """The boxes of the left operand's stages, without the rows that are not loaded; `across`: its rows run across k."""
+    """Returns the boxes of `lhs` stages without the rows that are not loaded; `across`: rows of `lhs` run along m."""
     boxes = buffers.lhs[0]
     _, all_loaded, *_, width = boxes.shape
     loaded = buffers.rows // width if across else buffers.rows
@@ -285,14 +290,15 @@ def loaded_boxes(buffers: Buffers, across: bool) -> SmemRef:
 
 @dataclasses.dataclass(frozen=True)
 class OperandLoad:
-    """How one operand's tile of one k step is loaded: from where, and where to.
+    """Describes how one operand's tile of one k step is loaded: its place in the operand, and the memory of the stage.
 
     Attributes:
       box_smem: the memory of the stage, as boxes.
-      barrier: where each copy arrives.
+      barrier: the barrier at which each copy arrives.
       start: the tile's first row (of `lhs`) or column (of `rhs`).
-      across: whether the operand's rows run across k.
-      shared_by: the cluster axis along which CTAs need the same tile: each CTA loads a share of it into all of them.
+      across: whether the operand's rows, as stored in memory, run along m or n instead of along k.
+      shared_by: the cluster axis along which CTAs need the same tile. Each CTA loads a share of the tile into the
+        shared memory of all these CTAs. None: the tile is not shared.
       paired_by: the cluster axis of two CTAs that each load a part of their own, and this CTA's rank along that axis.
         The barrier of the first CTA counts the loads of both. None: each CTA's barrier counts its own loads.
     """
@@ -319,14 +325,14 @@ def load_k_step(operand_gmem: GmemRef, k_start: Index, load: OperandLoad) -> Non
 def _load_box(
     operand_gmem: GmemRef, corner: tuple[Index, Index], box_smem: SmemRef, load: OperandLoad, along: int
 ) -> None:
-    """Starts the copy of one box; `along`: the dimension of its rows (of `lhs`) or columns (of `rhs`)."""
+    """Starts the copy of one box; `along`: the dimension of the box that runs along m (of `lhs`) or n (of `rhs`)."""
     starts, sizes = list(corner), list(box_smem.shape)
     sharing: dict[str, Any] = {}
     if load.shared_by is not None:
         sharing = {"collective_axes": (load.shared_by,)}
     elif load.paired_by is not None:
-        # The copy is of a box of twice the size, of which each CTA loads the half of its rank. So the box must begin
-        # such that this CTA's half of it is the box to load.
+        # The copy names a box of twice the size, of which each CTA loads one half: the first CTA the first half, the
+        # second CTA the second. So choose the start such that this CTA's half is the box to load.
         axis, rank = load.paired_by
         starts[along] = starts[along] - rank * sizes[along]
         sizes[along] *= 2
@@ -336,7 +342,7 @@ def _load_box(
 
 
 def operand_slice(mma_smem: SmemRef, which: Index, size: int, k_columns: bool) -> SmemRef:
-    """The rows (or columns) of an operand's tile that one warpgroup multiplies.
+    """Returns the rows (or columns) of an operand's tile that one warpgroup multiplies.
 
     Args:
       mma_smem: the stage, as the tensor cores read it.

@@ -21,18 +21,18 @@ from overlap.primitives.types import BarrierRef, GmemRef, Index
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupOutput:
-    """What one warpgroup stores of an output tile: its warpgroup tile.
+    """One warpgroup's share of an output tile (its warpgroup tile), and how and where it is stored.
 
     Attributes:
       tile: the output tile.
       corner: first row and column of the warpgroup tile within the output tile.
       warpgroup: the index of the warpgroup, whose epilogue buffers are used.
       wg_tile_index: the index of the warpgroup tile within the output tile.
-      epilogue_at: as in `Hooks`.
+      epilogue_at: as in `Hooks`; None: the values are stored without an epilogue.
       terms: a function from the index of a box to the values that are added to it, for each block of rows; None:
         nothing is added.
       boxes: where the tile is stored as boxes; None: it is stored to `Hooks.out_at`.
-      terms_replace_sums: whether the terms take the place of the warpgroup's own values, instead of being added.
+      terms_replace_sums: whether the terms replace the warpgroup's own values instead of being added to them.
     """
 
     tile: Tile
@@ -53,14 +53,14 @@ def store(
     index: Index,
     block: Callable[[int, int, slice], jax.Array],
 ) -> None:
-    """Registers → epilogue buffer → global memory, for one epilogue tile: some columns of a warpgroup tile.
+    """Stores one epilogue tile (some columns of a warpgroup tile): registers → epilogue buffer → global memory.
 
     Args:
       loop: what the CTA does.
       buffers: shared memory.
       output: the warpgroup tile, and where it is stored.
       width: columns of each epilogue tile of this warpgroup tile.
-      index: the index of the epilogue tile. They are stored one after the other.
+      index: the index of the epilogue tile within the warpgroup tile.
       block: called as `block(row, rows, columns)`: the f32 values of some rows and columns of the epilogue tile,
         transposed if `WarpgroupTile.transposed` says so.
     """
@@ -74,10 +74,10 @@ def store(
     boxes = width // box_width
     # An epilogue tile is several boxes side by side, each with its place in the output.
     places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
-    # The last store from this buffer was `num_buffers` stores ago, maybe in the tile before.
+    # The last store from this buffer was `num_buffers` stores ago, possibly while the previous tile was stored.
     wait_stores_read(num_buffers - 1)
     loaded: list[BarrierRef] = []
-    # The addend is added once, to the whole sum. So a part of a peer's tile has none.
+    # The addend is added once, to the whole sum. So it is not added to a part of a peer's tile.
     addend_at = hooks.addend_at if output.boxes is None else None
     if addend_at is not None:
         # The addend is loaded into the epilogue buffer, where the result then overwrites it.
