@@ -46,7 +46,7 @@ def test_the_exchange_of_clocks_is_emulated(completion):
 def test_clocks_that_are_apart_are_found(monkeypatch):
     """Runs the whole exchange, with a different clock on each device."""
     ahead = (0, 7_000_000_000, -3_000_000)
-    clock = lambda thread: 10**12 + 100 * thread.machine.world.now + ahead[thread.device]  # noqa: E731
+    clock = lambda thread: 10**12 + 100 * thread.simulation.now + ahead[thread.device]  # noqa: E731
     monkeypatch.setattr(registers, "CLOCK", clock)
     with emulate(cores=2, completion="random", scheduler="round_robin"):
         found = clocks.offsets(mesh_of(jax.devices()[:3]))

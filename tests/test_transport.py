@@ -115,7 +115,7 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
                 if schedule.passes_on(step, m, side, n):
                     flag = schedule.flag(step + 1, element * m_shard + m * config.tile_m)
                     assert all(0 <= i < size for i, size in zip(flag, schedule.flags_shape, strict=True))
-                    raised[flag] += work.pieces_per_tile if piece.parts == 1 else 1
+                    raised[flag] += work.pieces_per_tile if piece.pieces_per_tile == 1 else 1
                     for k in range(piece.k_first, piece.k_first + piece.k_steps):
                         passed[step, element, m, k] += 1
             # A tile waits for tiles of the previous step, on another device. So the waits cannot form a cycle.

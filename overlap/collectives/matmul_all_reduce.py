@@ -64,7 +64,7 @@ class MatmulAllReduce(Summed):
     def reduced(self, product: jax.Array) -> jax.Array:
         return lax.psum(varying(product, self.group.names), self.group.axis_name)
 
-    def spread(self, cotangent: jax.Array) -> jax.Array:
+    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         # This is how jax transposes its own sum. With check_vma=True, types say where values vary: the cotangent is the
         # same on all devices, and it is that of each part. With check_vma=False, each device has a share of it.
         if axes_of(lax.axis_index(self.group.names[0])):

@@ -138,10 +138,10 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         landing = [landing_place(parts)]
         if strips is not None:
             landing.append(landing_place(result, becomes_result=True))
-        results_in = () if strips is None else ((count + 1, 0),)
+        aliased_results = () if strips is None else ((count + 1, 0),)
         inputs = *inputs[:-1], landing
         peers_read = tuple(range(count, count + len(landing)))
-        kernel = dataclasses.replace(kernel, peers_read=peers_read, results_in=results_in)
+        kernel = dataclasses.replace(kernel, peers_read=peers_read, aliased_results=aliased_results)
     body_of = lambda refs: _Body(kernel, schedule, strips, group, plan, refs, group.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of)[0].reshape(batch, *((m, n) if strips else block[1:]))
 
