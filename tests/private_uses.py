@@ -3,7 +3,7 @@
 A name of jax is private if it, or a module in its path, begins with an underscore; so is everything in `jaxlib` and
 in the undocumented modules `jax.experimental.mosaic.gpu` and `jax.experimental.pallas.ops`. Recognized uses: imports,
 attributes of what was imported, and names in strings that are passed to `private`, `replace`, `setattr`,
-`import_module` and the like. If `import_module` gets an f-string, the package that its constant beginning names is counted.
+`import_module` and the like. If `import_module` gets an f-string, the package that the string begins with is counted.
 """
 
 from __future__ import annotations
