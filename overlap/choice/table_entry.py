@@ -111,7 +111,10 @@ class Entry:
 
 
 def name_of(data: Any) -> str:
-    """Returns an entry's operation and sizes as messages show them after its index; "" if they are missing."""
+    """Returns a text with an entry's operation and sizes; "" if they are missing.
+
+    Messages put it after the entry's index in the table.
+    """
     names = [data.get(name) for name in ("op", "m", "n", "k")] if isinstance(data, dict) else []
     if not names or not all(isinstance(name, (str, int)) for name in names):
         return ""

@@ -75,7 +75,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         jax.ShapeDtypeStruct((*batch, schedule.scratch_shards, m_shard, k), lhs.dtype),
         [_peer_scales_type(scales, schedule)] if schedule.scaled else [],
     )
-    # Peers read the left operand and its scales: of rows or of blocks, both follow the right operands.
+    # Peers read the left operand (argument 0) and its scales. Row scales and block scales alike are the argument after
+    # the right operands.
     peers_read = (0, *([1 + len(widths)] if schedule.scaled else []))
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}",

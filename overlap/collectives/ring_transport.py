@@ -85,7 +85,10 @@ def _pass_on(shards: Shards, tile: Tile, k_step: Index, lhs_smem: SmemRef) -> No
 
 
 def _announce(shards: Shards, tile: Tile, pieces: Index, flags: SemaphoreRef) -> None:
-    """Tells the device before this one that all k steps of a piece have landed; the tile is cut into `pieces`."""
+    """Tells the device to which this one passes shards that all k steps of this tile's piece have landed there.
+
+    That is the device one position before. `pieces`: into how many pieces the tile is cut.
+    """
 
     @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _signal() -> None:

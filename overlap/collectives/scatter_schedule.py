@@ -96,7 +96,7 @@ class ReduceScatterSchedule:
     """Matmul, then reduce-scatter, as one flat list of output tiles: the peers' blocks first, the own one last.
 
     CTAs draw the tiles from a counter, in this order. So it does not matter which CTAs run, and when. The tile of a
-    peer's block waits for nothing (by "ring": for the same tile of the step before). An own tile waits only for tiles
+    peer's block waits for nothing (with the transport "ring": for the same tile of the previous step). An own tile waits only for tiles
     that peers compute before their own. The computed tiles of peers' blocks are sent in chunks, drawn in the same
     order.
 
@@ -105,7 +105,7 @@ class ReduceScatterSchedule:
       along: the dimension of the product along which the sum is scattered.
       order: the tiles of one block, batch elements one below the other.
       batch_size: number of batch elements.
-      boxes: the number of boxes as which a tile is stored; rows and columns of a box.
+      boxes: (number, rows, columns) of the boxes in which a tile is stored.
       chunking: how the boxes of one block, one below the other, are cut into chunks.
       uses_ring: whether sums are passed on from device to device ("ring"). Otherwise each part is sent to the owner of
         the block ("push").

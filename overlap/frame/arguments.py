@@ -102,7 +102,10 @@ def index(name: str, value: Any, values: tuple[int, ...], meaning: str) -> int:
 
 
 def axis_name(value: Any) -> Any:
-    """The name of a mesh axis, or a tuple of names. Whether the mesh has these axes is checked later."""
+    """Checks that `value` is the name of a mesh axis or a tuple of names, and returns it.
+
+    Whether the mesh has these axes is checked later.
+    """
     names = value if isinstance(value, (tuple, list)) else (value,)
     for name in names:
         if isinstance(name, (jax.Array, np.ndarray)) or not isinstance(name, Hashable) or name is None:
@@ -148,7 +151,10 @@ def result_dtype(value: Any, operands: DTypeLike) -> jnp.dtype:
 
 
 def factor(name: str, value: Any, dtype: DTypeLike) -> Any:
-    """A real number or an array of real numbers, as an array of `dtype`; of a type, the type with that dtype."""
+    """Checks that `value` is a real number or an array of them, and returns it as an array of `dtype`.
+
+    If `value` is only an array's type (`jax.ShapeDtypeStruct`), returns that type with `dtype`.
+    """
     if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
         return jnp.asarray(value, dtype)
     kind: Any = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) else bool

@@ -12,16 +12,16 @@ reference and a remote signal all use positions. On the way to a GPU a position 
 **Devices in any order.** The list that makes ranks equal to positions is 0, 1, 2, … for every mesh, however its devices
 are permuted, in one process and in one process per GPU. jax 0.11 and 0.12 list the ids of the *devices* instead, and
 refuse a mesh where the two lists differ. For an abstract mesh jax 0.11 lists nothing, and the kernel fails when it
-runs.
+runs. So this library puts 0, 1, 2, … in place of jax's list.
 
 **Several hosts.** jax makes one clique of the whole mesh, but GPUs of different hosts cannot address each other. Here
 the clique is the part of the mesh that lies on this process's own host: a smaller mesh, which Mosaic gets in place of
 the whole mesh. So each host compiles a module of its own, with a list of its own. The list is *reversed*, for this
-reason: XLA's own collectives over the same devices are declared in ascending order, together with those of all other
-hosts. XLA refuses a clique of the same devices in the same order that is declared without the other hosts. So ranks
-there run in the opposite order to positions, and the lowering converts between them.
+reason: XLA declares the cliques of its own collectives in ascending order, for all hosts together. It refuses a clique
+of the same devices in the same order that is declared for one host alone. So with several hosts ranks run in the
+opposite order to positions, and the lowering converts between them.
 
-A host is one *partition* of jax (`partition_index`). jax tells hosts apart by the boot id of the operating system,
+jax calls a host a *partition* (`partition_index`), which is not the partition of step 3. jax tells hosts apart by the boot id of the operating system,
 unless JAX_PARTITION_INDEX names the partition.
 """
 

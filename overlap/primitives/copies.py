@@ -181,18 +181,18 @@ def copy_chunks(
     """Copies chunks from global memory to shared memory to global memory, by one warp of each CTA.
 
     The source or the destination may be a peer's memory. Each warp draws the chunks that it copies from a counter, one
-    after the other. So the CTAs that run copy all chunks, and a faster CTA copies more of them. At any time all chunk
+    after the other. So all chunks are copied by whichever CTAs are running, and a faster CTA copies more of them. At any time all chunk
     buffers but the one that is being stored are being loaded.
 
     Args:
       number: the first number that this CTA has drawn from the counter, an int32 scalar.
-      numbers: the first number of the counter that is a chunk, and the first one after the chunks.
+      numbers: (begin, end): the counter's numbers that stand for chunks.
       counter: the counter.
       plan: the chunks' sizes; with `send`, anything that has the same `rows`, `cols`, `short` and `lacks`.
-      at: from a chunk's index (0 first) to its shard, in whatever terms the other functions take, and to its first row
+      at: maps a chunk's index (0 first) to its shard (any object that the other functions take), and to its first row
         and column there.
-      source: from a shard, rows and columns (slices) to the reference in global memory, here or on a peer.
-      destination: from the same arguments to the reference to which the chunk is copied.
+      source: maps a shard, rows and columns (slices) to the reference in global memory, here or on a peer.
+      destination: maps the same arguments to the reference to which the chunk is copied.
       landed: called with the result of `at` when the chunk is complete at its destination. Raise the flag here.
       slots_smem: the chunk buffers: shared memory of shape [buffers, plan.rows, plan.cols].
       loaded: one mbarrier for each chunk buffer, of one arrival.

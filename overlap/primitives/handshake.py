@@ -20,8 +20,8 @@ addresses. So a raised beacon is a key of 128 bits which says who talks to whom.
 in order, of the axes along which the kernel talks, and of which peers a device looks for (`_key`). Let device A, in
 launch L, see the key of L in the memory of its peer P, and suppose that P has raised this beacon in another launch M.
 
-- M has the same key, so the same mesh and the same axes. P belongs to one group along these axes of this mesh. So A is
-  a member of M as it is of L, and A looks for P in M, too.
+- M has the same key, so the same mesh and the same axes. P is in exactly one peer group along these axes, so M has the
+  same members as L, A among them. The key also says who looks for whom, so A looks for P in M as it does in L.
 - Devices run the programs that they share in the same order. So either both ran M before L, or both will run it after.
 - M before L: A has left M. So A had P's last message of M, which P sends after it has lowered its beacon of M.
 - M after L: P has left L. So P had A's last message of L, which A sends only after it has seen P's beacon of L.
@@ -110,7 +110,7 @@ class Handshake:
 
     @property
     def looks(self) -> int:
-        """How many peers this device looks for. As many items of the counter come before the transfers."""
+        """The number of peers that this device looks for. The counter's first `looks` numbers stand for these looks."""
         return self.group.size - 1 if self.only is None else 1
 
     @property

@@ -236,9 +236,9 @@ class Product:
 
 
 def _fold(x: jax.Array, first: int | None) -> jax.Array:
-    """`x` with the dimensions from `first` on folded into the rows.
+    """Merges the dimensions from `first` up to the rows (the last but one) into one.
 
-    A part of dimension `first` is then a block of rows.
+    A part of dimension `first` is then a block of rows. None: returns `x` as it is.
     """
     return x if first is None else x.reshape(*x.shape[:first], math.prod(x.shape[first:-1]), x.shape[-1])
 
