@@ -96,9 +96,9 @@ class ReduceScatterSchedule:
     """Matmul, then reduce-scatter, as one flat list of output tiles: the peers' blocks first, the own one last.
 
     CTAs draw the tiles from a counter, in this order. So it does not matter which CTAs run, and when. The tile of a
-    peer's block waits for nothing (with the transport "ring": for the same tile of the previous step). An own tile waits only for tiles
-    that peers compute before their own. The computed tiles of peers' blocks are sent in chunks, drawn in the same
-    order.
+    peer's block waits for nothing (with the transport "ring": for the same tile of the previous step). An own tile
+    waits only for tiles that peers compute before their own. The computed tiles of peers' blocks are sent in chunks,
+    drawn in the same order.
 
     Attributes:
       devices: number of devices in the peer group.

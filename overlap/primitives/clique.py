@@ -21,8 +21,8 @@ reason: XLA declares the cliques of its own collectives in ascending order, for 
 of the same devices in the same order that is declared for one host alone. So with several hosts ranks run in the
 opposite order to positions, and the lowering converts between them.
 
-jax calls a host a *partition* (`partition_index`), which is not the partition of step 3. jax tells hosts apart by the boot id of the operating system,
-unless JAX_PARTITION_INDEX names the partition.
+jax calls a host a *partition* (`partition_index`), which is not the partition of step 3. jax tells hosts apart by the
+boot id of the operating system, unless JAX_PARTITION_INDEX names the partition.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def copy_chunks(
     """Copies chunks from global memory to shared memory to global memory, by one warp of each CTA.
 
     The source or the destination may be a peer's memory. Each warp draws the chunks that it copies from a counter, one
-    after the other. So all chunks are copied by whichever CTAs are running, and a faster CTA copies more of them. At any time all chunk
-    buffers but the one that is being stored are being loaded.
+    after the other. So all chunks are copied by whichever CTAs are running, and a faster CTA copies more of them. At
+    any time all chunk buffers but the one that is being stored are being loaded.
 
     Args:
       number: the first number that this CTA has drawn from the counter, an int32 scalar.

@@ -61,9 +61,9 @@ class WarpgroupTile:
 class Buffers:
     """The mainloop's shared memory and its barriers.
 
-    `lhs`, `rhs` and `out` are each two views of the same memory: `box`, as TMA copies it, and `mma`, as the tensor cores
-    read it. If terms come through the stages (`terms_in_stages`), `lhs` or `rhs` has further views for them, of the
-    first boxes of each stage: one box for each warpgroup tile. Results and terms that are sent directly from shared
+    `lhs`, `rhs` and `out` are each two views of the same memory: `box`, as TMA copies it, and `mma`, as the tensor
+    cores read it. If terms come through the stages (`terms_in_stages`), `lhs` or `rhs` has further views for them, of
+    the first boxes of each stage: one box for each warpgroup tile. Results and terms that are sent directly from shared
     memory have a third view, of *flat* boxes: [..., elements].
 
     Attributes:
