@@ -11,9 +11,9 @@ The CTAs that share a tile exchange their f32 sums (`PartialSums`). Each then fi
 the sums always in the same order, so that results are deterministic. The CTAs of a tile have consecutive indices. So
 the kernel cannot deadlock if as many CTAs run at the same time as a tile has pieces.
 
-Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). It also keeps the
-last 5% of the cores busy, which equal pieces left idle. But this gains no time: a tile's sums pass through more CTAs, and tiles that
-share operands are no longer computed at the same time.
+Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). It also keeps the last 5% of
+the cores busy, which equal pieces left idle. But this gains no time: a tile's sums pass through more CTAs, and tiles
+that share operands are no longer computed at the same time.
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
 (PPoPP 2023). This module has the fixed-split hybrid of that paper.
