@@ -191,6 +191,6 @@ def smem_types(
 
 
 def wait_for_block(flag: SemaphoreRef, times: Index) -> None:
-    """Waits until the flag of a block has been raised `times` times. Then the block is here, and TMA may load from it."""
+    """Waits until the flag of a block has been raised `times` times. The block is then here, and TMA may load it."""
     semaphore_wait(flag, times)
     fence_async_proxy()
