@@ -4,7 +4,7 @@
                   are raised
     compute       this device's part of the tile, scaled and rounded → shared memory → memory here and on all peers;
                   then, for the same tile, the sum of all parts + bias, activation → the result
-    forwarder     when this device's part of a tile has landed everywhere: raises the part's flag, here and on all peers;
+    forwarder     when this device's part of a tile has landed everywhere: raises its flag, here and on all peers;
                   after the last tile, does the second handshake (`Handshake.leave`)
     communicator  does the first handshake: looks for the peers
 

@@ -96,9 +96,9 @@ class Strips:
 class ReduceScatterSchedule:
     """Matmul, then reduce-scatter, as one flat list of output tiles: the peers' blocks first, the own one last.
 
-    CTAs draw the tiles from a counter, in this order. So it does not matter which CTAs run, and when. With "push" a tile
-    of a peer's block waits for nothing; with "ring" it waits for the same tile of the step before. A tile of the own
-    block waits only for tiles that peers compute before the tiles of their own blocks. The computed tiles of peers'
+    CTAs draw the tiles from a counter, in this order. So it does not matter which CTAs run, and when. With "push", a
+    tile of a peer's block waits for nothing; with "ring", it waits for the same tile of the step before. A tile of the
+    own block waits only for tiles that peers compute before the tiles of their own blocks. The computed tiles of peers'
     blocks are sent in chunks, which communicators draw in the same order.
 
     Attributes:
