@@ -1,6 +1,6 @@
-"""The operands of a product, in the one form into which all operations bring a call.
+"""The operands of a product, in the common form into which `normalize` brings the arguments of every operation.
 
-A product computes this, without the parts that it is not given:
+The product is computed as follows. Terms and factors that a call does not give are left out:
 
     out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
 
@@ -48,8 +48,8 @@ class Operands:
       rhs_list: the right operands, [(batch,) k, n] each, or [(batch,) n, k] if transposed.
       row_scale: [(batch,) m] in f32.
       column_scales: for each right operand [n] in f32.
-      biases: for each right operand [n] in f32, added to each row; None in the place of one that has none.
-      addends: for each right operand [(batch,) m, n], added to the product; None in the place of one that has none.
+      biases: for each right operand [n] in f32, added to each row, or None if that operand has no bias.
+      addends: for each right operand [(batch,) m, n], added to the product, or None if that operand has no addend.
       scalars: the scalars that the activation captures, of any dtypes.
       lhs_block_scale: the left operand's scales of blocks, shaped as `lhs`, but with k / 32 in place of k.
       rhs_block_scales: for each right operand its scales of blocks, shaped as it, but with k / 32 in place of k. Given
@@ -221,7 +221,7 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
 
 
 def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
-    """`plan` for f32 results and without the activation. Its `config` is None if no kernel can compute that.
+    """Returns `plan` for f32 results and without the activation. Its `config` is None if no kernel can compute these.
 
     f32 results take more shared memory and registers. So where the plan's configuration does not fit any more, another
     one is chosen. Arrays may be types.

@@ -26,9 +26,9 @@ launch L, see the key of L in the memory of its peer P, and suppose that P has r
 - M before L: A has left M. So A had P's last message of M, which P sends after it has lowered its beacon of M.
 - M after L: P has left L. So P had A's last message of L, which A sends only after it has seen P's beacon of L.
 
-Either way P's beacon of M is not raised while A looks for P's beacon of L. The argument assumes nothing about where the flags
-of L and M lie, what either of them computes, or how late any device is. Nothing in memory is kept from one launch for
-the next. The emulator runs random sequences of launches on shared flags, with the key and, as a negative control,
+Either way P's beacon of M is not raised while A looks for P's beacon of L. The argument assumes nothing about where the
+flags of L and M lie, what either of them computes, or how late any device is. Nothing in memory is kept from one launch
+for the next. The emulator runs random sequences of launches on shared flags, with the key and, as a negative control,
 without the key (`tests/test_sequences.py`).
 
 Progress with whichever CTAs run

@@ -20,9 +20,9 @@ class PeerGroup:
     """The devices along one mesh axis, or along several that count as one, as seen from inside a kernel.
 
     A kernel names a peer by its *position* in the group, never by a mesh index or a device id, which equal the position
-    only if the axis is the whole mesh. `me()` and `peer(distance)` are positions; `remote_ref` and `device_id` take positions
-    and turn them into what the framework wants. In which order the mesh holds its devices, and which of them are on
-    other hosts, is the concern of `overlap/primitives/clique.py`, not of a kernel.
+    only if the axis is the whole mesh. `me()` and `peer(distance)` are positions; `remote_ref` and `device_id` take
+    positions and turn them into what Pallas needs. A kernel need not know in which order the mesh holds its devices, or
+    which devices are on other hosts: `overlap/primitives/clique.py` deals with that.
 
     Positions along several axes run row-major in the order in which `axis_name` names the axes, whatever their order in
     the mesh. `lax.axis_index` and `lax.all_gather` count, and `PartitionSpec((a, b))` places shards, in the same order.
