@@ -233,7 +233,7 @@ def _rhs_cotangent(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Arra
 
 
 def _times(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
-    """A product of the backward pass, in `dtype` or f32.
+    """Returns a product of the backward pass, in `dtype` or f32.
 
     Operands of different dtypes are converted to one that holds both.
     """

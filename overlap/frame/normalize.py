@@ -59,7 +59,7 @@ class Call:
         return sizes(self.operands, self.layouts)
 
     def restore(self, results: Results) -> Any:
-        """Returns the results in the caller's form: with all leading dimensions, in a list or tuple if `rhs` was one."""
+        """Returns the results in the caller's form: with leading dimensions, and in a `container` if there is one."""
         # If only one of several right operands has leading dimensions, only its result has them.
         outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)
         result = outs[0] if self.container is None else self.container(outs)
