@@ -156,13 +156,15 @@ class AllGather(Operation):
         self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
     ) -> Operands:
         if d_kept is not None and wanted.lhs is not None:
-            # The cotangent of the gathered operand may be typed as the same on all devices: each takes its share of it.
+            # The cotangent of the gathered operand may be typed as the same on all devices. Then each device takes its
+            # share of that cotangent.
             axes = axes_of(operands.lhs, *operands.rhs_list, cotangents.lhs)
             d_lhs = cotangents.lhs + part_of(d_kept.astype(jnp.float32), axes)
             cotangents = dataclasses.replace(cotangents, lhs=d_lhs)
 
         def as_sent(x: jax.Array | None, dtype: Any) -> jax.Array | None:
-            # Cotangents that are summed over devices travel in the dtype of the result. 8 bits would be too few.
+            # Cotangents that are summed over devices are sent in the result's dtype, unless that has 8 bits: sums of
+            # 8-bit values are too inexact.
             return None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
 
         if self.along == "m":
@@ -249,11 +251,14 @@ class AllGather(Operation):
 
 
 def folded(operands: Operands, *, keep: bool) -> Operands:
-    """Operands whose scales of rows or blocks have the leading dimensions of the left operand.
+    """Returns the operands with scales that have the leading dimensions of the left operand.
+
+    This applies to the left operand's scales, of rows or of blocks.
 
     Args:
-      operands: the operands; scales may lack the leading dimensions.
-      keep: whether to keep the leading dimensions. Otherwise they are folded into the rows.
+      operands: the operands. Their scales may lack the leading dimensions.
+      keep: whether to keep the leading dimensions. Otherwise these are folded into the rows, of the operand and of its
+        scales.
     """
     lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
     if blocks is not None:

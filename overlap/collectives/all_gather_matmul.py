@@ -86,7 +86,7 @@ class AllGatherLhs(AllGather):
         return outs, None if gathered is None else self.kept(gathered, operands.lhs)
 
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
-        """Computes the products where there is nothing to gather; leading dimensions are folded into the rows."""
+        """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
         of_rows, of_one = folded(operands, keep=False), dataclasses.replace(plan, operation=MATMUL)
         outs: list[Any] = []
         for index in range(len(of_rows.rhs_list)):
@@ -95,9 +95,9 @@ class AllGatherLhs(AllGather):
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        """The gathered left operand, typed as the same on all devices of the group, or None if it is not a result.
+        """Returns the gathered left operand, typed as the same on all devices of the group; None if it is no result.
 
-        Along other mesh axes its type varies as that of `lhs` does.
+        Along other mesh axes its type varies as the type of `lhs` does.
         """
         if not self.returns_gathered:
             return None
@@ -263,8 +263,8 @@ def all_gather_lhs_matmul(
 ) -> jax.Array | list[jax.Array] | tuple[Any, ...]:
     """Gathers `lhs` along a mesh axis and multiplies it by `rhs`, communication hidden behind computation.
 
-    Call it inside `jax.shard_map`. It equals `lax.all_gather(lhs, axis_name, axis=-2, tiled=True) @ rhs`. Several right
-    operands (Q, K and V; gate and up) share one gather and one kernel.
+    Call it inside `jax.shard_map`. The result equals `lax.all_gather(lhs, axis_name, axis=-2, tiled=True) @ rhs`.
+    Several right operands (Q, K and V; gate and up) share one gather and one kernel.
 
     Args:
       lhs: [..., m_shard, k] per shard; globally [..., D · m_shard, k], rows sharded over the D devices of `axis_name`.
@@ -326,10 +326,12 @@ def all_gather_lhs_matmul(
 
     - The cotangent of `lhs` is a `matmul_reduce_scatter` for each right operand, with the same kind of transport.
     - The cotangent of each `rhs` is an `all_gather_rhs_matmul` along k. This needs that `lhs` was not returned and
-      travels by "pull", and that leading indices, if there are several, have multiples of 64 rows per shard. It is done
-      only where it pays: for [k, n_shard] weights the result must be copied to be transposed.
+      travels by "pull", and that leading indices, if there are several, have multiples of 64 rows per shard. For
+      weights of shape [k, n_shard] the result must then be copied, to be transposed. There the fused kernel is used
+      only if the copy takes less time than the gather.
 
-    All else runs by XLA, which gathers `lhs` again for the cotangents of `rhs` if the gathered `lhs` was not returned.
+    XLA computes all other products. It gathers `lhs` again for the cotangents of `rhs` if the gathered `lhs` was not
+    returned.
 
     `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the configuration of a single
     element. (For leading dimensions in the call itself, the configuration is chosen for all of them together.) For

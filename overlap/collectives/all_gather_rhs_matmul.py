@@ -63,7 +63,8 @@ class AllGatherRhs(AllGather):
         super().check(call, config, target, mesh)
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        # A transposed `lhs` has at most one batch element, so its batch can be folded, too.
+        # Leading dimensions are folded into the rows. That is possible for a transposed `lhs` as well, because it has
+        # at most one batch element.
         rows = folded(operands, keep=False)
         if self.group.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
@@ -81,7 +82,7 @@ class AllGatherRhs(AllGather):
         return self._by_batch_element(super()._scatter, x, dimension)
 
     def _by_batch_element(self, move: Callable[[Any, int], Any], x: Any, dimension: int) -> Any:
-        """`move(x, dimension)`, where the rows of `x` are gathered or scattered for each batch element by itself."""
+        """Returns `move(x, dimension)`, with the rows of each batch element gathered or scattered separately."""
         if x is None or self.contracted_batch == 1:
             return move(x, dimension)
         # Only [k, n] operands are gathered along k, so `x` has two dimensions.
@@ -133,7 +134,7 @@ def all_gather_rhs_matmul(
     """Gathers `rhs` along a mesh axis and multiplies `lhs` by it, communication hidden behind computation.
 
     For fully sharded data parallelism: the weights are sharded over the axis, and each device has rows of its own. Call
-    it inside `jax.shard_map`. It equals
+    it inside `jax.shard_map`. The result equals
     `lhs @ lax.all_gather(rhs, axis_name, axis=gather_dimension, tiled=True)`.
 
     Args:
@@ -147,8 +148,8 @@ def all_gather_rhs_matmul(
         any order.
       gather_dimension: the sharded dimension of `rhs`, as it lies in memory: 0 (k) or 1 (n). If `rhs` has more than two
         dimensions, it counts among the last two.
-      addend: [..., m, n] or [m, n], added before the activation. Only XLA's implementation takes this keyword and those
-        down to `rhs_scale`, and `transpose_rhs`.
+      addend: [..., m, n] or [m, n], added before the activation. Only XLA's implementation takes `addend`, `bias`,
+        `activation`, `lhs_scale`, `rhs_scale` and `transpose_rhs`.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, as for `overlap.matmul`.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].

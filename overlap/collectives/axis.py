@@ -34,7 +34,7 @@ def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
 
 
 def untried(group: PeerGroup, mesh: Any = None) -> str | None:
-    """The reason not to choose a fused kernel for `group` unless the caller asks for it; None if there is none."""
+    """Returns the reason not to choose a fused kernel for `group` unless the caller asks for one; None: no reason."""
     if group.size > 1 and several_hosts(mesh):
         return (
             "the GPUs are on several hosts, where the fused kernels have not run yet: "
@@ -49,12 +49,12 @@ def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
     Args:
       group: the devices.
       target: the hardware that the kernel is for.
-      mesh: the mesh, whose devices only `explain` knows beforehand. Inside `jax.shard_map` it is None or abstract, and
-        the lowering does the check.
+      mesh: the mesh with its devices, if the caller is `explain`. Inside `jax.shard_map` the devices are not known (the
+        mesh is None or abstract). They are then checked when the kernel is lowered.
 
     Raises:
-      NotImplementedError: the GPUs cannot do so; or, in a job of several processes, there is no address space left to
-        map peers' memory.
+      NotImplementedError: the GPUs cannot address each other's memory; or, in a job of several processes, no address
+        space is left to map peers' memory.
       RuntimeError: the environment variable OVERLAP_WAIT_TIMEOUT_S is wrong.
     """
     if group.size == 1:

@@ -24,8 +24,8 @@ def backward(
 ) -> Any:
     """Runs `operation` on the cotangent `g` and an operand of the forward pass.
 
-    Fused kernel or XLA is chosen as for any other call. If the caller asked for the fused kernel in the forward pass,
-    the fused kernel is used here wherever it can serve the call.
+    The choice between the fused kernel and XLA is made as for any other call. If the caller asked for the fused kernel
+    in the forward pass, the fused kernel is used here wherever it can serve the call.
 
     Args:
       operation: the operation to run.

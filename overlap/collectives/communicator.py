@@ -1,19 +1,20 @@
-"""Implements the communicator warp, which copies chunks between this device and its peers between two handshakes.
+"""Implements the communicator warp, which copies chunks between this device and its peers.
 
-Gathers by *pull* use it to read the peers' shards, sums over devices (`scattered.py`) to send parts to peers.
+A handshake with the peers comes before the copies, and another one after them. Gathers by *pull* use the communicator
+to read the peers' shards. Sums over devices (`scattered.py`) use it to send parts to peers.
 
-    communicator   at the start: looks for the peers; copies the own shard's chunks, if all shards are joined
+    communicator   at the start: looks for the peers; copies the own shard's chunks, if tiles read these copies
                    for each transfer of scales that it draws, if rows have scales: pulls the scales
                    for each chunk that it draws, in the order in which tiles need them:
                        peer's shard → shared memory → scratch; when the chunk has landed, raises the flag of its block
                    takes leave of the peers; copies the own shard's chunks, if the gathered operand is asked for
-    producer       waits for the flag of what it loads, at GPU scope
+    producer       before it loads from scratch: waits for the flag of the rows, at GPU scope
 
-In a gather by pull no flag crosses NVLink. The only remote signals are those of the two handshakes. The first waits
-until the peers' inputs are ready; the second keeps this device's inputs alive until all peers have read them. A peer's
-data is copied once to local scratch, because reads from a peer are not cached in the local L2.
+In a gather by pull no flag crosses NVLink: only the two handshakes send signals to peers. The first handshake waits
+until the peers' inputs are ready. The second keeps this device's inputs alive until all peers have read them. A peer's
+data are copied once to local scratch, because reads from a peer are not cached in the local L2.
 
-Shape legend: chunk: `Chunking`.
+The sizes of chunks are those of a `Chunking` (`overlap/primitives/copies.py`).
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ WHY_DIRECT = "all peers of a host are one hop away behind its switch"
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The chunks to be copied. The attributes are arguments of `copy_chunks`: see there.
+    """The chunks to be copied, and functions that say from where to where. See the arguments of `copy_chunks`.
 
     Attributes:
       count: number of chunks.
-      chunking: their sizes: a `Chunking`, or `Strips`.
-      at: from a chunk's index to its shard, and its first row and column there.
-      source: from the shard, rows and columns of a chunk to the reference that it is copied from.
-      destination: from the shard, rows and columns of a chunk to the reference that it is copied to.
-      landed: called when a chunk has landed: raises the flag.
+      chunking: the sizes of the chunks: a `Chunking`, or `Strips`.
+      at: maps a chunk's index to the chunk's shard, and to its first row and column in that shard.
+      source: maps the shard, rows and columns of a chunk to the reference from which the chunk is copied.
+      destination: maps the shard, rows and columns of a chunk to the reference to which the chunk is copied.
+      landed: called when a chunk has landed, to raise its flag.
       ready: waits until a chunk may be loaded; None: all chunks may be loaded at once.
       send: starts the copies of a chunk that has been loaded, in place of one copy to `destination`.
     """
@@ -85,7 +86,7 @@ class Communicator:
       own: the chunks of the own shard; None: the own shard is not copied.
       own_first: whether tiles wait for the chunks of the own shard, so that they are copied before the peers'.
       results: chunks that come after `peers`, and their chunk buffers in the same shared memory; None: there are none.
-      scale_transfers: number of transfers of scales; they come before `peers`.
+      scale_transfers: number of transfers of scales, which come before the chunks of `peers`.
       pull_scales: carries out a transfer of scales, given its index.
       only: the distance of the one peer whose memory is read or written; None: all peers' memory is.
     """
@@ -104,7 +105,7 @@ class Communicator:
     only: int | None = None
 
     def run(self) -> None:
-        """Does all of the work. The communicator warp calls it once (`Hooks.communicate`)."""
+        """Does the whole work of a communicator warp, handshakes included. Each warp calls `run` once."""
         later = 0 if self.results is None else self.results[0].count
         transfers = self.scale_transfers + self.peers.count + later
         handshake = Handshake(self.flags[0], self.group, cta(self.config), self.name, transfers, self.only)
@@ -121,7 +122,7 @@ class Communicator:
             )
         carried += self._copy(self.peers, number, first, handshake.counter)
         if self.results is not None:
-            # Results have a counter of their own: each warp comes to them when it finds no more chunks of `peers`.
+            # Results have a counter of their own. Each warp begins to copy results when no chunk of `peers` is left.
             chunks, buffers_smem = self.results
             counter = self.flags[1].at[0]
             carried += self._copy(chunks, draw(counter, chunks.count), 0, counter, buffers_smem)
@@ -137,7 +138,10 @@ class Communicator:
     def _copy(
         self, chunks: Chunks, number: Index, first: int, counter: SemaphoreRef, buffers_smem: SmemRef | None = None
     ) -> Any:
-        """Copies the chunks that this warp draws: `number` is its first draw, and `first` the first chunk's number."""
+        """Copies the chunks that this warp draws from `counter`, and returns how many they were.
+
+        `number` is the first number that the warp has drawn, and `first` the number that stands for chunk 0.
+        """
         of_chunks, loaded = self.smem
         return copy_chunks(
             number,
@@ -156,9 +160,10 @@ class Communicator:
 
 
 def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the flags of blocks and of the handshakes, and of a counter for a second kind of chunks.
+    """Returns the shapes of the semaphores that a kernel with communicators needs.
 
-    `copies_own`: whether there is a second kind: `Communicator.own`, or `Communicator.results`.
+    These are the flags of blocks (of shape `flags`), the flags of the handshakes and, if `copies_own`, a counter for a
+    second kind of chunks (`Communicator.own` or `Communicator.results`).
     """
     return flags, HANDSHAKE_FLAGS, *([(1,)] if copies_own else [])
 
@@ -169,11 +174,12 @@ def smem_types(
     """Returns the types of the chunk buffers and of their barriers.
 
     Args:
-      config: the number of chunk buffers.
+      config: holds the number of chunk buffers.
       chunking: sizes of the chunks.
       dtype: dtype of the chunks.
       scales: type of the memory for scales, which pass through the same memory before the chunks; None: no scales.
-      results: sizes of the chunks that pass through the same memory after the others; None: there are none.
+      results: sizes of `Communicator.results`, which pass through the same memory after the other chunks; None: there
+        are no results.
     """
     count: int = config.pull.chunk_buffers
     buffers = plgpu.SMEM((count, chunking.rows, chunking.cols), dtype)
@@ -185,6 +191,6 @@ def smem_types(
 
 
 def wait_for_block(flag: SemaphoreRef, times: Index) -> None:
-    """Waits until the flag of a block has been raised `times` times: the block has landed, and TMA may load from it."""
+    """Waits until the flag of a block has been raised `times` times. The block is then here, and TMA may load it."""
     semaphore_wait(flag, times)
     fence_async_proxy()

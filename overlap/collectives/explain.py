@@ -20,7 +20,8 @@ _DECIDE = {
 }
 
 
-# Operations of modules that import this one, with their functions that decide. Those modules add themselves.
+# From operation to the function that decides, for modules that this module cannot import because they import it. Such a
+# module adds its own entry.
 EXPLAINED: dict[Callable[..., Any], Callable[..., Explanation]] = {}
 
 

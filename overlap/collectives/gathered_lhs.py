@@ -1,6 +1,6 @@
 """The kernel of `all_gather_lhs_matmul` where each shard has tiles of its own.
 
-    producer     for each output tile, own shard's first, then the peers' in the order d+1, d+2, …:
+    producer     for each output tile, first those of the own shard, then those of the peers d+1, d+2, …:
                      a peer's tile: waits for the flag of its row block; then loads from scratch
                      an own tile:   loads from lhs
     transport    brings the peers' shards into scratch and raises flags; "pull" also brings the scales of their rows or
@@ -75,8 +75,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         jax.ShapeDtypeStruct((*batch, schedule.scratch_shards, m_shard, k), lhs.dtype),
         [_peer_scales_type(scales, schedule)] if schedule.scaled else [],
     )
-    # Peers read the left operand (argument 0) and its scales. Row scales and block scales alike are the argument after
-    # the right operands.
+    # The indices of the inputs that peers read: the left operand (0) and, if its scales travel, these scales. In the
+    # list of inputs the scales, of rows or of blocks, follow the right operands.
     peers_read = (0, *([1 + len(widths)] if schedule.scaled else []))
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}",
@@ -96,7 +96,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
 
 
 def _packed(operands: Operands, plan: LaunchPlan) -> Any:
-    """The scales of blocks in the order in which tiles load them; () if there are none.
+    """Returns the scales of blocks in the order in which tiles load them; () if there are none.
 
     Returns:
       [tiles, k steps, words] for all rows of the left operand; a list of the same for each right operand.
@@ -110,7 +110,7 @@ def _packed(operands: Operands, plan: LaunchPlan) -> Any:
 
 
 def _peer_scales_type(scales: jax.Array, schedule: AllGatherSchedule) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the memory for the peers' scales, given this device's."""
+    """Returns shape and dtype of the memory for the peers' scales. `scales` are the scales of this device."""
     peers, (first, *rest) = schedule.devices - 1, scales.shape
     shape = (peers * first, *rest) if schedule.scale_k_steps else (peers, *scales.shape)
     return jax.ShapeDtypeStruct(shape, scales.dtype)
@@ -119,9 +119,11 @@ def _peer_scales_type(scales: jax.Array, schedule: AllGatherSchedule) -> jax.Sha
 def _padded_row_scale(
     row_scale: jax.Array | None, schedule: AllGatherSchedule, plan: LaunchPlan, group: PeerGroup
 ) -> jax.Array | None:
-    """The scales of rows, each batch element padded to whole tiles.
+    """Returns the scales of rows, padded so that the rows of each batch element fill whole tiles.
 
-    If the scales travel with the rows: this device's, [1, n]. Else a vector of those of all shards, gathered by XLA.
+    Returns:
+      [1, entries], the scales of this device's shard, if the transport brings the scales with the rows. Otherwise
+      [entries], the scales of all shards, gathered by XLA. None if there are no scales of rows.
     """
     if row_scale is None:
         return None
@@ -159,7 +161,7 @@ class _Body:
         operation: str,
         refs: Refs,
     ) -> _Body:
-        """The body of one device, from the references that the launch made."""
+        """Makes the body of one device from the references that the launch has made."""
         (lhs_gmem, _, vectors, blocks), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
         scales = (blocks[0] if blocks else vectors.row_scale, *scales_gmem) if scales_gmem else None
         shards = Shards(
@@ -195,7 +197,8 @@ class _Body:
         (*_, (_, rhs_gmem)), schedule = self.refs.inputs, self.shards.schedule
         assert self.shards.scales is not None
         own, of_peers = self.shards.scales
-        # The second tile of a cluster may lie wholly below the last row. No scales arrive there, so it loads own ones.
+        # The second tile of a cluster may lie wholly below the last row. No scales arrive for such a tile. So it loads
+        # scales of the own shard, which are there and are not used.
         is_own = jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks)
         lhs_tile = tile.batch * schedule.row_blocks + tile.m + jnp.where(is_own, 0, (tile.step - 1) * own.shape[0])
         lhs = OneOf((own, of_peers), jnp.where(is_own, 0, 1))
@@ -208,8 +211,9 @@ class _Body:
         return OneOf([self.shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
 
     def _epilogue_at(self, tile: Tile) -> Epilogue:
-        # Both vectors are padded as the tiles are: for each batch element and for each right operand.
-        # Scales that the transport brings lie in the order of the steps; scales that XLA gathers, in that of devices.
+        # Scales of rows are padded to whole tiles for each batch element, scales of columns for each right operand.
+        # Scales that the transport brings lie in the order of the steps, scales that XLA gathers in the order of the
+        # devices.
         (_, _, vectors, _), schedule, config = self.refs.inputs, self.shards.schedule, self.kernel.config
         mainloop, scales = self.kernel.mainloop, self.shards.scales
         shard = 0 if scales else schedule.shard(self.me, tile.step)
@@ -223,9 +227,9 @@ class _Body:
 
             if scales is None:
                 return broadcast(vectors.row_scale)
-            # The scales of a peer's rows have landed if the rows have, and the producer has waited for the rows. The
-            # second tile of a cluster may lie wholly below the last row: no scales arrive there, and it reads own ones,
-            # which are not used.
+            # The producer has waited for the flag of the peer's rows, which also stands for their scales: so the scales
+            # have landed. The second tile of a cluster may lie wholly below the last row. No scales arrive for such a
+            # tile. So it reads scales of the own shard, which are there and are not used.
             own, of_peers = scales
             return lax.cond(
                 jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks),

@@ -2,10 +2,10 @@
 
     producer       for each output tile, for each k step:
                        if this is the first k step of a block of rows of a peer's shard: waits for the block's flag
-                       loads from scratch, or of the own shard from rhs
-                   along n: tiles of the own shard's columns first, then the peers' in the order d+1, d+2, …
-                   along k: every tile needs all shards: it begins with the own one, then d+1, d+2, …
-    communicator   as in `communicator.py`
+                       loads a peer's rows from scratch, and the own shard's rows from rhs
+                   gathered along n: tiles of the own shard's columns first, then those of the peers d+1, d+2, …
+                   gathered along k: every tile needs all shards, first the own shard, then those of d+1, d+2, …
+    communicator   copies the peers' shards to scratch, as in `communicator.py`
 
 The producer waits inside the k loop, so that a tile begins as soon as the first rows of its columns have landed.
 
@@ -44,7 +44,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, c
       plan: the configuration and the layouts.
       group: the devices.
       along: the dimension along which the shards are gathered: "n" or "k".
-      contracted_batch: see `AllGatherRhs`.
+      contracted_batch: number of batch elements that are contracted as well (`AllGatherRhs`).
 
     Returns:
       [m, n].
@@ -115,7 +115,10 @@ class _Body:
         )
 
     def _lhs_of_k_step(self, tile: Tile, k_step: Index) -> tuple[GmemRef, Index]:
-        """Where a k step of the left operand lies: its reference, and its first k there; waits for the right one's."""
+        """Returns where a k step of the left operand lies: a reference, and the index of its first k in that reference.
+
+        Before that, waits until the rows of the right operand for the same k step have landed.
+        """
         (lhs_gmem, _), schedule = self.refs.inputs, self.schedule
         self._wait_for_block(self.refs.flags[0], tile, k_step)
         if schedule.along == "n":
@@ -136,7 +139,10 @@ class _Body:
         return ByKStep(of_k_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
 
     def _rhs_of(self, step: Any) -> OneOf:
-        """The shard of `step`, an int32 scalar: this device's own, or a peer's in scratch."""
+        """Returns the shard of `step`: this device's own in step 0, else a peer's in scratch.
+
+        `step` is an int32 scalar.
+        """
         (_, rhs_gmem), (_, scratch_gmem) = self.refs.inputs, self.refs.outputs
         return OneOf((rhs_gmem, scratch_gmem.at[jnp.maximum(step - 1, 0)]), (step > 0).astype(jnp.int32))
 
@@ -145,7 +151,10 @@ class _Body:
         return out_gmem if self.schedule.along == "k" else out_gmem.at[:, self.schedule.shard(self.me, tile.step)]
 
     def _wait_for_block(self, flags: SemaphoreRef, tile: Tile, k_step: Index) -> None:
-        """Waits if `k_step` is the first one of a block of a peer's shard, or of this CTA's piece of the tile."""
+        """Waits until the rows of a k step have landed, if these are rows of a peer.
+
+        It waits only at the first k step of each block, and at the first one of this CTA's piece of the tile.
+        """
         schedule = self.schedule
         step, row = schedule.rows_of_k_step(tile.step, k_step)
         column, last_column = schedule.columns_of(tile.n)
@@ -153,7 +162,7 @@ class _Body:
         def wait(column: Index) -> None:
             communicator.wait_for_block(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
 
-        # The second tile of a cluster may lie wholly beyond the last column; it then waits for nothing.
+        # The second tile of a cluster may lie wholly beyond the last column. It then waits for nothing.
         needed = jnp.logical_and(step > 0, column < schedule.chunking.shard_cols)
 
         @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k_step), k_step == tile.k_first)))

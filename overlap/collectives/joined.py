@@ -1,19 +1,20 @@
 """The kernel of `all_gather_lhs_matmul` for few rows per shard: the rows of all shards as one product.
 
-With tiles of its own for each shard, 16 rows of each of 4 shards would give 4 tiles of 64 rows, and each of these
-passes all weights through shared memory. Here the shards are copied into one matrix, which has the tiles of a plain
+If each shard had its own tiles, 16 rows of each of 4 shards would give 4 tiles of 64 rows, and each of these tiles
+would load all weights into shared memory. Here the shards are copied into one matrix, which has the tiles of a plain
 matmul:
 
     producer       first of all: loads the right operand's tiles of as many k steps as there are stages
-                   for each output tile: waits for the flag of its rows, whichever shards they belong to; loads
-    communicator   as in `communicator.py`: the chunks of the own shard come first, while the peers begin
-    compute        the mainloop; its few tiles are narrow or cut along k (`Config.stream_k`)
+                   for each output tile: waits for the flag of the tile's rows, whichever shards they belong to; loads
+    communicator   as in `communicator.py`: copies the chunks of the own shard first, while the peers begin
+    compute        runs the mainloop; the few tiles are narrow or cut along k (`Config.stream_k`)
 
 Such a product takes as long as loading its weights takes. The weights need not wait for the gather: while the rows
 travel, 132 CTAs load up to 25 MB of weights.
 
-This kernel is not used with the transport "ring", which passes on tiles that have rows of one shard only. It is not
-used either where `Config.joined` is not set, as for many rows, where no tile may wait for the last shard.
+This kernel is not used with the transport "ring", which passes on tiles that have rows of one shard only. Nor is it
+used where `Config.joined` is not set. That is so for many rows, where a tile should not wait for shards that arrive
+late.
 
 Batch elements are folded into the rows of a shard, and XLA transposes the result.
 
@@ -184,8 +185,8 @@ class _Body:
         mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
 
         def row_scales(rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
-            # The scales have landed if the rows have. Below the last row nothing is stored, so the scales of the last
-            # rows serve there.
+            # The scales have landed if the rows have. Results below the last row are not stored, so any scales will do
+            # there: read those of the last rows.
             start = smaller(rows.start, schedule.read_rows - rows.size)
             return mainloop.broadcast_vector(scales_gmem[0], pl.ds(start, rows.size), shape, 1 if swapped else 0)
 
@@ -208,13 +209,16 @@ def _pull_scales(
     group: PeerGroup,
     schedule: JoinedSchedule,
 ) -> None:
-    """Carries out transfer `index` of scales, by loads and stores: the copy engine needs aligned addresses."""
+    """Carries out transfer `index` of scales: copies the scales of some rows of a shard to scratch.
+
+    Plain loads and stores do this, since the copy engine needs aligned addresses.
+    """
     step, row = schedule.scale_transfer(index)
     of_peer, first = group.remote_ref(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
     if schedule.read_rows > schedule.rows:
-        # While the loads are under way: fill in the scales below the last row. Epilogues read them with the last ones,
-        # for rows that are not stored.
+        # While the loads are under way, set the scales past the last row to zero. The epilogue of the last tile reads
+        # them too, for rows that are not stored.
         @pl.when(first + schedule.scale_rows == schedule.rows)
         def _fill() -> None:
             @pl.loop(schedule.rows, schedule.read_rows)

@@ -1,8 +1,8 @@
 """The schedule of a gathered left operand whose shards are joined: all gathered rows are computed as one product.
 
-All functions are pure integer functions. `me` and `step` are those of `overlap.collectives.schedule`: step 0 is a
-device's own shard, step s that of the device s positions ahead. A *row* is a row of the gathered matrix, unless it is
-said to be a row of a shard.
+All functions are pure integer functions. `me` is a device's position in its peer group. `step` counts the shards in
+the order in which a device uses them: step 0 is its own shard, step s the shard of the device s positions ahead. A
+*row* is a row of the gathered matrix, unless it is said to be a row of a shard.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class JoinedSchedule:
 
     Attributes:
       devices: number of devices in the peer group.
-      product: the tiles, as those of one device that holds all rows.
+      product: the tiles: the schedule of a single device that holds all rows.
       chunking: how one shard is cut into chunks.
       scale_rows: number of rows whose scales one transfer brings; 0 if rows have no scales.
     """
@@ -53,7 +53,7 @@ class JoinedSchedule:
         *,
         scaled: bool = False,
     ) -> JoinedSchedule:
-        """The schedule of a problem.
+        """Makes the schedule of a problem.
 
         Args:
           devices: number of devices in the peer group.
@@ -64,7 +64,8 @@ class JoinedSchedule:
           scaled: whether rows have scales.
         """
         m_shard, k = lhs_shard
-        # A tile may begin anywhere in a shard. Ranges of a common divisor of both sizes lie in one tile each.
+        # A tile may begin anywhere in a shard. If both sizes are cut into ranges of a common divisor, each range lies
+        # within one tile.
         within_a_tile = math.gcd(config.tile_m, m_shard)
         return JoinedSchedule(
             devices,
@@ -86,12 +87,12 @@ class JoinedSchedule:
         return self.devices * self.chunking.chunks
 
     def chunk(self, index: Index) -> tuple[Index, Index, Index]:
-        """The step whose shard chunk `index` belongs to, and the chunk's first row and column in that shard."""
+        """Returns the step whose shard chunk `index` belongs to, and the chunk's first row and column in that shard."""
         before = quotient(index, self.chunking.chunks)
         return remainder(before + 1, self.devices), *self.chunking.origin(index - before * self.chunking.chunks)
 
     def row(self, me: Index, step: Index, row: Index) -> Index:
-        """The row of the gathered matrix that is row `row` of the shard of `step`."""
+        """Returns the row of the gathered matrix in which row `row` of the shard of `step` lies."""
         return remainder(me + step, self.devices) * self.chunking.shard_rows + row
 
     # --- Scales ---
@@ -102,7 +103,7 @@ class JoinedSchedule:
         return self.rows // self.scale_rows if self.scale_rows else 0
 
     def scale_transfer(self, index: Index) -> tuple[Index, Index]:
-        """The step whose shard transfer `index` of scales serves, and its first row in that shard."""
+        """Returns the step whose shard transfer `index` of scales serves, and the first row of it in that shard."""
         per_shard = self.chunking.shard_rows // self.scale_rows
         before = quotient(index, per_shard)
         return before, (index - before * per_shard) * self.scale_rows
@@ -110,7 +111,8 @@ class JoinedSchedule:
     @property
     def read_rows(self) -> int:
         """Number of scales that epilogues read. They read whole blocks of rows, also at the end of the matrix."""
-        # The last block of a tile of any number of rows (`Config.swap_operands`) may begin at any row.
+        # With `Config.swap_operands` a tile may have any number of rows, so its last block may begin at any row. Then
+        # round up to `block_rows` instead of `BLOCK_ROWS`.
         unit = BLOCK_ROWS if self.block_rows % LEAST_BLOCK_ROWS == 0 else self.block_rows
         return ceil_div(self.rows, unit) * unit
 
@@ -136,7 +138,7 @@ class JoinedSchedule:
         return quotient(row, self.block_rows)
 
     def flag_target(self, flag: Index) -> Index:
-        """How often a flag is raised: once for each chunk, and once for each transfer of scales."""
+        """Returns how often a flag is raised: once for each chunk, and once for each transfer of scales."""
         (flags,) = self.flags_shape
 
         def times(rows: int) -> int:

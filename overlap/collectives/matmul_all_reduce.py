@@ -1,8 +1,8 @@
 """Matmul and all-reduce as one kernel: the second half of a tensor-parallel layer whose result all devices need.
 
-Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all devices are summed, and each device has the
-whole sum. For few rows every device sums up all of it (`one_shot.py`). Otherwise the kernel is that of
-`matmul_reduce_scatter` (`scattered.py`), and each device sends the block that it has summed up to all others.
+Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all devices are summed, and each device gets
+the whole sum. For few rows every device computes the whole sum (`one_shot.py`). Otherwise the kernel of
+`matmul_reduce_scatter` is used (`scattered.py`): each device sums one block, and sends it to all others.
 
 Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. Unless there are few rows, the sum can
 be cut into a block of rows or columns for each device. The devices can address each other
@@ -36,7 +36,7 @@ NAME = "matmul_all_reduce"
 
 @dataclasses.dataclass(frozen=True)
 class MatmulAllReduce(Summed):
-    """A product whose sum over devices every device has. See `Summed`."""
+    """The operation `matmul_all_reduce`: a product, summed over devices; all get the whole sum. See `Summed`."""
 
     name = NAME
     replicates = True
@@ -65,8 +65,9 @@ class MatmulAllReduce(Summed):
         return lax.psum(varying(product, self.group.names), self.group.axis_name)
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        # This is how jax transposes its own sum. With check_vma=True, types say where values vary: the cotangent is the
-        # same on all devices, and it is that of each part. With check_vma=False, each device has a share of it.
+        # As in jax's own transpose of `psum`. With check_vma=True, types say where values vary: the cotangent of the
+        # sum is the same on all devices, and is the cotangent of each part. With check_vma=False, each device has a
+        # share of the cotangent, and the shares must be summed.
         if axes_of(lax.axis_index(self.group.names[0])):
             return varying(cotangent, self.group.names)
         return lax.psum(cotangent, self.group.axis_name)
@@ -102,10 +103,10 @@ def matmul_all_reduce(
     """Multiplies `lhs` by `rhs` and sums over a mesh axis, communication hidden behind computation.
 
     All devices get the sum. For layers whose contraction is sharded and whose result every device needs (Megatron's
-    row-parallel layer without sequence parallelism, decoding). Call it inside `jax.shard_map`. It equals
-    `lax.psum(lhs @ rhs, axis_name)`. Where there are few rows, each device sends its part of the result to all others
-    and sums up the whole result (`Config.one_shot`). Otherwise each device sums up a block, of rows or of columns, and
-    sends that to all others.
+    row-parallel layer without sequence parallelism, decoding). Call it inside `jax.shard_map`. The result equals
+    `lax.psum(lhs @ rhs, axis_name)`. For few rows, each device sends its part of the result to all others and computes
+    the whole sum (`Config.one_shot`). Otherwise each device sums a block, of rows or of columns, and sends that block
+    to all others.
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of

@@ -93,9 +93,9 @@ def matmul_reduce_scatter(
     """Multiplies `lhs` by `rhs`, sums over a mesh axis and keeps a block, communication hidden behind computation.
 
     For layers whose contraction is sharded (the output projection of attention, the second matrix of an MLP). Call it
-    inside `jax.shard_map`. It equals
-    `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension, tiled=True)`. Each device computes its
-    parts of the others' blocks first. They travel while it computes the next ones.
+    inside `jax.shard_map`. The result equals
+    `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension, tiled=True)`. Each device first
+    computes its parts of the other devices' blocks. Each part travels while the device computes the next one.
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
@@ -148,8 +148,8 @@ def matmul_reduce_scatter(
 
     Differentiable to any order, in forward and reverse mode. With rows scattered, no scales, and a result of the
     operands' dtype, the cotangent of `lhs` is an `all_gather_lhs_matmul` with the same kind of transport; fused or XLA
-    is chosen as in any other call. The cotangent that it gathers is used for the cotangent of `rhs` as well. All else
-    runs by XLA.
+    is chosen as in any other call. The gathered cotangent of the result is used for the cotangent of `rhs` as well. XLA
+    computes everything else in the backward pass.
 
     `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension. For `vmap` over a bias or arrays that an
     activation captures, the kernel computes the sum and XLA the rest. For `vmap` over anything else XLA runs, or

@@ -1,17 +1,17 @@
 """The kernel of `matmul_all_reduce` for few rows: each device sends its part of every tile to all others, once.
 
-    producer      for each tile that it draws: loads the operands; then the parts of all devices, once their flags are
-                  raised
+    producer      for each tile that it draws: loads the operands; then loads the parts of all devices, once their flags
+                  are raised
     compute       this device's part of the tile, scaled and rounded → shared memory → memory here and on all peers;
                   then, for the same tile, the sum of all parts + bias, activation → the result
-    forwarder     when this device's part has landed everywhere: raises the flags of the tile, here and on all peers;
-                  after the last tile, takes leave of the peers
-    communicator  looks for the peers
+    forwarder     when this device's part of a tile has landed everywhere: raises its flag, here and on all peers;
+                  after the last tile, does the second handshake (`Handshake.leave`)
+    communicator  does the first handshake: looks for the peers
 
 With few rows, latency counts and not the number of bytes. So the compute warpgroups store to the peers' memory
-directly, and each device adds up the whole result instead of a block that it would have to send on. All devices add the
-parts in the same order, that of the devices, and round every part in the same way, the own one as well. So all devices
-get the same bits.
+directly, and each device computes the whole sum, instead of a block that it would have to send on. All devices add the
+parts in the order of the devices' positions, and round every part in the same way, their own one as well. So all
+devices get the same bits.
 
 Why this is correct (`overlap/primitives` has the rest of the argument):
 - A compute warpgroup sends only when all peers have begun.
@@ -20,8 +20,8 @@ Why this is correct (`overlap/primitives` has the rest of the argument):
 - No CTA waits for a CTA that may not have started. Of the tiles that are not finished on all devices, consider the
   first: on each device a running CTA has drawn it, or will draw it next, and none of these CTAs waits for anything
   before it has sent its part.
-- Everything that peers write to this device is waited for by its own tiles. The handshake at the end guards the beacon
-  and the words around it.
+- This device's tiles wait for everything that peers write to its memory, but for the words of the handshakes. The
+  second handshake ensures that these words are written before the device leaves.
 
 Shape legend: D: number of devices; m, k, n: sizes of one device's product.
 """
@@ -73,7 +73,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
         config,
         types,
         StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
-        # A flag for each part that has landed: of each device, of each tile.
+        # Flags of parts that have landed here, one for each device and tile; flags of the handshakes.
         ((group.size, schedule.tiles), HANDSHAKE_FLAGS),
         draws=True,
         transport="one_shot",
@@ -95,12 +95,12 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
 
 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int) -> int:
-    """Bytes of scratch memory of one device, for its own parts and for those that it receives."""
+    """Returns the bytes of scratch memory of one device, for its own parts and for the parts that it receives."""
     return (devices + 1) * math.prod(_schedule(operands, plan)[2]) * jnp.dtype(plan.out_dtype).itemsize
 
 
 def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int]]:
-    """The schedule, what the mainloop must know of the operands, and the shape of all parts of one device.
+    """Returns the schedule, what the mainloop must know of the operands, and the shape of all parts of one device.
 
     The shape is [boxes of all tiles, elements of a box]. Arrays may be `jax.ShapeDtypeStruct`s.
     """
@@ -179,18 +179,21 @@ class _Body:
         return self._index_of(tile) * self.schedule.boxes[0]
 
     def _at_peer(self, tile: Tile, distance: Index) -> Boxes:
-        """Where this device's part of a tile lies at the peer `distance` positions ahead."""
+        """Returns where this device's part of a tile lies in the memory of the peer `distance` positions ahead."""
         there = self.group.remote_ref(self._landing, self.group.peer(distance))
         return Boxes(there.at[self.me], self._first_box(tile))
 
     def _term_at(self, tile: Tile, position: Any) -> Boxes:
-        """Where the part of a tile lies that the device at `position` has computed."""
+        """Returns where in this device's memory the part of a tile lies that the device at `position` has computed."""
         _, parts_gmem, *_ = self.refs.outputs
         part = OneOf([self._landing.at[position], parts_gmem], jnp.where(position == self.me, 1, 0))
         return Boxes(part, self._first_box(tile))
 
     def _epilogue_at(self, tile: Tile, *, of_part: bool) -> Epilogue:
-        """Of this device's part, the scales; of the sum, what follows: bias and activation."""
+        """Returns the epilogue of this device's part (its scales) or, unless `of_part`, that of the sum.
+
+        The epilogue of the sum adds the bias and applies the activation.
+        """
         _, _, vectors, *_ = self.refs.inputs
         if not of_part:
             rest = dataclasses.replace(vectors, row_scale=None, column_scale=None)
@@ -200,11 +203,12 @@ class _Body:
         return epilogue.epilogue(scales, None, self.kernel.mainloop)
 
     def _look_for_peers(self) -> None:
-        # The communicator copies nothing, so numbers that it draws after the looks do not matter.
+        # After it has looked for the peers, the communicator would draw numbers of chunks. Here there is nothing to
+        # copy, so these numbers are not used.
         self._handshake.begin()
 
     def _announce(self, tile: Tile) -> None:
-        """Tells all devices that this device's part of a tile has landed there."""
+        """Raises the flag of this device's part of a tile on all devices: the part has landed there."""
         flag, group, handshake = self.refs.flags[0].at[self.me, self._index_of(tile)], self.group, self._handshake
         pl.loop(1, group.size)(lambda distance: semaphore_signal_peer(flag, group, group.peer(distance)))
         semaphore_signal(flag)
@@ -223,5 +227,5 @@ class _Body:
 
 
 def _of_batch(ref: GmemRef, tile: Tile) -> GmemRef:
-    """The tile's batch element of an operand, which may have one for all."""
+    """Returns the tile's batch element of an operand; if the operand has a single one for all tiles, that one."""
     return ref.at[tile.batch if ref.shape[0] > 1 else 0]

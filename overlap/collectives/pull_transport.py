@@ -1,6 +1,6 @@
-"""The transport *pull* of the gathered left operand, where each shard has tiles of its own.
+"""The transport *pull* of the gathered left operand, for the kernel in which each shard has tiles of its own.
 
-Every device reads each peer's shard itself: its communicators copy the chunks to scratch memory (`communicator.py`).
+Every device reads each peer's shard: its communicators copy the chunks to its scratch memory (`communicator.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from overlap.primitives.types import BarrierRef, GmemRef, Index, SemaphoreRef, S
 
 
 def _pull_scales(shards: Shards, flags: SemaphoreRef, scales_smem: SmemRef, loaded: BarrierRef, index: Index) -> None:
-    """Carries out transfer `index` of scales of rows: those of one row block of a peer."""
+    """Carries out transfer `index` of scales of rows: copies the scales of one row block of a peer to scratch."""
     assert shards.scales is not None
     (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
     step, batch, block = schedule.scale_transfer(index)
@@ -43,7 +43,10 @@ def _pull_scales(shards: Shards, flags: SemaphoreRef, scales_smem: SmemRef, load
 def _pull_block_scales(
     shards: Shards, flags: SemaphoreRef, scales_smem: SmemRef, loaded: BarrierRef, index: Index
 ) -> None:
-    """Carries out transfer `index` of scales of blocks: those of one row block of a peer, a few k steps at a time."""
+    """Carries out transfer `index` of scales of blocks: copies the scales of one row block of a peer to scratch.
+
+    It copies the scales of a few k steps at a time.
+    """
     assert shards.scales is not None
     (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
     step, batch, block = schedule.scale_transfer(index)
@@ -64,7 +67,7 @@ def _pull_block_scales(
 
 
 def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
-    """The type of the shared memory through which scales are pulled; None if none are pulled."""
+    """Returns the type of the shared memory through which scales are pulled; None if no scales are pulled."""
     if not schedule.scaled:
         return None
     if not schedule.scale_k_steps:
@@ -75,7 +78,7 @@ def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Where chunks come from and go to. What `Chunks` calls a shard is a pair of a step and a batch element here."""
+    """Says from where to where chunks are copied. For `Chunks`, a shard here is a pair (step, batch element)."""
 
     shards: Shards
     flags: SemaphoreRef
@@ -87,7 +90,7 @@ class _Places:
         return Chunks(schedule.pulled_chunks, schedule.chunking, at, self._at_peer, self._destination, self._landed)
 
     def own(self) -> Chunks:
-        """The own shard's chunks. No tile of this kernel reads their copies: they come last, and raise no flags."""
+        """Returns the own shard's chunks, which are copied last and raise no flags: no tile reads these copies."""
         shards, schedule = self.shards, self.shards.schedule
         at = lambda index: self._within(0, *schedule.origin(index))  # noqa: E731
         here = lambda shard, *place: shards.within(shards.lhs_gmem, shard[1], *place)  # noqa: E731
@@ -111,7 +114,7 @@ class _Places:
 
 
 class PullTransport:
-    """The transport "pull"; attributes and methods are those of `transport.Transport`."""
+    """The transport "pull". See `transport.Transport` for the attributes and methods."""
 
     why = communicator.WHY_DIRECT
     forwards = False

@@ -21,6 +21,8 @@ class ReduceScatter(Summed):
 
     Attributes:
       dimension: the dimension of the product along which the sum is scattered.
+      transport: how the parts travel in the fused kernel.
+      transport_reason: why the transport is used; empty if there is no choice.
     """
 
     dimension: Literal["m", "n"]

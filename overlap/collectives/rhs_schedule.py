@@ -2,9 +2,10 @@
 
 All functions are pure integer functions. Kernels call them with traced scalars, tests with Python ints.
 
-The shards are gathered along n or along k. Along n, they lie side by side: each gives some columns of the result, over
-all of k. Along k, they lie one below the other: each gives a part of every sum. `me` and `step` are those of
-`overlap.collectives.schedule`: step 0 is a device's own shard, step s that of the device s positions ahead.
+The shards are gathered along n or along k. Along n, the shards lie side by side: each gives some columns of the result,
+over all of k. Along k, the shards lie one below the other: each gives a part of every sum. `me` is a device's position
+in its peer group. `step` counts the shards in the order in which a device uses them: step 0 is its own shard, step s
+the shard of the device s positions ahead.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class GatherRhsSchedule:
     def of(
         devices: int, along: Literal["n", "k"], m: int, shard: tuple[int, int], itemsize: int, config: Config
     ) -> GatherRhsSchedule:
-        """The schedule of a problem.
+        """Makes the schedule of a problem.
 
         Args:
           devices: number of devices in the peer group.
@@ -76,10 +77,11 @@ class GatherRhsSchedule:
         return self.order.tiles * (self.devices if self.along == "n" else 1)
 
     def tile(self, index: Index) -> tuple[Index, Index, Index]:
-        """Where tile `index` of the list lies.
+        """Returns where tile `index` of the list lies.
 
         Returns:
-          The step whose shard gives its columns (along k: 0); its tile row; its tile column within that shard.
+          The step whose shard gives the tile's columns (0 if gathered along k); the tile row; the tile column within
+          that shard.
         """
         if self.along == "k":
             return 0 * index, *self.order(index)
@@ -87,7 +89,7 @@ class GatherRhsSchedule:
         return step, *self.order(index - step * self.order.tiles)
 
     def shard(self, me: Index, step: Index) -> Index:
-        """The position of the device whose shard device `me` uses in `step`."""
+        """Returns the position of the device whose shard device `me` uses in `step`."""
         return remainder(me + step, self.devices)
 
     @property
@@ -101,7 +103,12 @@ class GatherRhsSchedule:
         return self.shard_k_steps * (self.devices if self.along == "k" else 1)
 
     def rows_of_k_step(self, tile_step: Index, k_step: Index) -> tuple[Index, Index]:
-        """The step whose shard k step `k_step` of a tile of `tile_step` multiplies, and its first row in that shard."""
+        """Returns which rows of the right operand a k step multiplies: a step, and the first row in its shard.
+
+        Args:
+          tile_step: the step of the tile.
+          k_step: the index of the k step in the tile.
+        """
         if self.along == "n":
             return tile_step, k_step * self.tile_k
         step = quotient(k_step, self.shard_k_steps)
@@ -111,7 +118,7 @@ class GatherRhsSchedule:
 
     @property
     def pulled_shards(self) -> int:
-        """Number of shards that are copied to scratch: the peers'."""
+        """Number of shards that are copied to scratch: all but the own one."""
         return self.devices - 1
 
     @property
@@ -120,7 +127,7 @@ class GatherRhsSchedule:
         return self.pulled_shards * self.chunking.chunks
 
     def chunk(self, index: Index) -> tuple[Index, Index, Index]:
-        """The step whose shard chunk `index` belongs to, and the chunk's first row and column in that shard.
+        """Returns the step whose shard chunk `index` belongs to, and the chunk's first row and column in that shard.
 
         Along n the chunks come shard by shard, and within a shard one column block after the other. Along k they come
         one column block after the other, and within a column block shard by shard: a tile needs its columns of every
@@ -142,14 +149,21 @@ class GatherRhsSchedule:
         return 1 + before + shard, row_group * self.chunking.rows, column
 
     def _in_column_block(self, index: Index, width: int) -> tuple[Index, ...]:
-        """Shard, row group, and column of chunks, of chunk `index` of a column block that is `width` chunks wide."""
+        """Returns where chunk `index` of a column block lies, which is `width` chunks wide.
+
+        Returns:
+          The index of the chunk's shard, of its row group, and of its column of chunks in the column block.
+        """
         shard = quotient(index, self.chunking.row_groups * width)
         index = index - shard * (self.chunking.row_groups * width)
         return shard, quotient(index, width), remainder(index, width)
 
     @property
     def _block_chunks(self) -> int:
-        """Chunks side by side in a column block: as wide as a tile, so that a tile meets two column blocks at most."""
+        """Number of chunks side by side in a column block.
+
+        A column block is at least as wide as a tile (or as the shard), so that a tile needs at most two column blocks.
+        """
         return min(ceil_div(self.tile_n, self.chunking.cols), self.chunking.chunks_per_row_group)
 
     @property
@@ -189,7 +203,7 @@ class GatherRhsSchedule:
         return step - 1, quotient(row, self.block_rows), quotient(column, self.block_columns)
 
     def flag_target(self, row: Index, column: Index) -> Index:
-        """How often the flag of the block that holds (row, column) is raised: once for each chunk."""
+        """Returns how often the flag of the block that holds (row, column) is raised: once for each chunk."""
         per_block = self.block_rows // self.chunking.rows
         last_groups = self.chunking.row_groups - (self.row_blocks - 1) * per_block
         groups, width = per_block, self._block_chunks
@@ -200,12 +214,15 @@ class GatherRhsSchedule:
         return groups * width
 
     def begins_block(self, k_step: Index) -> Predicate:
-        """Whether k step `k_step` of a tile is the first one of a row block: there the tile waits for the block."""
+        """Whether k step `k_step` of a tile is the first one of a row block. The tile waits for the block there."""
         within = k_step if self.along == "n" else remainder(k_step, self.shard_k_steps)
         return remainder(within, K_STEPS_PER_FLAG) == 0
 
     def columns_of(self, n: Index) -> tuple[Index, Index]:
-        """First and last column of a shard that tile column `n` needs. The first is ≥ shard_cols if it needs none."""
+        """Returns the first and the last column of a shard that tile column `n` needs.
+
+        If the tile column needs no columns, the first one is at least `shard_cols`.
+        """
         first = n * self.tile_n
         return first, smaller(first + self.tile_n, self.chunking.shard_cols) - 1
 

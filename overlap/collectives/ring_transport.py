@@ -1,31 +1,33 @@
-"""The transport *ring*: every device passes on what it has just multiplied to the device before it.
+"""The transport *ring*: every device passes the rows that it has just multiplied on to the device before it.
 
-The shard that device d multiplies in step s is the one that device d − 1 needs in step s + 1. So no copy of its own
-loads it from memory: it leaves from the operand tile that is already in shared memory, by a warp that computes nothing.
+The shard that device d multiplies in step s is the shard that device d − 1 needs in step s + 1. The rows to be sent are
+already in shared memory, as operand tiles of the product. So they are sent from there, by a warp that computes nothing,
+and need not be loaded a second time.
 
-    forwarder   for each piece in the first tile column, in all steps but the last:
-                    for each k step: the tile of lhs → scratch of device d − 1; frees the stage when the tile is read
-                    when all of that has landed: raises the flag of its row block at d − 1
-                in step 0 also, if the gathered operand is asked for: the tile → its place in the own scratch
-    producer    waits for all pieces of its row block, at system scope
+    forwarder   for each piece of a tile in the first tile column, in all steps but the last:
+                    for each k step: sends the tile of lhs to the scratch of device d − 1; frees the stage once the tile
+                    has been read
+                    when all these tiles have landed: raises the flag of their row block at device d − 1
+                in step 0, if the gathered operand is a result: also stores the tile in the own scratch
+    producer    waits for all pieces of a tile's row block, at system scope
 
 The flag counts pieces because a tile may be cut along k, its pieces computed by several CTAs (`StreamK`). All cut tiles
 of a kernel have the same number of pieces. A tile that is not cut adds that number to the flag at once, so a waiting
 producer need not know whether the tile was cut.
 
 The flag is raised once per piece and not after each k step. The producer waits for the whole row block, so earlier
-signals would help nobody, and each of them costs a release at system scope, which waits for everything under way across
-the link before it.
+signals would be of no use. And each signal costs a release at system scope, which waits until all earlier writes across
+the link have landed.
 
-In a cluster, the CTA whose tile is in the first column sends. These are both CTAs if their tiles lie below each other,
-and one if the tiles lie side by side and hold the same rows.
+In a cluster, a CTA sends if its tile is in the first tile column. If the two tiles lie one below the other, both CTAs
+send. If the tiles lie side by side, they need the same rows, and one CTA sends.
 
 Before a device writes into its neighbour's memory, that neighbour must have begun: so each device looks for the device
 before it, and for no other. No device reads a peer's inputs, so a device's inputs may be overwritten as soon as its own
-kernel has ended. Everything that others write here is waited for by this device: every flag belongs to a row block that
-some tile of this device needs, its producer waits for the flag's final count, and no signal comes before the bytes that
-it stands for. So when the last CTA leaves, all writes to this device's scratch have landed and all signals to its flags
-have arrived.
+kernel has ended. This device waits for everything that others write to its memory: every flag belongs to a row block
+that some tile of this device needs, the producer of that tile waits for the flag's final count, and no signal comes
+before the bytes for which it stands. So when the last CTA leaves, all writes to this device's scratch have landed and
+all signals to its flags have arrived.
 
 There is no deadlock where all CTAs of a device run: a tile of step s + 1 waits only for tiles of step s on the next
 device, each CTA takes its tiles in the order of the steps, and a piece of a tile is passed on before it waits for any
@@ -63,7 +65,7 @@ from overlap.primitives.types import Index, SemaphoreRef, SmemRef
 
 
 def _pass_on(shards: Shards, tile: Tile, k_step: Index, lhs_smem: SmemRef) -> None:
-    """Sends the operand tile of one k step. The edges of scratch clip what lies beyond the last row or k."""
+    """Sends the operand tile of one k step. TMA stores nothing beyond the last row or the last k of the scratch."""
     group, schedule, config = shards.group, shards.schedule, shards.config
     me, previous = group.me(), group.peer(group.size - 1)
     place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k_step * config.tile_k, config.tile_k)
@@ -102,7 +104,7 @@ def _announce(shards: Shards, tile: Tile, pieces: Index, flags: SemaphoreRef) ->
 
 
 class RingTransport:
-    """The transport "ring"; attributes and methods are those of `transport.Transport`."""
+    """The transport "ring". See `transport.Transport` for the attributes and methods."""
 
     why = ""  # It is never chosen unless the caller asks for it.
     forwards = True

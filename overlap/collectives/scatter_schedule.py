@@ -1,16 +1,17 @@
-"""The schedule of a sum over devices that is scattered: which device computes, sends and adds what in which order.
+"""The schedule of a sum over devices that is scattered: which tiles a device computes, sends and adds in which order.
 
 All functions are pure integer functions. Kernels call them with traced scalars, tests with Python ints.
 
 The result of each device is a *block*: some rows, or some columns, of the sum. Every device computes a part of every
-block: in step s its part of the block of the device s + 1 positions ahead, and in the last step that of its own block.
+block: in step s its part of the block of the device s + 1 positions ahead, and in the last step its part of its own
+block.
 
 With the transport "push", a device sends each part to the owner of the block, which adds all parts to its own. The part
-of the device s + 1 positions before the owner is *term* s. So at any time all devices send to different ones.
+of the device s + 1 positions before the owner is *term* s. In each step all devices send to different owners.
 
 With the transport "ring", a device sends the tile that it has computed to the device before it. That device computes
-its part of the same block in the next step, and adds the received tile to it. So from step 1 on each tile has one term,
-and what a device sends is the sum of all parts so far.
+its part of the same tile in the next step, and adds the received values to it. So from step 1 on each tile has one
+term, and a device sends the sum of all parts so far.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Strips:
       batch_size: number of batch elements.
       block: rows and columns of the block of one batch element.
       tile: rows and columns of a tile.
-      rows: rows of a strip. They divide the rows of a tile if the block has several tile rows.
+      rows: rows of a strip. This number divides the rows of a tile if the block has several tile rows.
     """
 
     order: TileOrder
@@ -73,11 +74,11 @@ class Strips:
         return self.order.tiles * self.per_tile
 
     def strip(self, index: Index) -> tuple[tuple[Index, Index], Index, Index]:
-        """Where strip `index` lies.
+        """Returns where strip `index` lies.
 
         Returns:
-          The pair of its batch element and its tile's `ReduceScatterSchedule.index_in_block`; its first row and its
-          first column in the block of that batch element.
+          A pair of the strip's batch element and its tile's `ReduceScatterSchedule.index_in_block`; the strip's first
+          row and its first column in the block of that batch element.
         """
         tile = quotient(index, self.per_tile)
         m, n = self.order(tile)
@@ -87,7 +88,7 @@ class Strips:
         return (batch, m * self.order.n_tiles + n), first_row, n * self.cols
 
     def rows_at(self, row: Index) -> Index:
-        """Number of rows of the strip that begins at `row`; 0 below the last row of the block."""
+        """Returns the number of rows of the strip that begins at `row`; 0 below the last row of the block."""
         return smaller(larger(self.block[0] - row, 0), self.rows)
 
 
@@ -95,10 +96,10 @@ class Strips:
 class ReduceScatterSchedule:
     """Matmul, then reduce-scatter, as one flat list of output tiles: the peers' blocks first, the own one last.
 
-    CTAs draw the tiles from a counter, in this order. So it does not matter which CTAs run, and when. The tile of a
-    peer's block waits for nothing (with the transport "ring": for the same tile of the previous step). An own tile
-    waits only for tiles that peers compute before their own. The computed tiles of peers' blocks are sent in chunks,
-    drawn in the same order.
+    CTAs draw the tiles from a counter, in this order. So it does not matter which CTAs run, and when. With "push", a
+    tile of a peer's block waits for nothing; with "ring", it waits for the same tile of the step before. A tile of the
+    own block waits only for tiles that peers compute before the tiles of their own blocks. The computed tiles of peers'
+    blocks are sent in chunks, which communicators draw in the same order.
 
     Attributes:
       devices: number of devices in the peer group.
@@ -130,7 +131,7 @@ class ReduceScatterSchedule:
         *,
         uses_ring: bool = False,
     ) -> ReduceScatterSchedule:
-        """The schedule of a problem.
+        """Makes the schedule of a problem.
 
         Args:
           devices: number of devices in the peer group.
@@ -148,7 +149,7 @@ class ReduceScatterSchedule:
         return ReduceScatterSchedule(devices, along, order, batch_size, boxes, chunking, uses_ring)
 
     def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:
-        """How the own block is cut into strips of at most `rows` rows for the peers; `block` as in `of`."""
+        """Cuts the own block into strips of at most `rows` rows, which are sent to all peers; `block` as in `of`."""
         _, m, n = block
         return Strips(self.order, self.batch_size, (m, n), (config.tile_m, config.tile_n), min(rows, m))
 
@@ -160,11 +161,11 @@ class ReduceScatterSchedule:
         return self.devices * self.order.tiles
 
     def tile(self, index: Index) -> tuple[Index, Index, Index, Index]:
-        """Where tile `index` of the list lies.
+        """Returns where tile `index` of the list lies.
 
         Returns:
-          Its step; its batch element; its tile row within that batch element, and its tile column, in the block of that
-          step.
+          The tile's step; its batch element; its tile row within that batch element, and its tile column, in the block
+          of that step.
         """
         step, row, n = self._row_of_all(index)
         if self.batch_size == 1:
@@ -174,27 +175,27 @@ class ReduceScatterSchedule:
         return step, batch, row - batch * m_tiles, n
 
     def _row_of_all(self, index: Index) -> tuple[Index, Index, Index]:
-        """Step of a tile, its tile row counted through all batch elements of the block, and its tile column."""
+        """Returns a tile's step, its tile row counted through all batch elements of the block, and its tile column."""
         step = quotient(index, self.order.tiles)
         return step, *self.order(index - step * self.order.tiles)
 
     def index_in_block(self, batch: Index, m: Index, n: Index) -> Index:
-        """Index of a tile among those of its block, row-major: the same on all devices, whatever the order is."""
+        """Returns the index of a tile in its block, counted row-major: it is independent of the order of tiles."""
         m_tiles = self.order.m_tiles // self.batch_size
         return (batch * m_tiles + m) * self.order.n_tiles + n
 
     # --- Blocks: who computes them, sends them and receives them ---
 
     def block(self, me: Index, step: Index) -> Index:
-        """The owner of the block whose tiles device `me` computes in `step`: itself in the last step."""
+        """Returns the owner of the block whose tiles device `me` computes in `step`: `me` itself in the last step."""
         return remainder(me + 1 + step, self.devices)
 
     def sender(self, me: Index, step: Index) -> Index:
-        """The position of the device that sends device `me` what it has computed in `step`."""
+        """Returns the position of the device that sends to device `me` the tiles that it has computed in `step`."""
         return remainder(me + (1 if self.uses_ring else self.devices - 1 - step), self.devices)
 
     def receiver(self, me: Index, step: Index) -> Index:
-        """The position of the device to which device `me` sends what it has computed in `step`."""
+        """Returns the position of the device to which device `me` sends the tiles that it has computed in `step`."""
         return remainder(me + self.devices - 1, self.devices) if self.uses_ring else self.block(me, step)
 
     @property
@@ -206,7 +207,7 @@ class ReduceScatterSchedule:
 
     @property
     def adds_before_sending(self) -> bool:
-        """Whether received tiles are added to tiles that are sent: by "ring", but for two devices."""
+        """Whether received tiles are added to tiles that are sent: with "ring", if there are more than two devices."""
         return self.uses_ring and self.devices > 2
 
     @property
@@ -219,7 +220,7 @@ class ReduceScatterSchedule:
         return step > 0 if self.uses_ring else step == self.last_step
 
     def step_of_term(self, step: Index, term: Index) -> Index:
-        """The step in which the sender has computed term `term` of a tile of `step`."""
+        """Returns the step in which the sender has computed term `term` of a tile of `step`."""
         return step - 1 if self.uses_ring else term
 
     # --- Chunks, and the memory that they are sent from and received in ---
@@ -244,20 +245,20 @@ class ReduceScatterSchedule:
         return self.last_step * self.order.tiles * self.tile_chunks
 
     def chunk(self, index: Index) -> tuple[Index, Index, Index]:
-        """The step whose block chunk `index` belongs to, and its first row and column among the boxes of that block."""
+        """Returns where chunk `index` lies: a step, and a row and column among the boxes of the block of that step."""
         step, m, n = self._row_of_all(quotient(index, self.tile_chunks))
         row, column = self.chunking.origin(remainder(index, self.tile_chunks))
         count, rows, _ = self.boxes
         return step, self.index_in_block(0, m, n) * (count * rows) + row, column
 
     def box_of_row(self, row: Index) -> tuple[Index, Index]:
-        """The box to which a row among the boxes of a block belongs, and the row within that box."""
+        """Returns the box to which a row among the boxes of a block belongs, and the row within that box."""
         _, rows, _ = self.boxes
         box = quotient(row, rows)
         return box, row - box * rows
 
     def tile_of_row(self, row: Index) -> Index:
-        """The `index_in_block` of the tile to which a row among the boxes of a block belongs."""
+        """Returns the `index_in_block` of the tile to which a row among the boxes of a block belongs."""
         count, rows, _ = self.boxes
         return quotient(row, count * rows)
 

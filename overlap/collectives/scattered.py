@@ -3,11 +3,11 @@
 `matmul_reduce_scatter` leaves each block of the sum on its device. `matmul_all_reduce` sends it to all other devices as
 well (the result is *replicated*), so that each device has all blocks. The schedule is in `scatter_schedule.py`.
 
-    producer       for each tile that it draws, the peers' blocks first, the own one last: loads the operands; for an
+    producer       for each tile that it draws, the peers' blocks first, the own block last: loads the operands; for an
                    own tile also loads the terms, once the flags of all of them are raised
     compute        a peer's tile: this device's part, scaled → boxes in local memory
                    an own tile: its part, scaled, + (term 0 + term 1 + …) + bias, activation → the result
-    forwarder      when a peer's tile has landed in local memory, or an own one that is replicated: raises its flag
+    forwarder      when a peer's tile, or an own tile to be replicated, has landed in local memory: raises its flag
     communicator   looks for the peers
                    for each chunk that it draws, in the order of the tiles:
                        waits for the flag of the chunk's tile
@@ -19,32 +19,32 @@ well (the result is *replicated*), so that each device has all blocks. The sched
                    takes leave of the peers
 
 With the transport "ring" a peer's tile has a term as well, from step 1 on: the sum that the device after this one has
-computed for the same tile. So what is sent is the sum of all parts so far. It is sent only to the device before this
-one. The owner adds the last of these sums to its own part.
+computed for the same tile. So a device sends the sum of all parts so far, and only to the device before it. The owner
+adds the last of these sums to its own part.
 
-The compute warpgroups do not store tiles across NVLink: all CTAs finish their tiles at about the same time, so they
-would wait for each other there. Sums are computed in f32, in an order that does not depend on which part came first.
-The parts that travel have the result's dtype.
+The compute warpgroups do not store tiles across NVLink: all CTAs finish their tiles at about the same time, so their
+stores would hold each other up on the link. Sums are computed in f32, in an order that does not depend on which part
+came first. The parts that travel have the result's dtype.
 
 Why this is correct (`overlap/primitives` has the rest of the argument):
 - A tile's boxes have landed before its flag is raised (at GPU scope), and the communicator waits for that flag before
   it loads them.
 - Each chunk has landed at the peer before it is counted, by an addition that releases and acquires at GPU scope. The
-  communicator that counts the last chunk of a tile raises the peer's flag with a release at system scope, which passes
-  on what all of them have seen. The peer's producer acquires the flag, and a proxy fence stands between that and its
-  loads.
+  communicator that counts the last chunk of a tile raises the peer's flag with a release at system scope. That release
+  makes the chunks of all communicators visible. The peer's producer acquires the flag, and a proxy fence stands between
+  that and its loads.
 - No CTA waits for a CTA that may not have started, since tiles and chunks are drawn. A peer's tile waits for nothing. A
-  chunk waits for a tile that a running CTA draws before any own tile. An own tile waits for what running CTAs of the
-  peers do before their own tiles.
+  chunk waits for a tile that a running CTA draws before any own tile. An own tile waits for parts that running CTAs of
+  the peers compute and send before their own tiles.
 - With "ring" a tile waits for the same tile of the step before, on the device after this one. That tile has a lower
   number. So of the tiles that are not finished everywhere, the one with the lowest number waits for nothing unfinished.
 - The forwarder is told that a tile is stored within the k steps of the CTA's next tile, before that tile waits for its
   terms. A chunk is sent before its communicator waits for another tile.
-- All parts that peers write here are waited for by tiles of this device. So none of them lands in memory that XLA has
-  given to something else. The handshake at the end guards the beacon, and the results that peers write here: a device
-  says that it is done only when all that it has sent has landed.
-- A communicator comes to the strips when no chunk of a part is left to be drawn and its own chunks have landed. So
-  strips, which wait for own tiles, never hold up parts, for which the peers' own tiles wait.
+- Tiles of this device wait for all parts that peers write here. So no part lands in memory that XLA has given to
+  something else. The second handshake does the same for results that peers write here, and for the words of the
+  handshakes: a device says that it is done only when everything that it has sent has landed.
+- A communicator begins to send strips when no chunk of a part is left to be drawn and the chunks that it has drawn have
+  landed. So strips, which wait for own tiles, never hold up parts, for which the peers' own tiles wait.
 
 Shape legend: D: number of devices; m, k, n: sizes of one device's product; block: [m / D, n] or [m, n / D].
 """
@@ -87,8 +87,8 @@ from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 
-# Which flags of the kernel: of tiles that are stored here, of terms that have arrived here. Between them is the counter
-# of the sent chunks of each tile.
+# Indices into the kernel's flags: flags of tiles that are stored here, and of terms that have arrived here. Index 1 has
+# the counters of the sent chunks of each tile.
 _STORED, _ARRIVED = 0, 2
 
 
@@ -111,7 +111,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     if plan.operation.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
     steps, block_tiles = schedule.flags_shape
-    # With "ring" a communicator must not hold a chunk while it waits for a tile, which may wait for that chunk.
+    # With "ring" and several chunk buffers, a communicator could hold a loaded chunk while it waits for a tile that
+    # itself waits for that chunk. So there is one chunk buffer.
     with_buffers = config.replace(chunk_buffers=1) if schedule.adds_before_sending else config
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_{along}",
@@ -147,13 +148,13 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
 
 
 def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
-    """`addresses.landing_place` for memory of this shape and dtype, traced as a single operation of jax."""
+    """Returns an `addresses.landing_place` of this shape and dtype, traced as a single operation of jax."""
     make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
     return sealed(make, "overlap_landing_place", mends=(IN_CLIQUES,))()
 
 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any) -> int:
-    """Bytes of scratch memory of one device, for the parts that it sends and for those that it receives."""
+    """Returns the bytes of scratch memory of one device, for the parts that it sends and the parts that it receives."""
     schedule, _, _ = _schedule(operands, plan, devices, along)
     return 2 * math.prod(schedule.sent_shape) * jnp.dtype(plan.out_dtype).itemsize
 
@@ -161,7 +162,7 @@ def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any
 def _schedule(
     operands: Operands, plan: LaunchPlan, devices: int, along: Any
 ) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int, int]]:
-    """The schedule; what the mainloop must know of the operands; batch elements, rows and columns of a block.
+    """Returns the schedule; what the mainloop must know of the operands; batch elements, rows and columns of a block.
 
     Arrays may be `jax.ShapeDtypeStruct`s.
     """
@@ -176,7 +177,7 @@ def _schedule(
 
 
 def lands_in_an_operand() -> bool:
-    """Whether peers write to an operand instead of a result: where each GPU has a process of its own."""
+    """Whether peers write to an operand instead of a result: so if each GPU has a process of its own."""
     return jax.process_count() > 1
 
 
@@ -235,19 +236,19 @@ class _Body:
 
     @property
     def _landing(self) -> tuple[GmemRef, GmemRef]:
-        """The memory to which peers send their parts, and that to which they send results, if these are replicated."""
+        """The memory to which peers send their parts, and the memory to which they send results to be replicated."""
         (*_, landing), (out_gmem, _, *parts) = self.refs.inputs, self.refs.outputs
         return (landing[0], landing[-1]) if landing else (*parts, out_gmem)
 
     def _own_block(self, ref: GmemRef, batch: Index) -> GmemRef:
-        """This device's block of a batch element of a result or addend."""
+        """Returns this device's block of a batch element of a result or addend."""
         batch = batch if ref.shape[0] > 1 else 0
         if self.strips is None:
             return ref.at[batch]
         return ref.at[batch, self.me] if self.schedule.along == "m" else ref.at[batch, :, self.me]
 
     def _block(self, tile: Tile, along: str) -> Index:
-        """The index of the tile's block in the dimension `along`, which has one block if it is not scattered."""
+        """Returns the index of the tile's block in the dimension `along`: 0 if that dimension is not scattered."""
         return self.schedule.block(self.me, tile.step) if self.schedule.along == along else 0
 
     def _lhs_of(self, tile: Tile) -> GmemRef:
@@ -265,7 +266,7 @@ class _Body:
         return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
 
     def _boxes(self, ref: GmemRef, step: Index, tile: Tile) -> Boxes:
-        """Where the boxes of a tile of `step` lie in memory of shape `ReduceScatterSchedule.sent_shape`."""
+        """Returns where the boxes of a tile of `step` lie in memory of shape `ReduceScatterSchedule.sent_shape`."""
         # For an own tile no part is stored, but the kernel contains the code that would store it.
         step = jnp.minimum(step, self.schedule.last_step - 1)
         return Boxes(ref.at[step], self._index_of(tile) * self.schedule.boxes[0])
@@ -274,7 +275,7 @@ class _Body:
         return self.refs.flags[which].at[step, self._index_of(tile)]
 
     def _epilogue_at(self, tile: Tile, *, whole: bool) -> Epilogue:
-        """What is done to a part: it is scaled. If `whole`, to an own tile: bias and activation follow."""
+        """Returns the epilogue of a part (its scales) or, if `whole`, of an own tile (also bias and activation)."""
         _, _, vectors, *_ = self.refs.inputs
         rows, columns = vectors.row_scale, vectors.column_scale
         if rows is not None:
@@ -350,12 +351,13 @@ class _Body:
         ).run()
 
     def _results(self, strips: Strips) -> Chunks:
-        """The strips of own tiles. Each is sent to all peers."""
+        """Returns the strips of own tiles as chunks. Each strip is sent to all peers."""
         stored, (out_gmem, *_), (_, results_gmem) = self.refs.flags[0], self.refs.outputs, self._landing
         group, last = self.group, self.schedule.last_step
 
         def send(of: tuple[Index, Index], rows: pl.Slice, columns: pl.Slice, strip_smem: SmemRef) -> None:
-            # A row of a tile is contiguous in memory. So it can be sent to a peer that is chosen on the device.
+            # Send row by row. The peer's position is known only inside the kernel, so each copy must be one contiguous
+            # range of memory (see `tma_store`), and a row of a tile is contiguous.
             count, end = strips.rows_at(rows.start), columns.start + strips.cols
 
             @pl.loop(1, group.size)

@@ -1,6 +1,6 @@
-"""The operands of a product whose sum is scattered: reshaped so that blocks have a dimension of their own.
+"""Reshapes the operands of a product whose sum is scattered, so that blocks have a dimension of their own.
 
-TMA then clips the last tiles of a block at its edge.
+TMA then stores nothing beyond the edge of a block, and loads zeros there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from overlap.kernels import epilogue
 
 
 def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:
-    """[batch, m, n] of all blocks, with a dimension for the blocks in front of the dimension that is scattered."""
+    """Returns the shape [batch, m, n] with a dimension for the blocks, in front of the dimension that is scattered."""
     batch, m, n = shape
     devices = schedule.devices
     return (batch, devices, m // devices, n) if schedule.along == "m" else (batch, m, devices, n // devices)
@@ -25,7 +25,7 @@ def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule
 def in_blocks(
     operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule
 ) -> tuple[jax.Array, jax.Array, epilogue.Vectors]:
-    """The left operand, the right one, and the vectors that the epilogue reads, with a dimension for the blocks.
+    """Returns the left operand, the right one, and the vectors of the epilogue, with a dimension for the blocks.
 
     Returns:
       lhs: [batch, blocks, m, k] or, transposed, [batch, k, blocks, m]. There is 1 block if n is scattered.
@@ -55,14 +55,16 @@ def in_blocks(
 
 
 def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule) -> list[jax.Array]:
-    """The addend, or nothing: [batch or 1, m, n] of a block, or of all blocks if every device needs the whole result.
+    """Returns the addend, in a list; [] if there is none.
 
-    It has the result's dtype, since it passes through the epilogue buffers of the result.
+    The addend is [batch or 1, m, n] of this device's block. If every device needs the whole result, the addend has all
+    blocks, in the shape `shape_in_blocks`. It has the result's dtype, since it passes through the result's epilogue
+    buffers.
     """
     given = [x.reshape(-1, *x.shape[-2:]).astype(plan.out_dtype) for x in operands.addends or ()]
     return [x.reshape(shape_in_blocks(x.shape, schedule)) for x in given] if plan.operation.replicates else given
 
 
 def padded(vectors: jax.Array, unit: int) -> jax.Array:
-    """Vectors, padded along the last dimension to a multiple of `unit` entries."""
+    """Returns vectors, padded with zeros along the last dimension to a multiple of `unit` entries."""
     return jnp.pad(vectors, ((0, 0),) * (vectors.ndim - 1) + ((0, -vectors.shape[-1] % unit),))

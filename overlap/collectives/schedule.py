@@ -1,10 +1,10 @@
-"""The schedule of a gathered left operand: which device computes which tile when, and which flag each tile waits for.
+"""The schedule of a gathered left operand: in which order a device computes tiles, and which flag each tile waits for.
 
 All functions are pure integer functions. Kernels call them with traced scalars, tests with Python ints.
 
 Notation: `me` is a device's position in its peer group. `step` counts the shards in the order in which a device uses
-them: in step 0 its own, in step s that of the device s positions ahead. So at any time all devices read from different
-peers.
+them: step 0 is its own shard, step s the shard of the device s positions ahead. In each step all devices read from
+different peers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class AllGatherSchedule:
     With the transport "ring", the CTAs that multiply rows also pass them on.
 
     In the grid of a shard's tiles, batch elements lie below each other and right operands side by side. Each is padded
-    to whole tiles. So one list balances all of them, and the order of tiles keeps its locality across them.
+    to whole tiles. So one list of tiles balances the work of all batch elements and right operands, and the order of
+    tiles keeps its locality across them.
 
     Attributes:
       devices: number of devices in the peer group.
@@ -67,7 +68,7 @@ class AllGatherSchedule:
         scaled: bool = False,
         scale_k_steps: int = 0,
     ) -> AllGatherSchedule:
-        """The schedule of a problem.
+        """Makes the schedule of a problem.
 
         Args:
           devices: number of devices in the peer group.
@@ -95,21 +96,22 @@ class AllGatherSchedule:
         return self.devices * self.order.tiles
 
     def tile(self, index: Index) -> tuple[Index, Index, Index]:
-        """Where tile `index` of the list lies.
+        """Returns where tile `index` of the list lies.
 
         Returns:
-          Its step; its tile row within that step's shard, counted through all batch elements; its tile column.
+          The tile's step; its tile row within that step's shard, counted through all batch elements; its tile column,
+          counted through all right operands.
         """
         step = quotient(index, self.order.tiles)
         m, n = self.order(index - step * self.order.tiles)
         return step, m, n
 
     def batch_of(self, m: Index) -> tuple[Index, Index]:
-        """The batch element of a tile row, and the tile row within it."""
+        """Returns the batch element of a tile row, and the tile row within that element."""
         return _split(m, self.order.m_tiles // self.batch_size, self.batch_size)
 
     def side_of(self, n: Index) -> tuple[Index, Index]:
-        """The index of the right operand of a tile column, and the tile column within it."""
+        """Returns the index of the right operand of a tile column, and the tile column within that operand."""
         side, first, begin = 0, 0, 0
         for tiles in self.sides[:-1]:
             begin += tiles
@@ -118,7 +120,7 @@ class AllGatherSchedule:
         return side, n - first
 
     def first_column(self, side: Index) -> Index:
-        """The first tile column of right operand `side`."""
+        """Returns the first tile column of right operand `side`."""
         first = 0
         for index, tiles in enumerate(self.sides[:-1]):
             first = first + choose(side > index, tiles, 0)
@@ -127,7 +129,7 @@ class AllGatherSchedule:
     # --- Shards, and where they lie in scratch memory ---
 
     def shard(self, me: Index, step: Index) -> Index:
-        """The position of the device whose shard device `me` multiplies in `step`."""
+        """Returns the position of the device whose shard device `me` multiplies in `step`."""
         return remainder(me + step, self.devices)
 
     @property
@@ -136,7 +138,10 @@ class AllGatherSchedule:
         return self.devices if self.keeps_own else self.devices - 1
 
     def scratch_index(self, me: Index, step: Index) -> Index:
-        """Index in the scratch memory of device `me` of the shard of `step`: ≥ 1, or ≥ 0 if `keeps_own`."""
+        """Returns the index of the shard of `step` in the scratch memory of device `me`.
+
+        Step 0, the own shard, is in scratch only if `keeps_own`.
+        """
         return self.shard(me, step) if self.keeps_own else step - 1
 
     # --- Chunks, with the transport "pull" ---
@@ -152,18 +157,18 @@ class AllGatherSchedule:
         return (self.devices - 1) * self.chunks
 
     def chunk(self, index: Index) -> tuple[Index, Index, Index]:
-        """The step whose shard pulled chunk `index` belongs to, and the chunk's first row and column in that shard."""
+        """Returns where pulled chunk `index` lies: a step, and the first row and column in the shard of that step."""
         before = quotient(index, self.chunks)
         return before + 1, *self.origin(index - before * self.chunks)
 
     def origin(self, chunk: Index) -> tuple[Index, Index]:
-        """First row and column of a chunk of a shard."""
+        """Returns the first row and column of a chunk of a shard."""
         batch, within = _split(chunk, self.chunking.chunks, self.batch_size)
         row, column = self.chunking.origin(within)
         return batch * self.chunking.shard_rows + row, column
 
     def batch_of_row(self, row: Index) -> tuple[Index, Index]:
-        """The batch element of a row of a shard, and the row within it."""
+        """Returns the batch element of a row of a shard, and the row within that element."""
         return _split(row, self.chunking.shard_rows, self.batch_size)
 
     # --- Flags ---
@@ -184,7 +189,7 @@ class AllGatherSchedule:
         return step - 1, batch * self.row_blocks + quotient(within, self.block_rows)
 
     def flag_target(self, block: Index) -> Index:
-        """How often the flag of row block `block` of a batch element is raised where shards are pulled.
+        """Returns how often the flag of row block `block` of a batch element is raised with the transport "pull".
 
         Once for each chunk, and once for the block's scales if they are pulled.
         """
@@ -199,15 +204,18 @@ class AllGatherSchedule:
     def passes_on(self, step: Index, m: Index, side: Index, n: Index) -> Predicate:
         """Whether the CTA that computes this tile passes its rows on, for step + 1 of the device before this one.
 
-        Only tiles of the first tile column pass rows on, so that each row block is sent once. Nobody needs the rows of
-        the last step. The second tile of a cluster may lie wholly below the last row.
+        Only tiles of the first tile column pass rows on, so that each row block is sent once. No device needs the rows
+        of the last step. The second tile of a cluster may lie wholly below the last row; it has no rows to pass on.
         """
         return (side == 0) & (n == 0) & (m < self.row_blocks) & (step < self.devices - 1)
 
     # --- Scales of rows, and of blocks ---
 
     def padded_rows(self, config: Config) -> int:
-        """Rows of one batch element, padded to whole tiles of a cluster: its entries in a vector of scales."""
+        """Returns the rows of one batch element, padded to whole tiles of a cluster.
+
+        A vector of scales of rows has this number of entries for each batch element.
+        """
         return self.order.m_tiles // self.batch_size * config.cluster_tile[0]
 
     @property
@@ -216,14 +224,14 @@ class AllGatherSchedule:
         return (self.devices - 1) * self.batch_size * self.row_blocks if self.scaled else 0
 
     def scale_transfer(self, index: Index) -> tuple[Index, Index, Index]:
-        """The step, batch element and row block whose scales transfer `index` brings."""
+        """Returns the step, batch element and row block whose scales transfer `index` brings."""
         blocks = self.batch_size * self.row_blocks
         before = quotient(index, blocks)
         return before + 1, *_split(index - before * blocks, self.row_blocks, self.batch_size)
 
 
 def _split(index: Index, size: int, count: int) -> tuple[Index, Index]:
-    """Which of `count` ranges of `size` an index lies in, and its place in that range."""
+    """Returns in which of `count` ranges of `size` an index lies, and the index within that range."""
     if count == 1:
         return 0, index
     which = quotient(index, size)

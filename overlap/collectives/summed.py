@@ -29,7 +29,9 @@ XLA = 'use implementation="xla"'
 
 @dataclasses.dataclass(frozen=True)
 class Summed(Operation):
-    """A product that is summed over devices. Each device adds up a block, some rows (m) or columns (n), or everything.
+    """A product that is summed over devices.
+
+    Each device computes one block of the sum, some rows (m) or columns (n), or (one shot) the whole sum.
 
     Attributes:
       group: the devices.
@@ -67,7 +69,7 @@ class Summed(Operation):
         return as_rows(operands, layouts) if self.takes_more_rows else operands
 
     def along(self, operands: Operands, plan: LaunchPlan) -> str:
-        """The dimension in which the sum is cut into blocks: "m" or "n"."""
+        """Returns the dimension in which the sum is cut into blocks: "m" or "n"."""
         return self.problem(operands, plan.layouts, plan.out_dtype).scattered
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
@@ -123,7 +125,8 @@ class Summed(Operation):
         return (out if operands.lhs.ndim > 2 else out[0],), None
 
     def typed(self, operands: Operands) -> Operands:
-        # Both operands may be typed as the same on all devices. One that varies makes the kernel's result vary.
+        # Both operands may be typed as the same on all devices. The parts differ all the same, so the kernel's result
+        # must be typed as varying: it is if one operand is.
         return dataclasses.replace(operands, lhs=varying(operands.lhs, self.group.names))
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:

@@ -1,11 +1,11 @@
-"""How a peer's rows reach the device that multiplies them: what both transports of the gathered left operand share.
+"""The common interface of both transports of the gathered left operand: how peers' rows reach a device.
 
     pull   every device reads each peer's shard itself (`pull_transport.py`)
-    ring   every device passes on what it has just multiplied to the device before it (`ring_transport.py`)
+    ring   every device passes the rows that it has just multiplied on to the device before it (`ring_transport.py`)
 
 With both, the shard of step s ≥ 1 ends up in the device's own scratch memory, at `AllGatherSchedule.scratch_index`. A
-flag for each (step, row block) says that the rows are there. Both have the same order of tiles, and so the same bits of
-the result.
+flag for each (step, row block) says that the rows are there. Both compute the same tiles in the same order, so their
+results have the same bits.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Where the shards of the left operand lie, and which device multiplies them when.
+    """Where the shards of the left operand lie, and in which order a device multiplies them.
 
     Attributes:
       operation: the operation's name, for the message of a wait that takes too long.
       group: the devices.
-      schedule: which device multiplies which rows when, and which flags say that the rows are there.
-      config: sizes.
-      tile_pieces: into how many pieces along k a tile is cut, if it is cut.
+      schedule: the order of the tiles, and the flags that say that their rows have landed.
+      config: tile sizes and chunk sizes.
+      tile_pieces: the number of pieces along k of each tile that is cut.
       lhs_gmem: [(batch,) m_shard, k], this device's shard.
-      scratch_gmem: [(batch,) scratch shards, m_shard, k], where the peers' shards are to lie.
-      scales: this device's scales, and the memory for those of its peers, if they travel (`AllGatherSchedule.scaled`).
-        Scales of rows: f32 [1, n], where each batch element is padded to whole tiles, and [D - 1, 1, n]. Scales of
-        blocks (if `AllGatherSchedule.scale_k_steps`): [tiles, k steps, words] and [(D - 1) · tiles, k steps, words].
+      scratch_gmem: [(batch,) scratch shards, m_shard, k], the memory for the peers' shards.
+      scales: a pair: this device's scales, and the memory for its peers' scales. None if no scales travel
+        (`AllGatherSchedule.scaled`). Scales of rows: f32 [1, entries], where each batch element is padded to whole
+        tiles, and [D - 1, 1, entries]. Scales of blocks (if `AllGatherSchedule.scale_k_steps`): [tiles, k steps, words]
+        and [(D - 1) · tiles, k steps, words].
     """
 
     operation: str
@@ -52,19 +53,19 @@ class Shards:
     scales: tuple[GmemRef, GmemRef] | None = None
 
     def within(self, ref: GmemRef, batch: Index, *index: Any) -> GmemRef:
-        """`ref.at[batch, *index]` if the shards have several batch elements, else `ref.at[index]`."""
+        """Returns `ref.at[batch, *index]` if the shards have several batch elements, else `ref.at[index]`."""
         index = (batch, *index) if self.schedule.batch_size > 1 else index
         return ref.at[index] if index else ref
 
     def flag(self, step: Index, tile: Tile) -> tuple[Index, Index]:
-        """Index of the flag of a tile's rows in the shard of `step` ≥ 1."""
+        """Returns the index of the flag of a tile's rows in the shard of `step` ≥ 1."""
         return self.schedule.flag(step, tile.batch * self.schedule.chunking.shard_rows + tile.m * self.config.tile_m)
 
     def wait_for_rows(self, wait: Callable[[Tile], None]) -> Callable[[Tile], None]:
-        """A `Hooks.before_load` that calls `wait` for each tile with rows of a peer."""
+        """Returns a `Hooks.before_load` that calls `wait` for each tile with rows of a peer."""
 
         def before_load(tile: Tile) -> None:
-            # The second tile of a cluster may lie wholly below the last row; it then waits for nothing.
+            # The second tile of a cluster may lie wholly below the last row. It then waits for nothing.
             pl.when(jnp.logical_and(tile.step > 0, tile.m < self.schedule.row_blocks))(lambda: wait(tile))
 
         return before_load
@@ -74,12 +75,13 @@ class Transport(Protocol):
     """What the kernel's body needs of a transport of the gathered left operand.
 
     Attributes:
-      why: why the transport is chosen where the caller names none.
-      forwards: whether the forwarder warp has a part in it (`OperandTypes.forwards`).
-      reads_inputs_only: whether a device accesses nothing of its peers but their operands and flags. Only addresses of
-        these can be told to peers in other processes (`overlap/primitives/addresses.py`).
-      needs_all_ctas: whether a launch ends only if all CTAs of a device run at the same time. Another kernel that holds
-        some of the SMs while it waits for another device, as XLA's collectives do, can then make both wait for ever.
+      why: the reason given for the transport where the caller names none.
+      forwards: whether the forwarder warp sends rows (`OperandTypes.forwards`).
+      reads_inputs_only: whether a device accesses only the operands and flags of its peers. Only the addresses of these
+        can be told to peers in other processes (`overlap/primitives/addresses.py`).
+      needs_all_ctas: whether a launch ends only if all CTAs of a device run at the same time. Then two kernels may wait
+        for each other for ever: this one, and one that holds some of the SMs while it waits for another device, as
+        XLA's collectives do.
       brings_scales: whether the scales of rows travel with the rows. Otherwise XLA gathers them before the kernel.
     """
 
@@ -99,17 +101,20 @@ class Transport(Protocol):
     def brings_scales(self) -> bool: ...
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the flags that the transport needs; they are zero at launch."""
+        """Returns the shapes of the flags that the transport needs. All flags are zero at launch."""
         ...
 
     def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
-        """Types of the shared memory that the transport needs beside the mainloop's; the mainloop's check counts it."""
+        """Returns the types of the shared memory that the transport needs beside the mainloop's.
+
+        The mainloop's check that all shared memory fits counts this memory as well.
+        """
         ...
 
     def hook_in(
         self, hooks: Hooks, shards: Shards, flags: tuple[SemaphoreRef, ...], smem: tuple[SmemRef, ...]
     ) -> Hooks:
-        """The mainloop's hooks with the transport's own added.
+        """Returns the mainloop's hooks with the transport's own hooks added.
 
         Args:
           hooks: the hooks of the kernel's body.

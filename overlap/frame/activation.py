@@ -31,7 +31,7 @@ _WAY_OUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """An elementwise function of f32 values and of the scalars that it captures. Equal ones compute the same.
+    """An elementwise function of f32 values and of the scalars that it captures. Equal activations compute the same.
 
     Attributes:
       program: the function as the kernel computes it.
@@ -53,7 +53,7 @@ class Activation:
 
 
 def _wide(scalar: Any) -> jax.Array:
-    """A scalar in at least 32 bits: its cotangents, one for each entry of the values, are added in that dtype."""
+    """Returns a scalar in at least 32 bits, since its cotangents, one for each entry, are added in its dtype."""
     is_narrow = jnp.issubdtype(scalar.dtype, jnp.floating) and scalar.dtype.itemsize < 4
     return scalar.astype(jnp.float32) if is_narrow else jnp.asarray(scalar)
 
@@ -89,9 +89,9 @@ def traced(
 
 
 def _of_entry(single: ClosedJaxpr, program: Program) -> Callable[..., jax.Array]:
-    """The function of the scalars and of one value, [], from its jaxpr on an array of shape `_ONE`.
+    """Makes a function of the scalars and of one value, [], from the jaxpr on an array of shape `_ONE`.
 
-    It keeps none of the jaxpr's constants, which may be tracers.
+    The function keeps none of the jaxpr's constants, which may be tracers.
     """
     types = [(np.shape(const), const.dtype) for const in single.consts]
 

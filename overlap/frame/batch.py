@@ -20,7 +20,7 @@ _RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2, "lhs_block_scal
 def batched(
     operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan, fused: Callable[..., Results]
 ) -> Results:
-    """The batching rule of an operation, for `Primitive`.
+    """Applies the batching rule of an operation: runs it for all elements that `jax.vmap` maps over; for `Primitive`.
 
     Args:
       operands: arrays. Those that `jax.vmap` maps have the mapped dimension in front.
@@ -63,17 +63,17 @@ def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: Laun
 
 
 def _axes(is_batched: Operands) -> Operands:
-    """`in_axes` of `jax.vmap`: 0 for the mapped arrays, None for the others."""
+    """Returns `in_axes` for `jax.vmap`: 0 for the mapped arrays, None for the others."""
     return jax.tree.map(lambda b: 0 if b else None, is_batched)
 
 
 def _folded(
     name: str, operands: Operands, is_batched: Operands, axis_size: int, batch: int | None, together: bool
 ) -> Leaf:
-    """A field of `operands` with the mapped dimension folded into the kernel's batch dimension.
+    """Returns a field of `operands` with the mapped dimension folded into the kernel's batch dimension.
 
     Args:
-      name: the field's.
+      name: the field's name.
       operands: as for `batched`.
       is_batched: as for `batched`.
       axis_size: as for `batched`.
@@ -102,7 +102,9 @@ def _epilogue_by_xla(
     bare: LaunchPlan,
     fused: Callable[..., Results],
 ) -> Results:
-    """The products by the kernel, their epilogue by XLA: in the kernel, vectors and scalars have no batch dimension.
+    """Computes the products by the kernel and their epilogue by XLA.
+
+    The kernel cannot do the epilogue here, since its vectors and scalars have no batch dimension.
 
     `bare` is the plan of the products without their epilogue. The other arguments are those of `batched`.
     """

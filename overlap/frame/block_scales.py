@@ -29,7 +29,7 @@ _NVFP4_BLOCK = 16
 
 @dataclasses.dataclass(frozen=True)
 class _Operand:
-    """An operand, and what its scale is compared with.
+    """An operand, and the checks of its scale of blocks.
 
     Attributes:
       name: the operand's, for messages.
@@ -82,7 +82,7 @@ class _Operand:
         )
 
     def checked(self, scale: Any) -> Any:
-        """The scale, as an array.
+        """Returns the scale, as an array.
 
         Raises:
           ValueError: it does not fit the operand.
@@ -121,7 +121,7 @@ def normalize(
       layouts: how the operands lie in memory.
 
     Returns:
-      The scale of the left operand and a tuple of those of the right ones; None if neither is a scale of blocks.
+      The left operand's scale and a tuple of the right operands' scales; None if no scale is a scale of blocks.
 
     Raises:
       ValueError: a scale of blocks has a wrong dtype or shape, or only one operand has such scales.
@@ -154,7 +154,7 @@ def normalize(
 
 
 def gathered(operands: Operands, gather: Callable[[Operands], Operands]) -> Operands:
-    """`gather(operands)`, with the scales of blocks gathered in the same way.
+    """Returns `gather(operands)`, with the scales of blocks gathered in the same way.
 
     Raises:
       TypeError: when the scales are differentiated: they have no derivative.
@@ -162,7 +162,7 @@ def gathered(operands: Operands, gather: Callable[[Operands], Operands]) -> Oper
     whole = gather(operands)
     if not operands.is_block_scaled:
         return whole
-    # As integers: every collective takes these.
+    # Gather the scales as integers, since every collective takes integers.
     left, right = operands.lhs_block_scale, operands.rhs_block_scales
 
     def as_bits(scale: jax.Array) -> jax.Array:
@@ -174,7 +174,7 @@ def gathered(operands: Operands, gather: Callable[[Operands], Operands]) -> Oper
 
 
 def dequantized(operands: Operands, layouts: OperandLayouts) -> Operands:
-    """The operands multiplied by their scales of blocks, in bfloat16, where that is exact."""
+    """Returns the operands multiplied by their scales of blocks, in bfloat16, in which these products are exact."""
     if not operands.is_block_scaled:
         return operands
     lhs = _scaled(operands.lhs, operands.lhs_block_scale, -2 if layouts.transpose_lhs else -1)
@@ -195,7 +195,7 @@ def _scaled(x: jax.Array, scale: jax.Array, k_axis: int) -> jax.Array:
 def _without_derivative(scale: jax.Array) -> jax.Array:
     """Returns `scale`, and raises TypeError if it is differentiated.
 
-    As integers alone it would have a zero derivative.
+    Without this function, the conversion to integers would give the scale a derivative of zero, and no error.
     """
     return scale
 

@@ -20,7 +20,7 @@ BoundActivation = Callable[[jax.Array], jax.Array] | None
 def products(
     operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike, activation: BoundActivation
 ) -> tuple[jax.Array, ...]:
-    """activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i]) for each right operand."""
+    """Returns activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i]) for each right operand."""
     operands = block_scales.dequantized(operands, layouts)
     bare = not operands.has_epilogue and activation is None
     wide = out_dtype if bare else accumulator(operands.lhs.dtype)
@@ -31,7 +31,7 @@ def products(
 def finish(
     products: tuple[jax.Array, ...], operands: Operands, out_dtype: DTypeLike, activation: BoundActivation
 ) -> tuple[jax.Array, ...]:
-    """The epilogue, applied to whole products; the results have dtype `out_dtype`."""
+    """Applies the epilogue to whole products, and returns results of dtype `out_dtype`."""
     outs = []
     for z, (_, column_scale, bias, addend) in zip(products, operands.per_rhs, strict=True):
         z = z if operands.row_scale is None else z * to_rank(operands.row_scale[..., None], z.ndim)
@@ -44,15 +44,15 @@ def finish(
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
-    """`x` with dimensions of size 1 in front, up to `rank`.
+    """Returns `x` with dimensions of size 1 in front, so that it has `rank` dimensions.
 
-    `jax_numpy_rank_promotion` may forbid to leave that to jax.
+    jax would add them itself, but the setting `jax_numpy_rank_promotion` may forbid that.
     """
     return lax.expand_dims(x, range(rank - x.ndim)) if x.ndim < rank else x
 
 
 def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
-    """One product, [(batch,) m, n] of `dtype`, of operands with or without a leading dimension."""
+    """Returns one product, [(batch,) m, n] of `dtype`, of operands with or without a leading dimension."""
     dimensions = (((0 if layouts.transpose_lhs else 1,), (1 if layouts.transpose_rhs else 0,)), ((), ()))
 
     def one(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeL
 
 
 def whole(operands: Operands, plan: LaunchPlan, activation: BoundActivation) -> Results:
-    """The whole operation by XLA: the gather of its operands, the products, and their sum over the devices.
+    """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
 
     Products that are summed over devices are rounded to the results' dtype before they are sent.
     """

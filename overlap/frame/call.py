@@ -1,6 +1,6 @@
-"""The way of every call: normalize → check → decide → plan → derivatives and `vmap` → launch.
+"""Runs or explains a call: normalize → check → decide → plan → derivatives and `vmap` → launch.
 
-A public operation has a function `prepare`, which makes of its arguments an `Operation` and a checked `Call`. `run`
+A public operation has a function `prepare`, which turns its arguments into an `Operation` and a checked `Call`. `run`
 does the rest. `explain` stops after the decision between the fused kernel and XLA.
 
 The fused kernel lies behind a primitive of jax, which has its own rules for derivatives (`derivative.py`) and for
@@ -31,7 +31,7 @@ Prepare = Callable[..., tuple[Operation, Call]]
 def check_choice(config: Any, implementation: Any) -> None:
     """Raises ValueError if `config` is no configuration, or `implementation` no implementation.
 
-    `decide` does that, too. Code that uses one of them before it calls `decide` calls this function first.
+    `decide` makes the same checks. Call this function in code that uses one of the two arguments before `decide`.
     """
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     arguments.config(config)
@@ -40,7 +40,7 @@ def check_choice(config: Any, implementation: Any) -> None:
 def decide(
     operation: Operation, call: Call, config: Config | None, implementation: str | None, mesh: AnyMesh | None = None
 ) -> dispatch.Explanation:
-    """What would run, and why. Raises as the operation does."""
+    """Returns what would run, and why. Raises as the operation does."""
 
     def check(config: Config, target: Target) -> None:
         operation.check_keywords(call)
@@ -92,7 +92,7 @@ def explain(
 
 
 def fused(operands: Operands, plan: LaunchPlan) -> Results:
-    """The kernel on checked operands, with its rules for derivatives and `jax.vmap`."""
+    """Runs the kernel on checked operands, with its rules for derivatives and `jax.vmap`."""
     return _primitive(operands, plan)
 
 

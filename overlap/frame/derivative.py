@@ -33,7 +33,7 @@ def derivative(
     evaluate: Callable[[], Results],
     fused: Callable[..., Results],
 ) -> tuple[Results, Results]:
-    """The derivative rule of an operation, for `Primitive`.
+    """Returns the results of an operation and their tangents: the derivative rule for `Primitive`.
 
     Args:
       operands: arrays.
@@ -67,7 +67,10 @@ def derivative(
 
 
 def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -> Results:
-    """The tangents of the operation, by XLA. Reverse mode transposes this computation, so it runs by XLA as well."""
+    """Returns the tangents of the operation, by XLA.
+
+    Reverse mode transposes this computation, so it runs by XLA as well.
+    """
     leaves, structure = jax.tree.flatten(operands)
     directions = structure.flatten_up_to(tangents)
     moved = {i: x for i, x in enumerate(directions) if not isinstance(x, ad.Zero)}
@@ -81,7 +84,7 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -
 
 
 def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
-    """Cotangents of the operands, each in the dtype that is wanted or in a wider one. Sums in between are in f32.
+    """Returns the operands' cotangents, each in the wanted dtype or a wider one. Intermediate sums are in f32.
 
     Operands that the operation gathers are gathered again. The exception is a left operand that the operation returned
     gathered: it was saved.
@@ -230,7 +233,7 @@ def _rhs_cotangent(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Arra
 
 
 def _times(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
-    """A product of the backward pass, in `dtype` or f32.
+    """Returns a product of the backward pass, in `dtype` or f32.
 
     Operands of different dtypes are converted to one that holds both.
     """

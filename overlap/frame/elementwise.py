@@ -143,7 +143,7 @@ class Program:
 
 
 def program_of(closed: Any, shape: tuple[int, ...]) -> Program:
-    """The program of a function that was traced on an f32 array of `shape`. Its constants become the scalars.
+    """Makes the program of a function that was traced on an f32 array of `shape`. Its constants become the scalars.
 
     Raises:
       NotElementwise: the function cannot be proven to be elementwise.
@@ -179,7 +179,7 @@ def _captured(index: int, const: tuple[Any, str]) -> _Value:
 
 
 def _narrow(dtype: Any) -> str:
-    """The name of a dtype, with 32 bits instead of 64."""
+    """Returns the name of a dtype, with 32 bits instead of 64."""
     name = str(dtype)
     return _NARROW.get(name, name)
 
@@ -244,7 +244,7 @@ class _Walk:
         return _Value(len(self.scalars) + len(self.ops), varying, dtype)
 
     def run(self, jaxpr: Any, arguments: list[_Value]) -> list[_Value]:
-        """The values of a jaxpr's results."""
+        """Returns the values of a jaxpr's results."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), arguments, strict=True))
 
         def read(atom: Any) -> _Value:
@@ -386,7 +386,7 @@ class _Walk:
 
 
 def _constant(value: Any, dtype: Any = None) -> _Value:
-    """The value for a literal, or for a constant of an inner jaxpr."""
+    """Returns the value for a literal, or for a constant of an inner jaxpr."""
     if (shape := tuple(np.shape(value))) != ():
         return _Value(0, False, "", f"it captures an array of shape {shape}")
     name = _narrow(np.asarray(value).dtype if dtype is None else dtype)
@@ -394,7 +394,7 @@ def _constant(value: Any, dtype: Any = None) -> _Value:
 
 
 def _hashable(value: Any) -> Any:
-    """A parameter of a primitive in a form that can be compared and hashed."""
+    """Returns a parameter of a primitive in a form that can be compared and hashed."""
     if isinstance(value, (np.dtype, type(None), str, int, float, tuple)):
         return value
     return value if value.__hash__ is not None else repr(value)

@@ -27,7 +27,7 @@ _entries_p = Primitive("overlap_entries")
 
 @contextlib.contextmanager
 def typeless() -> Iterator[None]:
-    """A context in which types of traced values say nothing of a mesh, also inside `jax.shard_map`."""
+    """Inside this context, types of traced values say nothing of a mesh, even within `jax.shard_map`."""
     with _compat.without_varying_axes(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         yield
 
@@ -79,9 +79,9 @@ def _jvp(operands: Sequence[jax.Array], tangents: Sequence[Any], *, of_entry: Cl
 
 
 def _partial(of_entry: Any, index: int) -> ClosedJaxpr:
-    """The partial derivative by one operand.
+    """Returns the partial derivative with respect to one operand.
 
-    It is taken in reverse mode, since an activation may have a `jax.custom_vjp`.
+    The derivative is taken in reverse mode, since an activation may have a `jax.custom_vjp`.
     """
     with typeless():
         types = [jax.ShapeDtypeStruct((), aval.dtype) for aval in of_entry.in_avals]

@@ -35,7 +35,7 @@ def linear_map(
     residuals: Sequence[jax.Array],
     operands: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """`forward(residuals, operands)`, which is linear in `operands`, with a transpose of its own.
+    """Returns `forward(residuals, operands)`, which is linear in `operands`, with a transpose of its own.
 
     Args:
       forward: in terms of JAX's own operations. It captures no arrays.
@@ -158,7 +158,7 @@ def tangents_of(
     backward: Callable[..., Operands],
     saved: Any = None,
 ) -> Results:
-    """The tangents of an operation's results, for `Primitive.derivative`.
+    """Returns the tangents of an operation's results, for `Primitive.derivative`.
 
     Args:
       outs: the results.

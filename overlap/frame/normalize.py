@@ -59,7 +59,7 @@ class Call:
         return sizes(self.operands, self.layouts)
 
     def restore(self, results: Results) -> Any:
-        """The results as the caller expects them."""
+        """Returns the results in the caller's form: with leading dimensions, and in a `container` if there is one."""
         # If only one of several right operands has leading dimensions, only its result has them.
         outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)
         result = outs[0] if self.container is None else self.container(outs)
@@ -133,7 +133,7 @@ def normalize(
 
 
 def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
-    """The list or tuple that the right operands came in (None: a single one), and the operands."""
+    """Returns the type of the container of right operands, list or tuple (None: a single operand), and the operands."""
     container = type(rhs) if operation.takes_lists and type(rhs) in (list, tuple) else None
     if type(rhs) in (list, tuple) and container is None:
         raise ValueError(
@@ -200,7 +200,7 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
 
 
 def _per_rhs(name: str, given: Any, count: int, container: type | None) -> list[tuple[str, Any]]:
-    """The entry of an argument for each of `count` right operands, and the entry's name for messages."""
+    """Returns an argument's entry for each of `count` right operands: pairs of its name (for messages) and value."""
     if container is None:
         return [(name, given)]
     if not isinstance(given, (list, tuple)) or len(given) != count:
@@ -266,7 +266,7 @@ def _or_part(operation: Operation) -> str:
 
 
 def _flat(x: Any, rank: int) -> Any:
-    """`x` with at most one leading dimension before its last `rank` dimensions."""
+    """Returns `x` with at most one leading dimension before its last `rank` dimensions."""
     leading, rest = x.shape[: len(x.shape) - rank], x.shape[len(x.shape) - rank :]
     if len(leading) < 2:
         return x

@@ -1,6 +1,6 @@
-"""The operands of a product, in the one form into which all operations bring a call.
+"""The operands of a product, in the common form into which `normalize` brings the arguments of every operation.
 
-A product computes this, without the parts that it is not given:
+The product is computed as follows. Terms and factors that a call does not give are left out:
 
     out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
 
@@ -48,8 +48,8 @@ class Operands:
       rhs_list: the right operands, [(batch,) k, n] each, or [(batch,) n, k] if transposed.
       row_scale: [(batch,) m] in f32.
       column_scales: for each right operand [n] in f32.
-      biases: for each right operand [n] in f32, added to each row; None in the place of one that has none.
-      addends: for each right operand [(batch,) m, n], added to the product; None in the place of one that has none.
+      biases: for each right operand [n] in f32, added to each row, or None if that operand has no bias.
+      addends: for each right operand [(batch,) m, n], added to the product, or None if that operand has no addend.
       scalars: the scalars that the activation captures, of any dtypes.
       lhs_block_scale: the left operand's scales of blocks, shaped as `lhs`, but with k / 32 in place of k.
       rhs_block_scales: for each right operand its scales of blocks, shaped as it, but with k / 32 in place of k. Given
@@ -88,7 +88,7 @@ class Operands:
         return self.lhs_block_scale is not None
 
     def for_rhs(self, index: int) -> Operands:
-        """The operands of the product with one of the right operands."""
+        """Returns the operands of the product with right operand `index`."""
         rhs, *vectors = self.per_rhs[index]
         scales, biases, addends = (None if x is None else (x,) for x in vectors)
         return dataclasses.replace(
@@ -102,7 +102,7 @@ class Operands:
 
     @property
     def per_rhs(self) -> list[tuple[Leaf, Leaf, Leaf, Leaf]]:
-        """For each right operand: (rhs, column scale, bias, addend), with None for what it has not."""
+        """For each right operand: (rhs, column scale, bias, addend), with None for each of these that it lacks."""
         nothing = (None,) * len(self.rhs_list)
         columns = [x or nothing for x in (self.column_scales, self.biases, self.addends)]
         return list(zip(self.rhs_list, *columns, strict=True))
@@ -131,7 +131,7 @@ class LaunchPlan:
     must_fuse: bool = False
 
     def bound_activation(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
-        """The activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
+        """Returns the activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
         activation = self.activation
         return None if activation is None else lambda values: activation(values, operands.scalars)
 
@@ -141,9 +141,9 @@ class LaunchPlan:
         return None if self.activation is None else self.activation.program
 
     def kernel_activation(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
-        """`program` with its scalars bound, for where XLA stands in for a kernel; None for none.
+        """Returns `program` with its scalars bound, for use by XLA in place of a kernel; None for none.
 
-        It has no derivative rules.
+        The returned function has no derivative rules.
         """
         program = self.program
         if program is None:
@@ -152,7 +152,7 @@ class LaunchPlan:
         return lambda values: program(values, scalars)
 
     def types(self, operands: Operands, m: int, out_dtype: DTypeLike | None = None, **more: Any) -> OperandTypes:
-        """The operands' types, for the mainloop.
+        """Returns the operands' types, for the mainloop.
 
         Args:
           operands: arrays or their types.
@@ -165,7 +165,7 @@ class LaunchPlan:
         return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, **more)
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
-        """The vectors that the epilogue reads, filled up to whole tiles. `row_scale` must be filled up already."""
+        """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
         assert self.config is not None
         _, unit = self.config.cluster_tile
         scales, biases = epilogue.filled(operands.column_scales, unit), epilogue.filled(operands.biases, unit)
@@ -173,12 +173,12 @@ class LaunchPlan:
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype in which the sums of a product and its epilogue are computed, for operands of dtype `dtype`."""
+    """Returns the dtype in which sums and epilogues are computed, for operands of dtype `dtype`."""
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
 def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int, tuple[int, ...], int]:
-    """(batch, m, n of each right operand, k); batch is None if no operand has that dimension."""
+    """Returns (batch, m, n of each right operand, k); batch is None if no operand has a batch dimension."""
     m, k = layouts.m_k(operands.lhs.shape)
     widths = tuple(layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list)
     blocks = (operands.lhs_block_scale, *(operands.rhs_block_scales or ()))
@@ -190,9 +190,9 @@ def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int,
 
 
 def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
-    """The operands with their leading dimensions folded into the rows, where that is possible; else as they are.
+    """Returns operands with leading dimensions folded into the rows if that is possible; else the operands as given.
 
-    Then tiles are filled with the rows of several batch elements. Arrays may be types.
+    A tile can then have rows of several batch elements. Arrays may be types.
     """
     lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
     (addend,) = operands.addends or (None,)
@@ -221,7 +221,7 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
 
 
 def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
-    """`plan` for f32 results and without the activation. Its `config` is None if no kernel can compute that.
+    """Returns `plan` for f32 results and without the activation. Its `config` is None if no kernel can compute these.
 
     f32 results take more shared memory and registers. So where the plan's configuration does not fit any more, another
     one is chosen. Arrays may be types.

@@ -37,7 +37,7 @@ _WAYS_AROUND = {
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation, and what is special about one call of it. Hashable; equal ones run the same kernel.
+    """An operation, with the static data of one call, such as its devices. Hashable; equal operations run one kernel.
 
     Attributes:
       name: the name of the public function.
@@ -92,7 +92,7 @@ class Operation:
     # --- The choice ---
 
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
-        """The call's sizes, as the choice of a configuration sees them."""
+        """Returns the call's sizes and dtypes, from which a configuration is chosen."""
         raise NotImplementedError
 
     def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
@@ -119,7 +119,7 @@ class Operation:
             )
 
     def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
-        """What the choice depends on beside the problem, and what a fused kernel would need."""
+        """Returns what the choice depends on beside the problem, and what a fused kernel would need."""
         del call, mesh
         return dispatch.Circumstances()
 
@@ -130,11 +130,11 @@ class Operation:
         raise NotImplementedError
 
     def typed(self, operands: Operands) -> Operands:
-        """The operands, typed as varying (`kernels/varying.py`) along the axes along which the kernel communicates."""
+        """Returns the operands, typed as varying along the axes of the kernel's peers (`kernels/varying.py`)."""
         return operands
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
-        """Why the kernel cannot compute a `jax.vmap` as its own batch; None if it can.
+        """Returns why the kernel cannot compute a `jax.vmap` as its own batch; None if it can.
 
         Arguments as for `batch.batched`.
         """
@@ -153,11 +153,11 @@ class Operation:
         return product
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        """The transpose of `reduced`: from the cotangent of a device's part of the result to that of its product."""
+        """Returns a product's cotangent, given that of the device's part of the result: the transpose of `reduced`."""
         return cotangent
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        """The gathered left operand, if the operation returns it; else None."""
+        """Returns the gathered left operand if it is a result of the operation; else None."""
         del gathered_lhs, lhs
         return None
 
@@ -169,7 +169,7 @@ class Operation:
         wanted: Operands,
         layouts: OperandLayouts,
     ) -> Operands:
-        """The transpose of `gathered`: from the cotangents of the gathered operands to those of the operands.
+        """Returns the operands' cotangents, given those of the gathered operands: the transpose of `gathered`.
 
         Args:
           cotangents: of the gathered operands.
@@ -182,7 +182,7 @@ class Operation:
         return cotangents
 
     def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
-        """The cotangent g rhsᵀ of the left operand, multiplied and scattered by one kernel.
+        """Returns the cotangent g rhsᵀ of the left operand, multiplied and scattered by one kernel.
 
         None if there is no such kernel. Then `times` and `scattered` do the same.
         """
@@ -190,7 +190,7 @@ class Operation:
         return None
 
     def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
-        """The cotangent lhsᵀ g of a right operand, by one kernel that gathers `lhs` and multiplies.
+        """Returns the cotangent lhsᵀ g of a right operand, by one kernel that gathers `lhs` and multiplies.
 
         None if there is no such kernel. Then `gathered` and `times` do the same.
         """
@@ -200,7 +200,7 @@ class Operation:
     def lhs_and_product_cotangents(
         self, cotangent: jax.Array, rhs: jax.Array, dtype: DTypeLike, plan: LaunchPlan
     ) -> tuple[jax.Array, jax.Array] | None:
-        """(g rhsᵀ, g) by one kernel, where g is `product_cotangent(cotangent)`.
+        """Returns (g rhsᵀ, g), by one kernel, where g is `product_cotangent(cotangent)`.
 
         None if there is no such kernel. Then `product_cotangent` and `times` do the same.
         """
@@ -210,6 +210,6 @@ class Operation:
     def times(
         self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan
     ) -> jax.Array:
-        """A product of the backward pass."""
+        """Returns a product of the backward pass."""
         del plan
         return by_xla.times(lhs, rhs, layouts, dtype)

@@ -76,7 +76,7 @@ def normalize(lhs_scale: Any, rhs_scale: Any, scaled: Scaled, dtype: DTypeLike) 
 
 
 def _column_scales(rhs_scale: Any, widths: list[int], several: bool, dtype: DTypeLike) -> list[Leaf]:
-    """`rhs_scale` as one [n] per right operand."""
+    """Returns `rhs_scale` as one [n] per right operand."""
     if not isinstance(rhs_scale, (list, tuple)):
         scale = arguments.factor("rhs_scale", rhs_scale, dtype)
         if several and tuple(scale.shape) not in _SCALARS:
@@ -110,5 +110,5 @@ def _per_column(name: str, scale: Leaf, n: int) -> Leaf:
 
 
 def _as_columns(scale: Leaf, n: int) -> Leaf:
-    """A scalar, or one value per column, as [n]."""
+    """Returns a scalar, or one value per column, as [n]."""
     return arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), scale)

@@ -54,7 +54,7 @@ def enterable_axes(mesh: AnyMesh) -> Axes:
 
 
 def mesh_of(*operands: Any) -> AnyMesh | None:
-    """The mesh of the operands' types if it has Explicit axes; else None."""
+    """Returns the mesh of the operands' types if that mesh has Explicit axes; else None."""
     for operand in operands:
         mesh = getattr(type_sharding(operand), "mesh", None)
         if mesh is not None and explicit_axes(mesh):
@@ -72,10 +72,10 @@ def type_sharding(operand: Any) -> Any:
 def enter(
     function: Callable[[Any], Any], mesh: AnyMesh, in_specs: Any, out_spec: jax.P, axes: Iterable[str] | None = None
 ) -> Callable[[Any], Any]:
-    """`function`, run inside `jax.shard_map` over the axes of `mesh` that can still be entered. It is differentiable.
+    """Returns `function`, run inside `jax.shard_map` over axes of `mesh`. The returned function is differentiable.
 
     Args:
-      function: from a tree of a device's parts of the operands to its part of the result.
+      function: maps a tree of a device's parts of the operands to the device's part of the result.
       mesh: the mesh. Some of its axes may be manual already.
       in_specs: the partition of all operands; or, if the operands are a dictionary, a dictionary of partitions.
       out_spec: the partition of all results.
@@ -147,7 +147,7 @@ class ProductSharding:
         return spec(self.axes.get(name, ()) for name in names)
 
     def call(self, function: Callable[..., Any], operands: dict[str, Any], out: tuple[Dimension, ...]) -> Any:
-        """`function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
+        """Runs `function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
 
         Raises:
           NotImplementedError: inside `jax.vmap` over a dimension that is sharded. jax does not let a `shard_map` enter
@@ -212,7 +212,7 @@ def spec(along: Iterable[Axes]) -> jax.P:
 def product_sharding(
     mesh: AnyMesh, operands: dict[str, Any], names: dict[str, tuple[Dimension, ...]]
 ) -> ProductSharding:
-    """How a product is cut so that no device needs data of another one.
+    """Returns how a product is cut so that no device needs data of another one.
 
     Args:
       mesh: the mesh of the operands' types.
@@ -299,7 +299,7 @@ def require_whole(operands: dict[str, Any]) -> None:
 
 
 def in_enterable_axes(function: Callable[[Any], Any], operands: Any) -> Any:
-    """`function(operands)` inside a `shard_map` over the axes that can still be entered.
+    """Runs `function(operands)` inside a `shard_map` over the axes that can still be entered.
 
     Operands and results are whole along these axes.
     """

@@ -1,8 +1,8 @@
 """Device-side primitives: peers, semaphores, copies (TMA), counters and handshakes. docs/primitives.md shows their use.
 
-They are called inside the body of a `plgpu.kernel`. They are thin. What they add to Mosaic GPU's own functions is one
-name for each rule of completion, so that a kernel reads as the argument for its correctness. The rules are written down
-here.
+Call them inside the body of a `plgpu.kernel`. They are thin wrappers of Mosaic GPU's functions. Each rule about when an
+operation is complete has a function of its own, so that a kernel's calls show why the kernel is correct. The rules are
+written down here.
 
 Memory ordering
 ---------------
@@ -77,11 +77,12 @@ __all__ = [
 
 
 def prepare() -> None:
-    """Prepares jax for kernels of your own that use these words: call it before the first one is compiled for GPUs.
+    """Prepares jax for kernels of your own that use these primitives.
 
-    The operations of this library do so by themselves. Kernels that communicate, and single warps that run loops of
-    unknown length, need changes in jax's own modules, which stay until the process ends (`overlap/_compat/`). Calling
-    it again changes nothing, and kernels that run emulated on a CPU do without.
+    Call it before the first such kernel is compiled for GPUs. The operations of this library do this by themselves.
+    Kernels that communicate, and single warps that run loops of unknown length, need changes in jax's own modules,
+    which stay until the process ends (`overlap/_compat/`). A second call changes nothing. Kernels that run emulated on
+    a CPU do not need it.
 
     Raises:
       RuntimeError: the changes were not checked with the installed jax.

@@ -1,23 +1,23 @@
 """How a kernel finds its peers' memory where each GPU has a process of its own.
 
-For each custom call that asks for its peers' addresses, XLA looks the addresses up, and then wants *all* that this call
-reads and writes in symmetric memory. Whatever comes from outside the program is copied there each time, weights
-included, and a result that leaves the program is copied out. For a product of 1024 rows, these copies move as many
-bytes as the product itself. But a kernel that reads its peers needs the addresses of two buffers only: the operand that
-is gathered, and its flags. So in that layout there are two kernels:
+For each custom call that asks for its peers' addresses, XLA looks the addresses up, and then requires that *all*
+operands and results of the call lie in symmetric memory. Operands that come from outside the program, weights included,
+are copied there each time, and a result that leaves the program is copied out. For a product of 1024 rows, these copies
+move as many bytes as the product itself. But a kernel that reads its peers' memory needs the addresses of two buffers
+only: the operand that is gathered, and its flags. So where each GPU has a process of its own, there are two kernels:
 
-    tell       from the gathered operand to the flags: zeros, which begin with a table of the addresses of these two
-               buffers on all peers. To XLA, this is the kernel that talks to its peers. It replaces XLA's zeroing of
-               the flags.
+    tell       takes the gathered operand and returns the flags: a table of the addresses of these two buffers on all
+               peers, then zeros. To XLA, this is the kernel that talks to its peers. It replaces XLA's zeroing of the
+               flags.
     the other  reads this table in place of XLA's. To XLA it is an ordinary kernel: nothing is copied for it.
 
 The table is right for the second kernel because both kernels are given the same values, and a value has one buffer. It
 is checked all the same: before it leaves, the second kernel compares the table with its own arguments, and traps if
 they differ.
 
-Results cannot be in that table, since the first kernel knows operands only. So the memory to which peers write is an
-operand that a kernel before has made and that nobody else uses (`landing_place`). If this memory is to be a result as
-well, operand and result are aliased (`Params.aliased_results`).
+Results cannot be in that table, since the first kernel knows operands only. So peers write to an operand that an
+earlier kernel has made and that no other operation uses (`landing_place`). If this memory is to be a result as well,
+operand and result are aliased (`Params.aliased_results`).
 
 A kernel opts in with `shared_semaphores(..., told=True)`, which puts the table before its flags, and with `Params`. It
 must begin with `Handshake.begin`, because the framework runs no barrier before a call that is ordinary to XLA.
@@ -68,7 +68,7 @@ class OwnMemory(plgpu.CompilerParams):
 
 
 def tell(num_flags: int) -> Callable[..., jax.Array]:
-    """The first kernel: from the operands that the peers read to the `num_flags` flags, the table included."""
+    """Returns the first kernel: it maps the operands that peers read to the `num_flags` flags, the table included."""
 
     def write(context: Any, *operands_and_flags: Any) -> None:
         start = mgpu_utils.memref_ptr(operands_and_flags[-1])
@@ -100,10 +100,10 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
 
 
 def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = False) -> jax.Array:
-    """Memory to which peers write: an operand of the kernel that receives, with undefined contents.
+    """Returns memory to which peers write: an operand for the kernel that receives, with undefined contents.
 
-    It is the result of a kernel that does nothing. To XLA it is a value, and two receiving kernels may get the same
-    value. That does not matter, since no kernel reads what was sent to another one.
+    The memory is the result of a kernel that does nothing. To XLA it is a value, and two receiving kernels may get the
+    same value. That does not matter, since no kernel reads data that were sent to another kernel.
 
     Args:
       shape: of the memory.
@@ -130,7 +130,10 @@ def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = 
 
 
 def require_told(context: Any) -> None:
-    """In inline code, by one warp: traps if this kernel's buffers are not at the addresses that the peers were told."""
+    """Emits code that traps if this kernel's buffers are not at the addresses that the peers were told.
+
+    Call it in the inline code of one warp.
+    """
     for told, own in _compat.told_addresses(context):
         mgpu_utils.inline_ptx(
             "{ .reg .pred differ; setp.ne.b64 differ, $0, $1; @differ trap; }", told, own, has_side_effects=True

@@ -98,8 +98,8 @@ def draw(counter: SemaphoreRef, end: int, previous: Index = 0) -> jax.Array:
     Args:
       counter: one semaphore of this device, zero at launch, as `shared_semaphores((1,))[0].at[0]`.
       end: numbers from here on are not needed.
-      previous: the number that this warp has drawn before. If it is not below `end`, then no later number will be: the
-        result is `end`, without the time of an access to the counter.
+      previous: the number that this warp has drawn before. If that number is not below `end`, no later number will be.
+        Then the counter is not accessed, and the result is `end`.
 
     Returns:
       An int32 scalar.
@@ -108,12 +108,18 @@ def draw(counter: SemaphoreRef, end: int, previous: Index = 0) -> jax.Array:
 
 
 def add(counter: SemaphoreRef, amount: Index) -> jax.Array:
-    """Adds to a counter of this device and returns its previous value. A release and an acquire at GPU scope."""
+    """Adds `amount` to a counter of this device and returns the previous value.
+
+    Ordering: a release and an acquire at GPU scope.
+    """
     return inline(_add, [counter], amount, returns=True)
 
 
 def set_bit_at_peer(word: SemaphoreRef, group: PeerGroup, position: Index, bit: Index) -> None:
-    """Sets a bit in a word of the peer at `position`. A release at system scope."""
+    """Sets a bit in a word of the peer at `position`.
+
+    Ordering: a release at system scope.
+    """
     inline(_set_bit, [group.remote_ref(word, position)], bit)
 
 
@@ -122,18 +128,19 @@ def each_drawn(
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `do(number)` and draws the next number, until the number is not below `end`.
 
-    All warps that call it on one counter share the numbers among them, however many warps there are and whenever they
-    begin. Call it in one warp of a CTA.
+    All warps that call this function on one counter share the numbers among them, however many warps there are and
+    whenever they begin. Call it in one warp of a CTA.
 
     Args:
       counter: the counter, as in `draw`.
-      number: the first number, drawn by this warp.
-      end: the first number that is not for `do`.
-      last: numbers from here on are needed by nobody; at least `end`.
+      number: the first number that this warp has drawn.
+      end: the first number for which `do` is not called.
+      last: the first number that no warp needs for any purpose; at least `end`.
       do: is traced once, with an int32 scalar.
 
     Returns:
-      The first number that was not for `do`, and how many calls of `do` there were: int32 scalars.
+      Two int32 scalars: the first number that this warp has drawn and for which it has not called `do`, and the number
+      of its calls of `do`.
 
     Example:
       `each_drawn(counter, draw(counter, chunks), chunks, chunks, send_chunk)`
@@ -148,7 +155,7 @@ def each_drawn(
 
 
 def loop_while(test: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
-    """`lax.while_loop` over int32 scalars.
+    """Runs `lax.while_loop` over int32 scalars.
 
     In a single warp of a `plgpu.warp_map` it needs the mend `_compat.WARP_LOOPS` (`overlap.primitives.prepare`).
     """

@@ -17,7 +17,7 @@ class _KernelAxis:
 
 
 def kernel_axis(description: str) -> Any:
-    """A name for an axis of a kernel's grid, cluster or threads that no axis of a user's mesh can have.
+    """Makes a name for an axis of a kernel's grid, cluster or threads, which no axis of a user's mesh can have.
 
     `lax.axis_index` inside a kernel looks among the axes of the user's mesh before it looks among the kernel's own. A
     mesh may have an axis of any name, so no string is safe: on a mesh with an axis "cluster", a CTA that asks for the

@@ -5,11 +5,11 @@ memory of the host. So the board is host memory to which all GPUs of the process
 reads it each second. The kernel must know the board's address. Compiled programs are kept in caches, so the address
 must be the same in each process: it is a fixed address of the virtual memory.
 
-    kernel      writes its record after `REPORT_AFTER_S`, and again when it gives up; takes it back if the wait ends
-    host        prints it
+    kernel      writes its record after `REPORT_AFTER_S`, and again when it gives up; marks it as over if the wait ends
+    host        prints each change of a record
 
-Each pair of devices has a record of its own, so that none is overwritten. A record holds numbers. The host knows the
-name of the operation, since the kernel was traced in this process (`describe`).
+Each pair of devices has a record of its own, so that devices do not overwrite each other's records. A record holds
+numbers. The host knows the name of the operation, since the kernel was traced in this process (`describe`).
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ _described: dict[int, tuple[str, int]] = {}
 
 
 def describe(operation: str, group: PeerGroup) -> int:
-    """A number by which a kernel names itself on the board. It is the same in each process.
+    """Returns the number by which a kernel names itself on the board. It is the same in each process.
 
     Args:
       operation: the kernel's name in messages.
       group: the peers with which it talks.
     """
-    # Made of the axes' places and sizes: a compiled kernel must not depend on the names of axes.
+    # Compute the number from the axes' places and sizes, not from their names: a compiled kernel must not depend on the
+    # names of axes.
     number = int.from_bytes(hashlib.sha256(f"{operation} {group.places}".encode()).digest()[:4], "little")
     _described[number] = (f"{operation} along {group.axis_name!r} of {group.size} devices", group.size)
     return number
@@ -77,10 +78,10 @@ def describe(operation: str, group: PeerGroup) -> int:
 
 @functools.cache
 def address() -> int | None:
-    """The address of the board in the memory of this process's GPUs; None if there is no board.
+    """Returns the address of the board, for the kernels of this process; None if there is no board.
 
-    The first call sets the board up. There is none without GPUs (a program that is compiled for another machine), or
-    where the driver cannot share such memory. Kernels that give up then end without a message.
+    The first call sets the board up. There is no board in a process without GPUs (which compiles for another machine),
+    or where the driver cannot share host memory with GPUs. Kernels that give up then end without a message.
     """
     gpus = [device.local_hardware_id for device in jax.local_devices() if device.platform == "gpu"]
     if not gpus:
@@ -99,7 +100,7 @@ def address() -> int | None:
 
 
 def _map_at(start: int, length: int) -> Any:
-    """Fresh memory at an address, or OSError if that is taken."""
+    """Returns fresh memory at the address `start`, or raises OSError if that address is taken."""
     fixed_noreplace, private_anonymous = 0x100000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
@@ -111,7 +112,7 @@ def _map_at(start: int, length: int) -> Any:
 
 
 def line(record: Any) -> str:
-    """A record as text."""
+    """Returns a record as text."""
     operation, devices = _described.get(int(record[OPERATION]), ("a fused operation", MOST_DEVICES))
     role, expected, got = int(record[ROLE]), int(record[EXPECTED]), int(record[GOT])
     if role in (SEEN, DONE):

@@ -77,7 +77,7 @@ class Clique:
 
     @staticmethod
     def of(mesh: Any, axes: frozenset[Hashable]) -> Clique | None:
-        """This process's clique in a mesh, for a kernel that counts along `axes`; None if the kernel talks to nobody.
+        """Returns this process's clique in a mesh, for a kernel whose peers lie along `axes`; None if it has no peers.
 
         Raises:
           NotImplementedError: an axis leads to other hosts, or the devices of this host do not form a mesh.
@@ -90,7 +90,7 @@ class Clique:
                     f"an abstract mesh of {mesh.size} devices does not say which of them are on this host, and the job "
                     f"has several: give jax.shard_map a mesh of devices, {_WAY_OUT}"
                 )
-            # Their order does not matter here. The number of their processes does.
+            # The order of the devices does not matter here, but the number of their processes does.
             devices = jax.devices() if mesh.size == jax.device_count() else range(mesh.size)
             abstract = _of_one_host(np.array(devices, dtype=object).reshape(mesh.axis_sizes), mesh.axis_names)
             return dataclasses.replace(abstract, knows_devices=False)
@@ -113,8 +113,8 @@ class Clique:
                 f"{within[outside[0]]} of them here), and it cannot reach the memory of others: lay that axis within a "
                 f"host, {_WAY_OUT}"
             )
-        # A kernel cannot count along an axis that leads to other hosts. So such an axis with one device here is left
-        # out.
+        # A kernel's peers cannot lie along an axis that leads to other hosts. So an axis is left out if one device of
+        # it is on this host.
         kept = [name for name in mesh.axis_names if within[name] > 1 or name in axes]
         here = mesh.devices[is_here].reshape([within[name] for name in kept])
         positions = tuple(map(int, np.flatnonzero(is_here)))
@@ -141,7 +141,7 @@ class Clique:
 
 
 def _of_one_host(devices: np.ndarray, names: Any) -> Clique:
-    """The clique of a whole mesh. Its devices may be mere numbers."""
+    """Returns the clique of a whole mesh. For an abstract mesh, numbers may stand for the devices."""
     ids = tuple(getattr(device, "id", device) for device in devices.flat)
     return Clique(_numbered(devices, names), tuple(range(devices.size)), ids, is_mirrored=False)
 
@@ -153,7 +153,7 @@ def _numbered(devices: np.ndarray, names: Any) -> jax.sharding.Mesh:
 
 
 def _own_host(mesh: jax.sharding.Mesh) -> Any:
-    """The host of this process. For a mesh of other machines, for which this process only compiles: their one host."""
+    """Returns the host of this process or, for a mesh of another machine for which it only compiles, that machine."""
     attached = set(jax.local_devices())
     own = [device for device in mesh.devices.flat if device in attached]
     if own:
@@ -168,7 +168,7 @@ def _own_host(mesh: jax.sharding.Mesh) -> Any:
 
 
 def host_of(device: Any) -> Any:
-    """The number that jax gives to the host of a device. All CPU devices have the same."""
+    """Returns the number that jax gives to the host of a device. All CPU devices have the same number."""
     return getattr(device, "partition_index", 0)
 
 
@@ -179,10 +179,10 @@ def several_hosts(mesh: Any = None) -> bool:
 
 
 def device_ids(context: Any) -> tuple[int, ...] | None:
-    """In a kernel's inline code: the ids of the devices of its mesh, in order; None if they are not known yet.
+    """Returns the ids of the devices of a kernel's mesh, in order; None if they are not known yet.
 
-    They are not known for an abstract mesh and in an exported program. The framework's barrier then runs before the
-    kernel.
+    Call it in the kernel's inline code. The ids are not known for an abstract mesh and in an exported program. Then jax
+    runs a barrier over all devices before the kernel.
     """
     return context.device_ids if hasattr(context, "device_ids") else _compat.device_ids()
 

@@ -119,19 +119,19 @@ class Chunking:
         return None if (rows, cols) == (self.rows, self.cols) else (rows, cols)
 
     def lacks(self, row: Index, column: Index) -> Index:
-        """How many rows or columns the chunk at `row`, `column` lacks; not positive if it is whole."""
+        """Returns how many rows or columns the chunk at `row`, `column` lacks; a number ≤ 0 if it lacks none."""
         if self.shard_rows % self.rows:
             return row + self.rows - self.shard_rows
         return column + self.cols - self.shard_cols
 
     def origin(self, chunk: Index) -> tuple[Index, Index]:
-        """Row and column at which a chunk begins; chunks run along rows, then down."""
+        """Returns the row and column at which a chunk begins. Chunks are numbered row by row."""
         group, part = quotient(chunk, self.chunks_per_row_group), remainder(chunk, self.chunks_per_row_group)
         return group * self.rows, part * self.cols
 
     @staticmethod
     def cut(shard_rows: int, shard_cols: int, itemsize: int, block_rows: int, max_bytes: int) -> Chunking:
-        """Chunks as large as possible: at most `max_bytes`, and each within one block of `block_rows` rows.
+        """Cuts a shard into chunks as large as possible, each of at most `max_bytes` and within one block of rows.
 
         If a row is cut, its parts have equal length, provided that parts of equal length can have at least two thirds
         of the greatest possible length.
@@ -141,7 +141,7 @@ class Chunking:
           shard_cols: columns of the shard.
           itemsize: bytes of an element.
           block_rows: rows of a block that no chunk may straddle.
-          max_bytes: of a chunk.
+          max_bytes: the most bytes of a chunk.
 
         Raises:
           ValueError: a row has no piece whose size is a multiple of 16 bytes, as the copy engine demands.
@@ -178,7 +178,7 @@ def copy_chunks(
     ready: Callable[[Any, Any, Any], None] | None = None,
     send: Callable[..., None] | None = None,
 ) -> Any:
-    """Copies chunks from global memory to shared memory to global memory, by one warp of each CTA.
+    """Copies chunks from global memory through shared memory to global memory, by one warp of each CTA.
 
     The source or the destination may be a peer's memory. Each warp draws the chunks that it copies from a counter, one
     after the other. So all chunks are copied by whichever CTAs are running, and a faster CTA copies more of them. At

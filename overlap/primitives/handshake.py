@@ -26,17 +26,17 @@ launch L, see the key of L in the memory of its peer P, and suppose that P has r
 - M before L: A has left M. So A had P's last message of M, which P sends after it has lowered its beacon of M.
 - M after L: P has left L. So P had A's last message of L, which A sends only after it has seen P's beacon of L.
 
-Either way P's beacon of M is not raised while A looks for that of L. The argument assumes nothing about where the flags
-of L and M lie, what either of them computes, or how late any device is. No state outlives a launch. The emulator runs
-random sequences of launches on shared flags, with the key and, as a negative control, without it
-(`tests/test_sequences.py`).
+Either way P's beacon of M is not raised while A looks for P's beacon of L. The argument assumes nothing about where the
+flags of L and M lie, what either of them computes, or how late any device is. Nothing in memory is kept from one launch
+for the next. The emulator runs random sequences of launches on shared flags, with the key and, as a negative control,
+without the key (`tests/test_sequences.py`).
 
 Progress with whichever CTAs run
 --------------------------------
 Other kernels (NCCL's) may hold some of the SMs, for as long as they wait for other devices. So nothing here waits for a
-CTA that may not have started. A counter deals the looks to the CTAs that run, each look once. Whichever CTA completes
-the last piece of work with peers' memory does the second handshake for the device. A CTA that starts later finds
-nothing left to do. One CTA on each device suffices for all devices to finish.
+CTA that may not have started. The CTAs that run draw the *looks* (each look is a wait for one peer's beacon) from a
+counter. Whichever CTA completes the last transfer does the second handshake for the device. A CTA that starts later
+finds nothing left to do. One CTA on each device suffices for all devices to finish.
 
     items of the counter:   0 … looks − 1        look for a peer
                             looks … end − 1      a transport's transfers
@@ -72,7 +72,7 @@ _LOWERED = 1
 
 
 def _key(context: Any, group: PeerGroup, only: int | None) -> list[int]:
-    """The words of a raised beacon. Called at lowering, when the devices of the mesh are known."""
+    """Returns the words of a raised beacon. Call it at lowering, when the devices of the mesh are known."""
     text = f"overlap: {group.places} on {clique.device_ids(context)}, looking for {only}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
@@ -97,8 +97,9 @@ class Handshake:
       operation: the kernel's name in the reports of waits that take long.
       transfers: how many transfers the device has in all: the items of the counter after the looks. What a transfer is,
         the kernel decides: work that reads or writes peers' memory.
-      only: the distance of the only peer whose memory this device needs; the only peer that needs this device's memory
-        is at the same distance behind it. None: every device needs the memory of all peers.
+      only: the distance (in positions ahead) of the only peer whose memory this device needs. The only peer that needs
+        this device's memory is at the same distance behind this device. None: every device needs the memory of all
+        peers.
     """
 
     flags: SemaphoreRef
@@ -133,8 +134,8 @@ class Handshake:
         Each communicator calls it once, first.
 
         Returns:
-          The first item that this CTA has drawn after the looks, an int32 scalar of at least `looks`. Less `looks`, it
-          is the number of a transfer if it is below `items`.
+          The first item that this CTA has drawn after the looks: an int32 scalar of at least `looks`. If the item is
+          below `items`, it stands for transfer number item − `looks`.
         """
         return self._begin(self._look)
 
@@ -182,10 +183,9 @@ class Handshake:
         Args:
           completed: how many transfers this CTA has completed. It accesses no peer's memory any more.
 
-        Why this suffices: an addition to the counter releases a CTA's completed accesses, the last one acquires them
-          all,
-        and its release at system scope passes them on to the peer, which acquires it before it leaves; a kernel ends
-        with its last CTA.
+        Why this suffices: each CTA's addition to the counter releases the accesses that the CTA has completed. The last
+          addition acquires those of all CTAs, and the signal to the peers is a release at system scope. A peer acquires
+          that signal before it leaves. A kernel ends with its last CTA.
         """
         assert self.transfers
         marks.now(Work.LEAVE)
@@ -198,7 +198,7 @@ class Handshake:
     def wait_for(self, role: int, word: SemaphoreRef, expected: Index, position: Index) -> None:
         """Waits until a word of this device, which the peer at `position` raises, has reached `expected`.
 
-        `role` says for the report what the wait is for (`board.ROWS` and so on).
+        `role` says what the wait is for, in the report of a long wait (`board.ROWS` and so on).
         """
         wait_for_word(word, expected, self.group, position, operation=self._number, role=role, at_least=True)
 

@@ -16,10 +16,11 @@ from jax import lax
 
 
 def in_32_bits[**P, R](launch: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function that traces a kernel: it traces as if `jax_enable_x64` were off.
+    """Decorates a function that traces a kernel, so that it traces as if `jax_enable_x64` were off.
 
-    With `jax_enable_x64`, a loop over Python ints would count in int64. That does not fit the int32 of everything else
-    here, and costs a kernel two registers and several instructions in place of one. No operand of a kernel has 64 bits.
+    With `jax_enable_x64`, a loop over Python ints would count in int64, while all other values here are int32. A 64-bit
+    count also costs a kernel two registers and several instructions in place of one. No operand of a kernel has 64
+    bits.
     """
 
     @functools.wraps(launch)
@@ -31,37 +32,37 @@ def in_32_bits[**P, R](launch: Callable[P, R]) -> Callable[P, R]:
 
 
 def quotient(a: Any, b: int) -> Any:
-    """⌊a / b⌋ for a ≥ 0, b > 0."""
+    """Returns ⌊a / b⌋ for a ≥ 0, b > 0."""
     return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
 
 
 def remainder(a: Any, b: int) -> Any:
-    """The remainder of a / b for a ≥ 0, b > 0."""
+    """Returns the remainder of a / b for a ≥ 0, b > 0."""
     return a % b if isinstance(a, int) else lax.rem(a, jnp.int32(b))
 
 
 def choose(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """`if_true` where the condition holds, else `if_false`."""
+    """Returns `if_true` where the condition holds, else `if_false`."""
     return (
         (if_true if condition else if_false) if isinstance(condition, bool) else jnp.where(condition, if_true, if_false)
     )
 
 
 def smaller(a: Any, b: Any) -> Any:
-    """min(a, b)."""
+    """Returns min(a, b)."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
 def larger(a: Any, b: Any) -> Any:
-    """max(a, b)."""
+    """Returns max(a, b)."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """⌈a / b⌉ of Python ints."""
+    """Returns ⌈a / b⌉ of Python ints."""
     return -(-a // b)
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
+    """Returns the largest divisor of `number` that is at most `limit`."""
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)

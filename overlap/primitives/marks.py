@@ -1,4 +1,4 @@
-"""Marks: what each role of a kernel does, and from when on, for `python -m overlap trace`.
+"""Records what each role of a kernel does, and when it begins each kind of work, for `python -m overlap trace`.
 
 A role's part of a kernel calls `marks.now(Work.MULTIPLY, tile.step, piece.tile)` where it begins something new. While
 jax traces the kernel inside `marks.recording`, each of these calls becomes an entry in global memory. Otherwise it
@@ -14,7 +14,8 @@ An entry is 16 bytes, which one thread writes without waiting:
 follow. A role that makes more entries than there is room for keeps counting them, so that the number of missing entries
 is known.
 
-Shape legend: rows: one for each role of a CTA; entries: the header, `capacity` entries, and one that takes all others.
+Shape legend: rows: one for each role of a CTA; entries: the header, `capacity` entries, and a last one that is
+overwritten by all further entries.
 """
 
 from __future__ import annotations
@@ -129,12 +130,12 @@ def recording(capacity: int) -> Iterator[Recording]:
 
 
 def current() -> Recording | None:
-    """The recording to which a kernel belongs that is traced now; None if there is none."""
+    """Returns the recording for kernels that are traced now; None if none is being made."""
     return _recording.get()
 
 
 def counts_type() -> Any:
-    """The shared memory that a recorded kernel needs beside its own."""
+    """Returns the type of the shared memory that a recorded kernel needs in addition."""
     return plgpu.SMEM((ROWS,), jnp.int32)
 
 
@@ -150,7 +151,7 @@ def on(tape: Tape) -> Iterator[None]:
 
 @contextlib.contextmanager
 def role(name: str, index: Any = 0, count: int = 1) -> Iterator[None]:
-    """The context of all that a role does: marks inside of it belong to this role.
+    """Inside this context, marks belong to the role `name`.
 
     Args:
       name: compute, epilogue, producer, communicator, forwarder or multiplier.
@@ -172,7 +173,7 @@ def role(name: str, index: Any = 0, count: int = 1) -> Iterator[None]:
 
 
 def playing(name: str, part: Callable[[], None], index: Any = 0, count: int = 1) -> Callable[[], None]:
-    """A role's part of a kernel, with its marks: `part` inside `role`."""
+    """Returns a function that runs `part`, a role's part of a kernel, inside the context `role`."""
 
     def marked() -> None:
         with role(name, index, count):
@@ -185,7 +186,7 @@ def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
     """Marks that from here on the role does `work`, until its next mark.
 
     Args:
-      work: what.
+      work: the kind of work.
       shard: the step of the shard concerned (0: this device's own). Its last four bits are kept.
       number: the number of the tile, or of the chunk.
     """
@@ -200,9 +201,10 @@ def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
 
 @contextlib.contextmanager
 def during(work: Work) -> Iterator[None]:
-    """Inside this context the role does `work`; after it, again what it did before, for the same shard and number.
+    """Marks `work` for the time inside this context; afterwards marks the role's earlier work again.
 
-    What it did before must have been marked in the same scope of the traced kernel, or in an enclosing one.
+    Shard and number stay the same. The earlier work must have been marked in the same scope of the traced kernel, or in
+    an enclosing one.
     """
     tape = _tape.get()
     before = None if tape is None else tape.last
@@ -212,8 +214,8 @@ def during(work: Work) -> Iterator[None]:
         now(*before)
 
 
-# One thread of a warp or a warpgroup does all of this. The other threads must not count, either: the warps of a
-# warpgroup share the count, and each would see what another warp has counted already.
+# One thread of a warp or a warpgroup writes the entry and counts it. The other threads must not count, because the
+# warps of a warpgroup share the count: one entry would be counted several times.
 
 
 def _by_one(threads: int, *lines: str) -> Callable[..., None]:
@@ -245,7 +247,7 @@ def _end(threads: int) -> Callable[..., None]:
 
 
 def unpack(what: int) -> tuple[Work, int, int]:
-    """(work, shard, number) of an entry's first word."""
+    """Returns (work, shard, number) of an entry's first word."""
     what &= 0xFFFFFFFF
     work, rest = what & (1 << _WORK_BITS) - 1, what >> _WORK_BITS
     return Work(work), rest & (1 << _SHARD_BITS) - 1, rest >> _SHARD_BITS

@@ -19,10 +19,10 @@ from overlap.primitives.types import GmemRef, Index
 class PeerGroup:
     """The devices along one mesh axis, or along several that count as one, as seen from inside a kernel.
 
-    A kernel names a peer by its *position* in the group, never by a mesh index or a device id: these agree only while
-    the axis is the whole mesh. `me()` and `peer(distance)` are positions; `remote_ref` and `device_id` take positions
-    and turn them into what the framework wants. In which order the mesh holds its devices, and which of them are on
-    other hosts, is the concern of `overlap/primitives/clique.py`, not of a kernel.
+    A kernel names a peer by its *position* in the group, never by a mesh index or a device id, which equal the position
+    only if the axis is the whole mesh. `me()` and `peer(distance)` are positions; `remote_ref` and `device_id` take
+    positions and turn them into what Pallas needs. A kernel need not know in which order the mesh holds its devices, or
+    which devices are on other hosts: `overlap/primitives/clique.py` deals with that.
 
     Positions along several axes run row-major in the order in which `axis_name` names the axes, whatever their order in
     the mesh. `lax.axis_index` and `lax.all_gather` count, and `PartitionSpec((a, b))` places shards, in the same order.
@@ -39,7 +39,7 @@ class PeerGroup:
 
     @staticmethod
     def of(axis_name: Any, mesh: Any = None, *, caller: str = "PeerGroup.of") -> PeerGroup:
-        """The peers of this device along `axis_name` of the enclosing `jax.shard_map`, or of `mesh` if one is given.
+        """Returns the peers along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
 
         Call it inside `jax.shard_map`, in the kernel's body or where the kernel is made.
 
@@ -111,7 +111,7 @@ class PeerGroup:
         return math.prod(size for _, size in self.axes)
 
     def me(self) -> jax.Array:
-        """This device's position in the group, an int32 scalar."""
+        """Returns this device's position in the group, an int32 scalar."""
         # Mosaic GPU has no device ids on a mesh of one device, so axes of one device are not asked for.
         sizes = {name: size for name, size in self.axes if size > 1}
         if not sizes:
@@ -123,11 +123,11 @@ class PeerGroup:
         return position
 
     def peer(self, distance: Index) -> jax.Array:
-        """The position `distance` ahead of this device's, an int32 scalar (0 <= distance <= size)."""
+        """Returns the position `distance` ahead of this device's, an int32 scalar (0 <= distance <= size)."""
         return lax.rem(self.me() + distance, self.size)
 
     def device_id(self, position: Index) -> Any:
-        """The framework's name for the device at a position: its coordinates along the group's axes.
+        """Returns Pallas's name for the device at a position: its coordinates along the group's axes.
 
         Along all other axes the device has the same coordinates as this one.
         """
@@ -137,11 +137,11 @@ class PeerGroup:
         return {major: position, **coordinates}
 
     def remote_ref(self, ref: GmemRef, position: Index) -> GmemRef:
-        """A reference to the peer's counterpart of a global-memory reference: an operand, a result or a semaphore.
+        """Returns a reference to the same array (an operand, a result or a semaphore) in a peer's global memory.
 
-        Only asynchronous copies may use it (`tma_load`, `tma_store`), and `atomics.inline`. If `position` is known on
-        the device alone, a copy must be of one contiguous piece of an untiled buffer. In a group of one device, this is
-        `ref`.
+        Only asynchronous copies (`tma_load`, `tma_store`) and `atomics.inline` may use the reference. If `position` is
+        known only inside the kernel, a copy must be of one contiguous range of an untiled buffer. In a group of one
+        device, the result is `ref`.
 
         Args:
           ref: this device's own reference.

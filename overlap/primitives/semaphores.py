@@ -20,7 +20,9 @@ _WINDOW_BYTES = 4096
 
 
 def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[SemaphoreRef, ...]:
-    """Semaphores in global memory that all CTAs of a device share, and that peers can reach. All are zero at launch.
+    """Returns semaphores in global memory that all CTAs of a device share and that peers can reach.
+
+    All semaphores are zero at launch.
 
     Call it once, first in the kernel's body. (Semaphores among a kernel's `scratch_types` are private to each CTA: a
     wait for a signal of another CTA would hang.)
@@ -102,10 +104,10 @@ def _converge_warp(_: Any) -> None:
 def converge_warp() -> None:
     """Waits until all lanes of the warp are here. Call it at the end of each warp's part of a `plgpu.warp_map`.
 
-    After a `warp_map`, the warps of a warpgroup meet at an aligned barrier, where each warp must arrive as one. If a
-    copy that one elected lane starts is the last thing a warp does, ptxas makes a branch around it for the other lanes,
-    and the branch ends at that barrier. The lanes then arrive in two groups, the barrier counts one warp too many, and
-    the last warp waits for ever. (Seen on H200, as a kernel that never ended.)
+    After a `warp_map`, the warps of a warpgroup meet at an aligned barrier, where all lanes of a warp must arrive
+    together. If the last thing that a warp does is a copy that one elected lane starts, ptxas makes the other lanes
+    branch around the copy, straight to that barrier. The lanes then arrive in two groups, the barrier counts one warp
+    too many, and the last warp waits for ever. (Seen on H200, as a kernel that never ended.)
     """
     plgpu.inline_mgpu()(_converge_warp)()
 

@@ -1,7 +1,7 @@
-"""A word of shared memory, loaded by a single warp or by a warpgroup.
+"""Loads a word of shared memory, in a single warp or in a warpgroup.
 
-Pallas's own `ref[i]` does this for a warpgroup only: a load is not among the operations that Mosaic GPU lists for a
-single warp (a store is). So the load is PTX. It orders nothing: an mbarrier between the store and the load does.
+Pallas's own `ref[i]` does this for a warpgroup only: Mosaic GPU lists stores, but not loads, among the operations of a
+single warp. So the load is PTX. It orders nothing: put an mbarrier between the store and the load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from overlap.primitives.types import SmemRef
 
 
 def load_word(word: SmemRef) -> jax.Array:
-    """The int32 scalar in a word of shared memory, in every thread."""
+    """Returns the int32 scalar in a word of shared memory, in every thread."""
     return atomics.inline(_load, [word], returns=True)
 
 

@@ -1,4 +1,4 @@
-"""Waits for another device. Each of them ends, or says for whom it waits and after a limit ends the kernel.
+"""Waits for another device. A wait that takes long is reported, and after a time limit it ends the kernel.
 
 A legal wait may be long: the peer compiles, loads data, or sits in a debugger. So the waiting warp keeps looking, and
 
@@ -115,7 +115,9 @@ def wait_for_word(
     role: int,
     at_least: bool = False,
 ) -> None:
-    """Waits until a word of this device equals `expected`. An acquire at system scope, then a proxy fence.
+    """Waits until a word of this device equals `expected`.
+
+    Ordering: an acquire at system scope, then a proxy fence.
 
     Args:
       word: the word, which other devices change.
@@ -124,7 +126,7 @@ def wait_for_word(
       peer: the position of the device that this one waits for; this device's own position if it waits for several.
       operation: the number of the kernel, from `board.describe`.
       role: what the wait is for: `board.BEGUN` and so on.
-      at_least: whether a greater value ends the wait, too.
+      at_least: whether a greater value ends the wait as well.
     """
     test = "ge" if at_least else "eq"
     look = ("ld.relaxed.sys.global.b32 got, [$0];", f"setp.{test}.u32 there, got, $4;")
@@ -140,7 +142,7 @@ def semaphore_wait_peer(
 ) -> None:
     """Waits until a flag of this device, which a peer raises, has reached `value`. The flag keeps its value.
 
-    The wait ends or says why it does not. After 30 s the host logs which device waits for which (logger `overlap`).
+    A wait that takes long is reported: after 30 s the host logs which device waits for which (logger `overlap`).
     After OVERLAP_WAIT_TIMEOUT_S (600 s unless that variable is set; 0: no limit) the kernel traps, and the program ends
     with a CUDA error.
 
@@ -164,10 +166,12 @@ def semaphore_wait_peer(
 
 
 def wait_within_device(word: SemaphoreRef, count: int) -> None:
-    """Waits until a counter of this device has reached `count`. An acquire at GPU scope, then a proxy fence.
+    """Waits until a counter of this device has reached `count`.
 
-    All threads of the warp look. If one thread looked and the others waited for it, ptxas would keep more of the
-    following code's values in registers than this warp has.
+    Ordering: an acquire at GPU scope, then a proxy fence.
+
+    All threads of the warp read the counter. If one thread read it and the others waited for that thread, ptxas would
+    need more registers for the code that follows than this warp has.
     """
 
     def wait(_: Any, flag: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where each GPU has a process of its own: whether XLA and NCCL can still tell one more program its peers' addresses.
+"""Checks, where each GPU has a process of its own, that NCCL has address space for one more program with fused kernels.
 
 For each program with a fused kernel, XLA registers its whole memory pool with NCCL anew. NCCL maps the pool into
 address space that is set aside when the job starts (NCCL_WIN_STRIDE bytes for each GPU). When that space is full, the
@@ -29,12 +29,16 @@ _meshes: set[tuple[int, ...]] = set()
 
 
 def stride_bytes(gpus: int) -> int:
-    """The address space to set aside for each GPU of a host with `gpus` GPUs."""
+    """Returns the bytes of address space to set aside for each GPU of a host with `gpus` GPUs."""
     return max(_OF_ONE_MESH_BYTES // max(gpus, 1), _LEAST_STRIDE_BYTES)
 
 
 def note_program(program: Any, device_ids: tuple[int, ...]) -> None:
-    """Counts a program, when a kernel in it that is told its peers' addresses is lowered for a mesh of these devices.
+    """Counts a program. Call it when a kernel of the program is lowered that is told its peers' addresses.
+
+    Args:
+      program: the program; it is counted once if its kernels are lowered one after the other.
+      device_ids: the ids of the devices of the kernel's mesh, in mesh order.
 
     Raises:
       NotImplementedError: there is no address space for one more mesh.
@@ -54,7 +58,7 @@ def note_program(program: Any, device_ids: tuple[int, ...]) -> None:
 
 
 def most_programs() -> int | None:
-    """How many programs with such kernels fit; None if that is not known."""
+    """Returns how many programs with fused kernels NCCL's address space can hold; None if that is not known."""
     stats = jax.local_devices()[0].memory_stats() or {}
     stride, pool = os.environ.get(STRIDE_VARIABLE, ""), stats.get("bytes_limit", 0)
     if not stride.isdigit() or not pool:
@@ -64,7 +68,7 @@ def most_programs() -> int | None:
 
 
 def require_room() -> None:
-    """Raises NotImplementedError if one more program would not be told its peers' addresses."""
+    """Raises NotImplementedError if XLA could not tell one more program its peers' addresses."""
     if jax.process_count() == 1:
         return
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":

@@ -60,7 +60,7 @@ load_halves = functools.partial(load_tiles, copy=copy_half)
 
 
 def multiply_halves(acc_tmem: TmemRef, done: BarrierRef, pipeline: Pipeline, t: Tiling, *, first: Index = 0) -> None:
-    """The MMA warp's part of the cluster's tile: the leader issues all products, the other CTA none."""
+    """Issues the products of the cluster's tile, from the MMA warp: the leader issues all, the other CTA none."""
 
     @pl.when(lax.axis_index(RANK_AXIS) == 0)
     def _leader() -> None:

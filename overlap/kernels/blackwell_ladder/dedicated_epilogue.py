@@ -60,7 +60,7 @@ def double_buffered(
     name: str,
     tile_at: Callable[[Index], tuple[Index, Index]] | None = None,
 ) -> Callable[..., jax.Array]:
-    """The kernel; `tile_at` maps an index to (tile row, tile column), row by row if None (lesson 6)."""
+    """Makes the kernel; `tile_at` maps an index to (tile row, tile column), row by row if None (see lesson 6)."""
     clusters, tiles = num_clusters(t), t.m_tiles * t.n_tiles
     tile_at = tile_at or (lambda index: (quotient(index, t.n_tiles), remainder(index, t.n_tiles)))
 

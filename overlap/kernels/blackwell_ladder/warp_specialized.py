@@ -59,7 +59,7 @@ def load_tiles(
     first: Index = 0,
     copy: Callable[..., None] = lambda src, dst, full, dimension: plgpu.copy_gmem_to_smem(src, dst, full),
 ) -> None:
-    """The copy warp's work on an output tile: loads its operand tiles, k step by k step.
+    """Loads the operand tiles of an output tile, k step by k step: the copy warp's work.
 
     Args:
       lhs_gmem: [m, k].
@@ -89,7 +89,7 @@ def load_tiles(
 def multiply_tiles(
     acc_tmem: TmemRef, done: BarrierRef, pipeline: Pipeline, t: Tiling, *, first: Index = 0, collective_axis: Any = None
 ) -> None:
-    """The MMA warp's work on an output tile: all its products. They arrive at `done` when the accumulator is complete.
+    """Issues all products of an output tile, and an arrival at `done` when its sum is complete: the MMA warp's work.
 
     `collective_axis`: the cluster axis along which two CTAs compute the product together (lesson 3).
     """
@@ -121,7 +121,7 @@ def split_warps(copy: Callable[[], None], multiply: Callable[[], None]) -> None:
 
 
 def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
-    """The kernel: the CTA at (m, n) of the grid computes that tile; `store` stores its accumulator."""
+    """Makes a kernel in which the CTA at (m, n) of the grid computes that tile; `store` stores its accumulator."""
 
     def body(
         lhs_gmem: GmemRef,
@@ -154,7 +154,10 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
 
 
 def store_accumulator(acc_tmem: TmemRef, out_gmem: GmemRef, out_smem: SmemRef) -> None:
-    """Tensor memory → registers → shared memory → output, all at once; the store may still be in flight."""
+    """Stores the accumulator at once: tensor memory → registers → shared memory → output.
+
+    The store may still be in flight on return.
+    """
     store_tile(plgpu.async_load_tmem(acc_tmem), out_gmem, out_smem)
 
 

@@ -1,4 +1,4 @@
-"""The ladder: one matmul for Hopper, written eight times, each time with one idea more (float16 and bfloat16).
+"""The ladder: a matmul for Hopper in eight versions, each with one idea more than the last (float16 and bfloat16).
 
 Read the files in the order of `RUNGS`. Each rung shows one new idea, and imports the rest from the rungs below it. The
 rungs are lessons. `overlap.matmul` does not use them: it has all of these ideas, and serves any shape.

@@ -23,7 +23,7 @@ from overlap.primitives.types import AccumulatorRef, BarrierRef, GmemRef, SmemRe
 
 
 def store_tile(values: jax.Array, out_gmem: GmemRef, out_smem: SmemRef) -> None:
-    """Registers → shared memory → output, all at once; the store may still be in flight."""
+    """Stores a tile at once, registers → shared memory → output. The store may still be in flight on return."""
     out_smem[...] = values.astype(out_gmem.dtype)
     plgpu.commit_smem()  # Before this fence, the copy engine may not see what threads wrote.
     plgpu.copy_smem_to_gmem(out_smem, out_gmem)

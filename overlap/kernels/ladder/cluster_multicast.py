@@ -40,7 +40,7 @@ CLUSTER_AXIS, RANK_AXIS = kernel_axis("cluster"), kernel_axis("rank in the clust
 
 
 def wait_until_peers_are_done(filled: Index, pipeline: Pipeline) -> None:
-    """The end of the memory warpgroup's work: waits until both CTAs have given back all stages that were filled."""
+    """Waits until both CTAs have given back all stages that were filled: the end of the memory warpgroup's work."""
 
     @pl.loop(filled, filled + pipeline.stages)
     def _stage(fill: jax.Array) -> None:
@@ -83,7 +83,7 @@ def clustered(
     tile_at: Callable[[Index], tuple[Index, Index]] | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Callable[..., jax.Array]:
-    """The kernel of this rung, with parameters for what the next two rungs change.
+    """Makes the kernel of this rung, with parameters for what the next two rungs change.
 
     Args:
       t: sizes; `m_tiles` must be even, since a cluster computes a pair of tiles.

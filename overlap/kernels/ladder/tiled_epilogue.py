@@ -33,7 +33,10 @@ def epilogue_type(t: Tiling, epilogue_tile_n: int) -> Any:
 
 
 def store_epilogue_tiles(values: jax.Array, out_gmem: GmemRef, epilogue_smem: SmemRef) -> None:
-    """Registers → shared memory → output, an epilogue tile at a time; leaves up to `BUFFERS` stores in flight."""
+    """Stores values, an epilogue tile at a time: registers → shared memory → output.
+
+    Up to `BUFFERS` stores are still in flight on return.
+    """
     epilogue_tile_n = epilogue_smem.shape[-1]
     for i in range(values.shape[1] // epilogue_tile_n):
         columns = slice(i * epilogue_tile_n, (i + 1) * epilogue_tile_n)

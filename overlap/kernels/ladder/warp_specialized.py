@@ -85,7 +85,7 @@ def load_tiles(
     first: Index = 0,
     shared_by: Any = None,
 ) -> None:
-    """The memory warpgroup's work on an output tile: loads its operand tiles, k step by k step.
+    """Loads the operand tiles of an output tile, k step by k step: the memory warpgroup's work.
 
     Args:
       lhs_gmem: [m, k].
@@ -116,7 +116,7 @@ def load_tiles(
 
 
 def accumulate_tile(wg_rows: pl.Slice, pipeline: Pipeline, t: Tiling, *, first: Index = 0) -> jax.Array:
-    """A compute warpgroup's sums of an output tile, in f32; `wg_rows` are the warpgroup's rows within the tile."""
+    """Returns a compute warpgroup's sums of an output tile, in f32; `wg_rows`: the warpgroup's rows in the tile."""
 
     def multiply(k: Index, acc: AccumulatorRef) -> None:
         stage = remainder(first + k, pipeline.stages)
@@ -156,7 +156,7 @@ def split_roles(memory: Callable[[], None], compute: Callable[[jax.Array], None]
 
 
 def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
-    """The kernel: the CTA at (m, n) of the grid computes that tile; `store` stores a warpgroup's half of it."""
+    """Makes a kernel in which the CTA at (m, n) of the grid computes that tile; `store` stores a warpgroup's half."""
 
     def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, pipeline: Pipeline, out_smem: SmemRef) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
