@@ -1,6 +1,7 @@
 """Compares the fused operation `all_gather_lhs_matmul` with XLA, the roof and JAX's example kernel.
 
-The roof is the product alone, of operands that are already gathered. The command can run on all GPUs of the host, on some, with several configs of the fused operation, or with one process per GPU:
+The roof is the product alone, of operands that are already gathered. The command can run on all GPUs of the host, on
+some, with several configs of the fused operation, or with one process per GPU:
 
     python3 -m benchmarks.all_gather_matmul --out benchmarks/results
     python3 -m benchmarks.all_gather_matmul --devices 2

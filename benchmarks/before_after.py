@@ -6,9 +6,9 @@ r"""Compares the times of another commit's kernels with the times of this tree's
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
 Both packages are loaded at the same time. The package of the other commit is a copy whose imports are renamed. Each
-case is a loop inside one program on all GPUs, timed as in all benchmarks. The ratio after / before is the
-time of this tree / the time of the other commit in the same round, the median over the rounds. After the first loop of each package, every process compares the results of both bit for bit, on its own
-devices.
+case is a loop inside one program on all GPUs, timed as in all benchmarks. The ratio after / before is the time of this
+tree / the time of the other commit in the same round, the median over the rounds. After the first loop of each package,
+every process compares the results of both bit for bit, on its own devices.
 """
 
 from __future__ import annotations

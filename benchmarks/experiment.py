@@ -1,13 +1,13 @@
-"""Has the common parts of `before_after`, `block` and `layer`: benchmarks that each write a markdown table.
+"""Sets up and records the runs of `before_after`, `block` and `layer`, which each write a markdown table.
 
-A benchmark uses this module so:
+A benchmark uses this module as follows:
 
-parser = command.tool_parser("block", __doc__)
-experiment.add_options(parser, "block", rounds=7)
-run = experiment.begin("block", parser.parse_args(argv))
-run.head("An MLP")
-run.rows("| 1 | 2 |")
-run.finish()
+    parser = command.tool_parser("block", __doc__)
+    experiment.add_options(parser, "block", rounds=7)
+    run = experiment.begin("block", parser.parse_args(argv))
+    run.head("An MLP")
+    run.rows("| 1 | 2 |")
+    run.finish()
 """
 
 from __future__ import annotations

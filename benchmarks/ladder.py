@@ -2,8 +2,8 @@
 
 The ladder is a series of matmul kernels (rungs) that each add one optimization. cuBLAS is the roof. The column
 "roof/this" is cuBLAS's time / the method's time: the method's speed as a fraction of cuBLAS's. The column "% peak" is
-the method's TFLOP/s in percent of the data sheet's dense TFLOP/s. The rungs are in `overlap/kernels/blackwell_ladder` for Blackwell GPUs, and in `overlap/kernels/ladder` for any other
-device.
+the method's TFLOP/s in percent of the data sheet's dense TFLOP/s. The rungs are in `overlap/kernels/blackwell_ladder`
+for Blackwell GPUs, and in `overlap/kernels/ladder` for any other device.
 
     python3 -m benchmarks.ladder --out benchmarks/results
     python3 -m benchmarks.ladder --methods pipelined,persistent,xla --shapes 8192x8192x8192:bf16
