@@ -80,7 +80,7 @@ def with_backward(implementation: Method) -> Turn:
 
 
 def program(turn: Turn, mesh: Mesh, turns: int) -> Any:
-    """Returns a jitted loop of `turns` turns, as a function (tokens, *weights) -> (tokens, *weights) of global arrays."""
+    """Returns a jitted loop of `turns` turns: a function (tokens, *weights) -> (tokens, *weights) of global arrays."""
 
     def run(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         x, weights = lax.fori_loop(0, turns, lambda _, state: turn(*state), (x, list(weights)))

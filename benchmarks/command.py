@@ -344,7 +344,11 @@ def _measure(
     writer: Writer,
     say: Callable[[str], None],
 ) -> Table:
-    """Measures one problem and returns its table. An error goes into the table, or is raised if there are several processes."""
+    """Measures one problem and returns its table.
+
+    If measuring raises an exception, the table has the error for each method. With several processes the exception is
+    passed on.
+    """
     import jax
 
     from benchmarks import environment, report

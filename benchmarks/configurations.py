@@ -171,7 +171,7 @@ class _Worker:
         return compiled
 
     def prepare(self, compiled: _Compiled) -> tuple[Loop, jax.Array, Any]:
-        """Returns the arguments of `measure`: a loop, the right result, and a program that compares a result with it."""
+        """Makes the arguments of `measure`: a loop, the right result, and a program that compares a result with it."""
         import jax.numpy as jnp
 
         from overlap.tuning.timing import Loop

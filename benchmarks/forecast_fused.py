@@ -65,7 +65,7 @@ class FusedForecast:
 
     @property
     def roof_fraction(self) -> float:
-        """The roof's time / the fused operation's time: the speed of the operation as a fraction of the roof's speed."""
+        """The roof's time / the fused operation's time: the operation's speed as a fraction of the roof's."""
         return self.roof_us / self.us
 
 

@@ -1,4 +1,4 @@
-"""Makes the tables of `benchmarks.forecast`: the chips' figures, two checks against H200s, and forecasts for the B200."""
+"""Makes the tables of `benchmarks.forecast`: figures of the chips, two checks against H200s, forecasts for the B200."""
 
 from __future__ import annotations
 
