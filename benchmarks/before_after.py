@@ -106,7 +106,7 @@ def problem_of(case: Case, devices: int) -> Problem:
 
 
 def scales_of(package: Any, m: int, n: int) -> dict[str, Any]:
-    """Returns the scales of rows and columns as keywords of `package`. Older packages take them as one tuple, `scale`."""
+    """Returns scales of rows and columns as keywords of `package`. Older packages take them as one tuple, `scale`."""
     rows, columns = jnp.ones((m, 1)), jnp.ones((n,))
     is_older = "scale" in inspect.signature(package.all_gather_lhs_matmul).parameters
     return {"scale": (rows, columns)} if is_older else {"lhs_scale": rows, "rhs_scale": columns}

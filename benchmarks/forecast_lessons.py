@@ -1,6 +1,7 @@
 """Describes each rung (kernel) of the two matmul ladders for `benchmarks.forecast`.
 
-The description has the rung's tiles, its number of stages, and which work it overlaps."""
+The description has the rung's tiles, its number of stages, and which work it overlaps.
+"""
 
 from __future__ import annotations
 

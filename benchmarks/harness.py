@@ -354,7 +354,10 @@ def _cast(operands: tuple[jax.Array, jax.Array], dtype: DTypeLike) -> tuple[jax.
 
 
 def agreed(ok: bool) -> bool:
-    """Returns whether `ok` is true in all processes. If one process drops a method, all do, so none waits for another."""
+    """Returns whether `ok` is true in all processes.
+
+    If one process drops a method, all processes drop it. Otherwise the others would wait for that process.
+    """
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))

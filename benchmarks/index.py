@@ -87,7 +87,7 @@ def _facts(path: pathlib.Path) -> dict[str, str]:
 
 
 def state(facts: Mapping[str, str], root: pathlib.Path = provenance.REPOSITORY) -> str:
-    """Says in words whether the commit of a run is in the history of `root`. The text begins with WRONG if not."""
+    """Says in words whether a run's commit is in the history of `root`. Begins with WRONG if `facts` are wrong."""
     named = facts.get("commit", "")
     words = next((words for words in _WORDS if f"({words}" in named), "")
     if words == _LOST:

@@ -84,7 +84,7 @@ def problems() -> list[Problem]:
 
 
 def task_of(problem: Problem) -> Task:
-    """Makes the task of a problem: XLA, and the first `CONFIGS` configurations of the search, one for each `shape_of`."""
+    """Makes the task of a problem: XLA, and the search's first `CONFIGS` configurations, one for each `shape_of`."""
     shapes = {shape_of(config): config for config in reversed(space.candidates(problem, TARGET))}
     ranked = [config for config in space.candidates(problem, TARGET) if shapes[shape_of(config)] == config]
     return Task(problem, tuple(ranked[:CONFIGS]), with_xla=True)

@@ -1,4 +1,4 @@
-"""Makes the methods of each table: the fused operation in several configurations, XLA, the roof, JAX's example kernel."""
+"""Makes the methods of each table: the fused operation with several configurations, XLA, the roof, JAX's example."""
 
 from __future__ import annotations
 
@@ -236,10 +236,10 @@ def _config(fields: dict[str, Any]) -> overlap.Config | None:
 
 
 def _example_configs(limit: int) -> list[tuple[str, Any]]:
-    """Returns at most `limit` configurations of JAX's example, each with a label. Probably fast configurations come first.
+    """Returns at most `limit` configurations of JAX's example, each with a label. The probably fastest come first.
 
-    The first six have CTA tiles of 128 x 256 and 256 x 128 in several orders. Then follow the others of the
-    48 configurations that the example searches itself. Configurations that do not fit on the GPU fail when they run.
+    The first six have CTA tiles of 128 x 256 and 256 x 128 in several orders. The rest of the 48 configurations that
+    the example searches itself follow. Configurations that do not fit on the GPU fail when they run.
     """
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
 
