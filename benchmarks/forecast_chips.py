@@ -21,7 +21,7 @@ from typing import Literal
 
 Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 
-# These two figures are fitted to the measured Hopper ladder, by least squares of the relative errors. The lesson
+# These two figures are fitted to the measured Hopper ladder, by least squares of the relative errors. The rung
 # `basic` determines the first figure. The second one hardly matters: between 1250 and 2250 cycles the sum of squares
 # changes by 2%.
 COPY_LATENCY_CYCLES = 1100.0
