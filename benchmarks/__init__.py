@@ -1,4 +1,4 @@
-"""Benchmarks: a common harness, and a module for each table."""
+"""Measures the operations and kernels: a common harness, and a module for each table of results."""
 
 from overlap import _requirements
 

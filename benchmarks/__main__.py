@@ -1,4 +1,4 @@
-"""`python -m benchmarks [TABLE] [OPTIONS]`: runs one table, `all_gather_matmul` unless another is named."""
+"""`python -m benchmarks [TABLE] [OPTIONS]`: measures one table, `all_gather_matmul` unless another is named."""
 
 from __future__ import annotations
 

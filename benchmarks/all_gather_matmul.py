@@ -1,6 +1,7 @@
-"""The table of `all_gather_lhs_matmul`: the fused operation against XLA, the roof and JAX's example kernel.
+"""Compares the fused operation `all_gather_lhs_matmul` with XLA, the roof and JAX's example kernel.
 
-On all GPUs of the host, on some, with several configs of the fused operation, or with one process per GPU:
+The roof is the product alone, of operands that are already gathered. The command can run on all GPUs of the host, on
+some, with several configs of the fused operation, or with one process per GPU:
 
     python3 -m benchmarks.all_gather_matmul --out benchmarks/results
     python3 -m benchmarks.all_gather_matmul --devices 2
@@ -11,7 +12,8 @@ With float8 operands, where the weights are stored as [n, k]:
 
     python3 -m benchmarks.all_gather_matmul --shapes 1024x4096x4096:f8_e4m3fn,1024x6144x12288:f8_e4m3fn
 
-What a call spends its time on, and JAX's example with all configurations that it searches itself:
+These commands show what a call spends its time on, and measure JAX's example with all configurations that it searches
+itself:
 
     python3 -m benchmarks.all_gather_matmul --suite breakdown --methods fused,own_matmul,roof,xla
     python3 -m benchmarks.all_gather_matmul --methods fused,roof,jax_example --example-configs 60

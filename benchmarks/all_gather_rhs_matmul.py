@@ -1,9 +1,10 @@
-"""The table of products with gathered weights (FSDP): the fused operation against XLA and the roof.
+"""Compares the fused product with gathered weights (FSDP) with XLA and the roof.
 
-The sizes are those of one device's whole product: its own m rows, all n columns, all of k. The weights are gathered
-along n or along k. Gathered along k, with the left operand transposed (tn), the product is the gradient of the weights
-in a layer that gathers its input. In this product, m is the number of columns of the layer's result on one device, n
-the number of columns of the layer's input, and k the number of all rows:
+The sizes are those of one device's whole product: its own m rows, all n columns, all of k. The roof is this product
+alone, of weights that are already gathered. The weights are gathered along n or along k. Gathered along k, with the
+left operand transposed (tn), the product is the gradient of the weights in a layer that gathers its input. In this
+product, m is the number of columns of the layer's result on one device, n the number of columns of the layer's input,
+and k the number of all rows:
 
     python3 -m benchmarks.all_gather_rhs_matmul --along n --out benchmarks/results
     python3 -m benchmarks.all_gather_rhs_matmul --along k --shapes 8192x8192x8192:bf16:tn

@@ -1,4 +1,4 @@
-r"""Compares the kernels of another commit with those of this tree, in turns in one process: is anything slower now?
+r"""Compares the times of another commit's kernels with the times of this tree's kernels, in turns in one process.
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT \
@@ -6,9 +6,9 @@ r"""Compares the kernels of another commit with those of this tree, in turns in 
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
 Both packages are loaded at the same time. The package of the other commit is a copy whose imports are renamed. Each
-case is a loop inside one program on all GPUs, timed as in all benchmarks. The ratio after / before is the median over
-the rounds. After the first loop of each package, every process compares the results of both bit for bit, on its own
-devices.
+case is a loop inside one program on all GPUs, timed as in all benchmarks. The ratio after / before is the time of this
+tree / the time of the other commit in the same round, the median over the rounds. After the first loop of each package,
+every process compares the results of both bit for bit, on its own devices.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def call_of(package: Any, case: Case) -> Callable[[jax.Array, jax.Array], jax.Ar
 
 
 def problem_of(case: Case, devices: int) -> Problem:
-    """A case as a problem of the library."""
+    """Converts a case to a problem of the library."""
     kind, m, n, k, dtype, keywords = case
     along = f"rhs_matmul_{'kn'[keywords['gather_dimension']]}" if kind == "rhs" else "lhs_matmul"
     name = jnp.dtype(dtype).name
@@ -106,7 +106,7 @@ def problem_of(case: Case, devices: int) -> Problem:
 
 
 def scales_of(package: Any, m: int, n: int) -> dict[str, Any]:
-    """The keywords of `package` for scales of rows and columns. Older packages take both as one tuple, `scale`."""
+    """Returns scales of rows and columns as keywords of `package`. Older packages take them as one tuple, `scale`."""
     rows, columns = jnp.ones((m, 1)), jnp.ones((n,))
     is_older = "scale" in inspect.signature(package.all_gather_lhs_matmul).parameters
     return {"scale": (rows, columns)} if is_older else {"lhs_scale": rows, "rhs_scale": columns}
@@ -148,7 +148,7 @@ def measure(before: Any, case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
 
 
 def _local(array: jax.Array) -> np.ndarray:
-    """The rows that this process's devices hold."""
+    """Returns the rows that this process's devices hold, in float32."""
     return np.concatenate([np.asarray(shard.data, np.float32) for shard in array.addressable_shards])
 
 
@@ -157,7 +157,7 @@ def _in_all_processes(holds: np.bool_) -> bool:
 
 
 def name_of(case: Case) -> str:
-    """The name of a case, in words."""
+    """Describes a case in words, as in the table."""
     kind, m, n, k, dtype, keywords = case
     given = ", ".join(f"{name}={value!r}" for name, value in keywords.items() if name != "gather_dimension")
     words = {"lhs": "all_gather_lhs_matmul", "scaled": "the same with scales", "rhs": "all_gather_rhs_matmul"}[kind]

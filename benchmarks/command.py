@@ -1,4 +1,4 @@
-"""The command line that all tables share: it measures each problem, prints the results and writes them."""
+"""Implements the command line of all tables: it measures each problem, prints the results and writes them to files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _DRY_SHAPE = "128x256x128"
 
 
 def tool_parser(name: str, doc: str | None, **options: Any) -> Parser:
-    """The parser of `python -m benchmarks.NAME`. It describes the command by the first line of `doc`, its docstring."""
+    """Makes the parser of `python -m benchmarks.NAME`. `doc`: the module's docstring, whose first line --help shows."""
     return Parser(f"python -m benchmarks.{name}", description=(doc or "").partition("\n")[0], **options)
 
 
 def parser(
     doc: str | None, shapes: str, methods: str, *, devices: bool = False, layouts: Sequence[str] = ("nn",)
 ) -> Parser:
-    """The parser of a table's module.
+    """Makes the parser of the options that a table's module takes.
 
     Args:
       doc: the docstring of the module.
@@ -136,7 +136,7 @@ def parser(
 
 
 def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[TableProblem]:
-    """The problems that `--suite` names, or else `--shapes`, `--dtype` and `--layouts`."""
+    """Returns the problems to measure: those of `--suite` if given, else of `--shapes`, `--dtype` and `--layouts`."""
     from benchmarks.problems import LAYOUTS, SUITES, parse
 
     layouts = arguments.layouts.split(",") if arguments.layouts else None
@@ -160,7 +160,9 @@ def problems(arguments: argparse.Namespace, op: str, devices: int) -> list[Table
 
 
 def code_facts(commit: str | None, *, dry_run: bool = False) -> dict[str, str]:
-    """The facts "commit" (whose code is measured), "code" (a hash, unless a dry run) and "command" (that measures it).
+    """Returns the commit whose code is measured, a hash of the code, and the command line, by name.
+
+    The names are "commit", "code" and "command". A dry run has no "code".
 
     Raises:
       WrongArguments: the code differs from the commit, or the commit is not in the history.
@@ -219,10 +221,10 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
       op: the name of the operation.
       methods_of: a function that makes the methods of a problem, see `late`.
       devices: how many devices; None: all.
-      roof: the method that is the roof.
+      roof: the name of the method that is the roof.
 
     Returns:
-      The exit status: 0 if all results are right, JAX's example not counted; else 1.
+      The exit status: 0 if the results of all methods, apart from JAX's example, are right; else 1.
     """
     started = time.monotonic()
     _check_arguments(arguments, op)
@@ -294,9 +296,9 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
 
 
 def late(name: str, **options: Any) -> MethodsOf:
-    """Returns a function that calls the function `name` of `benchmarks.methods`, with the keyword arguments `options`.
+    """Returns a function that makes methods by `benchmarks.methods.NAME`, with the keyword arguments `options`.
 
-    `benchmarks.methods` is imported only at that call, after the devices have been set up.
+    The module `benchmarks.methods` is imported when that function is called, after the devices have been set up.
     """
 
     def methods_of(
@@ -342,7 +344,11 @@ def _measure(
     writer: Writer,
     say: Callable[[str], None],
 ) -> Table:
-    """Measures one problem and returns its table. If that fails, each method of the table has the error."""
+    """Measures one problem and returns its table.
+
+    If measuring raises an exception, the table has the error for each method. With several processes the exception is
+    passed on.
+    """
     import jax
 
     from benchmarks import environment, report

@@ -9,7 +9,7 @@ several GPUs (`--gpus`) each process uses one of them.
 
 Each line of the task file has a problem, its configurations, and whether to measure XLA's product as well. XLA's
 product is compiled while the lock is held, since XLA searches for an algorithm on the GPU. Results are checked against
-XLA's. The CSV is written problem by problem, so a run that is cut short keeps its results.
+XLA's. The CSV is written problem by problem, so a run that ends early keeps its results.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ class Task:
     with_xla: bool = False
 
     def to_json(self) -> str:
-        """One line of a task file."""
+        """Returns the task as JSON, which is one line of a task file."""
         fields = {name: getattr(self.problem, name) for name in PROBLEM_FIELDS}
         return json.dumps({"problem": fields, "configs": [changed(c) for c in self.configs], "xla": self.with_xla})
 
     @staticmethod
     def from_json(line: str) -> Task:
-        """The inverse of `to_json`."""
+        """Reads a task from `line`, as `to_json` writes it."""
         given = json.loads(line)
         configs = tuple(Config.of(**fields) for fields in given["configs"])
         return Task(Problem(**given["problem"]), configs, given["xla"])
 
 
 def changed(config: Config) -> dict[str, Any]:
-    """The fields in which a configuration differs from `Config()`."""
+    """Returns the fields of `config` whose values differ from the defaults (`Config()`), with these values."""
     usual = Config().fields
     return {name: value for name, value in config.fields.items() if value != usual[name]}
 
@@ -100,13 +100,15 @@ def _random_numbers(count: int, dtype: str) -> jax.Array:
 
 @dataclasses.dataclass
 class _Compiled:
-    """The compiled programs of a task. Arrays are made only when it is measured, so that they take no memory before.
+    """The compiled programs of a task.
+
+    The operands are made only when the task is measured, so that they take no memory before.
 
     Attributes:
       task: the task.
       iterations: calls in each program.
       programs: the compiled loops, by the name of the configuration.
-      status: the errors of configurations that did not compile, by name.
+      status: the errors of configurations that did not compile, by the name of the configuration.
     """
 
     task: Task
@@ -116,7 +118,7 @@ class _Compiled:
 
 
 class _Worker:
-    """The work of one process.
+    """Does the work of one process: compiles the configurations of tasks, and measures them.
 
     Args:
       pool_elements: how many random numbers the operands are cut from.
@@ -134,7 +136,7 @@ class _Worker:
     def _operands(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         """Cuts both operands from one array of random numbers.
 
-        Drawing them for each shape would need a program for each shape, which takes long to compile.
+        To draw operands for each shape would need a program for each shape, which takes long to compile.
         """
         from overlap.tuning.operations import shapes
 
@@ -169,7 +171,7 @@ class _Worker:
         return compiled
 
     def prepare(self, compiled: _Compiled) -> tuple[Loop, jax.Array, Any]:
-        """Makes what `measure` needs besides the programs: a loop, the right result, and a program that compares."""
+        """Makes the arguments of `measure`: a loop, the right result, and a program that compares a result with it."""
         import jax.numpy as jnp
 
         from overlap.tuning.timing import Loop
@@ -181,7 +183,7 @@ class _Worker:
         return loop, expected, _difference_program().lower(out, expected).compile()
 
     def measure(self, compiled: _Compiled, loop: Loop, expected: jax.Array, difference: Any) -> list[dict[str, Any]]:
-        """Measures and checks the programs of a task. Returns rows of the CSV."""
+        """Measures the programs of a task and checks their results. Returns rows of the CSV."""
         problem, programs, status = compiled.task.problem, compiled.programs, compiled.status
         if compiled.task.with_xla:
             programs[XLA] = self._program(problem, None, compiled.iterations)
@@ -241,7 +243,7 @@ class _Shared:
     Attributes:
       tasks: the queue of tasks.
       results: the queue of rows; None from a process that has ended.
-      compiled: the barrier that all pass when they have compiled.
+      compiled: the barrier that all processes pass together, when all have compiled their tasks.
       locks: a lock for each GPU; the process that holds it measures there.
     """
 
@@ -290,7 +292,7 @@ def measure(tasks: Sequence[Task], out: pathlib.Path, *, workers: int, samples: 
       workers: how many processes, at most.
       samples: how often each program is timed.
       gpus: how many GPUs to use.
-      budget_s: after this time, in seconds, no more results are taken.
+      budget_s: the time in seconds after which no more results are taken.
 
     Returns:
       How many rows were written.

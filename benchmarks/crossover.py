@@ -5,10 +5,10 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
     python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/fitted*.csv \
         --out overlap/choice/crossover.csv
 
-(Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the last
-one counts. XLA is compared with the method `fused`, for which the library has chosen the configuration. The files to
-which the model is fitted (`benchmarks.configurations`) have the times of many configurations. From these files the time
-of the configuration that the model chooses is taken.
+(Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the times
+of the last file count. XLA is compared with the method `fused`, for which the library has chosen the configuration. The
+files to which the model is fitted (`benchmarks.configurations`) have the times of many configurations. From these files
+the command takes the time of the configuration that the model chooses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIELDS = (*_KEY, "fused_us", "xla_us", "result")
 
 
 def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of one result file: a row for each problem that has the times of both methods.
+    """Reads one result file. Returns a row for each problem that has the times of both `fused` and `xla`.
 
     Raises:
       ValueError: the file is not the result of a benchmark.
@@ -69,13 +69,13 @@ def _rows_of_configurations(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _name(path: pathlib.Path) -> str:
-    """The name of a file in the column `result`."""
+    """Returns the text by which the column `result` names a file."""
     path = path.resolve().with_suffix("")
     return path.relative_to(FOLDER).as_posix() if path.is_relative_to(FOLDER) else path.name
 
 
 def merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last row of each problem, ordered by operation and size."""
+    """Keeps the last row of each problem. Returns these rows, ordered by operation and size."""
     by_key = {tuple(row[name] for name in _KEY): row for row in rows}
     return [by_key[key] for key in sorted(by_key)]
 

@@ -1,4 +1,4 @@
-"""The current results: one table for each operation, device, number of devices and layout.
+"""Reads and writes the current results: one table for each operation, device, number of devices and layout.
 
 `OPERATION-DEVICE-COUNT-LAYOUT.csv` has for each problem the rows of its newest run. So the rows of a file can come from
 several runs, and each row names its commit, date and command. LAYOUT is `one_process` if one process has all GPUs, and
@@ -35,7 +35,7 @@ _ONE_DEVICE = ("matmul", "ladder")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A current result: the rows of its file, in order."""
+    """A table of current results: the rows of its file, in order."""
 
     name: str
     rows: Sequence[Row]
@@ -58,7 +58,7 @@ class Table:
         return layout_of(self.devices, _described(self.rows[0])[2])
 
     def problems(self) -> list[list[Row]]:
-        """The rows of each problem."""
+        """The rows of the table, grouped by problem."""
         result: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             result.setdefault(problem_of(row), []).append(row)
@@ -70,14 +70,14 @@ class Table:
 
 
 def layout_of(devices: int, processes: int) -> str:
-    """The layout of processes and GPUs, as in the names of files."""
+    """Returns the layout of processes and GPUs as the names of files have it, such as `one_process`."""
     if processes == 1:
         return "one_process"
     return "process_each" if processes == devices else f"{processes}_processes"
 
 
 def name_of(operation: str, device_kind: str, devices: int, processes: int) -> str:
-    """The stem of a table's files.
+    """Returns the stem of a table's files.
 
     Args:
       operation: as in the column `op`.
@@ -90,7 +90,7 @@ def name_of(operation: str, device_kind: str, devices: int, processes: int) -> s
 
 
 def name_of_row(row: Mapping[str, str]) -> str:
-    """The stem of the table that a row belongs to."""
+    """Returns the stem of the files of the table to which a row belongs."""
     devices, kind, processes = _described(row)
     return name_of(row["op"], kind, devices, processes)
 
@@ -103,12 +103,12 @@ def _described(row: Mapping[str, str]) -> tuple[int, str, int]:
 
 
 def problem_of(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Shape, dtype and operand layout of a row. Old files lack the layout; there it is "nn"."""
+    """Returns the shape, dtype and operand layout of a row. Rows of old files lack the layout: it is "nn"."""
     return tuple(row.get(name) or "nn" for name in _PROBLEM)
 
 
 def run_of(row: Mapping[str, str]) -> tuple[str, str]:
-    """The date and the commit of a row. Rows of the same run have both in common; other runs differ in one."""
+    """Returns the date and the commit of a row. Two rows come from the same run if and only if both are equal."""
     return row["env_date"], row["env_commit"]
 
 
@@ -116,22 +116,25 @@ def run_of(row: Mapping[str, str]) -> tuple[str, str]:
 
 
 def read(path: pathlib.Path) -> list[Row]:
-    """The rows of a CSV file."""
+    """Reads the rows of a CSV file."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def tables(folder: pathlib.Path) -> list[Table]:
-    """All current results in a folder, by name."""
+    """Reads all tables of current results in a folder. Returns them ordered by name."""
     paths = [path for path in sorted(folder.glob("*.csv")) if "." not in path.stem]
     return [Table(path.stem, read(path)) for path in paths]
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> tuple[list[Row], set[tuple[str, ...]]]:
-    """The rows of a table after a new run, ordered by problem, and the problems that the run has replaced or added.
+    """Merges the rows of a new run into the rows of a table.
 
     All rows of a problem come from one run, since times of different runs must not be compared. If the new run has no
     time for a problem, the old rows of the problem stay.
+
+    Returns:
+      The rows of the table, ordered by problem; and the problems whose rows the run has replaced or added.
     """
     timed = {problem_of(row) for row in new if row["loop_us"]}
     known = {problem_of(row) for row in old}
@@ -166,7 +169,7 @@ def add(folder: pathlib.Path, name: str, run: pathlib.Path, rounds: pathlib.Path
 
 
 def text_of(rows: Sequence[Row]) -> str:
-    """The rows as CSV. A column that only some runs have is empty in the rows of the other runs."""
+    """Writes the rows as CSV text. A column that only some runs have is empty in the rows of the other runs."""
     measured = dict.fromkeys(name for row in rows for name in row if not name.startswith("env_"))
     environment = dict.fromkeys(name for row in rows for name in row if name.startswith("env_"))
     text = io.StringIO()
@@ -185,7 +188,7 @@ def _replace(path: pathlib.Path, text: str) -> pathlib.Path:
 
 
 def again(table: Table) -> str:
-    """The command that measures all problems of a table again, and replaces its rows."""
+    """Returns the command line that measures all problems of a table again and replaces its rows."""
     shapes = ",".join(":".join(problem_of(rows[0])) for rows in table.problems())
     collective = table.operation not in _ONE_DEVICE
     words = []
@@ -200,23 +203,23 @@ def again(table: Table) -> str:
 
 
 def number(row: Mapping[str, str] | None, column: str, digits: int) -> str:
-    """A cell of a CSV file, rounded; a dash if it is empty."""
+    """Formats the number in a cell of a CSV file with `digits` decimal places. Returns a dash if the cell is empty."""
     return f"{float(row[column]):.{digits}f}" if row and row.get(column) else "–"
 
 
 def method(rows: Iterable[Row], name: str) -> Row | None:
-    """The row of a method, if its result was right and it was timed; else None."""
+    """Returns the row of the method `name` if its result was right and it was timed; else None."""
     return next((row for row in rows if row["method"] == name and row["loop_us"]), None)
 
 
 def lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A markdown table."""
+    """Returns the lines of a markdown table."""
     cells = [headings, ["---"] * len(headings), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
 
 
 def run_lines(table: Table) -> list[str]:
-    """The runs of a table, ordered and numbered by time, as a markdown table."""
+    """Lists the runs of a table, ordered and numbered by time, as the lines of a markdown table."""
     headings = ("run", "measured", "commit", "command", "jax", "driver", "NCCL")
     return lines(
         headings,
@@ -236,28 +239,28 @@ def run_lines(table: Table) -> list[str]:
 
 
 def command_of(command: str) -> str:
-    """A recorded command as markdown code, or "command not recorded"."""
+    """Returns a recorded command line as markdown code, or "command not recorded"."""
     return f"`{command}`" if command else NOT_RECORDED
 
 
 def run_number(table: Table, row: Row) -> str:
-    """The number of the run from which a row comes, as in `run_lines`."""
+    """Returns the number that `run_lines` gives to the run from which `row` comes."""
     return str([run_of(run) for run in table.runs()].index(run_of(row)) + 1)
 
 
 def title(table: Table) -> str:
-    """The table in words."""
+    """Describes the table in words, for a heading."""
     layout = "a process each" if table.layout == "process_each" else table.layout.replace("_", " ")
     return f"{table.operation}, {table.devices} x {table.device_kind}" + (f", {layout}" if table.devices > 1 else "")
 
 
 def words_of_problem(row: Row) -> str:
-    """A problem in words: sizes, dtype, and operand layout."""
+    """Describes the problem of a row in words: sizes, dtype, and operand layout."""
     return " ".join(problem_of(row))
 
 
 def markdown(table: Table) -> str:
-    """The table as markdown: every method of every problem, and the runs from which they come."""
+    """Writes the table as markdown text: a row for every method of every problem, and the runs that measured them."""
     headings = (
         "(m, n, k) per shard",
         "method",

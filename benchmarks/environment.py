@@ -1,4 +1,4 @@
-"""Describes where and with what a benchmark runs: GPUs, driver, versions, clocks. It changes nothing."""
+"""Describes where and with what a benchmark runs: GPUs, driver, versions, clocks. No setting is changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NVLINK_VARIABLES = ("XLA_FLAGS", "NCCL_NVLS_ENABLE", "CUDA_VISIBLE_DEVICES", "X
 
 
 def describe(layout: str, devices: int, code: Mapping[str, str]) -> dict[str, str]:
-    """The facts about a run, by name, in the order to print them.
+    """Returns the facts about a run, by name, in the order to print them.
 
     Args:
       layout: how many processes, in words.
@@ -43,14 +43,14 @@ def describe(layout: str, devices: int, code: Mapping[str, str]) -> dict[str, st
 
 
 def peak_tflops(kind: str, operand_bits: int = 16) -> float | None:
-    """The data sheet's dense TFLOP/s of an SXM module, for float operands of 16 or 8 bits. None for unknown devices."""
+    """Returns the data sheet's dense TFLOP/s of an SXM module for 16-bit or 8-bit floats; None for unknown devices."""
     known = (HOPPER_PEAK_TFLOPS, ("H100", "H200", "H800", "GH200")), (BLACKWELL_PEAK_TFLOPS, ("B200",))
     peak = next((peak for peak, names in known if any(name in kind for name in names)), None)
     return None if peak is None else peak * 16 / operand_bits
 
 
 def clocks() -> str:
-    """SM clock, power, temperature and throttle reasons of each GPU now, such as `1665 MHz 690 W 61 C SwPowerCap`."""
+    """Reads each GPU's SM clock, power, temperature and throttle reasons, such as `1665 MHz 690 W 61 C SwPowerCap`."""
     fields = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
     lines = []
     for line in _nvidia_smi(*fields):

@@ -1,11 +1,13 @@
-"""The common parts of `before_after`, `block` and `layer`, the benchmarks that write a markdown table of their own.
+"""Sets up and records the runs of `before_after`, `block` and `layer`, which each write a markdown table.
 
-parser = command.tool_parser("block", __doc__)
-experiment.add_options(parser, "block", rounds=7)
-run = experiment.begin("block", parser.parse_args(argv))
-run.head("An MLP")
-run.rows("| 1 | 2 |")
-run.finish()
+A benchmark uses this module as follows:
+
+    parser = command.tool_parser("block", __doc__)
+    experiment.add_options(parser, "block", rounds=7)
+    run = experiment.begin("block", parser.parse_args(argv))
+    run.head("An MLP")
+    run.rows("| 1 | 2 |")
+    run.finish()
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Run:
     Attributes:
       name: the name of the benchmark.
       out: the folder for its table, or None.
-      code: which code is measured, see `command.code_facts`.
+      code: the commit that is measured, and the command line, see `command.code_facts`.
       devices: the devices to use.
       lines: the lines of the table's file so far.
     """
@@ -65,7 +67,7 @@ class Run:
         return jax.process_index() == 0
 
     def head(self, title: str, **more_facts: str) -> None:
-        """Begins the file: the title, and where and with what the benchmark runs."""
+        """Begins the file with the title, and with facts: where and with what the benchmark runs."""
         processes = jax.process_count()
         layout = "one process" if processes == 1 else f"{processes} processes"
         facts = environment.describe(layout, len(self.devices), self.code) | more_facts
@@ -122,13 +124,13 @@ def numbers(text: str) -> list[int]:
 
 
 def normalized(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The values, scaled to a mean square of 1, so that they keep their size from turn to turn of a loop."""
+    """Scales the values to a mean square of 1, so that they neither grow nor vanish over the turns of a loop."""
     wide = values.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.mean(wide * wide) + 1e-12)).astype(dtype)
 
 
 def times_us(launches: Mapping[str, Callable[[], Any]], rounds: int, turns: int) -> dict[str, list[float]]:
-    """Times loops. Returns for each name the microseconds per turn, one number for each round.
+    """Times loops. Returns for each name the time of a turn in each round, in microseconds.
 
     In each round the loops are timed in another random order.
 

@@ -3,7 +3,7 @@
     python -m benchmarks.fit_model                fits rates_h200.json to files of benchmarks/model
     python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/held_out.csv
 
-The measurements come from `benchmarks.configurations`. The model has to find the fastest configuration of a problem. So
+The measurements come from `benchmarks.configurations`. The model shall find the fastest configuration of a problem. So
 the fit gives more weight to the ratios of times within a problem than to the times themselves.
 """
 
@@ -83,7 +83,7 @@ _NOISE = 0.05
 
 
 class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
-    """Times by problem and configuration (None: XLA).
+    """Times in microseconds, by problem and configuration. The key None stands for XLA's product.
 
     Attributes:
       samples: for each problem, the number of samples of which each time is the median.
@@ -95,7 +95,7 @@ class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
 
 
 def load(path: pathlib.Path) -> Times:
-    """The times in a CSV, without the configurations that failed."""
+    """Reads the times in a CSV. Configurations that failed are left out."""
     times = Times()
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -129,7 +129,7 @@ def _residuals(times: Times, with_rates: Rates) -> list[float]:
 
 
 def fit(sessions: Sequence[Times], others: Rates) -> Rates:
-    """The rates that fit the times of all sessions best. Rates that are not in `FREE` are taken from `others`."""
+    """Returns the rates that fit the times of all sessions best. Only the rates in `FREE` differ from `others`."""
     names = list(FREE)
     first, room = np.log(list(FREE.values())).T
 
@@ -160,9 +160,10 @@ def _rounded(with_rates: Rates) -> dict[str, float]:
 
 
 def losses(times: Times, with_rates: Rates | None = None) -> dict[Problem, tuple[float, Config]]:
-    """For each problem, the loss by the model's choice among the measured configurations, and that choice.
+    """Returns for each problem the loss by the model's choice, and the chosen configuration.
 
-    The loss is (time of the choice / time of the fastest configuration) - 1.
+    The model chooses among the measured configurations. The loss is (time of the choice / time of the fastest
+    configuration) - 1.
     """
     result = {}
     for problem, of_problem in times.items():

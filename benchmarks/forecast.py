@@ -3,9 +3,9 @@
     python -m benchmarks.forecast
     python -m benchmarks.forecast --csv forecast.csv
 
-This command needs no GPU. First it forecasts the ladder of matmul kernels for Hopper (overlap/kernels/ladder), and
-prints how far the forecast is from the measurements on an H200. The tables for the B200 should be read with that error
-in mind. No figure is fitted to Blackwell.
+This command needs no GPU. First the command forecasts the ladder of matmul kernels for Hopper (overlap/kernels/ladder),
+and prints how far the forecast is from the measurements on an H200. Errors of that size must be expected in the tables
+for the B200. No figure is fitted to Blackwell.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The figures of the chips for `benchmarks.forecast`, and the origin of each.
+"""States the figures of the chips for `benchmarks.forecast`, such as clocks and bandwidths, and the origin of each.
 
 There are five origins:
 
 - *data sheet*: published in a data sheet, a white paper or the PTX ISA
-- *measured*: by us
+- *measured*: measured by this library's authors
 - *model*: a constant of the model by which the library ranked configurations until 2026-11-23. (Today's model has other
   formulas, in which the same figures mean something else.)
-- *fitted*: to the Hopper ladder
-- *assumed*
+- *fitted*: fitted to the measured times of the Hopper ladder
+- *assumed*: a guess
 
 Nothing is fitted to Blackwell.
 """
@@ -21,7 +21,7 @@ from typing import Literal
 
 Origin = Literal["data sheet", "measured", "model", "fitted", "assumed"]
 
-# These two figures are fitted to the measured Hopper ladder, by least squares of the relative errors. The lesson
+# These two figures are fitted to the measured Hopper ladder, by least squares of the relative errors. The rung
 # `basic` determines the first figure. The second one hardly matters: between 1250 and 2250 cycles the sum of squares
 # changes by 2%.
 COPY_LATENCY_CYCLES = 1100.0
@@ -35,7 +35,7 @@ _L2_SHARE = _L2_BYTES / 50e6
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of a GPU. Rates per cycle are per SM.
+    """The figures of a GPU. Rates per cycle are rates of one SM.
 
     Attributes:
       name: the name of the GPU.
@@ -45,7 +45,7 @@ class Chip:
       clock_exponent: how the clock rises if the tensor cores wait; see `clock_mhz`.
       macs_16bit: multiply-adds per cycle, 16-bit operands.
       macs_8bit: multiply-adds per cycle, 8-bit operands.
-      sustained: fraction of these multiply-adds that a mainloop sustains.
+      sustained: the fraction of `macs_16bit` or `macs_8bit` that a mainloop sustains.
       mma_rows: how many rows of the left operand share one read of the right operand from shared memory.
       smem_limit_bytes: the most shared memory that one CTA can have.
       smem_bytes_per_cycle: the rate at which tensor cores read operands from shared memory.
@@ -89,7 +89,7 @@ class Chip:
     origins: Mapping[str, tuple[Origin, str]]
 
     def macs(self, itemsize: int) -> float:
-        """Multiply-adds per cycle and SM for operands of `itemsize` bytes."""
+        """Returns the multiply-adds per cycle and SM for operands of `itemsize` bytes."""
         return {1: self.macs_8bit, 2: self.macs_16bit}[itemsize]
 
     @property
@@ -98,7 +98,7 @@ class Chip:
         return 2 * self.sms * self.macs_16bit * self.peak_mhz / 1e6
 
     def clock_mhz(self, busy: float) -> float:
-        """The clock if the tensor cores multiply for the fraction `busy` of the time.
+        """Returns the clock in MHz if the tensor cores multiply for the fraction `busy` of the time.
 
         With an exponent of 1/3, clock³ × activity is constant at the power limit: dynamic power is activity × clock ×
         voltage², and the voltage is proportional to the clock. With an exponent of 0 the clock is always `load_mhz`.

@@ -37,7 +37,7 @@ class Fused:
 
     @property
     def product(self) -> Matmul:
-        """The product of one device."""
+        """The product that one device computes."""
         rows = self.m * self.devices if self.operation == "all_gather_lhs_matmul" else self.m
         return Matmul(rows, self.n, self.k, self.itemsize)
 
@@ -65,12 +65,12 @@ class FusedForecast:
 
     @property
     def roof_fraction(self) -> float:
-        """The speed of the fused operation as a fraction of the roof's."""
+        """The roof's time / the fused operation's time: the operation's speed as a fraction of the roof's."""
         return self.roof_us / self.us
 
 
 def forecast_fused(chip: Chip, problem: Fused, lessons: Sequence[Lesson]) -> FusedForecast:
-    """Forecasts `problem` on `chip`, with the fastest of `lessons` as the configuration of the mainloop."""
+    """Forecasts `problem` on `chip`. The mainloop is configured like the fastest rung of `lessons`."""
     product = best(chip, lessons, problem.product)
     roof_us, nvlink_us = product.us, problem.received_bytes / chip.nvlink_bytes_per_us
     lesson = product.lesson

@@ -1,4 +1,7 @@
-"""The lessons (kernels) of the two matmul ladders, for `benchmarks.forecast`: tiles, stages, and what they overlap."""
+"""Describes each rung (kernel) of the two matmul ladders for `benchmarks.forecast`.
+
+The description has the rung's tiles, its number of stages, and which work it overlaps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Epilogue = Literal["whole", "chunks", "dedicated"]
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """[m, k] @ [k, n] on one device."""
+    """The sizes of a product [m, k] @ [k, n] on one device, and the bytes of an element."""
 
     m: int
     n: int
@@ -21,7 +24,7 @@ class Matmul:
 
     @property
     def multiply_adds(self) -> float:
-        """The multiply-adds of the whole product."""
+        """The number of multiply-adds of the whole product."""
         return float(self.m) * self.n * self.k
 
 
@@ -30,7 +33,7 @@ LADDER = Matmul(4096, 8192, 4096)
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-    """One lesson of a ladder.
+    """One rung of a ladder.
 
     Attributes:
       name: the name in the tables.
@@ -63,7 +66,7 @@ class Lesson:
     published: float | None = None
 
     def smem_bytes(self, itemsize: int) -> int:
-        """The bytes of shared memory that one CTA takes."""
+        """Returns how many bytes of shared memory one CTA takes."""
         columns = self.tile_n // self.cluster if self.collective else self.tile_n
         out_columns = self.tile_n if self.epilogue == "whole" else 2 * self.epilogue_tile_n
         return self.stages * (self.tile_m + columns) * TILE_K_BYTES + self.tile_m * out_columns * itemsize
@@ -74,7 +77,7 @@ _CHUNKS = dataclasses.replace(_SPECIALIZED, name="tiled_epilogue", stages=4, epi
 _PERSISTENT = dataclasses.replace(_CHUNKS, name="persistent", persistent=True)
 _CLUSTER = dataclasses.replace(_PERSISTENT, name="cluster_multicast", cluster=2)
 _BANDS = dataclasses.replace(_CLUSTER, name="grid_tiling", minor="m", width=8)
-# The lessons of overlap/kernels/ladder/, with their default sizes.
+# The rungs of overlap/kernels/ladder/, with their default sizes.
 HOPPER = (
     Lesson("basic", stages=1),
     Lesson("pipelined"),

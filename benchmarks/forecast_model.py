@@ -1,12 +1,15 @@
-"""Forecasts the time of a lesson of a matmul ladder, from the phases of an output tile and which of them overlap.
+"""Forecasts the time of a rung of a matmul ladder, from the phases of an output tile and which of them overlap.
 
-    k step   the slowest of: tensor cores, their reads of shared memory, copies from L2, latency / stages
+The forecast is made in four parts:
+
+    k step   the longest of four times: the tensor cores', their reads of shared memory, the copies from L2, and the
+             copies' latency / the number of stages by which they run ahead
     tile     the k steps, and the parts of CTA start, first copy and epilogue that are not hidden
     device   rounds of tiles on an SM (the last one may be partly empty), or the traffic to memory if that takes longer
     clock    depends on how busy the tensor cores are, since the chip runs at its power limit (`Chip.clock_mhz`)
 
-These forecasts are printed beside a table of their errors. The library ranks configurations by another model,
-`overlap/choice/model.py`.
+`benchmarks.forecast` prints these forecasts after a table of their errors on an H200. The library ranks configurations
+by another model, `overlap/choice/model.py`.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ HIDDEN_COST = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """The forecast for one lesson.
+    """The forecast for one rung.
 
     Attributes:
-      lesson: the configuration.
+      lesson: the rung.
       us: microseconds of one call.
-      mhz: the clock.
-      utilization: fraction of the data sheet's TFLOP/s.
+      mhz: the clock in MHz.
+      utilization: the call's TFLOP/s / the data sheet's TFLOP/s.
       bound: the resource that limits a k step, or "memory".
-      hbm_bytes: bytes from and to memory.
+      hbm_bytes: bytes read from and written to memory.
     """
 
     lesson: Lesson
@@ -46,7 +49,7 @@ class Forecast:
 
 
 def step_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> dict[str, float]:
-    """Cycles that one k step of a CTA takes on each resource, if the SM runs no other CTA."""
+    """Returns the cycles that one k step of a CTA takes on each resource, if the SM runs no other CTA."""
     tile_k = TILE_K_BYTES // itemsize
     shared_columns = lesson.tile_n / lesson.cluster
     columns = shared_columns if lesson.collective else lesson.tile_n
@@ -59,7 +62,7 @@ def step_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> dict[str, float]:
 
 
 def epilogue_cycles(chip: Chip, lesson: Lesson, itemsize: int) -> float:
-    """Cycles from the last product of a tile until its shared memory can be reused, if the SM does nothing else."""
+    """Returns the cycles from a tile's last product until its shared memory is free, if the SM does nothing else."""
     elements = lesson.tile_m * lesson.tile_n
     write = elements * itemsize / chip.smem_write_bytes_per_cycle + elements * F32_BYTES / chip.tmem_bytes_per_cycle
     store = elements * itemsize / chip.store_bytes_per_cycle
@@ -74,7 +77,7 @@ def _ctas_per_sm(chip: Chip, lesson: Lesson, itemsize: int) -> int:
 
 
 def _core_cycles(chip: Chip, lesson: Lesson, problem: Matmul) -> tuple[float, str]:
-    """Cycles of the busiest SM, and the resource that limits a k step."""
+    """Returns the cycles of the busiest SM, and the name of the resource that limits a k step."""
     steps = step_cycles(chip, lesson, problem.itemsize)
     k_steps = ceil_div(problem.k * problem.itemsize, TILE_K_BYTES)
     tiles = ceil_div(problem.m, lesson.tile_m * lesson.cluster) * ceil_div(problem.n, lesson.tile_n)
@@ -109,7 +112,7 @@ def _pipelined_step(chip: Chip, lesson: Lesson, steps: dict[str, float]) -> floa
 
 
 def hbm_bytes(chip: Chip, lesson: Lesson, problem: Matmul) -> float:
-    """Bytes read from and written to memory: the result, and the parts of operands that are not in L2 when needed."""
+    """Returns the bytes read from and written to memory: the result, and operands that are not in L2 when needed."""
     m_tiles, n_tiles = ceil_div(problem.m, lesson.tile_m * lesson.cluster), ceil_div(problem.n, lesson.tile_n)
     order = TileOrder(m_tiles, n_tiles, lesson.minor, lesson.width or (m_tiles if lesson.minor == "m" else n_tiles))
     ctas_per_sm = 1 if lesson.persistent else _ctas_per_sm(chip, lesson, problem.itemsize)
@@ -137,7 +140,7 @@ def hbm_bytes(chip: Chip, lesson: Lesson, problem: Matmul) -> float:
 
 
 def forecast(chip: Chip, lesson: Lesson, problem: Matmul = LADDER) -> Forecast:
-    """The forecast of one configuration."""
+    """Forecasts the time of `problem` on `chip` with the rung `lesson`."""
     cycles, bound = _core_cycles(chip, lesson, problem)
     needed = problem.multiply_adds / (chip.sms * chip.macs(problem.itemsize) * chip.sustained)
     mhz = chip.clock_mhz(min(1.0, needed / cycles))
@@ -149,6 +152,6 @@ def forecast(chip: Chip, lesson: Lesson, problem: Matmul = LADDER) -> Forecast:
 
 
 def best(chip: Chip, lessons: Sequence[Lesson], problem: Matmul = LADDER) -> Forecast:
-    """The fastest of the configurations that fit into shared memory."""
+    """Returns the forecast of the fastest rung among those that fit into shared memory."""
     fitting = [lesson for lesson in lessons if lesson.smem_bytes(problem.itemsize) <= chip.smem_limit_bytes]
     return min((forecast(chip, lesson, problem) for lesson in fitting), key=lambda result: result.us)

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks.forecast`: the chips' figures, two checks against H200s, and forecasts for the B200."""
+"""Makes the tables of `benchmarks.forecast`: figures of the chips, two checks against H200s, forecasts for the B200."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _spread(errors: Sequence[float], unit: str) -> str:
 
 
 def figures() -> Section:
-    """The table of the chips' figures, with the origin of each."""
+    """Makes the table of the chips' figures, with the origin of each figure."""
     rows, records = [], []
     for field in dataclasses.fields(Chip):
         if field.name in ("name", "origins"):
@@ -106,12 +106,12 @@ def figures() -> Section:
 
 
 def measured_ladder() -> dict[str, float]:
-    """The measured microseconds of each Hopper lesson on an H200, from the current results."""
+    """Reads the time of each Hopper rung on an H200 from the current results, in microseconds, by name."""
     return {row["method"]: float(row["loop_us"]) for row in current.read(RESULTS / f"{LADDER_FILE}.csv")}
 
 
 def hopper_ladder() -> Section:
-    """The Hopper ladder: forecast against measurement."""
+    """Makes the table that compares forecast and measurement of the Hopper ladder on an H200."""
     measured, rows, records, errors = measured_ladder(), [], [], []
     for lesson in HOPPER:
         result, us = forecast(H200, lesson), measured[lesson.name]
@@ -154,7 +154,10 @@ def hopper_ladder() -> Section:
 
 
 def fused_on_hopper() -> Section:
-    """Fused operations on H200s: forecast against measurement. Nothing is fitted to these measurements."""
+    """Makes the table that compares forecast and measurement of fused operations on H200s.
+
+    Nothing is fitted to these measurements.
+    """
     rows, records, errors = [], [], []
     for name, operation, devices in MEASURED_FUSED:
         for row in current.read(RESULTS / f"{name}.csv"):
@@ -199,7 +202,7 @@ def fused_on_hopper() -> Section:
 
 
 def blackwell_ladder(chip: Chip = B200) -> Section:
-    """The forecast of the Blackwell ladder, beside the guide's figures."""
+    """Makes the table with the forecast of the Blackwell ladder, beside the figures of JAX's guide to it."""
     rows, records, differences = [], [], []
     for lessons in BLACKWELL:
         result = best(chip, lessons)
@@ -255,7 +258,7 @@ def blackwell_ladder(chip: Chip = B200) -> Section:
 
 
 def variations() -> dict[str, Chip]:
-    """B200s that each differ in one assumption."""
+    """Returns variants of the B200's figures that each change one assumption, by the name of the change."""
     return {
         "as assumed": B200,
         "one clock for all lessons": dataclasses.replace(B200, clock_exponent=0.0),
@@ -269,7 +272,7 @@ def variations() -> dict[str, Chip]:
 
 
 def sensitivity() -> Section:
-    """The Blackwell ladder under other assumptions."""
+    """Makes the table with the forecast of the Blackwell ladder under each of the `variations`."""
     rows, records = [], []
     for name, chip in variations().items():
         results = [best(chip, lessons) for lessons in BLACKWELL]
@@ -292,7 +295,7 @@ def sensitivity() -> Section:
 
 
 def fused_on_blackwell() -> Section:
-    """Forecasts of fused operations on 2, 4 and 8 B200s."""
+    """Makes the table with the forecasts of fused operations on 2, 4 and 8 B200s."""
     rows, records = [], []
     for operation, shapes in FORECAST_SHAPES.items():
         for m, n, k in shapes:
@@ -332,12 +335,12 @@ def fused_on_blackwell() -> Section:
 
 
 def sections() -> list[Section]:
-    """All tables, the checks first."""
+    """Makes all tables, in the order to print them."""
     return [figures(), hopper_ladder(), fused_on_hopper(), blackwell_ladder(), sensitivity(), fused_on_blackwell()]
 
 
 def csv_text(shown: Sequence[Section]) -> str:
-    """All records as CSV."""
+    """Writes the records of all tables as CSV text."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(FIELDS)

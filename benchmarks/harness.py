@@ -12,8 +12,9 @@ For each method it measures:
   ratios of the calls alone. (With several calls in an iteration there would be one counter for all of them. But then
   XLA leaves out work whose result only the last call needs, such as the sum of a split product.)
 
-  A loop with the write and the counter but without a product is measured too (`loop_overhead_us`): what an iteration
-  costs the host, which is hidden behind longer calls. The compiled program is searched for copies of whole operands.
+  A loop with the write and the counter but without a product is measured too. Its time per iteration
+  (`loop_overhead_us`) is the cost of an iteration on the host, which is hidden behind longer calls. The compiled
+  program is searched for copies of whole operands.
 - *wall*: the time per call of `calls` ordinary calls, dispatched one after another, with one wait at the end.
 - *first call*: the time of the first `jax.jit(call)(lhs, rhs)`, with tracing, lowering, compiling and running. For
   XLA's own product it is short, since the harness has used the same product before, and XLA has already searched for
@@ -60,12 +61,12 @@ _LAUNCH_US = 15_000.0
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One competitor.
+    """One method that is measured: a way to compute the problem.
 
     Attributes:
       name: the name in the tables.
       call: (lhs, rhs) -> out, inside `jax.shard_map`.
-      gathered: whether the operands come already gathered.
+      gathered: whether `call` gets operands that are already gathered.
       dtype: the dtype to which the operands are cast before the timing; None: they are not cast.
       check: a function that raises NotImplementedError if the method cannot compute the problem. The status of the
         result is then "NOT SERVED", which does not count as an error.
@@ -82,7 +83,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure.
+    """Says how much to measure.
 
     Attributes:
       rounds: how often each method is timed.
@@ -105,11 +106,11 @@ class Settings:
     kernel_names: bool = False
 
     def loop_iterations(self, problem: Problem) -> int:
-        """How many calls one program has."""
+        """Returns how many calls one program has."""
         return self.iterations or iterations_for(problem, _LAUNCH_US, 2, 400)
 
     def calls_in_a_row(self, problem: Problem) -> int:
-        """How many ordinary calls are timed in a row."""
+        """Returns how many ordinary calls are timed in a row."""
         return self.calls or iterations_for(problem, _LAUNCH_US, 3, 100)
 
 
@@ -122,13 +123,13 @@ class Result:
       status: "ok"; or a text that begins with "FAILED" (wrong result), "ERROR" (exception) or "NOT SERVED" (the method
         cannot compute the problem).
       note: a remark, such as which candidate was kept.
-      error: the largest relative error of its results.
-      error_bound: the largest error of a right result.
+      error: the largest relative error of the method's results.
+      error_bound: the largest relative error that a right result may have.
       first_call_s: seconds of the first call.
       compile_s: seconds to compile and check the method.
       loop_us: microseconds of a call in the loop, for each round.
       wall_us: microseconds of an ordinary call, for each round.
-      kernel_us: microseconds of the longest kernel of a call.
+      kernel_us: microseconds of a call's longest kernel, by CUPTI.
       kernel_names: the kernels of a call.
       loop_copies: the copies of whole operands in the compiled loop.
     """
@@ -353,14 +354,17 @@ def _cast(operands: tuple[jax.Array, jax.Array], dtype: DTypeLike) -> tuple[jax.
 
 
 def agreed(ok: bool) -> bool:
-    """Whether `ok` is true in all processes. If one process drops a method, all do, so none waits for another."""
+    """Returns whether `ok` is true in all processes.
+
+    If one process drops a method, all processes drop it. Otherwise the others would wait for that process.
+    """
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
 
 
 def _kernels(call: Callable[..., jax.Array], *operands: jax.Array) -> list[Sequence[tuple[str, float]]]:
-    """The kernels (name, milliseconds) of each of five calls, by CUPTI. Empty if there is no CUPTI."""
+    """Returns the kernels (name, milliseconds) of each of five calls, by CUPTI. Empty if there is no CUPTI."""
     try:
         from jax.experimental.mosaic.gpu import profiler
 
@@ -371,6 +375,6 @@ def _kernels(call: Callable[..., jax.Array], *operands: jax.Array) -> list[Seque
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line, for a cell of a table."""
+    """Writes an exception as one line, for a cell of a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"

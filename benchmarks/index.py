@@ -52,7 +52,9 @@ A run lies in `benchmarks/experiments/DATE-QUESTION/`, and the README.md there h
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One execution of a benchmark. Its rows are a whole file (of an experiment), or some rows of a current result.
+    """One execution of a benchmark.
+
+    The rows of a run are either a whole file (an experiment), or some of the rows of a file of current results.
 
     Attributes:
       path: the file.
@@ -64,12 +66,12 @@ class Run:
 
 
 def experiments() -> list[pathlib.Path]:
-    """The folders of all experiments, by date."""
+    """Returns the folders of all experiments, ordered by date."""
     return sorted(path.parent for path in EXPERIMENTS.glob("*/README.md"))
 
 
 def runs() -> list[Run]:
-    """All runs: first in the current results, then in experiments, by path."""
+    """Finds all runs: first the runs in the current results, then the experiments, ordered by path."""
     of_tables = [
         Run(RESULTS / f"{table.name}.csv", {name.removeprefix("env_"): text for name, text in run.items() if text})
         for table in current.tables(RESULTS)
@@ -85,7 +87,7 @@ def _facts(path: pathlib.Path) -> dict[str, str]:
 
 
 def state(facts: Mapping[str, str], root: pathlib.Path = provenance.REPOSITORY) -> str:
-    """Says in words whether the commit of a run is in the history of `root`. Begins with WRONG if `facts` are wrong."""
+    """Says in words whether a run's commit is in the history of `root`. Begins with WRONG if `facts` are wrong."""
     named = facts.get("commit", "")
     words = next((words for words in _WORDS if f"({words}" in named), "")
     if words == _LOST:
@@ -105,13 +107,13 @@ def state(facts: Mapping[str, str], root: pathlib.Path = provenance.REPOSITORY) 
 
 
 def tables_of(path: pathlib.Path) -> list[pathlib.Path]:
-    """The CSV files of an experiment's run whose rows name a commit."""
+    """Returns the CSV files beside the markdown file `path` of an experiment, if their rows name a commit."""
     files = [path.with_name(path.stem + suffix) for suffix in (".csv", ".rounds.csv", ".summary.csv")]
     return [file for file in files if file.exists() and "env_commit" in file.open(encoding="utf-8").readline()]
 
 
 def commits_in_rows(path: pathlib.Path) -> set[str]:
-    """The commits that the rows of a CSV file name."""
+    """Returns the commits that the rows of a CSV file name."""
     with path.open(encoding="utf-8", newline="") as file:
         return {row["env_commit"] for row in csv.DictReader(file)}
 
@@ -120,7 +122,7 @@ def commits_in_rows(path: pathlib.Path) -> set[str]:
 
 
 def text() -> str:
-    """The text of the index."""
+    """Writes the text of the index."""
     tables = current.tables(RESULTS)
     lines = [_HEAD, *_overview(tables)]
     for table in tables:
@@ -132,7 +134,7 @@ def text() -> str:
 
 
 def _overview(tables: Sequence[current.Table]) -> list[str]:
-    """The lines of a table with a row for each current result."""
+    """Writes the lines of a markdown table with a row for each table of current results."""
     rows = []
     for table in tables:
         fused = [row["xla_over_this"] for row in table.rows if row["method"] == "fused"]
@@ -206,7 +208,7 @@ def _experiment(folder: pathlib.Path) -> Iterator[str]:
 
 
 def generated() -> dict[pathlib.Path, str]:
-    """The paths of all generated files, each with the text that it must have."""
+    """Returns the paths of all generated files, each with the text that the file must have."""
     tables = current.tables(RESULTS)
     files = {RESULTS / f"{table.name}.md": current.markdown(table) for table in tables}
     return files | {INDEX: text(), readme.FILE: readme.text(readme.FILE.read_text(encoding="utf-8"), tables)}

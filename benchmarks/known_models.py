@@ -4,7 +4,7 @@
     python -m benchmarks.known_models table benchmarks/model/known.csv      writes the table, from its measurements
 
 A dense layer has four products. Tensor parallelism over `tp` devices divides the heads and the width of the MLP. The
-table has the fastest configuration of each problem, and XLA's time. Entries of other operations stay in it.
+table has the fastest configuration of each problem, and XLA's time. Entries of other operations stay in the table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Model:
     head_size: int = 128
 
     def products(self, tp: int) -> Iterator[tuple[int, int]]:
-        """(n, k) of the products of one device. A product that `tp` does not divide is left out."""
+        """Yields (n, k) of each product of one device. A product that `tp` devices cannot share evenly is left out."""
         if self.kv_heads and self.kv_heads % tp == 0:
             yield (self.heads + 2 * self.kv_heads) * self.head_size // tp, self.hidden
         yield self.hidden, self.heads * self.head_size // tp
@@ -72,7 +72,7 @@ MODELS = {
 
 
 def problems() -> list[Problem]:
-    """The products of all models, each once: many devices and many tokens first."""
+    """Returns the products of all models, each once, ordered by tokens and devices: the most first."""
     found = (
         Problem("matmul", tokens, n, k, "bfloat16", "bfloat16")
         for tokens in TOKENS
@@ -84,19 +84,19 @@ def problems() -> list[Problem]:
 
 
 def task_of(problem: Problem) -> Task:
-    """The task of a problem: XLA, and the first `CONFIGS` configurations of the search, one for each `shape_of`."""
+    """Makes the task of a problem: XLA, and the search's first `CONFIGS` configurations, one for each `shape_of`."""
     shapes = {shape_of(config): config for config in reversed(space.candidates(problem, TARGET))}
     ranked = [config for config in space.candidates(problem, TARGET) if shapes[shape_of(config)] == config]
     return Task(problem, tuple(ranked[:CONFIGS]), with_xla=True)
 
 
 def _by_itself(config: Config, us: float) -> float:
-    """About how long a configuration takes if it is measured alone (see `IN_TURN`), in microseconds."""
+    """Estimates how long a configuration takes if it is measured alone (see `IN_TURN`), in microseconds."""
     return us * IN_TURN if config.in_turn and us > POWER_LIMITED_US else us
 
 
 def entries(times: fit_model.Times, jax_version: str, date: str) -> list[Entry]:
-    """The entries of the table: the fastest configuration of each problem."""
+    """Makes the entries of the table, with the fastest configuration of each problem."""
     result = []
     for problem, of_problem in times.items():
         fused = [(config, us) for config, us in of_problem.items() if config is not None]

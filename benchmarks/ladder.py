@@ -1,8 +1,9 @@
-"""The table of the ladder: every rung (kernel) of it, `overlap.matmul`, and cuBLAS (`jnp.dot`), which is the roof.
+"""Measures the ladder of matmul kernels, and prints a table of them, `overlap.matmul` and cuBLAS (`jnp.dot`).
 
-The column "roof/this" is the fraction of cuBLAS's speed, and "% peak" the percentage of the data sheet's dense TFLOP/s.
-The rungs are in `overlap/kernels/blackwell_ladder` for Blackwell GPUs, and in `overlap/kernels/ladder` for any other
-device.
+The ladder is a series of matmul kernels (rungs) that each add one optimization. cuBLAS is the roof. The column
+"roof/this" is cuBLAS's time / the method's time: the method's speed as a fraction of cuBLAS's. The column "% peak" is
+the method's TFLOP/s in percent of the data sheet's dense TFLOP/s. The rungs are in `overlap/kernels/blackwell_ladder`
+for Blackwell GPUs, and in `overlap/kernels/ladder` for any other device.
 
     python3 -m benchmarks.ladder --out benchmarks/results
     python3 -m benchmarks.ladder --methods pipelined,persistent,xla --shapes 8192x8192x8192:bf16

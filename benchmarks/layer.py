@@ -1,11 +1,12 @@
-"""A transformer's layer as a user writes it with `overlap.layers`, against the same layer by XLA's partitioner.
+"""Compares a transformer's layer, as a user writes it with `overlap.layers`, with the same layer by XLA's partitioner.
 
     python -m benchmarks.layer --out benchmarks/experiments/DATE-QUESTION
     python -m benchmarks.layer --models llama-70b --tokens 8192 --breakdown
 
-It measures one layer of Llama 3 70B and one of Qwen 3 32B: norm, query, key and value, causal attention
-(`jax.nn.dot_product_attention`), output projection, norm and gated MLP, with both residuals. The input is one sequence,
-whose rows are sharded between the layers. It runs forward, and forward with all gradients. The methods:
+The command measures one layer of Llama 3 70B and one of Qwen 3 32B: norm, query, key and value, causal attention
+(`jax.nn.dot_product_attention`), output projection, norm and gated MLP, with both residuals. The input is one sequence.
+At the layer's start and end its rows are sharded over the devices. The layer runs forward, and forward with all
+gradients, by these methods:
 
     chosen      `overlap.layers` with implementation=None
     fused       `overlap.layers` with implementation="fused"
@@ -14,7 +15,8 @@ whose rows are sharded between the layers. It runs forward, and forward with all
     windowed    the method XLA, with the flags by which XLA overlaps collectives and products (`WINDOWED`)
 
 Each method is a loop inside one program, in which every turn depends on the turn before. In each round the methods run
-in another random order. Times are medians over the rounds; ratios are medians of the ratios within each round.
+in another random order. Times are medians over the rounds, in microseconds. A ratio is
+the time of XLA or windowed, whichever is shorter / the method's time in the same round: the median over the rounds.
 `--breakdown` profiles a few turns and adds up the GPU's time by kind of kernel.
 """
 
@@ -80,7 +82,7 @@ MODELS = {
 
 
 def attend(mesh: Mesh, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal attention. Each device has some of the heads."""
+    """Computes causal attention. Each device computes some of the heads."""
     heads = P(None, None, AXIS, None)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     local = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if on_gpu else "xla")
@@ -88,7 +90,7 @@ def attend(mesh: Mesh, query: jax.Array, key: jax.Array, value: jax.Array) -> ja
 
 
 class Layer(nnx.Module):
-    """One layer by `overlap.layers`."""
+    """One layer, written with `overlap.layers`."""
 
     def __init__(self, sizes: Sizes, mesh: Mesh, implementation: Implementation | None) -> None:
         options: dict[str, Any] = dict(
@@ -107,7 +109,7 @@ class Layer(nnx.Module):
 
 
 def plain(mesh: Mesh, sizes: Sizes, weights: dict[str, Any], x: jax.Array) -> jax.Array:
-    """The same layer with the same weights, for XLA's partitioner."""
+    """Computes the layer with plain matrix products and sharding constraints, which XLA's partitioner distributes."""
 
     def put(value: jax.Array, spec: P) -> jax.Array:
         return lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
@@ -140,7 +142,7 @@ class Case:
     backward: bool
 
     def model(self, implementation: Implementation | None) -> Any:
-        """The layer's definition, and its parameters."""
+        """Returns the layer's definition (a module), and its parameters."""
         with jax.set_mesh(self.mesh):
             make = lambda: nnx.split(Layer(self.sizes, self.mesh, implementation))  # noqa: E731
             return nnx.jit(make)()
@@ -159,7 +161,7 @@ class Case:
         return call
 
     def program(self, method: str, turns: int) -> Any:
-        """A jitted loop of `turns` turns: (x, weights) -> (x, weights)."""
+        """Returns a jitted loop of `turns` turns, as a function (x, weights) -> (x, weights)."""
         layer = self.apply(method)
 
         def turn(_: Any, state: Any) -> Any:
@@ -177,7 +179,7 @@ class Case:
         return jax.jit(run, compiler_options=options)
 
     def operands(self) -> tuple[jax.Array, Any]:
-        """Normally distributed tokens, and the weights."""
+        """Returns normally distributed tokens, and the weights."""
         _, state = self.model("xla")
         weights = nnx.to_pure_dict(state)
         shape, sharding = (1, self.tokens, self.sizes.hidden), NamedSharding(self.mesh, BETWEEN)
@@ -186,13 +188,13 @@ class Case:
 
     @property
     def turns(self) -> int:
-        """How many turns a loop has."""
+        """How many turns a loop has, so that it takes about 60 ms."""
         flops = self.sizes.flops(self.tokens) / self.mesh.size * (3 if self.backward else 1)
         return max(2, min(_MOST_TURNS, int(_US_PER_LOOP / (flops / _FLOPS_PER_US))))
 
 
 def measure(case: Case, methods: Sequence[str], rounds: int, turns: int | None, breakdown: bool) -> dict[str, Any]:
-    """Measures the methods.
+    """Measures one layer by several methods.
 
     Args:
       case: the layer.
@@ -255,7 +257,7 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
 
 
 def _rows(label: str, found: dict[str, Any]) -> list[str]:
-    """The lines of the table for one layer: time, best time of XLA in the same round / time, and kinds of kernels."""
+    """Returns the table's lines for one layer, one for each method. The ratio is the module docstring's."""
     times, lines = found["times"], []
     best_of_xla = [min(of) for of in zip(*(times[name] for name in ("XLA", "windowed") if name in times), strict=True)]
     for name, us in times.items():

@@ -11,7 +11,7 @@ _COPY_THRESHOLD_BYTES = 1 << 16
 
 
 def copies_in_loops(hlo: str) -> list[str]:
-    """The instructions in loop bodies of an optimized module that copy `_COPY_THRESHOLD_BYTES` or more."""
+    """Returns the instructions in an optimized module's loop bodies that copy at least `_COPY_THRESHOLD_BYTES`."""
     found = []
     for body in set(re.findall(r"\bwhile\(.*?body=%?([\w.-]+)", hlo)):
         block = re.search(rf"^%?{re.escape(body)} \(.*?^}}", hlo, re.MULTILINE | re.DOTALL)

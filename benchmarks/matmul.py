@@ -1,7 +1,8 @@
-"""The single-GPU table: `overlap.matmul` against cuBLAS (`lax.dot_general`), its roof, and JAX's example kernel.
+"""Compares `overlap.matmul` on one GPU with cuBLAS (`lax.dot_general`), which is the roof, and JAX's example kernel.
 
-It measures the standard suite; other shapes, dtypes and layouts; or several configurations of the kernel. A layout says
-how the operands are stored: with "t" as first letter lhs is [k, m], with "t" as second letter rhs is [n, k].
+The command measures the standard suite; other shapes, dtypes and layouts; or several configurations of the kernel. A
+layout says how the operands are stored: with "t" as first letter lhs is [k, m], with "t" as second letter rhs is [n,
+k].
 
     python3 -m benchmarks.matmul --suite standard --dtype bf16 --out benchmarks/results --budget-s 500
     python3 -m benchmarks.matmul --shapes 4096x8192x4096 --layouts nn,nt,tn,tt

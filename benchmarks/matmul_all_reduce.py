@@ -1,4 +1,4 @@
-"""The table of `matmul_all_reduce`: the fused operation against XLA and the roof.
+"""Compares the fused operation `matmul_all_reduce` with XLA and the roof.
 
 The sizes are those of one device's product: all m rows, all n columns, its part of k. The roof is this product alone:
 

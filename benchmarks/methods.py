@@ -1,4 +1,4 @@
-"""The methods of each table: the fused operation in several configurations, XLA, the roof, and JAX's example kernel."""
+"""Makes the methods of each table: the fused operation with several configurations, XLA, the roof, JAX's example."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _value(text: str) -> int | str | bool | None:
 def all_gather_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `all_gather_lhs_matmul`.
+    """Makes the methods for `all_gather_lhs_matmul`.
 
     Args:
       problem: what is measured.
@@ -85,7 +85,10 @@ def all_gather_methods(
 def all_gather_rhs_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `all_gather_rhs_matmul`. JAX has no example of it. Arguments as in `all_gather_methods`."""
+    """Makes the methods for `all_gather_rhs_matmul`. The arguments are described in `all_gather_methods`.
+
+    JAX has no example kernel for this operation.
+    """
     del num_examples
 
     def fused(variant: Variant) -> Method:
@@ -112,7 +115,11 @@ def all_gather_rhs_methods(
 def summed_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for products that are summed over the devices. "roof" and "own_matmul" are products without a sum."""
+    """Makes the methods for products that are summed over the devices.
+
+    "roof" and "own_matmul" are one device's products, without the sum. The arguments are described in
+    `all_gather_methods`.
+    """
     del num_examples
     form = {
         "transpose_lhs": problem.transpose_lhs,
@@ -143,9 +150,10 @@ def summed_methods(
 def matmul_methods(
     problem: Problem, names: Sequence[str], variants: Sequence[Variant], num_examples: int
 ) -> list[Method]:
-    """The methods for `matmul` on one GPU, where "xla" is the roof as well.
+    """Makes the methods for `matmul` on one GPU, where "xla" is the roof as well.
 
-    "fused_bf16" is our kernel on the same values in bf16. It is made for f8 operands only, to be compared with f8.
+    "fused_bf16" is the library's kernel on the same values in bf16. This method exists for f8 operands only, for a
+    comparison of f8 with bf16. The arguments are described in `all_gather_methods`.
     """
 
     def keywords(config: dict[str, Any]) -> dict[str, Any]:
@@ -186,9 +194,9 @@ def ladder_methods(
     *,
     architecture: str | None = None,
 ) -> list[Method]:
-    """The rungs of the ladder of one architecture, and the methods of `matmul_methods`.
+    """Makes the methods in `names`, from the rungs (kernels) of one architecture's ladder and from `matmul_methods`.
 
-    The name "ladder" stands for all rungs. `architecture` is a key of `LADDERS`; None means the device's.
+    "ladder" in `names` selects all rungs. `architecture` is a key of `LADDERS`; None means the device's architecture.
     """
     architecture = architecture or ("blackwell" if current_target().is_blackwell else "hopper")
     rungs = {rung.name: Method(rung.name, rung.matmul) for rung in LADDERS[architecture]}
@@ -228,10 +236,10 @@ def _config(fields: dict[str, Any]) -> overlap.Config | None:
 
 
 def _example_configs(limit: int) -> list[tuple[str, Any]]:
-    """At most `limit` configurations of JAX's example, each with a label; the probably fastest ones come first.
+    """Returns at most `limit` configurations of JAX's example, each with a label. The probably fastest come first.
 
-    The first six have CTA tiles of 128 x 256 and 256 x 128 in several orders. After them come the rest of the 48
-    configurations that the example searches itself. Those that do not fit on the GPU fail when they run.
+    The first six have CTA tiles of 128 x 256 and 256 x 128 in several orders. The rest of the 48 configurations that
+    the example searches itself follow. Configurations that do not fit on the GPU fail when they run.
     """
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu
 

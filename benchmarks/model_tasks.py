@@ -4,8 +4,8 @@
     python -m benchmarks.model_tasks --seed 2 --problems 60 --judge --out held_out.jsonl   tasks to judge it, with XLA
 
 The logarithms of sizes are uniformly distributed. To fit the model, configurations are drawn from the whole search
-space, those with good predictions more often. To judge it, the configurations are the first ones of the search, as many
-as the tuner tries, and some that the search would not reach.
+space, and more often if their predicted time is short. To judge the model, a task has as many of the search's first
+configurations as the tuner tries, and some configurations that the search would not reach.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bflo
 
 
 def shape_of(config: Config) -> tuple[Any, ...]:
-    """The values of the fields of `config` that `space.SHAPE` names: those that matter most for the time."""
+    """Returns the values of the fields that `space.SHAPE` names: the fields that matter most for the time."""
     return tuple(getattr(config, name) for name in space.SHAPE)
 
 
 def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
-    """Draws at most fourteen configurations, preferring those with good predictions.
+    """Draws at most fourteen configurations, most of them with a short predicted time.
 
-    Configurations are ordered by prediction, and grouped by `shape_of`. Taken are the first configuration of each of
-    the first six groups, the first one of four of the next 24 groups, and four other configurations of the first five
-    groups.
+    The configurations are ordered by predicted time and grouped by `shape_of`. The function takes the first
+    configuration of each of the first six groups, the first configuration of each of four groups drawn from the next
+    24, and four configurations drawn from the others of the first five groups.
     """
     ranked = space.candidates(problem, TARGET)
     first: dict[Any, list[Config]] = {}
@@ -94,7 +94,7 @@ def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
 
 
 def judged_configs(chance: random.Random, problem: Problem, count: int) -> tuple[Config, ...]:
-    """The first `count` configurations of the search, and six drawn from the others, which differ in `shape_of`."""
+    """Returns the search's first `count` configurations, and six drawn from the others, which differ in `shape_of`."""
     ranked = space.candidates(problem, TARGET)
     shapes = {shape_of(config): config for config in reversed(ranked[count:])}
     return tuple(ranked[:count] + chance.sample(list(shapes.values()), min(6, len(shapes))))

@@ -1,8 +1,10 @@
-r"""Draws time and fraction of the roof over the number of devices, or the gain over XLA over the number of rows.
+r"""Draws time and roof's time / time against the number of devices, or XLA's time / time against the number of rows.
 
-python3 -m benchmarks.plot benchmarks/results/all_gather_lhs_matmul-h200-[24]-one_process.csv --out devices.png
-python3 -m benchmarks.plot --against m --methods fused \
-    benchmarks/results/all_gather_lhs_matmul-h200-[24]-one_process.csv --out rows.png
+These commands draw one picture of each kind:
+
+    python3 -m benchmarks.plot benchmarks/results/all_gather_lhs_matmul-h200-[24]-one_process.csv --out devices.png
+    python3 -m benchmarks.plot --against m --methods fused \
+        benchmarks/results/all_gather_lhs_matmul-h200-[24]-one_process.csv --out rows.png
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from overlap.cli.picture import write_whole
 
 
 def read(paths: Sequence[str | pathlib.Path]) -> list[dict[str, str]]:
-    """Reads the rows with times from all files. Of several rows for one method and problem, the last one counts.
+    """Reads the rows with times from all files. Of several rows for one method and problem, the last row counts.
 
     Files with the times of single rounds are ignored.
     """
@@ -39,9 +41,9 @@ def _problem(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def draw_rows(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
-    """Draws XLA's time / the method's time over the rows of all devices.
+    """Draws XLA's time / the method's time against the number of rows of all devices together.
 
-    There is a panel for each number of devices, with a line for each method and (n, k).
+    The picture has a panel for each number of devices, with a line for each method and (n, k).
     """
     import matplotlib
 
@@ -71,7 +73,10 @@ def draw_rows(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
 
 
 def draw(rows: Sequence[dict[str, str]], out: pathlib.Path) -> None:
-    """Draws the time and, below it, the fraction of the roof over the number of devices, a column for each problem."""
+    """Draws the time and, below it, the roof's time / the time, against the number of devices.
+
+    Each problem has a column of two panels. Times are in microseconds per call.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Problems as written on the command line and in tables, and named suites of problems."""
+"""Reads problems as the command line and the tables write them, and names suites of problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHAPE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class TableProblem:
-    """A problem of the library, as the command line and the tables write it.
+    """A problem of the library, as the command line and the tables write the problem.
 
     If the weights are gathered, `m`, `n` and `k` are the sizes of one device's whole product: its own rows, and all of
     the weights.
@@ -55,12 +55,12 @@ class TableProblem:
 
     @property
     def flops_per_device(self) -> float:
-        """Floating-point operations of one device."""
+        """The number of floating-point operations of one device."""
         return self.library.flops_per_device
 
     @property
     def received_bytes_per_device(self) -> float:
-        """Bytes that one device receives from the others."""
+        """The number of bytes that one device receives from the other devices."""
         return self.library.received_bytes_per_device
 
 
@@ -136,7 +136,7 @@ def parse(
       devices: how many devices.
       shapes: the texts.
       dtype: the dtype of shapes that name none.
-      layouts: the layouts of shapes that name none.
+      layouts: the layouts of shapes that name none; None: as described above.
     """
     result = []
     for text in shapes:

@@ -21,12 +21,14 @@ REST = "rest"
 
 
 def kind_of(kernel: str) -> str:
-    """The kind of a kernel, by its name."""
+    """Returns the kind of the kernel whose name is `kernel`."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel, re.IGNORECASE)), REST)
 
 
 def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
-    """The time of a GPU's kernels by kind, in microseconds per turn: the mean over the GPUs. Empty without GPUs.
+    """Returns the time of a GPU's kernels by kind, in microseconds per turn: the mean over the GPUs.
+
+    The result is empty if no GPU was profiled.
 
     Kernels in several streams may run at the same time, so the sum over all kinds may be more than the time of a turn.
 

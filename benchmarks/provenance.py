@@ -1,9 +1,10 @@
 """Finds the commit whose code a benchmark measures. Code that is not committed is not measured.
 
 A measurement can be repeated only if its code can be found again. So the harness refuses a tree that differs from the
-commit that it names. In a copy of the tree without the repository's history, the user names the commit. This
-commit is recorded as unverified, with the hash of overlap/, which is the hash that Git gives this folder in the commit.
-So `python -m benchmarks.index` can verify the commit later, in a repository with the history.
+commit that it would record. In a copy of the tree without the repository's history, the user names the commit. The
+harness records this commit as unverified, with a hash of the copy's overlap/, computed as Git does. Later
+`python -m benchmarks.index` compares this hash with the hash of that folder in the commit, in a repository with the
+history.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Refused(Exception):
 
 
 def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str, str]:
-    """The commit whose code is in `root`, and the hash of overlap/, for the environment block of a result.
+    """Returns the commit whose code is in `root`, and the hash of overlap/, as facts about a run.
+
+    The names of the facts are "commit" and "code".
 
     Args:
       named: a full or abbreviated hash; None: $OVERLAP_COMMIT, else HEAD.
@@ -60,13 +63,13 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
 
 
 def has_history(root: pathlib.Path = REPOSITORY) -> bool:
-    """Whether `root` is the root of a git repository, and git is here."""
+    """Returns whether `root` is the root of a Git repository and the command git is installed."""
     top = git(root, "rev-parse", "--show-toplevel")
     return top is not None and pathlib.Path(top).resolve() == root.resolve()
 
 
 def in_history(name: str, root: pathlib.Path = REPOSITORY) -> str | None:
-    """The full hash of the commit `name`, if it is HEAD or an ancestor of HEAD; else None."""
+    """Returns the full hash of the commit `name` if that is HEAD or an ancestor of HEAD; else None."""
     commit = git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     return commit if commit and git(root, "merge-base", "--is-ancestor", commit, "HEAD") is not None else None
 
@@ -80,7 +83,7 @@ def _changed(commit: str, root: pathlib.Path) -> list[str]:
 
 
 def git(root: pathlib.Path, *arguments: str) -> str | None:
-    """The output of a git command; None if it fails, or if there is no git."""
+    """Runs a git command in `root`. Returns its output; None if the command fails or git is not installed."""
     line = ["git", "-c", f"safe.directory={root}", *arguments]
     try:
         done = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=60, check=False)
@@ -90,7 +93,7 @@ def git(root: pathlib.Path, *arguments: str) -> str | None:
 
 
 def tree_hash(folder: pathlib.Path) -> str:
-    """The hash that git gives a folder with these files (`git rev-parse COMMIT:FOLDER`), without Python's caches."""
+    """Computes the hash that Git gives this folder (`git rev-parse COMMIT:FOLDER`). Python's caches are left out."""
     entries = []
     for path in folder.iterdir():
         if path.name == "__pycache__":

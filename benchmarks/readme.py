@@ -1,6 +1,6 @@
 """Makes the tables of README.md that show results: the tables between `<!-- table: NAME -->` and `<!-- end -->`.
 
-`python -m benchmarks.index` writes them.
+`python -m benchmarks.index` writes the tables into the file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _WEIGHTS = ("8192x4096x4096", "8192x14336x4096", "2048x4096x4096")
 
 
 def text(readme: str, tables: Sequence[current.Table]) -> str:
-    """The text of README.md, with its tables made from `tables`.
+    """Returns the text of README.md with its tables made anew, from the current results `tables`.
 
     Raises:
       ValueError: the README marks an unknown table, or lacks one.

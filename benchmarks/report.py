@@ -1,4 +1,8 @@
-"""Writes results as tables, CSV files and markdown. A ratio is the median of the ratios within each round."""
+"""Writes results as tables, CSV files and markdown.
+
+A ratio "A/this" is the time of method A / the time of the row's method in the same round: the median over the
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +41,10 @@ class Table:
     Attributes:
       problem: the problem.
       results: the result of each method.
-      loop_overhead_us: microseconds of an iteration of the loop without work.
+      loop_overhead_us: microseconds of an iteration of the loop without a product.
       clocks: clock, power and temperature of the GPUs after the last round.
-      xla, roof, bf16: the names of the methods with which ratios are formed. On one GPU, XLA's dot is the roof.
+      xla, roof, bf16: the names of the methods whose times are the numerators of the ratios. On one GPU, XLA's product
+        is the roof.
       peak_tflops: dense TFLOP/s of the data sheet, or None.
     """
 
@@ -53,7 +58,7 @@ class Table:
     peak_tflops: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each method, with the keys `SUMMARY_COLUMNS`; None for values that were not measured."""
+        """Returns a row for each method, with the keys `SUMMARY_COLUMNS`. Values that were not measured are None."""
         by_name = {result.method: result for result in self.results}
         others = {name: by_name.get(getattr(self, name)) for name in ("xla", "roof", "bf16")}
         return [self._row(result, others) for result in self.results]
@@ -87,7 +92,7 @@ class Table:
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float | None:
-    """The median over the rounds of `numerator / denominator`; None if there are no rounds."""
+    """Returns the median over the rounds of `numerator / denominator`; None if there are no rounds."""
     pairs = list(zip(numerator, denominator, strict=False))
     return float(np.median([above / below for above, below in pairs])) if pairs else None
 
@@ -102,8 +107,8 @@ class Writer:
     """Writes the files of a run.
 
     The files are written while the benchmark runs, as `NAME.partial`, so that a run that is killed loses little.
-    `finish` gives them their names. A run that ends early calls `keep`. So partial files are left behind only if
-    the run is ended by a signal that no program can catch.
+    `finish` gives the files their final names. A run that ends early calls `keep`. So partial files are left behind
+    only if the run is ended by a signal that no program can catch.
 
     The files are STEM.rounds.csv (every time, appended after each round), STEM.csv (a row for each method and problem,
     rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv (see
@@ -291,7 +296,7 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines below the table: why a method has no times, which config was chosen, which copies a loop makes."""
+    """Writes the lines below a table: why a method has no times, which config was chosen, which copies a loop makes."""
     remarks = []
     for row in rows:
         if row["status"] != "ok":
@@ -343,12 +348,12 @@ def _rows(tables: Sequence[Table]) -> list[dict[str, Any]]:
 
 
 def _summary(tables: Sequence[Table]) -> list[dict[str, Any]]:
-    """The rows of the summary; none for a single problem."""
+    """Returns the rows of the summary; none for a single problem."""
     return summary.summarize(_rows(tables), tables[0].roof) if len(tables) > 1 else []
 
 
 def markdown(tables: Sequence[Table], environment: Mapping[str, str], left_out: Sequence[str] = ()) -> str:
-    """The environment, the summary and all tables, as one markdown document."""
+    """Writes the environment, the summary and all tables as one markdown document."""
     lines = [f"- {name}: {value}" for name, value in environment.items()]
     if rows := _summary(tables):
         lines += ["", "## All problems", "", *_md_table(summary.HEADINGS, [summary.texts(row) for row in rows])]

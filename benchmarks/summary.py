@@ -1,7 +1,9 @@
-"""Summarizes all problems of a run: for each method and layout, the geometric mean and the minimum of its ratios.
+"""Summarizes all problems of a run: the geometric mean and the minimum of the ratios of each method.
 
-A mean is over the measured problems. Problems that a method cannot compute, that failed, or for which no time was left
-are not in the mean. The summary says how many problems these are.
+The methods are summarized for each dtype and layout. A ratio is the time of the roof / the method's time, or the time
+of the library's bf16 kernel / the method's time. The minimum shows the problem for which the method is worst. A mean is
+over the measured problems. Problems that a method cannot compute, that failed, or for which no time was left are not in
+the mean. The summary says how many problems these are.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ HEADINGS = (
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], roof: str) -> list[dict[str, Any]]:
-    """A row for each method, dtype and layout, and one for all layouts together, from the rows of all tables.
+    """Returns a row for each method, dtype and layout, and a row for all layouts together of each method and dtype.
 
-    The method `roof` is left out, since its ratio is always 1.
+    `rows` are the rows of all tables. The method `roof` is left out, because its ratio to itself is always 1.
     """
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for layout_of in (lambda row: row["layout"], lambda _: ALL):
@@ -74,7 +76,7 @@ def _group(method: str, dtype: str, layout: str, rows: Sequence[Mapping[str, Any
 
 
 def texts(row: Mapping[str, Any]) -> list[str]:
-    """The cells of a row, in the order of `HEADINGS`."""
+    """Writes the cells of a row, in the order of `HEADINGS`."""
 
     def number(name: str) -> str:
         return "–" if row[name] is None else f"{row[name]:.3f}"
@@ -85,7 +87,7 @@ def texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(rows: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> list[str]:
-    """Lines that name the problems that failed, and those that were left out."""
+    """Writes lines that name the problems that failed, and the problems that were left out for want of time."""
     failed = [
         f"{row['method']} failed: {row['shape']} {row['dtype']} {row['layout']}: {row['status']}"
         for row in rows

@@ -54,7 +54,7 @@ class Watch:
             self._keep_what_there_is()
 
     def restart(self) -> None:
-        """Begins a step: its time limit counts from now."""
+        """Begins a step, whose time limit counts from now."""
         self._stop()
         faulthandler.dump_traceback_later(self._timeout_s + _PATIENCE_S, exit=True, file=_STDERR)
         self._timer = threading.Timer(self._timeout_s, self._hangs)

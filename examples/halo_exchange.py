@@ -27,7 +27,11 @@ FROM_BEFORE, FROM_AFTER = 0, 1  # The two parts of the halo, and their flags.
 
 
 def send_edge(part, group, x_gmem, halo_gmem, edge_smem, edge_loaded, arrived):
-    """Stores this device's last rows into the next device's halo, or its first rows into the previous device's halo."""
+    """Sends part 0 or part 1 of the halo.
+
+    Part 0 stores this device's last rows into the next device's halo. Part 1 stores its first rows into the previous
+    device's halo.
+    """
     halo = edge_smem.shape[0]
     neighbour = jnp.where(part == FROM_BEFORE, group.peer(1), group.peer(group.size - 1))
     first = jnp.where(part == FROM_BEFORE, x_gmem.shape[0] - halo, 0)

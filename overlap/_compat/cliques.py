@@ -1,9 +1,9 @@
 """Mend: Pallas lowers a Mosaic GPU kernel for its clique, the devices that it can talk to, not for its whole mesh.
 
 Reason: jax refuses a mesh whose devices are permuted, and makes one clique of devices on several hosts, which cannot
-reach each other's memory. `overlap/primitives/clique.py` says which devices and numbers are right. The devices are not
-known before lowering: while a kernel is traced, the mesh may be abstract, and a nested `jax.shard_map` keeps the whole
-mesh.
+reach each other's memory. `overlap/primitives/clique.py` says which devices and numbers are right. The kernel's
+devices cannot be named before lowering: while a kernel is traced, the mesh may be abstract and have no devices yet, and
+inside a nested `jax.shard_map` it is still the whole mesh, not the clique's.
 
 Change: Pallas's lowering rule for kernels is wrapped. The wrapper passes the clique's mesh to the rule instead of the
 whole mesh. In the custom call that the rule returns, the wrapper replaces the devices that are named to XLA. Where each
@@ -154,10 +154,12 @@ def _keep_apart(call: Any) -> None:
 
 
 def _name_devices(call: Any, clique: Any) -> None:
-    """Writes the clique's devices into a call for XLA: their positions in the enclosing mesh, in the order of ranks.
+    """Tells XLA the clique's devices, in an attribute of the custom call `call`.
+
+    The attribute lists the devices' positions in the enclosing mesh, in the order of ranks.
 
     Raises:
-      NotImplementedError: the clique is one of several hosts, and NVSHMEM takes the place of XLA's table of peers.
+      NotImplementedError: the mesh spans several hosts, and NVSHMEM replaces XLA's table of peers.
     """
     from jax.extend.mlir import ir
 

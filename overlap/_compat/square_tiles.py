@@ -1,9 +1,9 @@
 """Mend: wgmma and tcgen05 take operands in tiles of S × S elements, besides 8 × S. S elements are 128 bytes.
 
-Reason: an operand whose rows run across k is loaded as several boxes, each clipped exactly at the matrix's end, and
-boxes beside each other lie in shared memory as tiles of S × S (`overlap/kernels/tma/staging.py`). The descriptors that
-Mosaic GPU makes can express square tiles. But Mosaic GPU's layout inference does not offer such tiles, and its lowering
-of tcgen05 does not pass their size to `create_descriptor`.
+Reason: an operand that is contiguous along m or n, not along k, is loaded as several boxes, each clipped exactly at the
+matrix's end. Boxes beside each other lie in shared memory as tiles of S × S (`overlap/kernels/tma/staging.py`). The
+descriptors that Mosaic GPU makes can express square tiles. But Mosaic GPU's layout inference does not offer such tiles,
+and its lowering of tcgen05 does not pass their size to `create_descriptor`.
 
 Change: the layout inference offers S × S as its last choice, so that only a buffer that states square tiles gets them;
 and `create_descriptor` is passed the size of square tiles. Same code in jax 0.11.2 and 0.12.0.1.

@@ -109,7 +109,11 @@ class Machine:
 
 
 def _asked(code: str, timeout_s: int, **environment: None) -> tuple[bool, Any]:
-    """Runs code that prints JSON by `ask`. Returns whether it succeeded, and the parsed value or the error."""
+    """Runs `code` in a Python process of its own, with these environment variables unset (see `ask`).
+
+    Returns:
+      Whether the code succeeded; and the value that it printed as JSON, or the error.
+    """
     works, answer = ask(code, timeout_s=timeout_s, **environment)
     if not works:
         return False, answer

@@ -80,7 +80,8 @@ def _several_sides(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis:
 
 def _scaled_float8(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
     rows = shard.shape[0]
-    # Powers of two, different in each row.
+    # Neighbouring rows have different scales, so that a result shows whether rows were mixed up. The scales are powers
+    # of two, so that scaling does not round.
     scale_of = lambda row: jnp.exp2((row % 5).astype(jnp.float32) - 2)[:, None]  # noqa: E731
     first = lax.axis_index(axis) * rows
     out = overlap.all_gather_lhs_matmul(

@@ -29,8 +29,8 @@ type Abort = Callable[[int], object]
 def leave(status: int, *, under_mpich: bool = False) -> None:
     """Ends this process at once. Open MPI's mpirun, torchrun, and srun with --kill-on-bad-exit then end the others.
 
-    MPICH's mpirun ends the others only for processes that have called MPI. So with `under_mpich` this process sends the
-    message that MPI_Abort would send, "abort" of PMI 1, to mpirun's proxy on this host.
+    MPICH's mpirun ends the others only if the process that exits has called MPI. So with `under_mpich` this process
+    sends the message that MPI_Abort would send, "abort" of PMI 1, to mpirun's proxy on this host.
     """
     if under_mpich:
         with contextlib.suppress(KeyError, ValueError, OSError):

@@ -96,7 +96,8 @@ def _require_scope(thread: Thread, word: Semaphore, write: Write, scope: str) ->
             f"an access of scope {scope!r} to {word.name} of device {word.device} meets a value that device "
             f"{others[0]} has written: expected scope 'sys' on both sides"
         )
-    # The scope of a value from another launch does not matter, because no thread relies on that value.
+    # Only values of this launch are checked. A thread may also read a value that another launch has left in the word,
+    # but no thread relies on such a value.
     if write.within not in (None, thread.device) and write.launch in (None, thread.machine.number):
         raise ProtocolError(
             f"an access to {word.name} of device {word.device} meets a value that device {write.within} has written at "

@@ -38,7 +38,8 @@ class TensorQueue:
     """The operations that one thread has issued to the tensor core, in order.
 
     Attributes:
-        component, time: the event of the last operation in the vector clocks.
+        component, time: identify the last operation as an event: its component in the vector clocks, and the time of
+            that component.
         knowledge: the events that have happened when the last operation is complete; None if there is no operation.
     """
 

@@ -1,1 +1,4 @@
-"""Measures operations: `autotune`, its search, the programs and times of all measurements, and traces of kernels."""
+"""Measuring of operations.
+
+This package has `autotune` and its search, the programs that are measured, how they are timed, and traces of kernels.
+"""

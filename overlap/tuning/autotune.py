@@ -32,7 +32,8 @@ logger = logging.getLogger("overlap")
 class Tuning:
     """The results of `autotune`.
 
-    A `Tuning` is a context manager: calls that are traced inside it use its results, and no table for these problems.
+    A `Tuning` is a context manager. For the problems that it tuned, calls that are traced inside it use its results
+    instead of any table.
 
     Attributes:
       outcomes: the outcome of each problem, with all configurations that were tried.

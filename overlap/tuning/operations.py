@@ -132,7 +132,13 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def require_layout(op: str, layout: str, option: str) -> None:
-    """Raises ValueError if the operation takes no operands in this layout. `option` names the layout in the message."""
+    """Raises ValueError if the operation takes no operands in this layout.
+
+    Args:
+      op: the name of the operation.
+      layout: the layout, such as "nt".
+      option: the user's argument or option that gave the layout, for the message.
+    """
     if layout not in OPERATIONS[op].layouts:
         raise ValueError(f"{option} must be one of {', '.join(OPERATIONS[op].layouts)} for {op}, got {layout}")
 
