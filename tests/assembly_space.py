@@ -79,7 +79,7 @@ UNSEEN: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in (space.SHAPE | space.FINE | space.CHUNKS).items() if name not in SEEN},
 }
 DTYPES = {2: [dtype.name for dtype in FLOAT16], 4: ["float32"], 1: [dtype.name for dtype in FLOAT8]}
-# These shapes have whole and ragged tiles, few and many tiles, one and several k steps. Plain products have a batch too.
+# The shapes have whole and ragged tiles, few and many tiles, one and several k steps. Plain products have a batch too.
 SHAPES = (
     (4096, 4608, 4096),
     (1024, 1024, 14336),

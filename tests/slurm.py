@@ -126,7 +126,7 @@ class Slurm:
         return int(self.output("sbatch", "--parsable", *arguments, **variables))
 
     def exit_status(self, job: int) -> int | None:
-        """Returns the exit status of a batch job, or None while the job runs. sbatch --wait would poll every 10 s only."""
+        """Returns the exit status of a batch job, or None while the job runs. (sbatch --wait polls every 10 s only.)"""
         told = dict(
             part.split("=", 1) for part in self.output("scontrol", "show", "job", str(job)).split() if "=" in part
         )

@@ -120,7 +120,7 @@ def swap_halves(rows: int, columns: int, defects=NO_DEFECTS):
 
 
 def scope_in_a_loop(rounds: int, rows: int, columns: int, defects=NO_DEFECTS):
-    """x[rounds * rows, columns] -> [CLUSTER, rows, columns]: the sum of the tiles. Each tile has its own `run_scoped`."""
+    """x[rounds * rows, columns] -> [CLUSTER, rows, columns]: the sum of the tiles. Each tile has its own scope."""
 
     def body(x_gmem, out_gmem, done):
         rank = lax.axis_index("rank")

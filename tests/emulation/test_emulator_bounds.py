@@ -138,8 +138,8 @@ def test_a_reduction_drops_what_is_outside():
 
 def test_only_what_is_inside_can_race():
     x = normal(*BOX)
-    # Two CTAs store boxes that meet in row 8, each with rows outside the array: no race is reported. If the boxes share
-    # one row, a race is reported.
+    # One box begins at row 8. The other begins 8 rows before the array and ends at row 8: no race is reported. If the
+    # boxes share one row, a race is reported.
     y = store(x, (24, 64), [(8, 0), (-8, 0)])
     np.testing.assert_array_equal(y, np.concatenate([x[8:], x]))
     with pytest.raises(RaceError, match=r"output 0\[7:23"):

@@ -47,7 +47,7 @@ SUMS = {
 
 
 def test_arithmetic():
-    """One kernel computes all cases, because tracing many kernels is slow."""
+    """One kernel computes all cases of `SUMS`."""
 
     def act(words, out):
         for index, text in enumerate(SUMS):
@@ -137,7 +137,7 @@ def test_who_stores_before_it_looks_needs_sequential_consistency(fence):
 
 # ---- order: one-line mutants -----------------------------------------------------------------------------------------
 
-# For each defect: (the text that is changed: "send" or "wait", what is replaced, by what, the fault, words of the report)
+# For each defect: (the changed text: "send" or "wait", what is replaced, by what, the fault, words of the report).
 MUTANTS = {
     "no release": ("send", "fence.acq_rel.sys; ", "", RaceError, "is not ordered"),
     "acquire in place of release": ("send", "acq_rel.sys", "acquire.sys", RaceError, "is not ordered"),
@@ -204,7 +204,7 @@ def test_each_mutant_is_reported(mutant):
 
 
 def test_a_wait_is_content_with_the_first_number_that_ends_it():
-    """A thread that waits for 1 and reads 2 must not rely on data that was written before the 2 only."""
+    """A wait for 2 signals may see 3. The thread must still not rely on the data behind the third signal."""
 
     def act(words, out):
         cta = lax.axis_index("cta")
