@@ -1,4 +1,4 @@
-"""Activation functions for the tests: one uses every operation that kernels allow. Also a case for `tests.assembly`."""
+"""Activation functions for the tests (one uses every operation that kernels allow), and a case for `tests.assembly`."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str |
         **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code; `hlo=FILE` to keep XLA's program.
 
     Raises:
-        AssembledBefore: This process has assembled some of the kernels before; or all of them, but without keeping
-            the code that `dumps` asks for.
+        AssembledBefore: This process has assembled some of the kernels before. Or it has assembled all of them, but
+            has not kept the code that `dumps` asks for.
     """
     import jax
 
@@ -256,7 +256,7 @@ def _config(case: Case) -> Any:
 
 
 def struct(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: str, spec: Any = None) -> jax.ShapeDtypeStruct:
-    """A ShapeDtypeStruct of the *global* shape, sharded by `spec` (None: replicated)."""
+    """Returns a ShapeDtypeStruct of the *global* shape, sharded by `spec` (None: replicated)."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -265,7 +265,7 @@ def struct(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: str, spec: Any 
 
 
 def dtype_of(name: str) -> str:
-    """The full name of a dtype: f16 is float16."""
+    """Returns the full name of a dtype: float16 for f16."""
     return _DTYPES.get(name, name)
 
 
@@ -282,7 +282,7 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     axes = dict(case.mesh) or {"x": case.devices}
     processes = case.hosts * case.processes
     devices = topology(case.target, math.prod(axes.values()) // processes, processes)
-    # The devices of a topology carry their process's number but no partition. The first host's program is assembled.
+    # A device of a topology has a process index, but no number of its host. Compute the host from the process index.
     clique.host_of = lambda device: device.process_index // case.processes
     clique._own_host = lambda mesh: 0
     # No GPU here could share memory with the host. Pretend that one can, so that the whole wait is assembled.

@@ -6,8 +6,9 @@ from typing import Any
 
 from overlap.choice.space import MOST_ACCUMULATED
 
-# Entries where a compute thread needs more than 160 registers, as (tile, ending); from the table of registers that
-# `python -m tests.assembly_sweep` writes. Also three small tiles that need far more than their neighbours.
+# Pairs (tile, ending) for which a compute thread needs more than 160 registers. They come from the table of registers
+# that `python -m tests.assembly_sweep` writes. The list also has three small tiles that need far more registers than
+# tiles of similar sizes.
 MOST_REGISTERS: tuple[tuple[tuple[Any, ...], tuple[bool, int, bool, bool]], ...] = (
     ((256, 128, 64, 2, "cooperative", False), (True, 1, True, True)),
     ((256, 128, 64, 2, "cooperative", False), (False, 2, True, True)),

@@ -23,7 +23,10 @@ EPILOGUES = {
 
 
 def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product of one device. `case.config` holds fields of `Config` and the options popped below."""
+    """Returns a product of one device and its arguments.
+
+    `case.config` holds fields of `Config` and the options that are popped below.
+    """
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -64,7 +67,10 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product with an operand gathered along axis x; `case.shape` is per shard, as in `tuning.Problem`."""
+    """Returns a product whose operand is gathered along axis x, and its arguments.
+
+    `case.shape` is the shape per shard, as in `tuning.Problem`.
+    """
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -118,7 +124,10 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
 
 
 def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A product summed over axis x, scattered or not; `case.shape` is the shape of one device's product."""
+    """Returns a product that is summed over axis x (the sum is scattered or all-reduced), and its arguments.
+
+    `case.shape` is the shape of one device's product.
+    """
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -131,7 +140,8 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     rhs_dtype = options.pop("rhs_dtype", case.dtype)
     (m, n, k), size, (left, right) = case.shape, mesh.shape["x"], (letter == "t" for letter in layout)
     columns, whole, transport = op.endswith("_n"), op == "matmul_all_reduce", options.pop("transport", None)
-    # Pretend that the job has several processes. This process is alone, and assembles other cases as well.
+    # Pretend that the job has as many processes as the case. This process is alone, and the next case that it assembles
+    # may have another number of processes.
     kernel.lands_in_an_operand = lambda: case.processes > 1
     structs = [
         assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),

@@ -43,7 +43,7 @@ def stated(ptx: str) -> Registers:
 
 
 def suffices(ptx: str, registers: Registers) -> bool:
-    """Whether ptxas assembles the PTX without spills when the stated numbers are replaced by these."""
+    """Returns whether ptxas assembles the PTX without spills when `registers` replaces the stated numbers."""
     numbers = {"inc": registers.compute, "dec": registers.transfer}
     changed = _SETMAXNREG.sub(lambda match: f"{match[1]} {numbers[match[2]]};", ptx)
     root = cuda_root()
@@ -60,7 +60,7 @@ def suffices(ptx: str, registers: Registers) -> bool:
 
 
 def needed(ptx: str) -> Registers | None:
-    """The fewest registers with which the PTX assembles without spills; None if the stated numbers do not suffice.
+    """Returns the fewest registers with which the PTX assembles without spills, or None if the stated ones spill.
 
     ptxas sometimes succeeds with fewer registers where it fails with more. So the search walks down from the stated
     numbers and stops at the first failure.
@@ -79,7 +79,11 @@ def needed(ptx: str) -> Registers | None:
 
 
 def leaves(ptx: str, reserve: Registers) -> bool:
-    """Whether the PTX assembles without spills with `reserve` fewer registers than it states, or with fewer still."""
+    """Returns whether a kernel leaves at least `reserve` registers unused.
+
+    The PTX must assemble without spills with `reserve` registers fewer than it states. If ptxas fails with exactly that
+    number, a smaller number that succeeds counts too, because ptxas sometimes succeeds with fewer registers.
+    """
     limits = stated(ptx)
     most = Registers(limits.compute - reserve.compute, limits.transfer - reserve.transfer)
     if suffices(ptx, most):

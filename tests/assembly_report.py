@@ -16,7 +16,8 @@ _USED = re.compile(r"Used (\d+) registers(?:, used (\d+) barriers)?")
 _STATIC_SMEM = re.compile(r"(\d+) bytes smem")
 _REMARK = re.compile(r"\(C\d+\)|[Ww]arning|Potential Performance Loss")
 _HOST_FUNCTION = re.compile(r"^define .*@(?P<name>\w+?)_mosaic_gpu\(", re.MULTILINE)
-# jax 0.11 launches the kernel in the host code; in jax 0.12 the host code describes the launch.
+# Matches the launch in the host code. With jax 0.11 the host code launches the kernel; with jax 0.12 the host code
+# only describes the launch.
 _LAUNCH = re.compile(
     r"call \w+ @mosaic_gpu_(?:launch_kernel|build_kernel_spec)\(ptr [^,]+, (?P<sizes>(?:i32 \d+, ){10})"
 )

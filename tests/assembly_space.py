@@ -39,21 +39,21 @@ from tests.assembly_registers import Registers
 from tests.assembly_report import KernelReport
 
 TARGET = Target("gpu", TARGETS["h200"].name, TARGETS["h200"].core_count)
-# Registers that each class must leave unused, since other members may need a setmaxnreg step or two more.
+# Registers that a kernel must leave unused, because other members of its class may need a setmaxnreg step or two more.
 RESERVE = Registers(compute=16, transfer=8)
 # The index arithmetic of some gathers uses all registers of the transfer threads: about one in thirty with swapped
 # operands (of 340), one of twelve with the schedule "pingpong". None of these kernels spills.
 RESERVE_OF_GATHERS = Registers(compute=16, transfer=0)
-# Bytes that the largest tiles with a full epilogue spill per thread (`KernelReport.ignores_setmaxnreg`).
+# With jax 0.12, the largest tiles with a full epilogue spill at most these bytes (`KernelReport.ignores_setmaxnreg`).
 SPILLS_OF_JAX_0_12 = 640
 MATMUL, GATHER_LHS = "matmul", "all_gather_lhs_matmul"
 GATHER_RHS = ("all_gather_rhs_matmul_n", "all_gather_rhs_matmul_k")
 SCATTER = ("matmul_reduce_scatter", "matmul_reduce_scatter_n")
-# Sums that all devices receive: in blocks, of rows or columns depending on the sizes; or in one shot, by another
-# kernel.
+# `matmul_all_reduce` has two kernels. SPREAD sums blocks (of rows or columns, depending on the sizes), then sends each
+# sum to all devices. ONE_SHOT sends all parts to all devices at once.
 SPREAD, ONE_SHOT = "matmul_all_reduce", "matmul_all_reduce_one_shot"
 SUMS = (*SCATTER, SPREAD, ONE_SHOT)
-# Layouts, bytes of an operand, and whether the epilogue may do more than convert; `Config.check` refuses some.
+# For each operation: layouts, bytes of an operand, whether it has an epilogue. `Config.check` refuses some of them.
 OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     MATMUL: (LAYOUTS, (2, 1), True),
     GATHER_LHS: (("nn", "nt"), (2, 1), True),
@@ -73,13 +73,13 @@ SEEN = frozenset(
 # for all: a class contains its own number of rows and those down to the next value. The last value is the most with 256
 # columns when warpgroups take turns; the one before, with 256 columns otherwise and with 128 when they take turns.
 ROWS_OF_SWAPPED = (256, space.MOST_ACCUMULATED, space.MOST_ACCUMULATED // 2)
-# The other fields, with all values that can be chosen.
+# The fields of a Config that do not determine the class, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,
     **{name: values for name, values in (space.SHAPE | space.FINE | space.CHUNKS).items() if name not in SEEN},
 }
 DTYPES = {2: [dtype.name for dtype in FLOAT16], 4: ["float32"], 1: [dtype.name for dtype in FLOAT8]}
-# Whole and ragged tiles, few and many tiles, one and several k steps; plain products also have a batch.
+# The shapes have whole and ragged tiles, few and many tiles, one and several k steps. Plain products have a batch too.
 SHAPES = (
     (4096, 4608, 4096),
     (1024, 1024, 14336),
@@ -163,7 +163,7 @@ class KernelClass:
 
 
 def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass:
-    """The class of a choice. `epilogue`: whether the call has an epilogue beside the product."""
+    """Returns the class of a choice. `epilogue`: whether the call has an epilogue beside the product."""
     split = config.split_k > 1
     return KernelClass(
         op=ONE_SHOT if problem.transport(config) == "one_shot" else problem.op,
@@ -194,7 +194,7 @@ def _cuts(config: Config, problem: Problem) -> bool:
 
 
 def every() -> list[KernelClass]:
-    """All classes: every combination of values that `Config.check` accepts and the search tries."""
+    """Returns all classes: every combination of values that `Config.check` accepts and the search tries."""
     of_swapped = space.SHAPE | space.SWAPPED | {"tile_m": ROWS_OF_SWAPPED}
     tiles = [
         (*tile, swapped)
@@ -229,7 +229,7 @@ def _problems_op(kernel: KernelClass) -> Any:
 
 
 def cover() -> list[KernelClass]:
-    """Classes with every pair of (loop, tile) and every pair of (tile, ending)."""
+    """Returns classes that together contain every pair of (loop, tile) and every pair of (tile, ending)."""
 
     def pairs(kernel: KernelClass) -> set[Any]:
         return {(kernel.loop, kernel.tile), (kernel.pulls, kernel.tile, kernel.ending)}
@@ -245,12 +245,12 @@ def cover() -> list[KernelClass]:
     return sorted(chosen)
 
 
-# Need the most registers beside `MOST_REGISTERS`: the communicator sends strips to all devices.
+# These classes need the most registers beside `MOST_REGISTERS`: their communicator sends strips to all devices.
 MOST_OF_SPREAD = [KernelClass(SPREAD, layout, 2, 2, 256, 128, 64, 1, False, True) for layout in ("nn", "tt")]
 
 
 def value_pairs(kernel: KernelClass) -> set[Any]:
-    """All pairs of the class's values of two fields."""
+    """Returns, for any two fields, the pair of values that the class has."""
     return set(itertools.combinations(dataclasses.asdict(kernel).items(), 2))
 
 
@@ -293,7 +293,7 @@ class Member:
 
     @property
     def case(self) -> Case:
-        """The case for `tests.assembly`. Defaults are stated too, so that nothing is looked up in a tuning table."""
+        """Returns the case for `tests.assembly`. It states all fields, so that no tuning table is read for defaults."""
         problem, config = self.problem, self.config.fields
         config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
         config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
@@ -306,7 +306,7 @@ class Member:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
+        """Returns the expected shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
         announced = smem_bytes(self.config, self.problem.dtype, out_dtype, self.problem.transport(self.config))
         if self.kernel.swapped:
@@ -329,7 +329,7 @@ class Member:
 
 
 def members(kernel: KernelClass) -> Iterator[Member]:
-    """An endless random stream of choices of a class, the same in every process."""
+    """Yields random choices of a class without end. The sequence is the same in every process."""
     chance = random.Random(str(kernel))
     while True:
         config, problem = _draw(kernel, chance)
@@ -364,13 +364,13 @@ def _config(kernel: KernelClass, fields: dict[str, Any]) -> Config:
 
 
 def _converges_at_the_end(ptx: str) -> bool:
-    """Whether `bar.warp.sync` directly precedes the last barrier of a warpgroup."""
+    """Returns whether `bar.warp.sync` directly precedes the last barrier of a warpgroup."""
     before = [line.strip() for line in ptx[: ptx.rindex("bar.sync")].splitlines()]
     return [line for line in before if line and not line.startswith(("//", ".loc"))][-1] == "bar.warp.sync 0xffffffff;"
 
 
 def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
-    """Describes what is wrong with an assembled kernel; empty if nothing is."""
+    """Returns descriptions of what is wrong with an assembled kernel; the list is empty if nothing is wrong."""
     limits, threads = assembly_registers.stated(ptx), math.prod(report.threads)
     taken = 128 * (COMPUTE_WARPGROUPS * limits.compute + limits.transfer)
     smem, most = report.shared_memory_bytes, TARGETS["h200"].shared_memory_per_block_optin

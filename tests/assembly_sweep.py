@@ -58,7 +58,7 @@ SAMPLED: list[tuple[Any, ...]] = [
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result for one member: `faults`, and if asked for the registers of a compute and of a transfer thread."""
+    """The result for one member: its faults and, if measured, the registers that compute and transfer threads need."""
 
     member: Member
     faults: Sequence[str]
@@ -80,7 +80,7 @@ def examine(member: Member, *, registers: bool) -> Result:
 
 
 def relatives(member: Member) -> Iterator[tuple[str, Member]]:
-    """Members of the same class that differ in one field, in sizes or in dtypes, each with what differs."""
+    """Yields (what differs, member) for members of the same class that differ in one field, in sizes or in dtypes."""
     config, problem, kernel = member.config, member.problem, member.kernel
     pulls = problem.pulls
     fields = {**UNSEEN, "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
@@ -106,7 +106,7 @@ def relatives(member: Member) -> Iterator[tuple[str, Member]]:
 
 
 def _samples(kernels: Sequence[KernelClass]) -> list[KernelClass]:
-    """Classes whose members are compared: a few tiles with all endings."""
+    """Returns the classes whose members are compared: a few tiles with all endings."""
     endings = {(kernel.tile, kernel.ending, kernel.pulls): kernel for kernel in kernels if kernel.tile in SAMPLED}
     return list(endings.values())
 
@@ -144,7 +144,7 @@ def _words(pulls: bool, ending: tuple[int, bool, bool]) -> str:
 
 
 def _span(needs: Sequence[Registers | None]) -> str:
-    """The fewest and the most registers of compute threads; "–" if there is no matching kernel."""
+    """Returns the fewest and the most registers of compute threads as text, or "–" if no kernel matches."""
     if None in needs:
         return "**spills**"
     numbers = sorted({need.compute for need in needs if need is not None})
@@ -215,7 +215,7 @@ def sweep(draws: int, workers: int, every: int) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """The command line: runs the sweep and writes the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.assembly_sweep", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the report; standard output by default")
     parser.add_argument("--draws", type=int, default=2, help="members of each class")

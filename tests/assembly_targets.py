@@ -21,7 +21,7 @@ class Target:
     shared_memory_per_block_optin: int = 232448
 
     def text(self) -> str:
-        """The figures in the text form of XLA's GpuTargetConfigProto."""
+        """Returns the figures in the text form of XLA's GpuTargetConfigProto."""
         major, minor = self.compute_capability
         return f"""
             gpu_device_info {{
@@ -55,7 +55,7 @@ TARGETS = {
 
 @functools.cache
 def topology(target: str = "h200", devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
-    """Compile-only devices: `hosts` hosts of `devices` GPUs each, in id order."""
+    """Returns compile-only devices in the order of their ids: `hosts` hosts of `devices` GPUs each."""
     from jax.experimental import topologies
 
     description = topologies.get_topology_desc(

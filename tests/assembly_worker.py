@@ -1,4 +1,4 @@
-"""A child process that assembles case after case, since importing jax and starting XLA cost more than one kernel.
+"""A child process that assembles case after case, because importing jax and starting XLA take longer than one kernel.
 
 The client (`Worker`) and the child exchange lines of JSON over two pipes. The child's file descriptor 1 is not one of
 these pipes: Mosaic prints its figures there, and `tests.assembly.assemble` captures them.
@@ -24,7 +24,7 @@ _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
 class Worker:
-    """The client's view of the child process. The child ends when its input closes, so also when the client dies."""
+    """Starts the child process and talks to it. The child ends when its input closes, so also when the client dies."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)

@@ -1,4 +1,4 @@
-"""Fused calls along different axes of one mesh, one after the other, on devices that are late: for tests on GPUs.
+"""Runs fused calls along different axes of one mesh, one after the other, on devices that are late: for tests on GPUs.
 
 The command runs them once, prints how many results were wrong, and exits. A test uses it as a negative control, so it
 may also end with an error:

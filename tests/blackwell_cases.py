@@ -1,4 +1,4 @@
-"""The kernels of `protocol_cases`, and a product of one device, on the Blackwell mainloop, with exact results."""
+"""Makes the kernels of `protocol_cases`, and a product of one device, on the Blackwell mainloop, with exact results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.several_sides_cases import Form
 B200 = Target("gpu", "NVIDIA B200", 148)
 ONE = overlap.Config.of(tile_m=128, tile_n=64, stages=2, chunk_bytes=4096)
 PAIR = ONE.replace(tile_n=128, cluster=2)
-# A tile has two boxes, each of several chunks.
+# With this configuration, a tile has two boxes, and each box has several chunks.
 SUMS = overlap.Config.of(tile_m=128, tile_n=128, stages=2, chunk_bytes=4096)
 ROWS = Form(136, (64,), 136, container=None)
 
@@ -48,7 +48,7 @@ def product(
     out_dtype: Any = jnp.bfloat16,
     **keywords: Any,
 ) -> Kernel:
-    """`overlap.matmul` of small integers; the result is exact in `out_dtype` if k is small."""
+    """Returns a kernel of `overlap.matmul` of small integers. The result is exact in `out_dtype` if k is small."""
     (m, n, k), (left, right) = shape, (letter == "t" for letter in layout)
     lhs, rhs = integers(0, m, k).astype(dtype), integers(1, k, n).astype(dtype)
     given = lhs.T if left else lhs, rhs.T if right else rhs

@@ -1,4 +1,4 @@
-"""All kernels of the Blackwell mainloop with different code, in classes; and a small set with every pair of values.
+"""Lists all kernels of the Blackwell mainloop that differ in code, as classes, and a small set with all value pairs.
 
 On Blackwell no thread holds an accumulator, so registers are no limit. Each class must assemble, spill nothing, and use
 the shared memory and tensor memory that `limits` announces.
@@ -68,7 +68,7 @@ class KernelClass:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The numbers of devices for which the class may be assembled."""
+        """Returns the numbers of devices for which the class may be assembled."""
         return (1,) if self.op == "matmul" else (4, 8)
 
 
@@ -82,7 +82,7 @@ class Member:
 
     @property
     def case(self) -> Case:
-        """The case for `tests.assembly`. Defaults are stated too, so that nothing is looked up in a tuning table."""
+        """Returns the case for `tests.assembly`. It states all fields, so that no tuning table is read for defaults."""
         problem, config, name = self.problem, self.config.fields, self.kernel.op
         config |= {"layout": problem.layout, "out": problem.out_dtype}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
@@ -94,7 +94,7 @@ class Member:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
+        """Returns the expected shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
         transport = "ring" if self.kernel.op == "ring" else self.problem.transport(self.config)
         announced = smem_bytes(self.config, self.problem.dtype, self.problem.out_dtype, transport)
         if not self.kernel.epilogue or (self.problem.communicates and not self.problem.scattered):
@@ -103,7 +103,7 @@ class Member:
 
 
 def every() -> list[KernelClass]:
-    """All classes: every combination of values that some configuration can have."""
+    """Returns all classes: every combination of values that some configuration can have."""
     endings = list(itertools.product((64, 128, 192, 256), (1, 2), (False, True), (False, True)))
     classes = []
     for op, (_, layouts, wide, has_epilogue) in OPERATIONS.items():
@@ -138,7 +138,7 @@ def _problem(kernel: KernelClass, shape: tuple[int, int, int], devices: int, dty
 
 
 def members(kernel: KernelClass) -> Iterator[Member]:
-    """An endless random stream of choices of a class, the same in every process."""
+    """Yields random choices of a class without end. The sequence is the same in every process."""
     chance, name = random.Random(str(kernel)), OPERATIONS[kernel.op][0]
     shapes = SCATTER_SHAPES if name.startswith("matmul_") else SHAPES if name == "matmul" else PULL_SHAPES
     while True:
@@ -153,7 +153,7 @@ def members(kernel: KernelClass) -> Iterator[Member]:
 
 
 def core() -> list[KernelClass]:
-    """A few classes with every pair of values of any two fields that occurs in some class."""
+    """Returns a few classes with every pair of values of any two fields that occurs in some class."""
     kernels, chosen = every(), []
     random.Random(3).shuffle(kernels)
     pairs = {kernel: set(itertools.combinations(dataclasses.asdict(kernel).items(), 2)) for kernel in kernels}
@@ -166,14 +166,14 @@ def core() -> list[KernelClass]:
 
 
 def tensor_memory_columns(ptx: str) -> int:
-    """The number of columns of tensor memory that a kernel allocates."""
+    """Returns the number of columns of tensor memory that a kernel allocates."""
     (register,) = re.findall(r"tcgen05\.alloc\.cta_group::\d\.\S+ \[%r\d+\], (%r\d+);", ptx)
     (columns,) = re.findall(rf"mov\.b32\s+{re.escape(register)}, (\d+);", ptx)
     return int(columns)
 
 
 def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
-    """Describes what is wrong with an assembled kernel; empty if nothing is."""
+    """Returns descriptions of what is wrong with an assembled kernel; the list is empty if nothing is wrong."""
     smem, most = report.shared_memory_bytes, TARGETS["b200"].shared_memory_per_block_optin
     groups = set(re.findall(r"tcgen05\.mma\.cta_group::(\d)", ptx))
     columns, announced = tensor_memory_columns(ptx), member.smem_bytes

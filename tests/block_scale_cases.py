@@ -1,4 +1,4 @@
-"""Products of operands with block scales, with exact sums.
+"""Makes and checks products of operands with block scales, whose sums are exact.
 
 Operands are small integers in 8 bits, and scales are powers of two. So a scale of the wrong block, row or column shows
 in the result, whatever the order of summation.

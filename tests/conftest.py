@@ -60,5 +60,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def repository() -> pathlib.Path:
-    """The root of the working tree."""
+    """Returns the root of the working tree."""
     return pathlib.Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ from overlap.collectives import communicator
 from overlap.primitives import atomics, copies, handshake, semaphores
 from overlap.primitives.handshake import Handshake
 
-# The modules that draw numbers, each through a name of its own.
+# Each of these modules calls `draw` through its own name, so a patch must replace the name in all of them.
 DRAWERS = (atomics, copies, communicator)
 
 
@@ -31,18 +31,18 @@ def change_text(patch, found, replacement):
 
 
 def change_draws(patch, change):
-    """Replaces `draw` by `change(draw)` wherever numbers are drawn."""
+    """Replaces `draw` by `change(draw)` in all modules of `DRAWERS`."""
     for module in DRAWERS:
         patch.setattr(module, "draw", change(module.draw))
 
 
 def change_transfers(patch, change):
-    """Calls `change(copy_chunks, number, numbers, *args, **kwargs)` for chunks of peers."""
+    """Calls `change(copy_chunks, number, numbers, *args, **kwargs)` where chunks of peers are copied."""
     _change_copy_chunks(patch, change, of_own=False)
 
 
 def change_own_chunks(patch, change):
-    """Calls `change(copy_chunks, number, numbers, *args, **kwargs)` for own chunks."""
+    """Calls `change(copy_chunks, number, numbers, *args, **kwargs)` where the device's own chunks are copied."""
     _change_copy_chunks(patch, change, of_own=True)
 
 
@@ -50,7 +50,8 @@ def _change_copy_chunks(patch, change, *, of_own):
     copy_chunks = communicator.copy_chunks
 
     def changed(number, numbers, *args, **kwargs):
-        # The own shard's chunks have a separate counter, whose numbers do not include looking for peers.
+        # The own shard's chunks have a separate counter. Its numbers begin with chunks; those of the peers' counter
+        # begin with looking for peers.
         if (numbers[0] == 0) == of_own:
             return change(copy_chunks, number, numbers, *args, **kwargs)
         return copy_chunks(number, numbers, *args, **kwargs)
@@ -61,7 +62,7 @@ def _change_copy_chunks(patch, change, *, of_own):
 def change_tells(patch, change, *, of):
     """Calls `change(tell, word, group, position, bit)` in place of setting a bit at a peer.
 
-    `of` names the method that sets it: `_look` sets bits of `seen`, `_speak` sets bits of `done`.
+    `of` names the method that sets the bit: `_look` sets bits of `seen`, `_speak` sets bits of `done`.
     """
     tell, act, inside = atomics.set_bit_at_peer, getattr(Handshake, of), []
 
@@ -112,7 +113,7 @@ def look_for_the_same_peer(patch):
 
 
 def look_at_the_other_neighbour(patch):
-    """In a kernel that looks for one neighbour only: looks for the one on the other side."""
+    """A kernel that needs only one neighbour looks for the neighbour on the other side instead."""
     look = Handshake._look
 
     def at_the_other(self, item):
@@ -201,7 +202,7 @@ def wait_for_all_but_one_to_be_done(patch):
 
 
 def wait_for_the_other_neighbour(patch):
-    """If one peer looks for this device, and this device looks for another one: exchanges these two peers."""
+    """Exchanges two peers where they differ: the one that looks for this device, and the one this device looks for."""
     wait = Handshake._wait
     patch.setattr(
         Handshake, "_wait", lambda self, flag, role, distance: wait(self, flag, role, self.group.size - distance)

@@ -22,7 +22,7 @@ EXPLICIT_FIRST = pytest.mark.parametrize(
 )
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 32, 8, 4, 8, 64
 BATCH, ROWS = 4, 16
-# FSDP × tensor parallelism, with the batch along the FSDP axis, as in most models.
+# The axes for FSDP × tensor parallelism, with the batch along the FSDP axis, as in most models.
 AXES: dict[str, Any] = {"axis": "tensor", "fsdp_axis": "data", "batch_axis": "data"}
 BETWEEN, WHOLE, INSIDE = P("data", "tensor", None), P("data", None, None), P("data", None, "tensor")
 
@@ -76,7 +76,7 @@ class PlainMLP(nnx.Module):
 
 
 class PlainBlock(nnx.Module):
-    """The same block from flax's own layers, for one device."""
+    """The block `Block` made of flax's own layers, for one device."""
 
     def __init__(self, rngs: nnx.Rngs, use_bias: bool = False, dtype: Any = None):
         self.norm1 = nnx.RMSNorm(FEATURES, rngs=rngs, dtype=dtype)

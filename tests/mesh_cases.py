@@ -1,4 +1,4 @@
-"""Meshes with several axes and permuted devices, and the errors of the collective matmul along any of their axes."""
+"""Helpers that make meshes with several axes and permuted devices, and measure the collective matmul's errors there."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Layout:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """The names in `over`."""
+        """Returns the names in `over` as a tuple."""
         return (self.over,) if isinstance(self.over, str) else self.over
 
     @property
     def size(self) -> int:
-        """Devices per peer group."""
+        """Returns the number of devices in a peer group."""
         return math.prod(dict(self.sizes)[name] for name in self.group)
 
     def mesh(self) -> Mesh:
@@ -57,7 +57,7 @@ class Layout:
         return Mesh(devices.reshape(shape), tuple(n for n, _ in self.sizes), axis_types=(AxisType.Auto,) * len(shape))
 
     def specs(self) -> tuple[P, P, P]:
-        """Specs of the left operand, the right operand and the result."""
+        """Returns the partition specs of the left operand, the right operand and the result."""
         return P(self.over, None), P(None, self.over), P(None, self.over)
 
 
@@ -77,24 +77,24 @@ def let_ranks_run_against_the_positions(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def operands(case: Layout, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Normally distributed operands, for per-shard sizes (m_shard, n_shard, k)."""
+    """Draws normally distributed operands for per-shard sizes (m_shard, n_shard, k)."""
     (m_shard, n_shard, k), mesh, (lhs, rhs, _) = shape, case.mesh(), case.specs()
     shardings = NamedSharding(mesh, lhs), NamedSharding(mesh, rhs)
     return oracle.draw(((case.size * m_shard, k), (k, case.size * n_shard)), dtype, shardings, seed)
 
 
 def fused(case: Layout, **kwargs: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The fused operation along `case.over`, as a function of per-shard operands."""
+    """Returns the fused operation along `case.over`, as a function of per-shard operands."""
     return lambda lhs, rhs: overlap.all_gather_lhs_matmul(lhs, rhs, case.over, implementation="fused", **kwargs)
 
 
 def unfused(case: Layout) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """XLA's all-gather and product: what a user would write instead."""
+    """Returns XLA's all-gather and product, as a user would write them without this library."""
     return lambda lhs, rhs: oracle.rounded(lax.all_gather(lhs, case.over, axis=0, tiled=True) @ rhs)
 
 
 def errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
-    """A jitted function from operands to (error of `op`, error of the unfused product), the worst over devices.
+    """Returns a jitted function from operands to (error of `op`, unfused error); each is the largest over devices.
 
     Each peer group of the mesh has a left operand of its own, so that a shard of another group shows in the result.
     """
@@ -112,7 +112,7 @@ def errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Cal
 
 
 def gradient_errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
-    """A jitted function from operands to the distances between the two gradients through `op` and those through XLA."""
+    """Returns a jitted function from operands to the distance of each gradient through `op` from XLA's gradient."""
     mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
 
     def loss(f: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., jax.Array]:
@@ -128,9 +128,9 @@ def gradient_errors(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array
 
 
 def errors_in_a_loop(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Any:
-    """A jitted function from operands to the largest distance from the unfused product, over launches in one program.
+    """Returns a jitted function that launches `op` repeatedly and returns the largest distance from XLA's product.
 
-    The left operand is overwritten right after each launch.
+    All launches are in one program. The left operand is overwritten right after each launch.
     """
     mesh, (lhs_spec, rhs_spec, _) = case.mesh(), case.specs()
 
@@ -148,7 +148,7 @@ def errors_in_a_loop(case: Layout, op: Callable[[jax.Array, jax.Array], jax.Arra
 
 
 def errors_of_two_rings(first: Layout, second: Layout, op: Callable[[Layout], Any]) -> Any:
-    """A jitted function from replicated operands of one shard to the errors of two products in one program.
+    """Returns a jitted function from replicated operands of one shard to the errors of two products in one program.
 
     Both layouts use the same mesh. Each device scales the operands by its own factor.
     """
@@ -164,7 +164,7 @@ def errors_of_two_rings(first: Layout, second: Layout, op: Callable[[Layout], An
 
 
 def reversed_axes_of_permuted_devices(case: Any, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A case for `tests.assembly`: one peer group over all mesh axes in reverse order, with the devices reversed too.
+    """Makes a case for `tests.assembly`: a peer group over all mesh axes in reverse order, on reversed devices.
 
     `case.config` holds further keywords of the operation.
     """

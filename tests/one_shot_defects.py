@@ -43,7 +43,7 @@ def send_to_all_but_one(patch):
 
 
 def send_all_to_one_peer(patch):
-    """All parts go to one peer; the flags go to the right peers."""
+    """Sends all parts to one peer, but raises the flags at the right peers."""
     change_fields(
         patch, one_shot, "DirectSends", to_peer=lambda to_peer: lambda tile, distance: to_peer(tile, 1 + 0 * distance)
     )
@@ -138,13 +138,13 @@ def leave_with_every_tile(patch):
 
 
 def add_the_own_part_first(patch):
-    """Each device then adds in a different order, so the devices' sums differ in their last bits."""
+    """Adds the own part first. The order of adding then differs between devices, and so do the sums' last bits."""
     from_here = lambda self, position: remainder(self.me + position, self.group.size)  # noqa: E731
     change_body(patch, "_term_at", lambda term_at, self, tile, n: term_at(self, tile, from_here(self, n)))
 
 
 def add_the_own_part_unrounded(patch):
-    """The own part is added first without rounding, then the peers' parts in order."""
+    """Adds the own part first, without rounding, then the peers' parts in order."""
 
     @dataclasses.dataclass(frozen=True)
     class OfDevice(Tile):

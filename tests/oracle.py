@@ -21,8 +21,9 @@ import overlap
 from overlap.kernels.target import current_target
 
 X, W, Y = P("x", None), P(None, "x"), P(None, "x")
-ALLOWED = 2.0  # Factor on the error of the unfused product.
-# Elements of all operands up to which the host draws them. Compiling a drawing program takes longer than most tests.
+ALLOWED = 2.0  # The fused product's error may be at most this many times the unfused product's error.
+# The host draws operands with at most this many elements together. Compiling a program that draws them on the devices
+# takes longer than most tests.
 _MOST_OF_THE_HOST = 1 << 22
 # On a GPU, the search for XLA's fastest products would take longer than everything else.
 NO_SEARCH = {"xla_gpu_autotune_level": 0}
@@ -36,7 +37,7 @@ def make_mesh(**axes: int) -> Mesh:
 
 
 def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Normally distributed operands, for per-shard sizes (m_shard, n_shard, k), sharded over axis "x"."""
+    """Draws normally distributed operands for per-shard sizes (m_shard, n_shard, k), sharded over axis "x"."""
     (m_shard, n_shard, k), size = shape, mesh.shape["x"]
     shardings = NamedSharding(mesh, X), NamedSharding(mesh, W)
     return draw(((size * m_shard, k), (k, size * n_shard)), dtype, shardings, seed)
@@ -45,7 +46,7 @@ def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: Any, seed: int) -> 
 def draw(
     shapes: tuple[tuple[int, ...], ...], dtype: Any, shardings: tuple[NamedSharding, ...], seed: int
 ) -> tuple[jax.Array, ...]:
-    """Normally distributed arrays, the same in all processes."""
+    """Draws normally distributed arrays, with the same values in all processes."""
     if sum(map(math.prod, shapes)) > _MOST_OF_THE_HOST:
         return _drawing(shapes, jnp.dtype(dtype), shardings)(np.uint32(seed))
     chance = np.random.default_rng(seed)
@@ -58,7 +59,7 @@ def draw(
 
 @functools.cache
 def _drawing(shapes: tuple[tuple[int, ...], ...], dtype: Any, shardings: tuple[NamedSharding, ...]) -> Any:
-    """A program that draws the arrays from the seed on the devices: for sizes that take too long on the host."""
+    """Returns a program that draws the arrays from the seed on the devices. Large arrays take too long on the host."""
 
     def make(seed: jax.Array) -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(seed), len(shapes))
@@ -74,18 +75,18 @@ def on_mesh(mesh: Mesh, f: Any, in_specs: Any = (X, W), out_specs: Any = Y, **op
 
 
 def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The fp32 oracle, from per-shard operands."""
+    """Computes the product in fp32 from per-shard operands, inside `shard_map`: the oracle for all other products."""
     gathered = lax.all_gather(lhs, "x", axis=0, tiled=True).astype(jnp.float32)
     return lax.dot(gathered, rhs.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def unfused(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """What a user would write instead, always rounded to its dtype: XLA might keep excess precision."""
+    """Computes the product as a user would without this library. `rounded` keeps XLA from using excess precision."""
     return rounded(lax.all_gather(lhs, "x", axis=0, tiled=True) @ rhs)
 
 
 def rounded(values: jax.Array) -> jax.Array:
-    """Returns the same values, always rounded: XLA may skip the rounding of a 16-bit result that is used in f32."""
+    """Returns the same values, and forces XLA to round them. XLA may keep 16-bit results unrounded for use in f32."""
     info = jnp.finfo(values.dtype)
     return lax.reduce_precision(values, info.nexp, info.nmant)
 
@@ -105,18 +106,21 @@ def fused(lhs: jax.Array, rhs: jax.Array, config: Any = None, **kwargs: Any) -> 
 
 
 def distance(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    """Relative distance in the Frobenius norm; NaN counts as infinite."""
+    """Returns the relative distance in the Frobenius norm. A distance of NaN is returned as infinity."""
     difference = jnp.linalg.norm(actual.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
     return jnp.where(jnp.isnan(difference), jnp.inf, difference)
 
 
 def worst(value: jax.Array, mesh: Mesh) -> jax.Array:
-    """The largest value over all devices of the mesh."""
+    """Returns the largest value over all devices of the mesh."""
     return functools.reduce(lambda v, axis: lax.pmax(v, axis), mesh.axis_names, value)
 
 
 def errors(mesh: Mesh, op: Any = fused) -> Any:
-    """A jitted function from operands to (error of `op`, error of the unfused product), the worst over devices."""
+    """Returns a jitted function from operands to (error of `op`, error of the unfused product).
+
+    Both errors are relative to `exact`, and each is the largest over the devices.
+    """
 
     def measure(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
         expected = exact(lhs, rhs)

@@ -44,7 +44,7 @@ def program(name, devices, shard):
 
 
 def assembled(function, case, mesh):
-    """A case for tests/assembly.py: (function to compile, arguments). `case.shape`: a shard's sizes, and a zero."""
+    """Returns (function to compile, arguments) for tests/assembly.py. `case.shape`: a shard's sizes, and a zero."""
     rows, columns, _ = case.shape
     x = assembly.struct(mesh, (rows * mesh.size, columns), case.dtype, P("x"))
     return mapped(function, mesh), (x,)

@@ -34,7 +34,7 @@ def is_private(name: str) -> bool:
 
 
 def _beginning(argument: ast.expr) -> str | None:
-    """A string, or the package that an f-string such as f"a.b.{name}" begins with: a.b."""
+    """Returns the value of a string, or the package that an f-string begins with: a.b for f"a.b.{name}"."""
     if isinstance(argument, ast.JoinedStr):
         first = argument.values[0] if argument.values else None
         text = _beginning(first) if isinstance(first, ast.Constant) else None
@@ -43,7 +43,7 @@ def _beginning(argument: ast.expr) -> str | None:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """The full names of jax that a file uses; for `a.b.c` also `a.b`."""
+    """Yields the full names of jax that a file uses; for `a.b.c` also `a.b`."""
     known: dict[str, str] = {}
     nodes = list(ast.walk(tree))
     for node in nodes:
@@ -91,7 +91,7 @@ def used(repository: pathlib.Path) -> dict[str, set[str]]:
             place = path.relative_to(repository).parent.as_posix()
             place = "/".join(place.split("/")[:2]) if folder == "overlap" else folder
             for name in names:
-                # Of a module and a name in it, or a class and its method, only the longer name counts.
+                # If a module and a name in it (or a class and its method) are both found, count only the longer name.
                 if not any(other.startswith(f"{name}.") for other in names):
                     found.setdefault(name, set()).add(place)
     return found

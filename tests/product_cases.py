@@ -22,7 +22,7 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def integers(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Small integers. Their products are exact in f32, in any order of summation."""
+    """Draws small integers. Their products are exact in f32, in any order of summation."""
     return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype))
 
 
@@ -34,14 +34,14 @@ def in_f32(x: Any, transposed: bool = False) -> np.ndarray:
 def oracle_of(lhs: Any, rhs: Any, *, transpose_lhs: bool = False, transpose_rhs: bool = False, lhs_scale: Any = 1.0,
               rhs_scale: Any = 1.0, bias: Any = 0.0, addend: Any = 0.0, activation: Any = None,
               **_: Any) -> Any:  # fmt: skip
-    """The result of `matmul`, in f32."""
+    """Computes the result of `matmul` in f32 with NumPy."""
     exact = in_f32(lhs, transpose_lhs) @ in_f32(rhs, transpose_rhs) * in_f32(lhs_scale) * in_f32(rhs_scale)
     exact = exact + in_f32(bias) + in_f32(addend)
     return exact if activation is None else np.asarray(activation(exact))
 
 
 def check(lhs: Any, rhs: Any, *, config: Any = None, cores: int = 2, limit: Any = None, **kwargs: Any) -> jax.Array:
-    """Compares with the f32 oracle. By default allows twice the error of rounding the exact result."""
+    """Runs `matmul` and compares with the f32 oracle. Default limit: twice the error of rounding the exact result."""
     exact = oracle_of(lhs, rhs, **kwargs)
     with emulate(cores=cores):
         actual = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused", **kwargs))(lhs, rhs)
@@ -56,7 +56,7 @@ def check(lhs: Any, rhs: Any, *, config: Any = None, cores: int = 2, limit: Any 
 
 def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores: int, batch: tuple[int, ...] = (),
                   dtype: Any = jnp.bfloat16, settings: Any = None, **kwargs: Any) -> Any:  # fmt: skip
-    """Compares every bit, with integer operands.
+    """Runs the product of integer operands under the emulator and compares every bit of the result.
 
     A k step that is left out, taken twice or added to another tile then shows in the result.
 
@@ -92,12 +92,12 @@ def pieces_of(work: StreamK, cta: int) -> list[Piece]:
 
 
 def handed_over(work: StreamK) -> int:
-    """The number of pieces that share their tile; each CTA hands over the sums that the others finish."""
+    """Returns the number of pieces that share their tile. For these, CTAs hand over sums that other CTAs finish."""
     return sum(piece.pieces_per_tile > 1 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
 
 
 def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int) -> StreamK:
-    """The work list that the kernel of a product walks."""
+    """Returns the work list that the kernel of a product walks."""
     (m, n, k), (rows, columns) = shape, config.cluster_tile
     tiles = ceil_div(m, rows) * ceil_div(n, columns)
     return StreamK(tiles, ceil_div(k, config.tile_k), cores // config.cluster, config.stream_k)

@@ -22,21 +22,21 @@ from tests.rhs_cases import fused, mapped, product
 from tests.scatter_cases import ALONG
 from tests.several_sides_cases import Form
 
-# Each CTA has several chunks of each peer's shard.
+# With these chunks, each CTA copies several chunks of each peer's shard.
 PULL = overlap.Config.of(tile_n=64, stages=2, chunk_bytes=4096)
 JOINED = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
 WEIGHTS = overlap.Config.of(tile_n=128, stages=2, chunk_bytes=1024)
-# A tile has two boxes, each of several chunks.
+# With this configuration, a tile has two boxes, and each box has several chunks.
 SUMS = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
-# Names of all-reduced sums. (Summed in blocks of columns, and in one shot; blocks of rows are "spread m".)
+# Names of `matmul_all_reduce` kernels for `of_sums`. SPREAD sums blocks of columns; "spread m" sums blocks of rows.
 SPREAD, ONE_SHOT = "spread n", "one shot"
-# Sums whose parts travel from device to device.
+# The name for `of_sums` of a reduce-scatter whose partial sums travel from device to device.
 SUMS_BY_RING = "ring m"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel that is traced when `call` first runs, with the patches active then, and not again.
+    """A kernel that is traced only once: when `call` first runs. Patches that are active then stay in the kernel.
 
     Attributes:
       call: runs the kernel on its own operands.
@@ -47,7 +47,7 @@ class Kernel:
     check: Callable[[Any], None]
 
     def run(self, **settings: Any) -> Any:
-        """Emulates one run and checks the result exactly."""
+        """Emulates one run and checks that the result is exact. `settings`: keywords of `emulate`."""
         with emulate(**settings) as run:
             result = self.call()
             run.check()
@@ -55,7 +55,7 @@ class Kernel:
         return run
 
     def report(self, seeds: int = 18, step_limit: int = 500_000, **settings: Any) -> EmulationError | None:
-        """Returns the first error that the emulator reports, over several seeds and (if not given) completions."""
+        """Runs the kernel with several seeds (and values of `completion`, if not given). Returns the first error."""
         for seed in range(seeds):
             # A thread can fall behind the copies only if these are fast ("eager").
             varied = {"completion": ("eager", "late", "random")[seed % 3]} | settings
@@ -68,7 +68,7 @@ class Kernel:
 
 
 def of_rows(form: Form, config: overlap.Config, devices: int = 3, transport: str | None = None) -> Kernel:
-    """A kernel of `all_gather_lhs_matmul`."""
+    """Returns the kernel of a call of `all_gather_lhs_matmul`."""
     mesh, arrays = make_mesh(x=devices), several_sides_cases.operands(form, devices)
     given = several_sides_cases.put(form, mesh, arrays)
     body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
@@ -79,7 +79,7 @@ def of_rows(form: Form, config: overlap.Config, devices: int = 3, transport: str
 def of_weights(
     along: str, config: overlap.Config = WEIGHTS, devices: int = 3, *, m: int = 64, shard: tuple[int, int] = (64, 64)
 ) -> Kernel:
-    """A kernel of `all_gather_rhs_matmul`."""
+    """Returns the kernel of a call of `all_gather_rhs_matmul`."""
     lhs, rhs = product(devices, along, m, shard)
     function = mapped(make_mesh(x=devices), along, fused(along, config))
 
@@ -102,11 +102,11 @@ def of_sums(
     mesh: Any = None,
     axis: str = "x",
 ) -> Kernel:
-    """A kernel of `matmul_reduce_scatter` or `matmul_all_reduce`.
+    """Returns the kernel of a call of `matmul_reduce_scatter` or `matmul_all_reduce`, and how to check its result.
 
     `along` is "m", "n", "ring m" or "ring n" for `matmul_reduce_scatter`, and "spread m", "spread n" or "one shot" for
-    `matmul_all_reduce`. Each device sums a block of `block` = (rows, columns), and has `k` columns of `lhs`. Results
-    are compared on all devices.
+    `matmul_all_reduce`. `block` is the (rows, columns) of the block that each device sums; `k` is the number of columns
+    of `lhs` on each device. The check compares the results of all devices with the exact product.
     """
     mesh, (rows, columns), dimension = mesh or make_mesh(x=devices), block, along[-1]
     if by_ring := along.startswith("ring"):
@@ -161,5 +161,5 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
 
 @functools.cache
 def clean(name: str, devices: int = 3) -> Kernel:
-    """A kernel of `KERNELS`, traced once and shared by all tests that patch nothing."""
+    """Returns a kernel of `KERNELS`, traced once and shared by all tests that patch nothing."""
     return KERNELS[name](devices)

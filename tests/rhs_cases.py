@@ -19,7 +19,7 @@ SMALL = overlap.Config(tile_n=128, stages=2)
 
 
 def weights(along: str, axis: Any = "x") -> P:
-    """The partition spec of the weights."""
+    """Returns the partition spec of the weights."""
     return P(axis, None) if along == "k" else P(None, axis)
 
 
@@ -41,7 +41,7 @@ def gathered(rhs: Any, along: str) -> Any:
 
 
 def product(devices: int, along: str, m: int, shard: tuple[int, int], seed: int = 0) -> Any:
-    """Operands: `m` rows per device, and weights with shards of this shape."""
+    """Draws operands: `m` rows per device, and weights whose shards have the shape `shard`."""
     k, n = (devices * shard[0], shard[1]) if along == "k" else (shard[0], devices * shard[1])
     return integers(2 * seed, devices * m, k), integers(2 * seed + 1, k, n)
 

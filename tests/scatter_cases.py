@@ -20,7 +20,7 @@ from tests.oracle import make_mesh
 from tests.product_cases import in_f32
 
 ALONG = ["m", "n"]
-# All devices receive the whole sum (`matmul_all_reduce`).
+# The value of `Layer.along` with which all devices receive the whole sum (`matmul_all_reduce`).
 EVERYWHERE = "everywhere"
 WAYS = [*ALONG, EVERYWHERE]
 F32 = jnp.dtype(jnp.float32)
@@ -70,7 +70,7 @@ class Layer:
         )  # fmt: skip
 
     def plain(self, arrays: dict[str, Any]) -> jax.Array:
-        """The same computation in plain JAX, in f32; only the result is rounded."""
+        """Computes the same result in plain JAX, in f32. Only the result is rounded."""
         given = self.of_one_device(arrays)
         lhs, rhs = (given[name].astype(F32) for name in ("lhs", "rhs"))
         lhs, rhs = lhs.mT if self.transpose_lhs else lhs, rhs.mT if self.transpose_rhs else rhs
@@ -80,7 +80,7 @@ class Layer:
         return (out if self.activation is None else self.activation(out)).astype(self.dtype)
 
     def summed(self, part: jax.Array) -> jax.Array:
-        """The sum of all devices' parts, by XLA."""
+        """Sums all devices' parts with XLA's collective, scattered or not as `along` says."""
         if self.along == EVERYWHERE:
             return lax.psum(part, self.axis)
         dimension = part.ndim - 2 + ALONG.index(self.along)
@@ -92,7 +92,7 @@ class Layer:
         return {name: x[0] if name in ("lhs_scale", "rhs_scale") else x for name, x in arrays.items()}
 
     def blocks(self, m: int, n: int, devices: int, dtype: Any) -> str:
-        """Whether each device sums a block of rows ("m") or of columns ("n") of an m × n result."""
+        """Returns "m" if each device sums a block of rows of an m × n result, "n" if a block of columns."""
         if self.along != EVERYWHERE:
             return self.along
         layout: Any = "".join("t" if transposed else "n" for transposed in (self.transpose_lhs, self.transpose_rhs))
@@ -103,11 +103,11 @@ class Layer:
 
     @property
     def out_spec(self) -> P:
-        """The partition spec of an addend, and of a result without leading dimensions."""
+        """Returns the partition spec of an addend, and of a result without leading dimensions."""
         return {"m": P(self.axis, None), "n": P(None, self.axis), EVERYWHERE: P(None, None)}[self.along]
 
     def specs(self, arrays: dict[str, Any]) -> dict[str, P]:
-        """The partition spec of each array."""
+        """Returns the partition spec of each array."""
         rows, columns = (self.axis, None), (None, self.axis)
         of = {
             "lhs": rows if self.transpose_lhs else columns,
@@ -121,7 +121,7 @@ class Layer:
 
     def mapped(self, mesh: Any, arrays: dict[str, Any], function: Any = None, out_specs: Any = None,
                check_vma: bool = False, **options: Any) -> Any:  # fmt: skip
-        """A jitted function of the global arrays: runs `function` (by default the operation) on each device's parts."""
+        """Returns a jitted function of the global arrays that runs `function` (default: the layer) on each device."""
         if out_specs is None:
             lead = max(arrays["lhs"].ndim, arrays["rhs"].ndim) - 2
             out_specs = P(*(None,) * lead, *self.out_spec)
@@ -137,9 +137,9 @@ class Layer:
     def integers(self, devices: int, m: int, n: int, k: int, *, extras: tuple[str, ...] = (),
                  lead: tuple[int, ...] = (), rhs_lead: tuple[int, ...] = (), dtype: Any = jnp.bfloat16,
                  seed: int = 0) -> dict[str, Any]:  # fmt: skip
-        """Small integers, and scales that are powers of two, so that all sums are exact in f32. k: per device.
+        """Draws small integers, and scales that are powers of two, so that all sums are exact in f32.
 
-        lead: leading dimensions of lhs and its scales. rhs_lead: leading dimensions of rhs.
+        k: contraction size per device. lead: leading dimensions of lhs and its scales. rhs_lead: those of rhs.
         """
         chance = np.random.default_rng(seed)
         draw = lambda *shape: chance.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
@@ -155,9 +155,9 @@ class Layer:
         return {name: given[name] for name in ("lhs", "rhs", *extras)}
 
     def expected(self, arrays: dict[str, Any], devices: int, *, one_shot: bool = False) -> np.ndarray:
-        """The kernel's result, computed in NumPy: each peer's part is rounded once, to the result's dtype.
+        """Computes the kernel's result in NumPy. Each peer's part is rounded once, to the result's dtype.
 
-        In one shot, every device's own part is rounded too. On the ring, each partial sum is rounded when it is sent.
+        With `one_shot`, a device's own part is rounded too. On the ring, each partial sum is rounded when it is sent.
         """
         lhs, rhs = in_f32(arrays["lhs"], self.transpose_lhs), in_f32(arrays["rhs"], self.transpose_rhs)
         parts = [a @ b for a, b in zip(np.split(lhs, devices, -1), np.split(rhs, devices, -2), strict=True)]
@@ -175,7 +175,7 @@ class Layer:
         return np.asarray(out if self.activation is None else self.activation(out)).astype(self.dtype)
 
     def _summed_on(self, own: int, blocks: Any) -> np.ndarray:
-        """The block of device `own`, from all devices' parts of all blocks."""
+        """Sums one block for device `own`. `blocks[d][b]` is the part of block b that device d computes."""
         rounded = lambda part: part.astype(self.dtype).astype(F32)  # noqa: E731
         others = [(own - distance) % len(blocks) for distance in range(1, len(blocks))]
         if self.transport != "ring":
@@ -188,7 +188,11 @@ class Layer:
 
 def check(layer: Layer, mesh: Any, arrays: dict[str, Any], *, config: Any = SMALL, implementation: Any = "fused",
           **settings: Any) -> jax.Array:  # fmt: skip
-    """Compares every bit with the oracle. For `matmul_all_reduce`, compares the result of every device."""
+    """Runs the layer under the emulator and asserts that each bit of its result equals `Layer.expected`.
+
+    With `implementation="fused"`, asserts that a kernel was launched; else, that none was. For `matmul_all_reduce`,
+    compares the results of all devices, and returns the first.
+    """
     devices = math.prod(mesh.shape[name] for name in np.atleast_1d(layer.axis))
     everywhere = layer.along == EVERYWHERE
 
@@ -218,7 +222,7 @@ def assert_close(actual: Any, expected: Any, limit: float = 1e-2) -> None:
 
 
 def alternating(names):
-    """Pairs the names alternately with "m" and "n"."""
+    """Returns pairs (name, dimension), where the dimensions alternate between "m" and "n"."""
     return [(name, ALONG[index % 2]) for index, name in enumerate(names)]
 
 
@@ -227,7 +231,7 @@ def struct(*shape, dtype=BF16):
 
 
 def trace(lhs, rhs, axis_name="x", *, size=2, operation=overlap.matmul_reduce_scatter, **keywords):
-    """Traces the call inside `shard_map` on per-shard operands, without running it."""
+    """Traces a call of `operation` inside `shard_map` on per-shard operands. Returns the result's shape and dtype."""
 
     def inner():
         as_array = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731

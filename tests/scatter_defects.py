@@ -16,7 +16,7 @@ from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 
 NOTHING = lambda *_, **__: None  # noqa: E731
-CHUNKS_OF_A_TILE = 4  # For `of_sums` with its default sizes.
+CHUNKS_OF_A_TILE = 4  # This number holds for `of_sums` with its default sizes.
 
 
 # --- What a device computes for its peers -----------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def change_chunks(patch, **changes):
 
 
 def change_flag(patch, which, change):
-    """`change(step, tile)` returns the step and the tile whose flag the kernel uses instead."""
+    """Makes the kernel use another flag: that of the step and tile that `change(step, tile)` returns."""
     flag = scattered._Body._flag
 
     def changed(self, number, step, tile):
@@ -152,7 +152,7 @@ def signal_nobody(patch):
 
 
 def send_to_another_peer(patch):
-    """The data go to another peer; the flags go to the right one."""
+    """Sends the data to another peer, but raises the flags at the right peer."""
     remote = PeerGroup.remote_ref
 
     def to_another(self, ref, position):
@@ -167,7 +167,7 @@ def send_to_another_slot(patch):
 
 
 def send_the_part_of_another_step(patch):
-    """Sends the part for another peer's block: a race, or memory that nobody has written yet."""
+    """Sends the part for another peer's block. That part may be still being written, or not written yet."""
     change_chunks(patch, source=lambda source: lambda step, *where: source(1 - step, *where))
 
 

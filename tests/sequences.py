@@ -34,7 +34,7 @@ Axes = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh over some of the eight devices; `order` has their numbers in the mesh's order."""
+    """A mesh over some of the eight devices. `order` lists the devices' numbers in the order of the mesh."""
 
     sizes: tuple[tuple[str, int], ...]
     order: tuple[int, ...]
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def rings(self) -> list[Axes]:
-        """The axes, and pairs of axes, with more than one device: a call can use each of these."""
+        """Returns the axes and pairs of axes that have more than one device. A call can run along each of them."""
         names = tuple(name for name, size in self.sizes if size > 1)
         return [*names, *(itertools.permutations(names, 2) if len(names) > 1 else ())]
 
@@ -78,8 +78,9 @@ Kind = Literal[
     "pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "scatter by ring", "spread",
     "one shot", "matmul",
 ]  # fmt: skip
-# For each kind, two shapes per device, as (rows, columns, contraction). The gathered dimension is that of a shard; the
-# scattered or all-reduced dimension is that of a block.
+# For each kind of operation, two shapes per device, as (rows, columns, contraction). If an operand is gathered, the
+# gathered dimension has the size of one shard. If the result is scattered or all-reduced, the divided dimension has the
+# size of one device's block.
 SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
     "pull": [(16, 64, 64), (72, 64, 72)],
     "ring": [(16, 64, 64), (72, 64, 72)],
@@ -133,7 +134,7 @@ class Call:
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, b, self.axes, transport=transport, **fused)
 
     def operands(self) -> tuple[np.ndarray, np.ndarray]:
-        """The operands of all devices: small integers, different on each device."""
+        """Draws the operands of all devices: small integers, different on each device."""
         rows, columns, k = self.shape
         devices, sizes = len(self.layout.order), dict(self.layout.sizes)
         group = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
@@ -159,7 +160,7 @@ CALLS = [
 
 @functools.cache
 def launch_of(call: Call) -> Launch:
-    """The launch of the call, with the results of a run by itself."""
+    """Traces the call and runs it alone. Returns its launch, with the results that a sequence must reproduce."""
     everywhere = P(tuple(name for name, _ in call.layout.sizes))
     mapped = jax.shard_map(
         call.function(), mesh=call.layout.mesh(), in_specs=everywhere, out_specs=everywhere, check_vma=False
@@ -188,11 +189,11 @@ class Trial:
         return "\n".join([*lines, f"repeat it: python -m tests.sequences --count 1 --seed {self.number}{detect}"])
 
 
-_TOGETHER = 25  # Consecutive sequences that draw from the same few calls, since each call must be traced once.
+_TOGETHER = 25  # This many consecutive sequences draw from the same few calls, because tracing a call is slow.
 
 
 def _pool(number: int) -> list[Call]:
-    """Draws some calls: of few kinds and shapes, so that flags often share addresses, mostly on the same devices."""
+    """Draws some calls, mostly on the same devices. They have few kinds and shapes, so flags often share addresses."""
     chance = random.Random(f"calls {number}")
     devices = set(chance.choice(LAYOUTS).order)
     alike = [each for each in LAYOUTS if set(each.order) == devices]
@@ -221,7 +222,10 @@ def trial(number: int, *, detect: bool = False) -> Trial:
 
 
 def fault_of(trial: Trial) -> str | None:
-    """Describes what is wrong with a sequence, or None. It must end without a fault, with the bits of single runs."""
+    """Runs a sequence. Returns a description of the first fault, or None.
+
+    The sequence must end without an error, and every call's result must equal the result of a run of that call alone.
+    """
     launches = [launch_of(call) for call in trial.calls]
     try:
         results = run_sequence(launches, **trial.settings)

@@ -1,4 +1,4 @@
-"""`all_gather_lhs_matmul` in all its forms, on any machine: operands, the exact result, and the comparison."""
+"""Helpers that call `all_gather_lhs_matmul` in all its forms: they draw operands and compare with the exact result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Form:
 
 
 def specs(form: Form) -> Any:
-    """Partition specs of the left operand, the right operands, the row scales and the column scales."""
+    """Returns the partition specs of the left operand, the right operands, the row scales and the column scales."""
     leading = (None,) * len(form.batch)
     side = P("x", None) if form.transpose_rhs else P(None, "x")
     rows = P(*leading, "x", None)
@@ -49,7 +49,7 @@ def specs(form: Form) -> Any:
 
 
 def operands(form: Form, devices: int, seed: int = 0, draw: Any = None) -> tuple[Any, ...]:
-    """NumPy operands. By default small integers, whose products are exact in f32, and scales that are powers of two."""
+    """Draws NumPy operands: by default small integers (products are exact in f32) and scales that are powers of two."""
     rng = np.random.default_rng(seed)
     draw = draw or (lambda rng, *shape: rng.integers(-3, 4, shape))
     lhs = draw(rng, *form.batch, devices * form.m, form.k).astype(form.dtype)
@@ -60,7 +60,7 @@ def operands(form: Form, devices: int, seed: int = 0, draw: Any = None) -> tuple
 
 
 def expected(form: Form, lhs: Any, sides: Any, rows: Any, columns: Any) -> list[Any]:
-    """The exact results in f32."""
+    """Computes the exact results in f32 with NumPy."""
     results = []
     for side, column in zip(sides, columns, strict=True):
         matrix = np.asarray(side, np.float32)
@@ -72,7 +72,7 @@ def expected(form: Form, lhs: Any, sides: Any, rows: Any, columns: Any) -> list[
 
 
 def call(form: Form, **kwargs: Any) -> Any:
-    """A function from per-shard operands (in the order of `operands`) to (list of results, [gathered] or [])."""
+    """Returns a function from per-shard operands (as `operands` orders them) to (results, [gathered] or [])."""
 
     def body(lhs: Any, sides: Any, rows: Any, columns: Any) -> Any:
         scalar = 0.5 if "scalar" in form.scales else None
@@ -122,7 +122,9 @@ def assert_exact(form: Form, arrays: Any, results: Any) -> None:
 
 
 def assembled(case: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A case for `tests.assembly`: `case.shape` is (m_shard, n, k), `case.config` has fields of `Config` and `Form`.
+    """Returns the function and arguments of a case for `tests.assembly`.
+
+    `case.shape` is (m_shard, n, k), and `case.config` has fields of `Config` and of `Form`.
 
     Tuples are given as text: widths=4096+1024+1024, batch=2x3, scales=rows+columns. `transport=ring` is allowed too.
     """

@@ -36,7 +36,7 @@ COLUMNS = P("x", "y"), P(None, "y"), P("x", None, "y")
 
 
 def whole(seed, *shape, dtype=np.float32):
-    """Small integers: sums of their products are exact in float32, in any order."""
+    """Draws small integers. Sums of their products are exact in float32, in any order."""
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
 
 

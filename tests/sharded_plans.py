@@ -11,7 +11,7 @@ PLACES = list(itertools.product((None, *LHS), (None, *RHS), (None, *OUT)))
 
 
 def partitions(names, order, *places):
-    """The partitions of the three arrays with axis `names[i]` at `places[i]` (None: nowhere), axes in this order."""
+    """Returns the three arrays' partitions if axis `names[i]` is at `places[i]` (None: nowhere), axes in this order."""
     axes = [(names[i], places[i]) for i in order]
     return tuple(
         tuple(tuple(name for name, place in axes if place[array] == dimension) for dimension in dimensions)
@@ -20,7 +20,7 @@ def partitions(names, order, *places):
 
 
 def every(names):
-    """All (lhs, rhs, out) partitions with these axes, in each order of the axes."""
+    """Yields all (lhs, rhs, out) partitions with these axes, in each order of the axes."""
     found = {}
     for chosen in itertools.product(PLACES, repeat=len(names)):
         for order in itertools.permutations(range(len(names))):
@@ -29,19 +29,19 @@ def every(names):
 
 
 def drawn(chance, names):
-    """Draws one of these partitions at random."""
+    """Draws one of the partitions of `every` at random."""
     return partitions(names, chance.sample(range(len(names)), len(names)), *chance.choices(PLACES, k=len(names)))
 
 
 def part(x, partition, sizes, coordinates):
-    """A device's part of an array."""
+    """Returns the part of array `x` that the device at `coordinates` holds."""
     for dimension, axes in enumerate(partition):
         x = block(x, dimension, axes, sizes, coordinates)
     return x
 
 
 def block(x, dimension, axes, sizes, coordinates):
-    """The block of a dimension that belongs to a device, counted row-major over the axes."""
+    """Returns a device's block of a dimension. Blocks are numbered row-major over the axes."""
     index = 0
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
@@ -49,7 +49,7 @@ def block(x, dimension, axes, sizes, coordinates):
 
 
 def peers(axes, sizes, coordinates):
-    """The coordinates of a device and its peers along some axes, in row-major order."""
+    """Returns the coordinates of a device and of its peers along some axes, in row-major order."""
     for index in itertools.product(*(range(sizes[axis]) for axis in axes)):
         yield coordinates | dict(zip(axes, index, strict=True))
 

@@ -1,4 +1,4 @@
-"""Late devices, and operands that are overwritten right after the kernel: helpers for the tests on GPUs."""
+"""Helpers for the tests on GPUs: they make devices late, and overwrite operands right after the kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def stall(victim, also=True, times=1):
 
 
 def repeated(fused, unfused, mesh, iterations, *, flip=True):
-    """A function of (the gathered operand, the other operand), to be mapped: the largest distance between the products.
+    """Returns a function of (gathered operand, other operand) for `shard_map`: the largest distance of both products.
 
     In each iteration every device is late by its own random time, and the gathered operand is overwritten right after
     the kernel. So the result is wrong if a device leaves while a peer still reads its operand. With `flip` the new

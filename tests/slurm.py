@@ -1,4 +1,4 @@
-"""A Slurm that the tests start themselves: munged, slurmctld and two slurmd, run by this user in their own folder."""
+"""Starts a small Slurm cluster for the tests: munged, slurmctld and two slurmd, run by this user in one folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def _program(name: str) -> str | None:
 
 
 class Slurm:
-    """A Slurm that tests start and end. `environment` makes Slurm's commands talk to it."""
+    """Starts and ends the daemons of a Slurm cluster whose files are in `folder`.
+
+    Run Slurm's commands with the variables in `environment`, so that they talk to this cluster.
+    """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -65,7 +68,7 @@ class Slurm:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self, timeout_s: float) -> str | None:
-        """Starts Slurm. Returns why it did not come up within the limit, or None."""
+        """Starts all daemons. Returns None, or the reason if the nodes were not ready within `timeout_s`."""
         sockets = [socket.create_server(("", 0)) for _ in range(3)]
         ports = [each.getsockname()[1] for each in sockets]
         for each in sockets:
@@ -123,7 +126,7 @@ class Slurm:
         return int(self.output("sbatch", "--parsable", *arguments, **variables))
 
     def exit_status(self, job: int) -> int | None:
-        """The exit status of a batch job, or None while it runs. (sbatch --wait would poll only every 10 s.)"""
+        """Returns the exit status of a batch job, or None while the job runs. (sbatch --wait polls every 10 s only.)"""
         told = dict(
             part.split("=", 1) for part in self.output("scontrol", "show", "job", str(job)).split() if "=" in part
         )

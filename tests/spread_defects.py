@@ -105,7 +105,7 @@ def wait_for_own_tiles_without_a_proxy_fence(patch):
 
 
 def send_strips_before_parts(patch):
-    """A deadlock: strips wait for own tiles, and own tiles wait for parts that peers send after their strips."""
+    """Sends strips before parts. This is a deadlock: strips wait for own tiles, and own tiles wait for peers' parts."""
     copy = Communicator._copy
 
     def strips_first(self, chunks, number, first, counter, buffers_smem=None):
@@ -147,7 +147,7 @@ def leave_when_results_are_only_read(patch):
 
 
 def strips_are_no_transfers(patch):
-    """The device that has sent its last part speaks, though strips remain."""
+    """Does not count strips as transfers: the device says that it is done after its last part, though strips remain."""
     run, strips = Communicator.run, []
     patch.setattr(Communicator, "run", lambda self: (strips.append(self.results[0].count), run(self))[0])
     patch.setattr(communicator, "Handshake", lambda *args: Handshake(*args[:4], args[4] - strips[-1]))
@@ -163,7 +163,7 @@ def send_all_strips_to_one_peer(patch):
 
 
 def send_rows_of_whole_tiles(patch):
-    """Where the result has fewer columns than the tile, the rest goes into the next row or the next block."""
+    """Sends whole tile rows even if the result has fewer columns: the rest lands in the next row or the next block."""
     patch.setattr(Strips, "last_cols", property(lambda self: self.cols))
 
 

@@ -43,7 +43,7 @@ def replace(holder, name, value):
 
 
 def _untold(module):
-    """The module, with epilogues that treat the values as not transposed."""
+    """Returns the module with epilogues that treat the values as not transposed."""
 
     def epilogue_of(*args, **kwargs):
         return module.epilogue(*args, **kwargs | {"transposed": False})

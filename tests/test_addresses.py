@@ -1,4 +1,4 @@
-"""How a kernel learns its peers' addresses when each GPU has its own process: what is lowered and assembled.
+"""Tests how a kernel learns its peers' addresses when each GPU has its own process: what is lowered and assembled.
 
 Only GPUs show that the results are right: run tests/multi_gpu/ under mpirun.
 """
@@ -37,14 +37,14 @@ def a_process_each(monkeypatch):
 
 
 def text_of(call, mesh, specs, shapes):
-    """The text of a call over the whole mesh, lowered for CUDA."""
+    """Lowers a call over the whole mesh for CUDA, and returns the text of the program."""
     mapped = oracle.on_mesh(mesh, call, in_specs=specs[:2], out_specs=specs[2])
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     return mapped.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def gather_rows(m, *, devices=4, order=None, **keywords):
-    """`all_gather_lhs_matmul` of m rows per shard."""
+    """Lowers `all_gather_lhs_matmul` with m rows per shard, and returns the text."""
     call = lambda a, b: overlap.all_gather_lhs_matmul(a, b, "x", implementation="fused", **keywords)  # noqa: E731
     shapes = (devices * m, 512), (512, devices * 512)
     return text_of(call, layout("x", order, x=devices).mesh(), (ROWS, COLUMNS, COLUMNS), shapes)
@@ -59,7 +59,7 @@ def gather_weights(dimension, devices=4):
 
 
 def calls(text):
-    """(name of the result, names of the operands, the rest) of each Mosaic GPU kernel, in order."""
+    """Returns (name of the result, names of the operands, the rest) of each Mosaic GPU kernel, in order."""
     found = re.findall(r"(%\d+)(?::\d+)? = stablehlo.custom_call @mosaic_gpu_v2\(([^)]*)\)(.*)", text)
     return [(result, operands.split(", "), rest) for result, operands, rest in found]
 

@@ -1,4 +1,4 @@
-"""`all_gather_lhs_matmul` emulated on CPU devices: numerics, meshes, repeated launches, gradients."""
+"""Tests `all_gather_lhs_matmul` under the emulator: numerics, meshes, repeated launches, gradients."""
 
 import jax
 import jax.numpy as jnp

@@ -83,7 +83,7 @@ def test_error_within_twice_the_unfused_product(devices, dtype, along):
 
 @pytest.mark.parametrize("along", ALONG)
 def test_what_lies_beyond_a_shard_does_not_enter_its_sums(along):
-    """Infinite activations are multiplied by weights of their own shard only: times zero padding they give NaN."""
+    """Infinite activations must be multiplied only by weights of their own shard: times zero padding they give NaN."""
     devices, k_shard = 2, 72  # The last k step of a shard ends inside a tile.
     k, n = (devices * k_shard, 128) if along == "k" else (k_shard, devices * 128)
     lhs, rhs = np.ones((devices * 128, k), jnp.bfloat16), np.ones((k, n), jnp.bfloat16)
@@ -182,7 +182,7 @@ def test_leading_dimensions_are_more_rows(implementation):
         cut = P(None, None, "x")
         specs = dict(in_specs=(cut, weights(along)), out_specs=(cut, ROWS, cut), mesh=mesh, check_vma=False)
         with emulate(cores=2):
-            # Each device has all leading dimensions: only rows are split.
+            # `lhs` has leading dimensions and is sharded along its rows; no leading dimension is sharded.
             out, of_rows, gradient = jax.jit(jax.shard_map(both, **specs))(lhs.reshape(*lead, 48, -1), rhs)
         assert out.shape == (*lead, 48, of_rows.shape[-1]) and gradient.shape == (*lead, 48, lhs.shape[-1])
         parts = [part.reshape(-1, out.shape[-1]) for part in np.split(np.asarray(out, np.float32), 2, axis=2)]
@@ -209,7 +209,7 @@ def struct(*shape, dtype=jnp.bfloat16):
 
 
 def trace(lhs, rhs, axis_name="x", *, size=2, **kwargs):
-    """Traces the call inside `shard_map` on per-shard operands, without running it."""
+    """Traces a call inside `shard_map` on per-shard operands, and runs nothing."""
 
     def inner():
         arrays = (a if not hasattr(a, "shape") else jnp.zeros(a.shape, a.dtype) for a in (lhs, rhs))
@@ -220,7 +220,7 @@ def trace(lhs, rhs, axis_name="x", *, size=2, **kwargs):
 
 ALONG_N, ALONG_K, FUSED = {"gather_dimension": 1}, {"gather_dimension": 0}, {"implementation": "fused"}
 GOOD_N, GOOD_K = (struct(128, 64), struct(64, 256)), (struct(128, 128), struct(64, 256))
-WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
+WRONG_CALLS = [  # Each entry: (arguments, keywords, the exception's type, what its message must contain).
     (GOOD_N, {"gather_dimension": 2}, ValueError, ["`gather_dimension`", "0", "1", "got 2"]),
     (GOOD_N, {"gather_dimension": True}, ValueError, ["`gather_dimension`", "True"]),
     (GOOD_N, {"gather_dimension": None}, ValueError, ["`gather_dimension`", "None"]),
@@ -277,7 +277,8 @@ def test_explain(monkeypatch):
     assert explain(*GOOD_N, **ALONG_N).implementation == "fused"
     large = struct(8192, 8192), struct(4096, 8192)
     chosen = explain(*large, **ALONG_K, implementation="fused")
-    # Along k, all rows come before the next columns. A configuration from the caller is not changed.
+    # With weights gathered along k, tiles go through all rows before the next columns. The chooser does not change a
+    # configuration that the caller gives.
     assert chosen.implementation == "fused" and chosen.config.order_minor == "n" and chosen.source == "heuristic"
     assert explain(*large, **ALONG_K, config=SMALL).config == SMALL
     ragged = explain(struct(8, 24), struct(12, 256), **ALONG_K)

@@ -42,7 +42,7 @@ CASES = {
     "one shot, six devices": lambda: of_sums(ONE_SHOT, devices=6, block=(16, 72)),  # The terms are added in a loop.
 }
 
-# `make test` skips these.
+# `make test` skips these kernels.
 MORE = ("strips of one row", "one shot, whole boxes", "one shot, six devices")
 
 
@@ -62,13 +62,13 @@ def stall_until_all_others_are_done(victim, devices):
 
 
 def send_parts_last(patch, victim):
-    """In one shot: device `victim` begins to send after all its peers have sent everything and said so."""
+    """In the one-shot kernel, makes device `victim` send only after all peers have sent everything and signalled."""
     await_peers, stall = Handshake.await_peers_by_warpgroup, stall_until_all_others_are_done(victim, 3)
     patch.setattr(Handshake, "await_peers_by_warpgroup", lambda self: (await_peers(self), stall(self))[0])
 
 
 def send_strips_last(patch, victim):
-    """In blocks: `victim` sends its strips after its peers have finished. Its parts, which they need, go earlier."""
+    """In the kernel by blocks, makes `victim` send its strips after its peers have finished, and its parts earlier."""
     copy, begin, begun = Communicator._copy, Handshake.begin, []
 
     def copy_late(self, *args):
@@ -187,7 +187,7 @@ def test_a_wrong_epilogue_shows(config, extra, defect, monkeypatch):
 
 
 def sums_of(kernel, parts, dtype):
-    """Sums one number of each of four devices, as two factors: returns what each device gets, one number per block."""
+    """Sums one number (given as two factors) of each of four devices. Returns each device's sums, one per block."""
     lhs, rhs = np.zeros((4 * 8, 4 * 64)), np.zeros((4 * 64, 72))
     for device, factors in enumerate(parts):
         for k, (left, right) in enumerate(factors):
@@ -251,7 +251,7 @@ def test_another_order_in_blocks_shows(monkeypatch):
 # --- Changes that are harmless here, but not elsewhere ----------------------------------------------------------------
 
 HARMLESS = [
-    # In one shot, own tiles wait for everything that peers write to this device. So no final handshake is needed.
+    # In one shot, own tiles wait for everything that peers write to this device. So the final handshake is not needed.
     handshake_cases.count_a_transfer_too_few,
     # The wait for the own part has a proxy fence as well.
     scatter_defects.drop_the_producers_proxy_fence,
@@ -260,7 +260,7 @@ HARMLESS = [
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda f: f.__name__)
 def test_what_does_no_harm(change, monkeypatch):
-    """If one of these changes is ever reported, move it to one_shot_defects."""
+    """Runs the kernel with the change: the emulator must report nothing. If it ever does, the change is a defect."""
     change(monkeypatch)
     run_some(of_sums(ONE_SHOT), seeds=2, laps=2)
 

@@ -1,4 +1,4 @@
-"""Valid and invalid arguments of all public functions: every invalid one is refused, and the message names it.
+"""Tests valid and invalid arguments of all public functions: the message of each refusal names the invalid argument.
 
 This file states independently what is valid: values that are valid or invalid by themselves, and sizes that must agree.
 Nothing is compiled: `explain` and `jax.eval_shape` end before that.
@@ -159,7 +159,7 @@ def calls(draw):
 
 
 def judge(op, arguments, wrong, *, traces):
-    """Calls or explains. Each argument in `wrong` must be refused by name, and nothing else may be refused."""
+    """Calls the operation or `explain`. Only arguments in `wrong` may be refused, and the message must name them."""
     if traces and "mesh" not in wrong:
         result, error = outcome(lambda: call_of(op, arguments))
     else:
@@ -197,7 +197,7 @@ SIZES = st.integers(0, 4)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_sizes(data):
-    """The same test for sizes: `explain` accepts exactly the sizes that fit each other."""
+    """`explain` must accept exactly the sizes that fit each other."""
     m, k, n, other = (data.draw(SIZES) for _ in range(4))
     batch = data.draw(st.sampled_from([(), (2,), (2, 3)]))
     rhs_batch = data.draw(st.sampled_from([(), batch, (5,)]))
@@ -305,7 +305,7 @@ def test_autotune(name, value):
 
 
 def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
-    """Asks for types of scales too: arguments need not exist to be explained."""
+    """Arguments of `explain` may be types instead of arrays, also for scales."""
     from overlap.choice import dispatch
     from overlap.kernels.target import Target
 

@@ -1,4 +1,4 @@
-"""The kernels compiled to machine code without a GPU: no spills, expected shared memory, every topology lowers."""
+"""Compiles kernels to machine code without a GPU: no spills, expected shared memory, every topology lowers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(assembly.unavailable_reason() is not None, reaso
 
 
 def wgmma_probe(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """One wgmma tile by one warpgroup. With several devices, the result and a flag go to the next device."""
+    """Makes a kernel of one wgmma tile by one warpgroup. With several devices, it sends the result and a flag on."""
     m, n, k = case.shape
     devices = mesh.shape["x"]
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -1,4 +1,4 @@
-"""All that the tuner and the heuristic can choose belongs to a class, and the classes assemble without spills."""
+"""Tests that each choice of the tuner and the heuristic belongs to a class, and that classes assemble unspilled."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
 @needs_compiler
 @all_but_slow([kernel for kernel in sorted({*COVER, *CORE}) if kernel.pulls], [k for k in CORE if k.pulls][::3])
 def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClass, tmp_path):
-    """Then the kernel reads its peers' addresses from a table, which another kernel writes before (addresses.py)."""
+    """With a process per GPU, a kernel reads peers' addresses from a table, which another kernel writes before."""
     member, code = next(assembly_space.members(kernel)), tmp_path / "kernels.ptx"
     case = dataclasses.replace(member.case, processes=member.case.devices)
     *landing, told, report = assembly.assemble_case(case, ptx=str(code))

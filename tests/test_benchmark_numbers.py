@@ -1,4 +1,4 @@
-"""Reproducible numbers: what a time includes, which code it belongs to, and which code the stored results belong to."""
+"""Tests that numbers are reproducible: what a time includes, and to which code times and stored results belong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def call_time(clock: Clock, launches: int) -> float:
-    """The time per call, in a loop of ten."""
+    """Measures a loop of ten calls with a fake clock, and returns the time per call."""
 
     def program(state: Any, fixed: Any) -> Any:
         clock.launch()
@@ -80,7 +80,7 @@ def test_ordinary_calls_are_waited_for_once(clock: Clock) -> None:
 
 @pytest.fixture
 def history(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A small repository with two commits, and a commit of an unrelated history in it."""
+    """Makes a small repository with two commits, and a commit of an unrelated history in it."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     monkeypatch.delenv(provenance.VARIABLE, raising=False)

@@ -321,7 +321,7 @@ def test_the_summary_is_on_disk_after_every_problem(tmp_path: pathlib.Path) -> N
 
 
 def run(folder: pathlib.Path, *options: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """A dry run of the table, after running some Python code."""
+    """Runs the Python code `before`, then makes a dry run of the table, in a process of its own."""
     program = (
         f"import sys\nfrom benchmarks import command, harness, matmul\n{before}\nsys.exit(matmul.main(sys.argv[1:]))"
     )

@@ -1,4 +1,4 @@
-"""Two defects of CTA pairs that a review of the Blackwell mainloop found, with their programs; injected defects."""
+"""Tests for two defects of CTA pairs that a review of the Blackwell mainloop found, and for injected defects."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def scaled(joined):
 
 
 def test_nobody_in_a_pair_falls_two_phases_behind():
-    """Copies and products take no time, and one warp is slow."""
+    """The emulator runs the kernel with instant copies and products, and one slow warp."""
     kernel = blackwell_cases.launched(PAIR, SHAPE, 2)
     for seed in range(15):
         kernel.run(cores=2, completion="eager", seed=seed)
 
 
 def test_a_second_multiplier_that_waits_as_well_is_reported(monkeypatch):
-    """Nobody waits for the second multiplier in turn, so it falls behind and misses a phase."""
+    """No other role waits for the second multiplier, so it falls behind and misses a phase of its barrier."""
     multiply = blackwell._multiply
 
     def both(loop, buffers, tile, piece):
@@ -66,7 +66,7 @@ def test_scales_of_gathered_rows_are_known_to_both_epilogues(joined, monkeypatch
 
 
 def slip(holder, name, changes, used_in=None):
-    """A defect that replaces text in the source of a function or of a class's method."""
+    """Returns a defect that replaces text in the source of a function or of a class's method."""
 
     def patch(monkeypatch):
         function = getattr(holder, name)
@@ -144,7 +144,7 @@ INJECTED = {
 
 @pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
 def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
-    """The emulator reports the defect, or the numbers differ."""
+    """Either the emulator reports the defect, or the result differs from the oracle."""
     defect(monkeypatch)
     kernel, cores = PROGRAMS[program]()
     with pytest.raises((EmulationError, AssertionError), match=words):

@@ -43,14 +43,14 @@ every_completion = pytest.mark.parametrize("completion", ["late", "random", "eag
 
 @functools.cache
 def operands(m: int, n: int, k: int, dtype: Any = jnp.float16) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Integers and their product: exact in f32, then rounded once."""
+    """Draws integer operands. Returns them and their product, which is exact in f32 and then rounded once."""
     lhs, rhs = integers(0, m, k, dtype=dtype), integers(1, k, n, dtype=dtype)
     return lhs, rhs, (in_f32(lhs) @ in_f32(rhs)).astype(dtype)
 
 
 @functools.cache
 def jitted(name: str, **knobs: Any) -> Any:
-    """One lesson with these knobs, compiled once and shared by the tests."""
+    """Returns one lesson with these knobs, compiled once and shared by the tests."""
     return jax.jit(functools.partial(BY_NAME[name].matmul, **knobs))
 
 

@@ -1,4 +1,4 @@
-"""The Blackwell mainloop, alone and in fused operations: clean under many schedules; each defect is reported."""
+"""Tests the Blackwell mainloop, alone and in fused operations, under many schedules; each defect must be reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_fused_operations_are_exact_and_clean(name, completion):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_launches_in_a_row(name):
-    """Launches share memory, devices are late by any amount, and flags keep the values that the last launch left."""
+    """The launches share memory and flags. Devices are late by any amount; flags keep the last launch's values."""
     blackwell_cases.clean(name).run(cores=2, completion="random", laps=3, seed=5)
 
 

@@ -96,7 +96,7 @@ def test_several_right_operands_and_the_gathered_one():
 
 
 def by_either(function):
-    """`function(implementation)` with XLA and with the emulated kernel; both must agree."""
+    """Calls `function(implementation)` with XLA and with the emulated kernel, and compares the results."""
     expected = function("xla")
     with emulating("blackwell"), emulate(cores=2):
         jax.tree.map(np.testing.assert_array_equal, function("fused"), expected)
@@ -167,7 +167,7 @@ def test_sharded_operands(lhs, rhs, out):
 
 
 def wrong(**changes):
-    """A call of 24 x 40 x 96 with some arguments changed."""
+    """Returns a call of a product of 24 x 40 x 96 with some arguments changed."""
     product = Product(13, 24, 40, changes.pop("k", 96) // 32 * 32)
     arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales) | changes
     return lambda: overlap.matmul(**arrays, transpose_rhs=True)

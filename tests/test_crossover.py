@@ -1,4 +1,4 @@
-"""The choice between the fused kernel and XLA according to stored measurements."""
+"""Tests the choice between the fused kernel and XLA according to stored measurements."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ def test_an_operation_that_was_never_measured_is_left_to_xla(measured, caplog):
     assert xla_is_faster(other) == f'{NOT_MEASURED}: implementation="fused" runs the kernel'
     choice = decide(other)
     assert choice.implementation == "xla" and choice.config is None
-    # The reason tells how to force the kernel; so does the result of `explain`, and the log.
+    # The reason says how to force the kernel. The result of `explain` and the log say this too.
     assert "not measured" in str(choice) and 'implementation="fused"' in choice.reason
     assert [record.levelname for record in caplog.records if "not measured" in record.getMessage()] == ["WARNING"]
     assert decide(other, implementation="fused").implementation == "fused"
@@ -150,7 +150,7 @@ def test_who_tuned_a_problem_has_measured_it(measured):
         with Tuning([Outcome(GATHER, result=dataclasses.replace(entry, problem=GATHER))], None):
             assert decide(GATHER).implementation == implementation
     assert choice.config == Config(stages=3)
-    # A tuning run that has not reached XLA says nothing.
+    # A tuning run that ended before measuring XLA does not affect the choice.
     assert str(choose.xla_is_faster(dataclasses.replace(other, m=1 << 14), H200)).startswith(NOT_MEASURED)
 
 
@@ -170,7 +170,7 @@ def test_the_chooser_listens_and_a_wish_comes_first(measured, caplog):
     with caplog.at_level(logging.INFO, "overlap"):
         choice = decide(few)
     assert choice.implementation == "xla" and choice.config is None and "1.50 x as fast" in choice.reason
-    # No warning: this is expected, and no mistake of the caller.
+    # The message is no warning, because the choice is no mistake of the caller.
     assert [record.levelno for record in caplog.records if "1.50 x" in record.getMessage()] == [logging.INFO]
     assert decide(GATHER).implementation == "fused"
     assert decide(few, implementation="fused").implementation == "fused"

@@ -1,4 +1,4 @@
-"""Checks docs/sharded.md on `custom_partitioning`. If one of these fails, jax has changed: review the page."""
+"""Checks what docs/sharded.md says about `custom_partitioning`. If a test fails, jax has changed: review the page."""
 
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def test_an_open_result_gathers_the_weights() -> None:
 
 
 def test_callbacks_inside_crash() -> None:
-    """So no kernel can be emulated inside the callback."""
+    """A host callback inside `custom_partitioning` crashes. So no kernel can be emulated there."""
     done = run("run(by_callback, *columns, P('data', None, 'tensor')).block_until_ready()")
     assert done.returncode == -11
 

@@ -1,4 +1,4 @@
-"""Derivatives of the fused operations, emulated: both modes, second derivatives, and what is rounded when."""
+"""Tests derivatives of the fused operations under the emulator: both modes, second derivatives, and rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ RANGES = {  # The arguments of `matmul`, and the factor on the sum of its result
 
 def in_f64(lhs, rhs, *, lhs_scale=1.0, rhs_scale=1.0, bias=0.0, activation=lambda y: y, transpose_rhs=False, times=1.0,
            **_):  # fmt: skip
-    """The gradient of the sum of `matmul`'s result, in f64."""
+    """Computes the gradient of the sum of `matmul`'s result in f64."""
     lhs, rhs, scale, bias = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, lhs_scale * rhs_scale, bias))
     with jax.enable_x64(True):
 
@@ -124,7 +124,7 @@ def test_a_cotangent_of_the_operands_dtype_goes_through_the_kernel(monkeypatch):
 
 
 def gather(op):
-    """An operation with a gathered operand on every device, as a function of its two operands and a scale."""
+    """Returns an operation with a gathered operand, as a function of its two operands and a scale."""
 
     def call(lhs, rhs, scale, implementation):
         if op == "lhs":
@@ -238,7 +238,7 @@ def test_vmap_over_no_element():
 @pytest.mark.parametrize("op", ["lhs", "n", "k"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 def test_gathers_as_the_gradient_of_the_plain_operations(dtype, op):
-    """Values at the ends of the range: large rows of one operand, small columns of the other."""
+    """The values are at the ends of the dtype's range: large rows of one operand, small columns of the other."""
     lhs_shape, rhs_shape = SHAPES[op]
     lhs, rhs = (
         normal(0, 2 * lhs_shape[0], lhs_shape[1], dtype=dtype),

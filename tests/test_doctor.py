@@ -1,4 +1,4 @@
-"""`python -m overlap doctor`: what it finds, and what it prints about it."""
+"""Tests `python -m overlap doctor`: which problems it finds, and what it prints about each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.command import run_overlap
 
 
 def test_doctor_on_a_machine_without_gpus(repository):
-    """The real command, on a narrow terminal that can only show ASCII."""
+    """Runs the real command on a narrow terminal that can only show ASCII."""
     process = run_overlap(repository, "doctor", CUDA_VISIBLE_DEVICES="", PYTHONIOENCODING="ascii", COLUMNS="40")
     assert process.returncode == 0, process.stdout + process.stderr
     assert not process.stderr
@@ -33,7 +33,7 @@ def test_doctor_on_a_machine_without_gpus(repository):
 
 
 def _machine(**answers: object) -> Machine:
-    """A machine with these properties; otherwise without GPU and NCCL, and with the installed jax."""
+    """Returns a machine with these properties. By default it has the installed jax, no GPU and no NCCL."""
     machine = Machine()
     at_hand = Jax(version="0.11.2", numpy="2.1", path="/site-packages/jax")
     machine.__dict__.update({"jax": at_hand, "driver": Driver(), "nccl": Nccl()} | answers)
@@ -50,7 +50,7 @@ def _nccl(version: tuple[int, int, int], *copies: str) -> Nccl:
 
 @pytest.fixture
 def with_gpus(monkeypatch):
-    """A machine with a driver and jax's plugin, with versions that fit."""
+    """Sets up a machine with a driver and jax's plugin, whose versions fit."""
     monkeypatch.setattr(_cuda, "driver_version", lambda: "580.65.06")
     monkeypatch.setattr(_cuda, "jax_plugin", lambda: "xla_cuda13")
     monkeypatch.setattr(checks, "version_of", lambda package: "0.11.2" if package in ("jax", "jaxlib") else None)
@@ -59,7 +59,7 @@ def with_gpus(monkeypatch):
 
 
 def _answers(monkeypatch, answer) -> None:
-    """The answers of the child processes."""
+    """Replaces the answers of the child processes by those of `answer`."""
     for module in (checks, gpu_checks):
         monkeypatch.setattr(module, "ask", answer)
 
@@ -250,7 +250,7 @@ def test_doctor_reads_the_platforms(monkeypatch, given, works, status, said):
 
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory):
-    """Folders with files named libnccl.so.2 that are not NCCL."""
+    """Makes folders with files named libnccl.so.2 that are not NCCL."""
     folder = tmp_path_factory.mktemp("fakes")
     for name in ("empty", "text", "other"):
         (folder / name).mkdir()

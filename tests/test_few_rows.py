@@ -1,4 +1,4 @@
-"""A left operand with fewer rows than a tile: only existing rows are loaded, and nothing else affects the result."""
+"""Tests left operands with fewer rows than a tile: the kernel loads only existing rows, and no other values count."""
 
 import dataclasses
 
@@ -91,7 +91,7 @@ def test_no_rows_are_loaded_and_none_multiplied_that_are_not_there(m, loaded, bu
 
 
 def test_negative_control_with_a_row_too_few_the_result_is_wrong(monkeypatch):
-    """The rest of a stage holds NaN, so that any use of it shows."""
+    """The rest of a stage holds NaN, so that any use of these values shows in the result."""
     monkeypatch.setattr(mainloop, "rows_loaded", lambda *args: rows_loaded(*args) - 8)
     with pytest.raises(AssertionError):
         check_exactly((20, 264, 136), NARROW, cores=2)

@@ -8,7 +8,7 @@ import pytest
 import overlap
 
 PACKAGE = pathlib.Path(overlap.__file__).parent
-# From the bottom up. Packages in the same row may not import each other.
+# The floors from the bottom up. Packages in the same row may not import each other.
 FLOORS = (
     ("_cuda", "_requirements", "_settings", "_version", "_xla_flags", "emulation"),
     ("_compat",),
@@ -29,12 +29,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room_of(path):
-    """The first part of a module's path in the package."""
+    """Returns the first part of a module's path in the package."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def rooms_of(tree):
-    """Each package that the code imports something from, with the line number."""
+    """Yields (package, line number) for each import of the code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "overlap":
             for alias in node.names:

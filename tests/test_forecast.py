@@ -28,7 +28,7 @@ MORE_IS_SLOWER = ("copy_latency_cycles", "cta_start_cycles", "drain_cycles", "la
 
 
 def errors(chip: Chip = H200) -> list[float]:
-    """Errors of the forecast for the Hopper ladder, relative to the measured times."""
+    """Returns the errors of the forecast for the Hopper ladder, relative to the measured times."""
     measured = forecast_tables.measured_ladder()
     return [forecast(chip, lesson).us / measured[lesson.name] - 1 for lesson in HOPPER]
 

@@ -1,4 +1,4 @@
-"""Gaps in the tests that injected defects have shown, in sums by ring and fused gradients of weights."""
+"""Tests added because injected defects had gone unnoticed, in sums by ring and in fused gradients of weights."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""What the frame does for every operation: `vmap`, rounding, types, and what the chooser is told."""
+"""Tests what the frame does for every operation: `vmap`, rounding, types, and the problem it gives to the chooser."""
 
 import dataclasses
 import functools
@@ -65,7 +65,7 @@ def test_vmap_over_anything_is_what_xla_has(over, shapes):
 
 @pytest.mark.parametrize("how", ["fused", "xla", "vmap"])
 def test_products_are_not_rounded_before_their_epilogue(how):
-    """In float16, the product before the epilogue would be infinite."""
+    """If the product were rounded to float16 before the epilogue, it would be infinite."""
     lhs, rhs, bias = jnp.full((64, 128), 100, F16), jnp.full((128, 128), 100, F16), jnp.full(128, 128.0)
     product = functools.partial(overlap.matmul, lhs, rhs, rhs_scale=1e-4)
     with emulate(cores=2):
@@ -101,7 +101,7 @@ def test_the_cotangents_of_several_right_sides_are_added_unrounded():
 
 @pytest.mark.parametrize("op", ["all_gather_lhs_matmul", "matmul"])
 def test_cotangents_of_8_bits_are_summed_over_devices_in_more(op):
-    """The two devices' cotangents nearly cancel."""
+    """The two devices' cotangents nearly cancel, so summing them in 8 bits would lose the result."""
     lhs, rhs = normal(0, 32, 128, dtype=E4M3), normal(1, 128, 128, dtype=E4M3)
     g = normal(2, 32, 128)
     factor = jnp.asarray([1.0, -33 / 32])
@@ -121,7 +121,7 @@ def test_cotangents_of_8_bits_are_summed_over_devices_in_more(op):
 
 
 def test_the_cotangents_of_what_all_batch_elements_share():
-    """For every keyword, with a leading dimension: sums over the elements, the same in both modes."""
+    """For every keyword with a leading dimension, cotangents are summed over the elements, equally in both modes."""
     given = {
         "lhs": normal(0, 3, M, K, dtype=BF16), "rhs": normal(1, K, N, dtype=BF16),
         "addend": normal(2, M, N, dtype=BF16), "bias": normal(3, N), "lhs_scale": normal(4, M, 1),
@@ -147,7 +147,7 @@ def test_the_cotangents_of_what_all_batch_elements_share():
 
 @pytest.mark.parametrize("dimension", [None, 0, 1])
 def test_operands_that_are_the_same_everywhere(dimension):
-    """They are typed as varying for the kernel, which reads its peers' operands; results and gradients equal XLA's."""
+    """The kernel reads peers' operands, so they are typed as varying. Results and gradients must equal XLA's."""
     lhs, rhs = normal(0, 16, 64 if dimension != 0 else 128, dtype=BF16), normal(1, 64, 128, dtype=BF16)
 
     def call(lhs, rhs, implementation):

@@ -1,4 +1,4 @@
-"""The PTX of the handshakes and of the proxy fence, changed in one place: reported by the emulator, or harmless.
+"""Changes the PTX of the handshakes or of the proxy fence in one place: the emulator reports it, or it is harmless.
 
 Each change is made to the text on its way into a kernel, so the test runs the changed text. The kernel does little more
 than the handshakes: each device gathers all rows.
@@ -26,7 +26,7 @@ X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
 
 
 def gather(x_gmem, out_gmem, x_smem, loaded):
-    """[1, 64] -> [3, 64]: the CTA that draws a peer's number copies that peer's row."""
+    """Gathers rows, [1, 64] -> [3, 64]: the CTA that draws a peer's number copies that peer's row."""
     (flags,) = shared_semaphores(HANDSHAKE_FLAGS)
     group = PeerGroup("x", (("x", DEVICES),))
     handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
@@ -119,7 +119,7 @@ REPORTED = {
     "a fence of aliases": (r"fence\.proxy\.async\.global", "fence.proxy.alias"),
     "a fence of shared memory": (r"fence\.proxy\.async\.global", "fence.proxy.async.shared::cta"),
 }  # fmt: skip
-# Each with the reason why the emulator rightly reports nothing.
+# Changes that the emulator must not report. The key of each says why the changed program is still correct.
 HARMLESS = {
     "only keys are ever in these words here: the three others are for what memory may hold by chance": (
         r"setp\.eq\.and\.u32 there, word[123][^;]*;", "",
@@ -145,7 +145,7 @@ HARMLESS = {
 
 
 def change(monkeypatch, found, replacement):
-    """Changes the texts from now on; returns a list of the numbers of replacements."""
+    """Changes the texts of kernels traced from now on. Returns a list that collects the numbers of replacements."""
     emit, changes = mgpu_utils.inline_ptx, []
 
     def changed(text, *operands, **keywords):

@@ -1,4 +1,4 @@
-"""Launches in a row without a barrier between them: clean; each injected defect of the handshakes is reported."""
+"""Tests consecutive launches without a barrier between them. Each injected defect of the handshakes is reported."""
 
 import pytest
 from jax import lax
@@ -113,7 +113,7 @@ EVERYWHERE = [
     defects.say_done_by_the_wrong_bit,
     defects.leave_without_a_word,
 ]
-# For kernels with several peers to look for, and with transfers.
+# Defects of kernels that look for several peers and count transfers.
 OF_TRANSFERS = [
     defects.look_for_the_same_peer,
     defects.stop_drawing_too_early,

@@ -1,4 +1,4 @@
-"""Few rows per shard: one product over the rows of all shards. The schedule, the results, and when it is chosen."""
+"""Tests gathers with few rows per shard as one product over the rows of all shards: schedule, results, choice."""
 
 import dataclasses
 import itertools

@@ -38,7 +38,7 @@ NOTHING = lambda *_, **__: None  # noqa: E731
 
 @functools.cache
 def clean(form, config, devices):
-    """A kernel that is traced once and shared by all tests that patch nothing."""
+    """Returns a kernel that is traced once and shared by all tests that patch nothing."""
     return of_rows(form, config, devices)
 
 
@@ -118,7 +118,7 @@ def leave_the_last_own_chunk(patch):
 
 
 def draw_own_chunks_from_the_peers_counter(patch):
-    """The numbers drawn for own chunks are then missing from the transfers."""
+    """Draws own chunks from the peers' counter. Their numbers are then missing from the transfers."""
     drawn_from = []
 
     def keep(copy_chunks, number, numbers, counter, *args, **kwargs):
@@ -135,7 +135,7 @@ def draw_own_chunks_from_the_peers_counter(patch):
 
 
 def lay_the_shards_in_the_order_of_steps(patch):
-    """Not a race: the rows are right but in the wrong place, so the result must show the defect."""
+    """This is no race: the rows are right but in the wrong place, so the result must show the defect."""
     patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: step * self.chunking.shard_rows + row)
 
 
@@ -276,5 +276,5 @@ def test_many_launches_in_a_row_with_operands_that_change(config):
 
 
 def test_integers_differ_between_launches():
-    """The test above relies on this."""
+    """The test above relies on launches with different integers."""
     assert not np.array_equal(integers(0, 64), integers(1, 64))

@@ -1,4 +1,4 @@
-"""The same keywords on all operations: right with XLA; fused kernels without support refuse them in the same words."""
+"""Tests the same keywords on all operations: right with XLA; fused kernels without support refuse in the same words."""
 
 import functools
 
@@ -65,7 +65,7 @@ class Case:
         return along[self.sharded] | transposed | self.rest
 
     def specs(self):
-        """The partition spec of each array. The operand that is not gathered is sharded in its other dimension.
+        """Returns the partition spec of each array. The operand that is not gathered is sharded in its other dimension.
 
         For a sum over the devices, both operands are sharded along k. The addend is sharded as the result is.
         """
@@ -127,7 +127,7 @@ TAKES = {
 
 
 def needs(extras):
-    """What a case needs beyond a plain product, with or without leading dimensions of `lhs`."""
+    """Returns the features (keywords, layouts) that a case needs beyond a plain product with or without batches in lhs."""
     found = {name for name in extras if name not in ("lhs", "rhs")}
     found |= {
         f"{name} {extras[name][-2:]}"

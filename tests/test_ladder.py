@@ -30,7 +30,7 @@ every_rung = pytest.mark.parametrize("name", BY_NAME)
 
 @functools.cache
 def operands(m: int, n: int, k: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normally distributed operands, and their product in fp32."""
+    """Draws normally distributed operands. Returns them and their product in fp32."""
     lhs, rhs = normal(0, m, k, dtype=dtype), normal(1, k, n, dtype=dtype)
     return lhs, rhs, lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
 

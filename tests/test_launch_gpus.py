@@ -1,4 +1,4 @@
-"""The GPUs that each process of a job gets, and the checks of `overlap.initialize` before it joins the job."""
+"""Tests which GPUs each process of a job gets, and the checks of `overlap.initialize` before it joins the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a job meet over TCP: here as threads of one process, with foreign processes of all kinds around."""
+"""Tests how a job's processes meet over TCP. Threads play the processes; foreign processes of all kinds interfere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _agreed(futures):
 
 
 def _said(futures):
-    """Returns the error that each of them has raised."""
+    """Returns the error that each of the threads has raised."""
     return [str(future.exception(30)) for future in futures if isinstance(future.exception(30), RuntimeError)]
 
 
@@ -71,7 +71,7 @@ def test_they_meet(pool):
 
 
 def test_jobs_that_look_at_the_same_ports_do_not_meet(pool, monkeypatch):
-    """For example jobs N and N + 256 of Slurm, whose ports are the same if computed from the job number mod 4096."""
+    """Jobs N and N + 256 of Slurm are an example: computed from the job number mod 4096, their ports are the same."""
     same = ports.candidates("the same for all")
     monkeypatch.setattr(ports, "candidates", lambda key: same)
     jobs = {key: _start(pool, key, 2 + number) for number, key in enumerate("abc")}
@@ -87,7 +87,7 @@ def test_candidates_differ_from_job_to_job():
 
 
 def _deaf_or_babbling(says: bytes | None):
-    """A foreign server that accepts connections and says nothing, or nonsense."""
+    """Runs a foreign server that accepts connections and says nothing, or nonsense."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -219,7 +219,7 @@ def test_a_given_port(pool):
 
 
 def test_a_given_port_in_use_is_refused(pool):
-    """Refused even if the other process shares the port, as gRPC does: jax's coordinators would both get the port."""
+    """The port is refused even if its owner shares it, as gRPC does: both jobs' coordinators would get the port."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
@@ -248,7 +248,7 @@ def test_no_port_to_meet(pool, monkeypatch):
 
 
 def test_within_a_running_loop(pool):
-    """As in a notebook."""
+    """A notebook runs an event loop. The meeting must work inside one."""
     import asyncio
 
     async def cell():

@@ -1,4 +1,4 @@
-"""`overlap.initialize` and launch/mpirun.sh under a real mpirun, on CPU devices."""
+"""Tests `overlap.initialize` and launch/mpirun.sh under a real mpirun, on CPU devices."""
 
 from __future__ import annotations
 

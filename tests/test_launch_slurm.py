@@ -1,4 +1,4 @@
-"""`overlap.initialize` and launch/srun.sbatch under a real Slurm (tests/slurm.py), on CPU devices."""
+"""Tests `overlap.initialize` and launch/srun.sbatch under a real Slurm (tests/slurm.py), on CPU devices."""
 
 from __future__ import annotations
 

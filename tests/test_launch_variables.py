@@ -1,4 +1,4 @@
-"""What the variables of mpirun, srun and torchrun tell about a process, complete or incomplete."""
+"""Tests what overlap learns about a process from the variables of mpirun, srun and torchrun, complete or incomplete."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_the_page_runs(repository: pathlib.Path) -> None:
 
 
 def kept_bytes(layer: nnx.Module, x: jax.Array) -> int:
-    """The bytes that each device keeps from the forward to the backward pass."""
+    """Returns the number of bytes that each device keeps from the forward to the backward pass."""
     graph, state = nnx.split(layer)
     back = jax.jit(lambda state, x: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1])(state, x)
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(back))

@@ -28,13 +28,13 @@ def all_of(block: Any, x: jax.Array, target: jax.Array) -> Any:
 
 
 def run(block: Any, x: Any, target: Any) -> Any:
-    """The output, the loss, and its gradients by parameters and input, as nested dictionaries of numpy arrays."""
+    """Returns the output, the loss, and its gradients by parameters and input, as nested dictionaries of arrays."""
     return jax.device_get(all_of(block, x, target))
 
 
 @functools.cache
 def references() -> tuple[Any, Any]:
-    """The same from flax's own layers on one device, in float32 and in bf16."""
+    """Returns the results of flax's own layers on one device, in float32 and in bf16."""
 
     def plain(dtype: Any) -> Any:
         block = PlainBlock(nnx.Rngs(0), use_bias=True, dtype=dtype)  # Both models draw the same parameters.
@@ -67,7 +67,7 @@ def assert_no_worse(found: Any, unfused: Any, exact: Any) -> None:
 
 
 def block_on(mesh: Mesh, **options: Any) -> Block:
-    """The block in bf16, with f32 parameters."""
+    """Runs the block in bf16, with f32 parameters."""
     with jax.set_mesh(mesh):
         block = Block(nnx.Rngs(0), use_bias=True, dtype=jnp.bfloat16, **options)
         spread(block)

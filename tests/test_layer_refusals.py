@@ -100,7 +100,7 @@ def test_dot_general_at_construction() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> dict[str, Any]:
-    """One of each layer."""
+    """Returns one instance of each layer."""
     with jax.set_mesh(make_mesh()):
         options: Any = {"rngs": nnx.Rngs(0), **AXES}
         return {

@@ -42,7 +42,7 @@ class Stack(nnx.Module):
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_scan_over_layers(kind: Any) -> None:
-    """One scan over stacked, rematerialized blocks, against the same blocks one after the other on one device."""
+    """Compares one scan over stacked, rematerialized blocks with the same blocks run in turn on one device."""
     mesh, x, target = make_mesh(kind=kind), draw(1), draw(2)
     with jax.set_mesh(mesh):
         stack = Stack(2, nnx.Rngs(0))
@@ -65,7 +65,7 @@ def test_scan_over_layers(kind: Any) -> None:
 
 
 def count_of(primitive: str, program: Any) -> int:
-    """How often a primitive is executed, including sub-programs."""
+    """Counts how often a primitive is executed, including sub-programs."""
     program = getattr(program, "jaxpr", program)
     if not hasattr(program, "eqns"):
         return sum(count_of(primitive, part) for part in program) if isinstance(program, (list, tuple)) else 0
@@ -104,7 +104,7 @@ def test_policies_of_checkpoint() -> None:
 
 
 def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int = 3) -> tuple[list[float], str]:
-    """The losses of some Adam steps, each accumulated over `parts` parts of the batch; and the compiled step."""
+    """Returns the losses of some Adam steps, each accumulated over `parts` parts of the batch, and the compiled step."""
     optimizer = nnx.Optimizer(block, optax.adamw(3e-3), wrt=nnx.Param)
 
     def step(block: Any, optimizer: nnx.Optimizer, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_training_steps(kind: Any) -> None:
-    """bf16 compute, f32 masters, accumulated gradients, donated parameters and optimizer: as on one device."""
+    """Training in bf16 with f32 masters, accumulated gradients and donated state gives the losses of one device."""
     mesh, x, target = make_mesh(kind=kind), draw(1, (2, 4, 16, 32)), draw(2, (2, 4, 16, 32))
     with jax.set_mesh(mesh):
         block = Block(nnx.Rngs(0), dtype=jnp.bfloat16)

@@ -86,7 +86,7 @@ def test_heads(kind: Any) -> None:
 @pytest.mark.parametrize("norm", ["RMSNorm", pytest.param("LayerNorm", marks=pytest.mark.slow)])
 @EXPLICIT_FIRST
 def test_norms(norm: str, kind: Any) -> None:
-    """Values, and the gradient of the scale, which is summed over the rows of all devices."""
+    """Compares the values, and the gradient of the scale, which must be summed over the rows of all devices."""
     mesh, x, weight = make_mesh(kind=kind), draw(0), draw(1)
 
     def weighted(layer: Any, x: jax.Array, weight: jax.Array) -> jax.Array:

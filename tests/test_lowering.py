@@ -1,4 +1,4 @@
-"""The kernels lower for CUDA with every supported jax. (Assembling them needs jax's CUDA plugin; this does not.)"""
+"""Tests that the kernels lower for CUDA with every supported jax. Lowering does not need jax's CUDA plugin."""
 
 import re
 

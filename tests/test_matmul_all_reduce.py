@@ -34,7 +34,7 @@ def shape(form, devices, rows=24, columns=40, *, odd=True):
 
 
 def check_form(form, layer, mesh, arrays, *, config=SMALL, **settings):
-    """`check`, and that the kernel uses this form."""
+    """Runs `check`, and asserts that the kernel uses this form."""
     result = check(layer, mesh, arrays, config=config.replace(one_shot=form == "one shot"), **settings)
     blocks = layer.blocks(*result.shape[-2:], mesh.size, arrays["lhs"].dtype)
     assert mesh.size == 1 or form == "one shot" or form == {"m": "rows", "n": "columns"}[blocks]
@@ -205,7 +205,7 @@ def test_all_devices_and_all_launches_agree_bit_for_bit(form):
 
 @pytest.mark.parametrize(("over", "form"), [("cluster", "one shot"), ("warpgroup", "rows")])
 def test_one_axis_of_a_larger_mesh_whatever_the_axes_are_called(over, form):
-    """The devices along the other axis have other operands, so that a part from another peer group shows."""
+    """Devices along the other axis have other operands, so that a part from another peer group shows in the sum."""
     mesh, layer = make_mesh(cluster=2, warpgroup=2), Layer(EVERYWHERE, axis=over)
     (other,), config = {"cluster", "warpgroup"} - {over}, ONCE if form == "one shot" else SMALL
     arrays = layer.integers(2, *shape(form, 2), 24)

@@ -191,7 +191,7 @@ def test_launches_agree_bit_for_bit_whoever_is_first(along):
 
 @pytest.mark.parametrize(("over", "along"), alternating(["cluster", "warpgroup"]))
 def test_one_axis_of_a_larger_mesh_whatever_the_axes_are_called(over, along):
-    """The devices along the other axis have other operands, so that a part from another peer group shows."""
+    """Devices along the other axis have other operands, so that a part from another peer group shows in the sum."""
     mesh, layer = make_mesh(cluster=2, warpgroup=2), Layer(along, axis=over)
     (other,) = {"cluster", "warpgroup"} - {over}
     arrays = layer.integers(2, 48, 48, 24)

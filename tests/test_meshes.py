@@ -1,4 +1,4 @@
-"""Every mesh: one axis or a tuple of axes, any number of devices, in any order; emulated, lowered and assembled."""
+"""Tests meshes with one axis or a tuple of axes, any number and order of devices: emulated, lowered and assembled."""
 
 import itertools
 import math
@@ -78,7 +78,7 @@ def test_ragged_shards(case, transport):
 @pytest.mark.parametrize("case", [layout(("b", "a"), PERMUTED, a=2, b=2), layout(("b", "a"), a=2, b=3)], ids=str)
 @pytest.mark.parametrize("implementation", ["fused", "xla"])
 def test_shards_lie_as_the_partition_spec_says(case, implementation):
-    """The global product, in NumPy: rows and columns are where `PartitionSpec` puts them, on every device."""
+    """Compares with the global product in NumPy: rows and columns must be where `PartitionSpec` puts them."""
     lhs, rhs = mesh_cases.operands(case, SHAPE, jnp.bfloat16, seed=2)
     lhs_spec, rhs_spec, out_spec = case.specs()
     config = CONFIG if implementation == "fused" else None
@@ -236,7 +236,7 @@ def hopper(monkeypatch):
 
 
 def lowered(case, mesh, *, sharded=False, transport=None):
-    """The text of the operation on `mesh`, lowered for CUDA."""
+    """Lowers the operation on `mesh` for CUDA, and returns the text of the program."""
     specs = case.specs()
     shapes = (case.size * 256, 512), (512, case.size * 512)
     arguments = [

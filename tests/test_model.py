@@ -79,7 +79,7 @@ def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
 
 
 def synthetic(with_rates: Rates, noise: float = 0.03) -> fit_model.Times:
-    """Times as of a device with the given rates."""
+    """Returns the times that a device with the given rates would take."""
     times, chance = fit_model.Times(), random.Random(5)
     for problem in drawn(30, 7, aligned=1.0, few_rows=0.0, bfloat16_only=True):
         for config in model_tasks.draw_configs(chance, problem):

@@ -143,7 +143,7 @@ def test_fused_operations_are_clean(name):
 
 @pytest.mark.parametrize("name", ["scatter m", "ring m", "one shot"])
 def test_one_cta_at_a_time_is_enough(name):
-    """Tiles are drawn, so a CTA that has not started holds none."""
+    """CTAs draw their tiles, so a CTA that has not started holds no tile."""
     FUSED[name]().run(cores=3, resident=1, scheduler="pct", completion="random")
 
 
@@ -198,7 +198,7 @@ def test_programs_without_defects_are_clean(program):
 
 @pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
 def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
-    """The emulator reports the defect, or the numbers differ."""
+    """Either the emulator reports the defect, or the result differs from the oracle."""
     defect(monkeypatch)
     cores, kernel = PROGRAMS[program]
     with pytest.raises((EmulationError, AssertionError), match=words):
@@ -207,7 +207,7 @@ def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
 
 @pytest.mark.parametrize(("program", "change"), HARMLESS.values(), ids=HARMLESS)
 def test_what_does_no_harm(program, change, monkeypatch):
-    """If one of these changes is ever reported, move it to the defects."""
+    """Runs the program with the change: the emulator must report nothing. If it ever does, the change is a defect."""
     change(monkeypatch)
     cores, kernel = PROGRAMS[program]
     run_some(kernel(), cores, 4)

@@ -40,7 +40,7 @@ REQUIRES = r"{ \.reg \.pred differ; setp\.ne\.b64 differ, \$0, \$1; @differ trap
 
 
 def texts_of(processes, **keywords):
-    """All PTX texts of a program for four GPUs, in one process or one process per GPU."""
+    """Lowers a program for four GPUs (in one process, or one process per GPU), and returns all its PTX texts."""
     found = []
     emit = mgpu_utils.inline_ptx
 

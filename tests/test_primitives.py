@@ -43,7 +43,7 @@ def nothing(*_, **__):
 
 
 def plain_wait(flag, value, *_, **__):
-    """Waits at the right scope, but without the proxy fence."""
+    """Makes the kernel wait at the right scope, but without the proxy fence."""
     prim.semaphores.plgpu.semaphore_wait(flag, value, decrement=False)
 
 
@@ -63,7 +63,7 @@ DEFECTS = {
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize("name", ["all_gather", "halo_exchange"])
 def test_defects_are_found(name, defect, monkeypatch):
-    """Each is reported in one of at most four runs."""
+    """The emulator must report each defect in one of at most four runs."""
     replaced, replacement, expected = DEFECTS[defect]
     monkeypatch.setattr(prim, replaced, replacement)
     spoilt = program.__wrapped__(name, 3, SHARDS[name])
@@ -104,7 +104,7 @@ def test_the_examples_are_assembled(kernel, target, devices):
 
 
 def test_the_examples_run_as_programs(repository):
-    """Both run in one process, which saves starting another."""
+    """Both examples run in one process, which saves starting another process."""
     program = "import sys, all_gather, halo_exchange; sys.exit(all_gather.main() + halo_exchange.main())"
     command = [sys.executable, "-c", program, "--devices", "2"]
     paths = os.pathsep.join([str(repository), str(repository / "examples")])

@@ -23,7 +23,7 @@ NOTHING = lambda *_, **__: None  # noqa: E731
 
 @functools.cache
 def clean(form, config, devices):
-    """A kernel that is traced once and shared by all tests that patch nothing."""
+    """Returns a kernel that is traced once and shared by all tests that patch nothing."""
     return of_rows(form, config, devices)
 
 
@@ -200,7 +200,7 @@ def leave_the_last_scales(patch):
 
 
 def do_not_add_scales_to_the_transfers(patch):
-    """Nobody completes the last transfer then."""
+    """With this defect, no CTA counts as the one that completes the last transfer."""
     draw_each = communicator.each_drawn
     patch.setattr(communicator, "each_drawn", lambda *args: (draw_each(*args)[0], 0))
 

@@ -51,7 +51,7 @@ CASES = {  # devices, cores, (m, n, k) of a shard, config
 
 
 def kernel_of(name):
-    """The number of cores, a function that runs the case's kernel (traced at its first call), and the exact result."""
+    """Returns the number of cores, a function that runs the case's kernel (traced at its first call), the exact result."""
     devices, cores, (m, n, k), config = CASES[name]
     lhs, rhs = integers(1, devices * m, k), integers(2, k, devices * n)
     if devices == 1:
@@ -149,7 +149,7 @@ def raise_the_first_workers_flag(patch):
 
 
 def first_of_tile(worker):
-    """The first worker of the tile; in the case "stream k", tiles have three parts."""
+    """Returns the first worker of the tile. In the case "stream k", tiles have three parts."""
     return worker - lax.rem(worker, 3)
 
 
@@ -259,7 +259,7 @@ def one_rank_waits_for_both(patch):
 
 
 def each_rank_has_a_counter_of_its_own(patch):
-    """Each rank then carries all chunks."""
+    """With this defect, each rank of a cluster carries all chunks."""
     flags = communicator.HANDSHAKE_FLAGS
     rank = lambda: lax.axis_index(RANK_AXIS)  # noqa: E731
     patch.setattr(Handshake, "counter", property(lambda self: self.flags.at[handshake._DRAWN + rank()]))

@@ -38,7 +38,7 @@ def test_python_blocks() -> None:
 
 
 def inline() -> list[str]:
-    """The code spans outside of fenced blocks, each as one line."""
+    """Returns the code spans outside of fenced blocks, each as one line."""
     text = _FENCED.sub("", README.read_text())
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
@@ -49,7 +49,7 @@ def calls() -> list[str]:
 
 
 def called(code: str) -> dict[str, ast.Call]:
-    """The calls of this library in a piece of code, by function name."""
+    """Returns the calls of this library in a piece of code, by function name."""
     nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     return {ast.unparse(node.func).removeprefix("overlap."): node
             for node in nodes if ast.unparse(node.func).startswith("overlap.")}  # fmt: skip
@@ -67,7 +67,7 @@ def results_of(code: str, names: dict[str, Any]) -> list[Any]:
 
 @functools.cache
 def operands() -> dict[str, np.ndarray]:
-    """Whole matrices under the README's names."""
+    """Returns whole matrices under the README's names."""
     rng = np.random.default_rng(0)
     names = {"x": (32, 64), "w": (64, 128), "w_gate": (64, 128), "w_up": (64, 256), "h": (32, 128), "w_down": (128, 64)}
     return {name: rng.standard_normal(shape).astype(np.float16) for name, shape in names.items()}

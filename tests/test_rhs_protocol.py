@@ -23,12 +23,12 @@ NOTHING = lambda *_, **__: None  # noqa: E731
 
 @functools.cache
 def clean(along, devices):
-    """A kernel that is traced once and shared by all tests that patch nothing."""
+    """Returns a kernel that is traced once and shared by all tests that patch nothing."""
     return of_weights(along, SMALL, devices, m=128, shard=(128, 128))
 
 
 def pull_last(patch, victim, devices):
-    """One device's communicators begin after all its peers have pulled everything and said so."""
+    """Makes one device's communicators begin after all its peers have pulled everything and signalled this."""
     await_peers = Handshake.await_peers
 
     def await_late(self):

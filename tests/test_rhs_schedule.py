@@ -1,4 +1,4 @@
-"""The schedule of `all_gather_rhs_matmul`, walked exhaustively: pure integers, no kernel."""
+"""Tests the schedule of `all_gather_rhs_matmul` by walking it exhaustively: pure integers, no kernel."""
 
 import collections
 
@@ -29,7 +29,7 @@ def schedules(devices, along):
 
 
 def tiles_of(schedule, config):
-    """(step, m, n) of each CTA's tiles, including tiles outside the result."""
+    """Yields (step, m, n) of each CTA's tiles, including tiles outside the result."""
     along_m, along_n = (config.cluster, 1) if config.cluster_along == "m" else (1, config.cluster)
     for index in range(schedule.tiles):
         step, m, n = schedule.tile(index)

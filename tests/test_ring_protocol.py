@@ -41,7 +41,7 @@ CASES = {  # devices, cores, form, config
 
 
 def kernel_of(name):
-    """The number of cores, a call of the kernel (traced at its first run), and a check of its results."""
+    """Returns the number of cores, a call of the kernel (traced at its first run), and a check of its results."""
     devices, cores, form, config = CASES[name]
     schedule = AllGatherSchedule.of(devices, (*form.batch, form.m, form.k), form.widths, 2, config)
     work = StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k)

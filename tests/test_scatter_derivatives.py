@@ -153,7 +153,7 @@ def test_the_gradient_of_a_scalar_that_the_activation_captures(along):
 
 
 def scanned(call):
-    """Scans over two left operands."""
+    """The test scans over two left operands."""
 
     def run(arrays):
         def step(_, shift):
@@ -190,7 +190,7 @@ def test_gradients_inside_other_transformations(around, along, check_vma):
     ],
 )
 def test_operands_that_are_the_same_on_all_devices(same, along):
-    """Their types say so. The result varies if it is scattered, and gradients are summed."""
+    """Types say which arrays vary: the result varies if it is scattered, and gradients are summed."""
     layer = Layer(along, activation=jnp.tanh)
     arrays = {"lhs": normal(0, 16, 8, dtype=F16), "rhs": normal(1, 8, 16, dtype=F16)}
     times = {"lhs": (1, 2), "rhs": (2, 1)}

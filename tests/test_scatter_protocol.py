@@ -62,7 +62,7 @@ def test_one_axis_of_two_is_clean(axis):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_clean_if_a_device_is_late(victim, monkeypatch):
-    """The device's communicators begin after all its peers have sent everything."""
+    """Makes the device's communicators begin after all its peers have sent everything."""
     pull_last(monkeypatch, victim, devices=3)
     run_some(of_sums("m"), seeds=2)
 
@@ -155,7 +155,7 @@ def test_tiles_that_are_dealt_beforehand_are_reported(monkeypatch):
 
 
 def send_to_the_peer_on_the_other_side(patch):
-    """Sends both parts and flags there, so that only the sums are wrong."""
+    """Sends both parts and flags to the wrong peer, so that only the sums are wrong."""
     communicate, block = scattered._Body._communicate, ReduceScatterSchedule.block
 
     def communicate_there(self):
@@ -239,19 +239,19 @@ def test_another_order_shows(monkeypatch):
 # --- Changes that are harmless here, but not elsewhere ----------------------------------------------------------------
 
 HARMLESS = [
-    # The wait for the part's tile has a proxy fence as well.
+    # The device later waits for the tile of the part, and that wait has a proxy fence too.
     handshake_cases.begin_without_a_proxy_fence,
-    # A device's own tiles wait for everything that peers write to it. So no final handshake is needed.
+    # A device's own tiles wait for everything that peers write to the device. So the final handshake is not needed.
     handshake_cases.speak_when_the_first_has_completed_something,
     handshake_cases.speak_before_the_transfers,
     handshake_cases.count_transfers_when_they_begin,
-    # The announcer keeps all other roles from being two tiles ahead.
+    # Until the warp that announces tiles continues, no other role can be two tiles ahead.
     defects.give_mail_back_before_the_tile_is_computed,
 ]
 
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda f: f.__name__)
 def test_what_does_no_harm(change, monkeypatch):
-    """If one of these changes is ever reported, move it to the defects."""
+    """Runs the kernel with the change: the emulator must report nothing. If it ever does, the change is a defect."""
     change(monkeypatch)
     run_some(of_sums("m"))

@@ -1,4 +1,4 @@
-"""The schedules of products summed over devices, walked exhaustively: pure integers, no kernel."""
+"""Tests the schedules of products summed over devices by walking them exhaustively: pure integers, no kernel."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The schedules, walked exhaustively: pure integers, no kernel."""
+"""Tests the schedules by walking them exhaustively: pure integers, no kernel."""
 
 import collections
 import itertools
@@ -27,7 +27,7 @@ SHAPES = [  # m_shard, k, itemsize, chunk_bytes: rows per chunk > 1, = 1, and pa
 
 
 def size_of(plan: Chunking, row: int, column: int) -> tuple[int, int]:
-    """Rows and columns of the chunk that begins there; a short chunk has the rest."""
+    """Returns the rows and columns of the chunk that begins at (row, column). The last chunk may be short."""
     if plan.short is None or plan.lacks(row, column) <= 0:
         assert row + plan.rows <= plan.shard_rows and column + plan.cols <= plan.shard_cols
         return plan.rows, plan.cols
@@ -45,7 +45,7 @@ def schedules(devices: int, cluster: int = 1):
 
 
 def tiles_of(schedule: AllGatherSchedule, cluster: int):
-    """(step, row block, tile column) of each CTA's tiles; a cluster's last tile may lie wholly below the last row."""
+    """Yields (step, row block, tile column) of each CTA's tiles. A cluster's last tile may lie below the last row."""
     for index in range(schedule.tiles):
         step, m, n = schedule.tile(index)
         for rank in range(cluster):
@@ -93,7 +93,7 @@ def test_chunks_fill_the_scratch_exactly_once_and_satisfy_every_wait(devices, nu
                 rows, columns = size_of(plan, row, column)
                 assert schedule.flag(step, row) == schedule.flag(step, row + rows - 1)
                 elements += rows * columns
-        # Each chunk is written once, so nothing is overwritten before or after its use; and nothing is left out.
+        # Each chunk is written exactly once, so no chunk overwrites another. Together they cover all pulled elements.
         assert set(written.values()) <= {1}
         assert elements == (devices - 1) * plan.shard_rows * plan.shard_cols
         # Every flag that a tile waits for exists, and is raised exactly as often as the tile expects.

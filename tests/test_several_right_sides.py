@@ -28,7 +28,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def cuts(form, devices, cores, config):
-    """Whether the kernel of this call has tiles that several CTAs share."""
+    """Returns whether the kernel of this call has tiles that several CTAs share."""
     shard, itemsize = (*form.batch, form.m, form.k), jnp.dtype(form.dtype).itemsize
     schedule = AllGatherSchedule.of(devices, shard, form.widths, itemsize, config)
     return StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k).cuts
@@ -38,7 +38,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def with_transports(cases):
-    """Each case with both transports. Every second ring case is slow, since the ring has tests of its own."""
+    """Yields each case with both transports. Every second ring case is marked slow: the ring has its own tests."""
     by_ring = [pytest.param(*case, "ring", marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
     names = ("devices", "cores", "form", "config", "transport")
     return pytest.mark.parametrize(names, [*((*case, "pull") for case in cases), *by_ring], ids=str)
@@ -196,7 +196,7 @@ def test_explain_takes_all_forms():
 
 
 def written_out(form, lhs, sides, rows, columns):
-    """What a user would write instead, in f32."""
+    """Computes the results in f32 as a user would without this library."""
     gathered = lax.all_gather(lhs, "x", axis=lhs.ndim - 2, tiled=True)
     outs = []
     for side, column in zip(sides, columns, strict=True):
@@ -359,7 +359,7 @@ DEFECTS = [
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__)
 def test_each_defect_is_noticed(defect, monkeypatch):
-    """The emulator reports the defect, or the numbers differ."""
+    """Either the emulator reports the defect, or the result differs from the oracle."""
     defect(monkeypatch)
     with pytest.raises((EmulationError, AssertionError)):
         check(MIXED, 2, 3, SMALL, completions=["late", "random", "late", "random"])

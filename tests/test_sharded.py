@@ -241,7 +241,7 @@ def op(name, lhs, rhs, **keywords):
 
 
 def expected(name, lhs, rhs):
-    """The global result of a layer with rows over "x" and weights that are the same everywhere."""
+    """Returns the global result of a layer with rows over "x" and weights that are the same everywhere."""
     product = oracle_of(lhs, rhs)
     return product if name == "matmul" else np.tile(product, (1, 2))
 

@@ -24,7 +24,7 @@ def operands(size):
 
 
 def plan_or_error(case, sizes):
-    """A plan, or None if the planner correctly refuses the case."""
+    """Returns a plan, or None if the planner correctly refuses the case."""
     try:
         return plan_of(*case, sizes)
     except ValueError as error:
@@ -40,7 +40,7 @@ def assert_computes_the_product(plan, out, sizes):
 
 
 def moves_nothing(given, cut):
-    """Whether each device finds its part under this partition within its part of the given array."""
+    """Returns whether each device finds its part under this partition within its part of the given array."""
     return all(wanted[: len(axes)] == axes for axes, wanted in zip(given, cut, strict=True))
 
 
@@ -70,7 +70,7 @@ def test_places_of_three_axes():
 
 
 def test_the_simulation_would_see_a_wrong_plan():
-    """The negative control: a gather with its axes in the wrong order."""
+    """This negative control runs a gather with its axes in the wrong order."""
     case = ((), (("x", "y")), ()), ((), ("x", "y")), ((), (), ("x", "y"))
     plan = plan_of(*case, SIZES)
     assert plan.operation == "all_gather_lhs_matmul" and plan.axes == ("x", "y")

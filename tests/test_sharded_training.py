@@ -30,7 +30,7 @@ def draw(seed, *shape):
 
 
 def block(x, up, down, *, mesh=AUTO, **more):
-    """Half a transformer block: column-parallel, then row-parallel with the residual."""
+    """Runs half a transformer block: column-parallel, then row-parallel with the residual."""
     auto = AxisType.Auto in mesh.axis_types
     of_up, of_down = (
         {"lhs_sharding": lhs, "rhs_sharding": rhs} if auto else {} for lhs, rhs in ((BETWEEN, UP), (INSIDE, DOWN))
@@ -91,7 +91,7 @@ def test_scan_over_layers_with_remat(policy):
 
 
 def collectives(layer, given):
-    """How often each collective occurs in a program."""
+    """Counts how often each collective occurs in a program."""
     text = jax.jit(layer).lower(*given).as_text()
     return {name: text.count(f"stablehlo.{name}") for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
@@ -232,7 +232,7 @@ def test_names_in_profiles():
 
 
 def test_export(monkeypatch):
-    """For GPUs, from a machine without GPUs: the export contains the kernels."""
+    """A machine without GPUs exports a program for GPUs. The export contains the kernels."""
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: target.Target("gpu", "NVIDIA H200", 132))
     shapes = ((2, 8192, 4096), BETWEEN), ((4096, 14336), UP)
     types = [

@@ -36,7 +36,7 @@ BF16 = jnp.bfloat16
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_random_products(data):
-    """Any sizes that TMA supports, any multiple of 8 rows."""
+    """Draws any sizes that TMA supports, and tiles with any multiple of 8 rows."""
     m, n, k = data.draw(st.integers(1, 170)), 8 * data.draw(st.integers(1, 34)), 8 * data.draw(st.integers(1, 25))
     tile_n, schedule = data.draw(
         st.sampled_from([(128, "cooperative"), (256, "cooperative"), (64, "pingpong"), (128, "pingpong")])
@@ -57,7 +57,7 @@ def test_random_products(data):
 
 @pytest.mark.parametrize("config", [SWAPPED, TURNS], ids=["together", "in turn"])
 def test_launches_in_a_row(config):
-    """An odd number of tiles: barriers start anew with each launch."""
+    """The number of tiles is odd, so the test fails unless barriers start anew with each launch."""
     xs, w = integers(15, 3, 7 * 72 - 5, 72), integers(16, 72, 72)
 
     def step(w, x):
@@ -187,7 +187,7 @@ def test_programs_without_defects_are_clean(program):
 @pytest.mark.one_jax
 @pytest.mark.parametrize(("program", "words", "defect"), INJECTED.values(), ids=INJECTED)
 def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
-    """The emulator reports the defect, the numbers differ, or the kernel cannot be made."""
+    """The emulator reports the defect, the result differs from the oracle, or jax cannot make the kernel."""
     kernel = PROGRAMS[program]()
     defect(monkeypatch)
     with pytest.raises((EmulationError, AssertionError, ValueError, TypeError), match=words):
@@ -197,7 +197,7 @@ def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
 @pytest.mark.one_jax
 @pytest.mark.parametrize(("program", "change"), HARMLESS.values(), ids=HARMLESS)
 def test_what_does_no_harm(program, change, monkeypatch):
-    """If one of these changes is ever reported, move it to the defects."""
+    """Runs the program with the change: the emulator must report nothing. If it ever does, the change is a defect."""
     kernel = PROGRAMS[program]()
     change(monkeypatch)
     run_some(kernel, 1, 4)

@@ -32,7 +32,7 @@ ON_H200 = AbstractMesh(
 
 
 def explained(of=None):
-    """What `overlap.matmul` would do on an H200, which this machine need not have."""
+    """Returns what `overlap.matmul` would choose on an H200. This machine needs no such GPU."""
     of = of or problem()
     lhs, rhs = (jax.ShapeDtypeStruct(shape, of.dtype) for shape in ((of.m, of.k), (of.k, of.n)))
     return overlap.explain(overlap.matmul, lhs, rhs, mesh=ON_H200)
@@ -121,7 +121,7 @@ ODD = st.recursive(
 
 
 def places(value, here=()):
-    """The path to every value in a JSON document."""
+    """Yields the path to every value in a JSON document."""
     yield here
     for name, inner in (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

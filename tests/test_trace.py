@@ -44,7 +44,7 @@ CASES = {
 
 @functools.cache
 def recorded(case, capacity=256):
-    """A trace of one emulated call, and the emulator's own events of the launch with marks."""
+    """Returns a trace of one emulated call, and the emulator's own events of the launch with marks."""
     problem, config = CASES[case]
     mesh = mesh_of(jax.devices()[: problem.devices])
     with emulate(cores=CORES, completion="random", scheduler="round_robin", record=True) as run:

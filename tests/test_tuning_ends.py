@@ -50,7 +50,7 @@ X, W = (jax.ShapeDtypeStruct((128, 128), jnp.bfloat16) for _ in range(2))
 
 
 def printed_table(text, tmp_path):
-    """The entries of the table at the end of a text."""
+    """Returns the entries of the table at the end of a text."""
     (tmp_path / "printed.json").write_text(text[text.index('{"format"') :])
     return tables.read(tmp_path / "printed.json")
 

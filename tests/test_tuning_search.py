@@ -35,7 +35,7 @@ def find(of=None, **options):
 
 
 def times(of=None):
-    """A time for each configuration: the 18th candidate is the fastest."""
+    """Returns a time for each configuration: the 18th candidate is the fastest."""
     configs = space.candidates(of or problem(), H200)
     return {config: 100.0 + abs(i - 17) for i, config in enumerate(configs)}, configs
 

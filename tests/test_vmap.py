@@ -26,7 +26,7 @@ def gather_lhs(lhs, rhs, config=TILES, **keywords):
 
 
 def on_mesh(body, *arguments, devices=2):
-    """The results of `body` on every device, with the same arguments on every device."""
+    """Returns the results of `body` on every device, with the same arguments on every device."""
     everywhere = oracle.on_mesh(
         make_mesh(x=devices), lambda *args: jax.tree.map(lambda x: x[None], body(*args)), in_specs=P(), out_specs=P("x")
     )
@@ -39,7 +39,7 @@ def assert_same(actual, expected):
 
 
 def own(x):
-    """Different values on every device, so that a misplaced shard shows."""
+    """Draws different values on every device, so that a misplaced shard shows."""
     return x * (1 + jax.lax.axis_index("x")).astype(x.dtype)
 
 

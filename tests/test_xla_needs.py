@@ -42,7 +42,7 @@ def independent(case, mesh):
 
 
 def on_a_second_stream(case, mesh):
-    """A user can ask XLA for this explicitly."""
+    """A user can ask XLA for this behaviour explicitly."""
     space = jax.memory.Space.Device
     call = compute_on(fused, compute_type="gpu_stream:1", out_memory_spaces=space)
     return on_mesh(call, mesh, 2, P(None, "x"))
@@ -54,7 +54,7 @@ def program_of(name, tmp_path):
 
 
 def started_aside(program):
-    """How many fused calls a program has, and how many of them run in computations beside the main stream."""
+    """Returns how many fused calls a program has, and how many of them run beside the main stream."""
     bodies = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", program, re.M | re.S))
     calls = {name: body.count('custom_call_target="mosaic_gpu_v2"') for name, body in bodies.items()}
     aside = re.findall(r" (?:async|call|fusion|custom-call)-start\(.*?(?:to_apply|calls)=%([\w.-]+)", program)

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 def traced(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A call of `case.config["of"]` with marks, without them if `case.config["off"]`; the rest are `Config` fields."""
+    """Returns a call of `case.config["of"]` with marks, or without marks if `case.config["off"]`.
+
+    The other entries of `case.config` are fields of `Config`.
+    """
     import functools
 
     import overlap
@@ -35,7 +38,7 @@ def traced(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def clocks(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel that compares the devices' clocks."""
+    """Returns the kernel that compares the devices' clocks."""
     import jax.numpy as jnp
 
     from overlap.tuning import clocks

@@ -22,7 +22,7 @@ TINY += " --dtype float32 --checkpoint-every 4 --sample 5 --implementation xla"
 
 
 def told(out: pathlib.Path, arguments: str = "", *, compared: bool = False) -> options.Options:
-    """The options of the tiny model, followed by further arguments. The model needs 8 devices."""
+    """Parses the options of the tiny model, followed by further arguments. The model needs 8 devices."""
     tiny = TINY.replace("--implementation xla", "") if compared else TINY
     given = options.parser().parse_args([*tiny.split(), "--out", str(out), *arguments.split()])
     axes = devices.fit(given.data or 1, given.fsdp, given.tensor or 1, devices=8, processes=1)
@@ -34,7 +34,7 @@ def losses_of(steps: list[Step]) -> list[float]:
 
 
 def environment(repository: pathlib.Path) -> dict[str, str]:
-    """The environment for a child process, with the same compilation settings as this process."""
+    """Returns the environment for a child process, with the same compilation settings as this process."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "200",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""How the tests run the kernels: on meshes, with inputs, against NumPy."""
+"""Helpers of the emulator's tests: they make meshes and inputs, run kernels, and compare the results with NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small kernels over clusters of CTAs, each with switches that break one rule (see `kernels`)."""
+"""Small kernels that run on clusters of CTAs. Each takes `defects`, names of rules to break (see `kernels`)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def shared_tiles(steps: int, rows: int, columns: int, clusters: int = 2, defects
 
 
 def swap_halves(rows: int, columns: int, defects=NO_DEFECTS):
-    """x[CLUSTER * rows, columns] -> the same with the halves exchanged, read from the peer's shared memory."""
+    """x[CLUSTER * rows, columns] -> x with its halves exchanged: each CTA reads its peer's half from shared memory."""
 
     def body(x_gmem, out_gmem, smem, loaded, met):
         rank = lax.axis_index("rank")
@@ -120,7 +120,7 @@ def swap_halves(rows: int, columns: int, defects=NO_DEFECTS):
 
 
 def scope_in_a_loop(rounds: int, rows: int, columns: int, defects=NO_DEFECTS):
-    """x[rounds * rows, columns] -> [CLUSTER, rows, columns], the sum of the tiles; a scope of its own for each tile."""
+    """x[rounds * rows, columns] -> [CLUSTER, rows, columns]: the sum of the tiles. Each tile has its own scope."""
 
     def body(x_gmem, out_gmem, done):
         rank = lax.axis_index("rank")

@@ -1,4 +1,4 @@
-"""Kernels around a few lines of PTX, for the tests of inline code in the emulator."""
+"""Helpers of the tests of inline code in the emulator: they make and run kernels that contain a few lines of PTX."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SPLAT = plgpu.Layout.WG_SPLAT
 
 
 def inline(text, *refs, elect=False, dtype=None):
-    """Runs PTX on references, `$0` and so on; with a `dtype`, `$0` is its result and returned."""
+    """Runs PTX inside a kernel. `refs` are the operands `$0` and so on; with a `dtype`, `$0` is the returned result."""
 
     def run(_, *refs):
         operands = [mgpu_utils.memref_ptr(ref) for ref in refs]
-        if elect:  # `$n`, behind the references
+        if elect:  # The predicate is `$n`, the operand after the references.
             operands.append(mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP))
         kind = None if dtype is None else ir.IntegerType.get_signless(8 * jnp.dtype(dtype).itemsize)
         result = mgpu_utils.inline_ptx(text, *operands, result_types=kind, has_side_effects=True)
@@ -35,7 +35,7 @@ def inline(text, *refs, elect=False, dtype=None):
 
 
 def on_words(act, count=4, *, ctas=1, results=1, **settings):
-    """`act(words, out)` in a kernel of its own on one device, with words that all CTAs share; int32 results."""
+    """Runs `act(words, out)` in a kernel on one device. All CTAs share `words`. Returns `out`: int32 results."""
 
     def body(out):
         act(pl.get_global(plgpu.SemaphoreType.REGULAR((count,))), out)
@@ -48,7 +48,7 @@ def on_words(act, count=4, *, ctas=1, results=1, **settings):
 
 
 def computed(text, **settings):
-    """What PTX without operands leaves in `$0`."""
+    """Runs PTX that has no operands, and returns the value that the PTX leaves in `$0`."""
 
     def act(words, out):
         out[0] = inline(text, dtype=jnp.int32)
@@ -56,7 +56,8 @@ def computed(text, **settings):
     return on_words(act, **settings)[0]
 
 
-# One device tells another that its row has been written: in its memory, which the copy engine then reads.
+# With these instructions, a device tells its peer that it has written a row into the peer's memory. The peer's copy
+# engine then reads the row.
 SEND = "fence.acq_rel.sys; st.relaxed.sys.global.b32 [$0], 3;"
 WAIT = """{
     .reg .pred enough;
@@ -71,7 +72,7 @@ LOOK:
 
 
 def message(send=SEND, wait=WAIT):
-    """Each of two devices writes its row into the other's memory, which sends it through the copy engine."""
+    """Runs two devices. Each writes a row into its peer's memory; the peer then stores the row by its copy engine."""
 
     def body(x, out, landed, smem, loaded):
         flags = pl.get_global(plgpu.SemaphoreType.REGULAR((2,)))

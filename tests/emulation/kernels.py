@@ -1,6 +1,7 @@
-"""Three small kernels that keep the rules, each with switches that break one.
+"""Three small kernels, each with switches that break one rule of synchronization.
 
-A *defect* is a name in `defects`; with none the kernel is correct, and the tests demand that it is clean.
+A *defect* is a name in `defects`. Without defects the kernel is correct, and the tests demand that the emulator reports
+nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ NO_DEFECTS = frozenset()
 
 
 def fence_proxy_async() -> None:
-    """Stands for `fence.proxy.async`, which has no public function."""
+    """Has the effect of `fence.proxy.async`, for which jax has no public function."""
 
     def fence(ctx):
         del ctx
@@ -68,7 +69,7 @@ def ring_push(axis_size: int, rows: int, columns: int, defects=NO_DEFECTS, axis:
 
 
 def pull_exchange(axis_size: int, rows: int, columns: int, cores: int, defects=NO_DEFECTS, axis: str = "x"):
-    """All-gather by pulling: [rows, columns] -> ([axis_size * rows, columns], the same times 2 by a consumer).
+    """All-gather by pulling: [rows, columns] -> ([axis_size * rows, columns], and the same rows times 2).
 
     Each CTA pulls every `cores`-th row of every shard and consumes one block of all columns of every shard.
     """
@@ -150,7 +151,7 @@ def pull_exchange(axis_size: int, rows: int, columns: int, cores: int, defects=N
 
 
 def pipelined_matmul(m: int, n: int, k: int, cores: int, defects=NO_DEFECTS, tile=(128, 128, 64), stages: int = 2):
-    """lhs[m, k] @ rhs[k, n] on one device: a producer warp, two compute warpgroups, persistent CTAs."""
+    """lhs[m, k] @ rhs[k, n] on one device, by persistent CTAs with a producer warp and two compute warpgroups."""
     tile_m, tile_n, tile_k = tile
     m_tiles, n_tiles, k_steps = m // tile_m, n // tile_n, k // tile_k
     wg_m = tile_m // 2

@@ -1,4 +1,4 @@
-"""Small kernels for the tensor cores of Blackwell, each with switches that break one rule (see `kernels`)."""
+"""Small kernels that use Blackwell's tensor cores. Each takes `defects`, names of rules to break (see `kernels`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.emulation.kernels import NO_DEFECTS
 
-ROWS = 128  # of a tile of one CTA
+ROWS = 128  # The tile of one CTA has this many rows.
 LOAD_WARP, MMA_WARP = 0, 1
 MMA_WARPGROUP, STORE_WARPGROUP = 0, 1
 
 
 def tiled(shape, dtype):
-    """Shared memory for an operand of an mma."""
+    """Returns shared memory whose layout fits an operand of an mma."""
     bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
     return plgpu.SMEM(
@@ -217,7 +217,7 @@ def single_product(x, y, *, accumulator=jnp.float32, transposed=False):
 
 
 def pack_scales(scales):
-    """[rows, blocks of k] -> the order in which the tensor core wants them in shared memory."""
+    """Reorders scales [rows, blocks of k] as the tensor core expects them in shared memory."""
     rows, blocks = scales.shape
     padded = jnp.pad(scales.astype(jnp.float32), ((0, -rows % 128), (0, 0))).astype(scales.dtype)
     tiles = padded.reshape(-1, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)
@@ -282,9 +282,9 @@ def scaled_product(x, y, x_scales, y_scales, *, pair=False):
 
 
 def pack_scales_of_half_rows(scales, columns):
-    """[columns, blocks of k] -> the form for the right operand of a pair with 64 rows in each CTA."""
+    """Reorders scales [columns, blocks of k] of the right operand for a pair of CTAs with 64 rows each."""
     blocks = scales.shape[1]
-    parts = columns // 64  # of 32 columns in each half
+    parts = columns // 64  # Each half has this many parts of 32 columns.
     split = scales.reshape(2, parts, 32, blocks // 4, 4).transpose(3, 0, 2, 1, 4)
     packed = split.reshape(1, blocks // 4, 64, parts * 4)
     return jnp.concatenate([packed, jnp.zeros((*packed.shape[:3], 16 - parts * 4), scales.dtype)], axis=-1)

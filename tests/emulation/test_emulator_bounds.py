@@ -1,4 +1,4 @@
-"""TMA copies over the edge of an array: a load fills what is outside, a store drops it, and a promise is checked."""
+"""Tests TMA copies over the edge of an array: a load fills the outside, a store drops it, and a promise is checked."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ BOX = (16, 64)
 
 
 def dynamic(value):
-    """An index that is known when the kernel runs only; a static one would be refused when it is traced."""
+    """Returns an index that is known only when the kernel runs. Tracing would refuse a static index out of bounds."""
     return lax.axis_index("core") + jnp.int32(value)
 
 
 def load(x, start, *, box=BOX, mode=None, slices=None, transforms=()):
-    """What a box of x at `start` holds after a TMA load; `slices` further selects from the box before it is loaded."""
+    """Loads a box of x at `start` with TMA and returns its contents. `slices` selects a part of the box to load."""
 
     def body(x_gmem, o, smem, barrier):
         source = x_gmem.at[tuple(pl.ds(dynamic(first), size) for first, size in zip(start, box))]
@@ -38,7 +38,7 @@ def load(x, start, *, box=BOX, mode=None, slices=None, transforms=()):
 
 
 def window(x, start, box=BOX):
-    """The same by NumPy: the part of a large zero-padded array."""
+    """Returns the contents that `load` must return, from NumPy: the part of a large zero-padded array."""
     padded = np.pad(x, [(64, 256)] * x.ndim)
     return padded[tuple(slice(64 + first, 64 + first + size) for first, size in zip(start, box))]
 
@@ -47,9 +47,9 @@ def window(x, start, box=BOX):
 @pytest.mark.parametrize(
     ("shape", "start"),
     [
-        ((40, 64), (32, 0)),  # less is left than the box
+        ((40, 64), (32, 0)),  # The box begins inside, but is larger than the rest.
         ((5, 64), (0, 0)),  # the box is larger than the dimension
-        ((5, 24), (0, 0)),  # than both
+        ((5, 24), (0, 0)),  # the box is larger than both dimensions
         ((40, 72), (24, 64)),  # a corner
         ((40, 64), (-4, 0)),  # before the beginning
         ((5, 24), (-3, -8)),  # on all sides
@@ -138,10 +138,11 @@ def test_a_reduction_drops_what_is_outside():
 
 def test_only_what_is_inside_can_race():
     x = normal(*BOX)
-    # Side by side, with as much outside as there is inside: no race. One row in common: a race.
+    # One box begins at row 8. The other begins 8 rows before the array and ends at row 8: no race is reported. If the
+    # boxes share one row, a race is reported.
     y = store(x, (24, 64), [(8, 0), (-8, 0)])
     np.testing.assert_array_equal(y, np.concatenate([x[8:], x]))
     with pytest.raises(RaceError, match=r"output 0\[7:23"):
         store(x, (24, 64), [(7, 0), (-8, 0)])
-    # Beyond the edge nothing is written, however much the boxes overlap there.
+    # Boxes may overlap beyond the edge, since nothing is written there.
     store(x, (8, 64), [(0, 0), (8, 0), (10, 0)])

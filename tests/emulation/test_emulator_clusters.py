@@ -1,4 +1,4 @@
-"""Clusters: multicast loads, cluster barriers, a peer's shared memory; and what is reported when a rule is broken."""
+"""Tests clusters: multicast loads, cluster barriers, a peer's shared memory, and the reports if a rule is broken."""
 
 import functools
 
@@ -90,7 +90,7 @@ def test_a_cluster_does_not_start_where_a_part_of_it_fits():
 @pytest.mark.parametrize("seed", range(4))
 def test_an_arrival_at_a_cta_that_may_have_ended(seed):
     def body(o, barrier, *, slow):
-        # The peer ends without a wait; this arrival comes before or after that.
+        # The peer ends without waiting. This arrival may come before or after the peer's end.
         @pl.when(lax.axis_index("rank") == 0)
         def _arrive():
             for i in range(slow):
@@ -112,7 +112,7 @@ def test_an_arrival_at_a_cta_that_may_have_ended(seed):
 def test_copies_are_counted_where_they_land():
     with emulate() as run:
         kernel_of("shared tiles")()
-    # 2 clusters × 2 CTAs: each issues its half of 5 tiles, which lands twice; and one store.
+    # Each of 2 clusters × 2 CTAs issues one store, and loads its half of each tile; every load lands in both CTAs.
     assert run.counts["copies"] == 4 * (2 * STEPS + 1)
     assert run.counts["bytes"] == 4 * (STEPS + 1) * ROWS * COLUMNS * 4
 
@@ -161,7 +161,7 @@ def test_arrivals_on_a_leaders_barrier_count_there_alone():
 
 
 def multicast(x, smem, out_shape, *, cluster=(2,), names=("rank",), axes=("rank",), rows=None, offset=0):
-    """Every CTA gets the same tile of x and writes it to its place in the output."""
+    """Loads the same tile of x into every CTA by multicast. Each CTA writes the tile to its place in the output."""
 
     def body(x_gmem, o, tile, full):
         place = tuple(lax.axis_index(name) for name in names)

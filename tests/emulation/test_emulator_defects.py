@@ -1,4 +1,4 @@
-"""Each injected defect is reported, with its kind and with words that name the culprit."""
+"""Tests that the emulator reports each injected defect, with its kind and with words that name the culprit."""
 
 import pytest
 
@@ -30,7 +30,7 @@ DEFECTS = [
 
 
 def faults(run_kernel, **settings):
-    """All faults of one run."""
+    """Runs a kernel once and returns all faults that the emulator finds."""
     with pytest.raises(EmulationError) as caught, emulate(**settings) as run:
         run_kernel()
     assert caught.value is run.errors[0]

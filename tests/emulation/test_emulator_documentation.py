@@ -1,4 +1,4 @@
-"""The examples of docs/EMULATION.md run as they are printed."""
+"""Tests that the examples of docs/EMULATION.md run as they are printed."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ import sys
 def test_the_examples(repository):
     text = (repository / "docs" / "EMULATION.md").read_text()
     code, sequences = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    # The second one is about any functions of one kernel each, and says what may be expected of them.
+    # The second example uses a user's functions and their expected results without defining them. Define them here.
     code += "\na, b = True, True\nalong_x = along_y = run\n" + sequences.replace("range(100)", "range(3)")
     code += "print(len(results))\nfor launch, result in zip((y, y, x, x), results):\n"
     code += "    np.testing.assert_array_equal(result, launch.outputs)\n"

@@ -1,4 +1,4 @@
-"""What a user's mistake is answered with: plain words, with kernel, device, CTA and source line, and the way out."""
+"""Tests the messages for users' mistakes: each names kernel, device, CTA and source line, and says what to do."""
 
 import re
 
@@ -20,7 +20,7 @@ WHERE = r"device \d, CTA 0, at .*test_emulator_errors.py:\d+"
 
 
 def message_of(body, expected, *, mesh=None, out=X.shape, **kwargs):
-    """The message of the error of this type that a kernel on X ends with."""
+    """Runs a kernel on X that must raise an error of type `expected`, and returns the error's message."""
     with pytest.raises(expected) as caught:
         if mesh is None:
             run_kernel(body, X, out_type=out_type(out), **kwargs)

@@ -1,4 +1,4 @@
-"""What the framework offers inside a kernel, one feature at a time, against NumPy."""
+"""Tests what Pallas offers inside a kernel, one feature at a time: emulated results are compared with NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -241,7 +241,7 @@ def test_a_signal_by_a_traced_increment_is_refused_as_the_compiler_does():
 
 
 def test_a_product_does_not_depend_on_where_a_row_stands():
-    """In f32, BLAS gives a row other last bits in another place, on some CPUs; a tensor core does not."""
+    """With some CPUs' BLAS, the last bits of a row of an f32 product depend on the row's index. They must not here."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 48), (48, 72)))
     whole = arithmetic.matmul(a, b)

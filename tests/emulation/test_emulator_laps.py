@@ -1,4 +1,4 @@
-"""Launches in a row on the same memory, with and without the framework's barrier between them."""
+"""Tests consecutive launches that use the same memory, with and without Pallas's barrier between them."""
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,14 @@ LOOK:
 
 
 def exchange(*, skips_barrier, looks=True, lowers=True, told=False):
-    """Each of two devices copies the other's input: [8, 64] -> [8, 64]."""
+    """Returns a kernel in which each of two devices copies the other's input: [8, 64] -> [8, 64]."""
 
     def body(x_gmem, out_gmem, smem, loaded):
-        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The beacon; seen; done.
+        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The three flags: beacon, seen, done.
         other = {"x": 1 - lax.axis_index("x")}
         if skips_barrier and looks:
             inline(RAISE, flags.at[0])
-            is_told = jnp.logical_and(told, lax.axis_index("x") == 1)  # By the other one, which has looked.
+            is_told = jnp.logical_and(told, lax.axis_index("x") == 1)  # Device 0 has looked, and tells device 1.
             pl.when(is_told)(lambda: plgpu.semaphore_wait(flags.at[1], 1, decrement=False))
 
             @pl.when(jnp.logical_not(is_told))

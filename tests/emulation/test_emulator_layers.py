@@ -1,4 +1,4 @@
-"""A module of the emulator imports only from layers below its own, also inside functions and under TYPE_CHECKING."""
+"""Tests that each module of the emulator imports only from layers below its own, wherever the import stands."""
 
 import ast
 import pathlib
@@ -8,7 +8,7 @@ import pytest
 from overlap import emulation
 
 PACKAGE = pathlib.Path(emulation.__file__).parent
-# From below. Modules of one layer do not import each other.
+# The layers from the lowest to the highest. Modules of one layer do not import each other.
 LAYERS = {
     "foundations": (
         *("arithmetic", "clocks", "cores", "environment", "errors", "interrupt", "jax_rules", "ptx", "scheduler"),
@@ -18,10 +18,10 @@ LAYERS = {
     "objects": ("memory", "mesh", "sync", "settings", "core_counts"),
     "accesses": ("races", "devices", "multicast", "runs"),
     "messages": ("report",),
-    # What all launches have in common.
+    # The state that all launches have in common.
     "simulation": ("simulation",),
     "groups and orders": ("clusters", "orders"),
-    # Operations that complete later than they are issued; what references denote.
+    # Operations that complete later than they are issued, and the memory that a reference stands for.
     "engines": ("engines", "references"),
     "programs": ("program", "tensor_queue"),
     # One launch of one program: its threads.
@@ -29,10 +29,10 @@ LAYERS = {
     "tensor core": ("tensor_core", "deadlock", "registers"),
     "words of PTX": ("ptx_memory",),
     "instructions of PTX": ("ptx_meaning",),
-    # Each makes instructions of the equations of some primitives.
+    # Each of these modules turns equations of some primitives into instructions.
     "handlers": ("cluster_launch", "control", "data", "inline", "signals", "tcgen05", "tensor_memory", "transfers"),
     "handlers on top of others": ("scopes", "multimem"),
-    # A sequence of launches; a kernel's program, by all handlers.
+    # `sequence` runs launches one after the other; `decode` makes a kernel's program with all handlers.
     "sequences": ("sequence", "decode"),
     "ways in": ("lowering", "replay"),
     "context": ("context",),
@@ -43,7 +43,7 @@ MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
 
 
 def imports(tree):
-    """Each module of the emulator that the code imports something from, wherever the import stands, and the line."""
+    """Yields (module, line) for each import from the emulator, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             package = (node.module or "") if node.level == 0 else f"overlap.emulation.{node.module or ''}".rstrip(".")

@@ -1,4 +1,4 @@
-"""Copies, shared memory and who may use it when, one feature at a time."""
+"""Tests copies, shared memory, and which thread may use shared memory when, one feature at a time."""
 
 import functools
 
@@ -67,7 +67,7 @@ def test_promise_in_bounds_is_checked():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_reduction_into_global_memory(dtype):
-    # The CTAs add without any order between them, which is what a reduction is for.
+    # The CTAs add without any order between them. A reduction allows this.
     def body(x, total, smem):
         smem[...] = x[...] * (1 + lax.axis_index("core")).astype(dtype)
         plgpu.commit_smem()
@@ -94,7 +94,7 @@ def test_commit_group_and_partial_waits():
         plgpu.commit_smem()
         for i in range(3):
             plgpu.copy_smem_to_gmem(smem.at[i], o.at[i], commit_group=i > 0)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the first two form the older group
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # Waits for the older group, which has the first two stores.
         smem[0] = smem[0] * 0
         smem[1] = smem[1] * 0
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

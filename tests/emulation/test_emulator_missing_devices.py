@@ -1,4 +1,4 @@
-"""A launch that some devices never reach is said and given up, instead of waited for in silence."""
+"""Tests that the emulator reports and gives up a launch that some devices never reach, instead of waiting silently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from overlap.emulation import EmulationError, lowering
 def test_devices_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(lowering, "_REPORT_AFTER_S", 0.05)
     monkeypatch.setattr(lowering, "_MEETING_TIMEOUT_S", 0.1)
-    program: Any = None  # It is not run.
+    program: Any = None  # The test never runs the program.
     launcher = lowering._Launcher(program, {"x": 2, "y": 2}, "sum")
     with caplog.at_level(logging.WARNING, "overlap"), pytest.raises(EmulationError, match=r"'sum': after 0.1 s"):
         launcher(2, np.zeros(1))

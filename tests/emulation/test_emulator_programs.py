@@ -1,4 +1,4 @@
-"""Kernels inside whole programs: jit, loops, collectives beside them, meshes, aliases, and what a context does."""
+"""Tests kernels inside whole programs: jit, loops, collectives, meshes, aliases, and the context manager `emulate`."""
 
 import subprocess
 import sys
@@ -128,7 +128,7 @@ def test_eight_devices_and_many_calls_in_flight():
     x = np.random.default_rng(0).standard_normal((8 * ROWS, COLUMNS)).astype(np.float32)
     with emulate(detect_races=False) as run:
         results = [kernel(cases.place(x + i, mesh, P("x"))) for i in range(10)]
-    assert run.counts["launches"] == 10  # leaving the context waits for them
+    assert run.counts["launches"] == 10  # Leaving the context has waited for all launches.
     for i, y in enumerate(results):
         np.testing.assert_array_equal(np.asarray(y), gathered(x + i, 8))
 
@@ -214,7 +214,7 @@ def test_check_raises_inside_the_context():
 
 def test_a_fault_outranks_the_wrong_number_it_causes():
     with pytest.raises(EmulationError, match="nobody has written") as caught, emulate():
-        cases.group(defects=frozenset({"wrong peer"}))()  # asserts on NaN inside the context
+        cases.group(defects=frozenset({"wrong peer"}))()  # This call raises inside the context, because it finds NaN.
     assert isinstance(caught.value.__cause__, AssertionError)
 
 

@@ -1,4 +1,4 @@
-"""Launches of several kernels on shared memory: what a sequence must find, and what it must not."""
+"""Tests launches of several kernels on shared memory: which faults a sequence must report, and when it must not."""
 
 import collections
 import functools
@@ -18,7 +18,7 @@ from overlap.emulation import DeadlockError, EmulationError, ProtocolError, emul
 
 SHAPE = (8, 16)
 ROWS = P(("x", "y"))
-OF_X, OF_Y = 7, 9  # keys
+OF_X, OF_Y = 7, 9  # The keys (of beacons) for the two axes.
 
 
 def inline(text, ref):
@@ -44,14 +44,15 @@ def await_key(key):
 
 @functools.cache
 def exchange(axis, key=None, order=(0, 1, 2, 3), *, pushes=False, says_done=True, awaits_done=True, counts=0):
-    """A launch in which each device of a 2×2 mesh gets the input of its peer along `axis`: [8, 16] -> [8, 16].
+    """Returns a launch in which each device of a 2×2 mesh gets the input of its peer along `axis`: [8, 16] -> [8, 16].
 
-    `key`: of the beacon; None: the framework's barrier instead; 0: neither. `pushes`: the peer stores it here.
-    `counts`: how often the device, for itself, then counts up the word that was its beacon.
+    `key`: the beacon's key. None: Pallas's barrier instead of a beacon; 0: neither. `pushes`: whether a device stores
+    its input at the peer, instead of copying the peer's. `counts`: how often the device then increments the word that
+    was its beacon.
     """
 
     def body(x_gmem, out_gmem, smem, loaded):
-        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The beacon; seen; done.
+        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The three flags: beacon, seen, done.
         peer = {axis: 1 - lax.axis_index(axis)}
         if key:
             inline(f"fence.acq_rel.sys; st.relaxed.sys.global.b32 [$0], {key};", flags.at[0])
@@ -88,13 +89,13 @@ def exchange(axis, key=None, order=(0, 1, 2, 3), *, pushes=False, says_done=True
 
 
 def shards_of_peers(launch):
-    """What each position is to get: its peer's input."""
+    """Returns the expected result at each position: its peer's input."""
     axis = 0 if launch.name.endswith("x") else 1
     return np.flip(np.array(launch.inputs).reshape(2, 2, *SHAPE), axis).reshape(4, *SHAPE)
 
 
 def outcome(launches, seed, *, detect):
-    """Whether the results are "right" or "wrong", or the fault."""
+    """Runs the launches. Returns "right" or "wrong" for their results, or the fault that was raised."""
     completion, scheduler = ("late", "random", "eager")[seed % 3], ("pct", "random")[seed % 2]
     try:
         results = run_sequence(launches, completion, scheduler, seed, detect_races=detect)
@@ -105,7 +106,7 @@ def outcome(launches, seed, *, detect):
 
 
 def kinds(launches, *, detect, seeds=40):
-    """How often each outcome was there."""
+    """Runs the launches with `seeds` seeds, and counts each outcome."""
     outcomes = [outcome(launches, seed, detect=detect) for seed in range(seeds)]
     return collections.Counter(each if isinstance(each, str) else type(each).__name__ for each in outcomes)
 
@@ -137,7 +138,7 @@ def test_a_launch_along_another_axis_is_taken_for_this_one():
     x, y = exchange("x", OF_X), exchange("y", OF_X)
     found = kinds([y, y, x, x], detect=False)
     assert found["DeadlockError"] and found["right"]
-    # No launch is taken for another one of the same kernel.
+    # The launches of one kernel are not confused with each other.
     assert kinds([x, x, x, x], detect=False) == {"right": 40}
     reports = [outcome([y, y, x, x], seed, detect=True) for seed in range(40)]
     assert any("may not have begun this launch" in str(report) for report in reports)
@@ -166,7 +167,8 @@ def test_operands_read_before_the_peer_has_begun():
     for seed in range(40):
         _, results = run_sequence([y, hasty], "eager", seed=seed, detect_races=False)
         wrong += [out for (out,), right in zip(results, shards_of_peers(hasty)) if not np.array_equal(out, right)]
-    # The peer is still in the launch before, whose operands are there; or in none, and its memory is worth nothing.
+    # The peer may still be in its previous launch, so that its memory holds the operands of that launch. Or the peer is
+    # in no launch, and its memory holds nothing useful.
     assert any(set(np.ravel(out)) <= of_before for out in wrong)
     assert any(np.isnan(out).any() for out in wrong)
 
@@ -176,7 +178,7 @@ def test_a_signal_that_comes_after_its_owner_has_left():
     faults = [outcome([careless, y, careless, y], seed, detect=True) for seed in range(5)]
     assert all(isinstance(fault, ProtocolError) for fault in faults)
     assert any("signals semaphore[2]" in str(fault) and "which has left the kernel" in str(fault) for fault in faults)
-    # The signal then belongs to the launch after, which takes it for its own: its owner leaves while it is read.
+    # The next launch then takes the late signal for its own. So a device leaves while its peer still reads its memory.
     assert set(kinds([careless, exchange("x", OF_X)] * 2, detect=False)) > {"right"}
 
 

@@ -1,4 +1,4 @@
-"""The shadow memory against a brute-force one with a cell per byte; clocks against their definition."""
+"""Compares the shadow memory with a brute-force model that has one cell per byte, and clocks with their definition."""
 
 import types
 
@@ -14,7 +14,7 @@ INSTRUCTION = types.SimpleNamespace(index=0, source="test")
 
 
 def random_view(rng, array):
-    """A random slice, transposition or split of `array`."""
+    """Returns a random slice, transposition or split of `array`."""
     key = []
     for size in array.shape:
         if rng.random() < 0.2:
@@ -55,7 +55,7 @@ def test_races_are_those_of_a_brute_force_detector(seed):
     index_of = np.arange(48).reshape(8, 6)
     for _ in range(120):
         me = int(rng.integers(threads))
-        if rng.random() < 0.3:  # learn from another thread, as a signal would let one do
+        if rng.random() < 0.3:  # Learn another thread's clock, as a thread does that receives a signal.
             other = int(rng.integers(threads))
             known[me] = join(known[me], known[other])
             times[other] += 1
@@ -74,12 +74,13 @@ def test_races_are_those_of_a_brute_force_detector(seed):
         reported.clear()
         access = Access(None, View(buffer, view, (1,) * view.ndim, ""), "x", INSTRUCTION, me, times[me], write=write)
         detector.access(access, Knowledge(known[me]))
-        # It may forget an access that a later one covers, never invent one, and never miss that there is a race.
+        # The shadow memory may forget an access that a later access covers. It must never invent an access, and never
+        # miss that there is a race.
         assert set(reported) <= expected
         assert bool(reported) == bool(expected)
         for cell in cells:
             history[cell].append((me, times[me], write))
-            if write:  # a race once reported at a cell is not owed again
+            if write:  # A race that has been reported at a cell need not be reported again.
                 history[cell] = history[cell][-1:]
 
 
@@ -98,7 +99,7 @@ def test_atomics_do_not_race_with_each_other_but_with_all_else():
 
     assert not access(0, write=False)
     assert not access(1, seen=[0], write=True, atomic=True)
-    assert access(2, write=True, atomic=True) == (0, 2)  # not with 1, but with the read that 1 came after
+    assert access(2, write=True, atomic=True) == (0, 2)  # Races not with access 1, but with the read before access 1.
     assert not access(3, seen=[0, 1, 2], write=False)
     assert access(4, seen=[0, 1, 3], write=False) == (2, 4)
     assert access(5, seen=[0, 1, 2, 3], write=True) == (4, 5)
@@ -123,5 +124,5 @@ def test_components_are_reused_only_when_ordered():
     assert first[0] != second[0]
     third = pool.take(with_time(EMPTY, *first))
     assert third == (first[0], first[1] + 1)
-    fourth = pool.take(with_time(EMPTY, *first))  # knows the first use, not the reuse
+    fourth = pool.take(with_time(EMPTY, *first))  # This clock knows the first use, but not the reuse.
     assert fourth[0] not in (first[0], second[0])

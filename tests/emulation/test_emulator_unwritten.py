@@ -1,4 +1,4 @@
-"""Reads of memory that nobody has written, or only in part."""
+"""Tests that the emulator reports reads of memory that nobody has written, or that is written only in part."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ from tests.emulation.cases import run_kernel as run
 
 
 def copied(read):
-    """Writes rows 8 to 56 of 64 of a scratch buffer through the copy engine; then `read(scratch, smem, barrier)`."""
+    """Writes rows 8 to 56 (of 64) of a scratch buffer by the copy engine, then calls `read(scratch, smem, barrier)`."""
 
     def body(x, o, scratch, smem, barrier):
         plgpu.copy_gmem_to_smem(x, smem, barrier)
@@ -57,7 +57,10 @@ def test_a_read_that_is_not_wholly_written(read, rows, how_much):
 
 
 def product(lhs_part, rhs_part):
-    """64 × 64 × 64, of which only these parts of the operands (rows, columns) are loaded; the first 8 rows of it."""
+    """Computes a 64 × 64 × 64 product after loading only these parts (rows, columns) of lhs and rhs into shared memory.
+
+    Returns the first 8 rows of the product.
+    """
 
     def body(x, o, lhs, rhs, out_smem, barrier):
         for ref, (rows, columns) in ((lhs, lhs_part), (rhs, rhs_part)):

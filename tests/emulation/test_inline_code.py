@@ -1,4 +1,4 @@
-"""Inline PTX in the emulator: what instructions compute, what they order, how they wait, and what cannot be read."""
+"""Tests inline PTX in the emulator: its results, the memory order it gives, its waits, and the PTX that is refused."""
 
 import itertools
 
@@ -47,7 +47,7 @@ SUMS = {
 
 
 def test_arithmetic():
-    """One kernel computes all of it."""
+    """One kernel computes all cases of `SUMS`."""
 
     def act(words, out):
         for index, text in enumerate(SUMS):
@@ -82,7 +82,7 @@ def test_atomic_operations_and_wide_accesses():
     def act(words, out):
         one = "@$1 {}.relaxed.gpu.global.{}.{} [$0], {};".format
         for operation, kind, value in (("add", "u32", 5), ("max", "s32", -1), ("max", "u32", 9), ("or", "b32", 6)):
-            inline(one("red", operation, kind, value), words.at[0], elect=True)  # 5, 5, 9, 15
+            inline(one("red", operation, kind, value), words.at[0], elect=True)  # The word becomes 5, 5, 9, 15.
         for index, (operation, values) in enumerate((("cas.b32", "15, 4"), ("inc.u32", "4"), ("exch.b32", "77"))):
             text = f"@$2 atom.acq_rel.sys.global.{operation} $0, [$1], {values};"
             out[index] = inline(text, words.at[0], elect=True, dtype=jnp.int32)
@@ -100,7 +100,7 @@ def test_atomic_operations_and_wide_accesses():
 
 
 def test_a_lock_of_compare_and_swap():
-    """Four CTAs add to one plain word of memory, one after the other: clean, and each sees the last one's sum."""
+    """Four CTAs add to one plain word, one after the other. No race is reported, and each CTA sees the previous sum."""
     lock = """{
         .reg .pred free; .reg .b32 was;
     TRY:
@@ -137,7 +137,7 @@ def test_who_stores_before_it_looks_needs_sequential_consistency(fence):
 
 # ---- order: one-line mutants -----------------------------------------------------------------------------------------
 
-# (which text, what is replaced, by what, the fault, words of the report)
+# For each defect: (the changed text: "send" or "wait", what is replaced, by what, the fault, words of the report).
 MUTANTS = {
     "no release": ("send", "fence.acq_rel.sys; ", "", RaceError, "is not ordered"),
     "acquire in place of release": ("send", "acq_rel.sys", "acquire.sys", RaceError, "is not ordered"),
@@ -166,7 +166,7 @@ MUTANTS = {
         RaceError, "missing proxy fence",
     ),
 }  # fmt: skip
-# With the reason why nothing is wrong with it.
+# Changes that the emulator must not report. The key of each says why the changed program is still correct.
 HARMLESS = {
     "a sequentially consistent fence is more than a release": ("send", "acq_rel", "sc"),
     "a release suffices where nothing is acquired": ("send", "acq_rel", "release"),
@@ -204,7 +204,7 @@ def test_each_mutant_is_reported(mutant):
 
 
 def test_a_wait_is_content_with_the_first_number_that_ends_it():
-    """Whoever reads more than it waits for must not rely on what came with the rest."""
+    """A wait for 2 signals may see 3. The thread must still not rely on the data behind the third signal."""
 
     def act(words, out):
         cta = lax.axis_index("cta")

@@ -1,4 +1,4 @@
-"""The emulator and JAX's own GPU interpreter agree on kernels of one device: the same numbers, and the same races.
+"""Tests that the emulator and JAX's own GPU interpreter agree on kernels of one device: same results, same races.
 
 docs/EMULATION.md ("How it differs from JAX's interpreter") says what only one of the two can run or find.
 """
@@ -24,12 +24,12 @@ SMEM = plgpu.SMEM(X.shape, jnp.float32)
 
 
 def run(body, *args, **kwargs):
-    # Traced anew each time: the interpreter is chosen while a function is traced.
+    # Trace anew each time, because the interpreter is chosen while a function is traced.
     return np.asarray(jax.jit(lambda *xs: plgpu.kernel(body, **kwargs)(*xs))(*args))
 
 
 def interpret(function, *, detect_races=False):
-    """(the result of a function in JAX's interpreter, whether it found a race)."""
+    """Runs a function in JAX's interpreter. Returns (its result, whether the interpreter found a race)."""
     printed, result, failure = io.StringIO(), None, ""
     parameters = plgpu.InterpretGPUParams(detect_races=detect_races)
     with contextlib.redirect_stdout(printed), plgpu.force_gpu_interpret_mode(parameters):
@@ -202,7 +202,7 @@ def test_equal_numbers(name):
         interpreted, _ = interpret(KERNELS[name])
     assert not not_used.counts["launches"]
     assert emulated.dtype == interpreted.dtype and np.isfinite(emulated.astype(np.float32)).all()
-    # What is only moved is equal to the bit; sums in f32 may be in another order.
+    # The tolerance is for sums: the two may add f32 terms in different orders.
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if emulated.dtype == np.float16 else {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(emulated, interpreted, **tolerance)
 
@@ -255,7 +255,7 @@ def test_a_race_that_only_the_emulator_finds():
     def kernel():
         return pipelined_matmul(waits=False)
 
-    # The stage of the step before is refilled while the product of that step may still read it.
+    # The kernel refills the stage of the previous k step while the product of that step may still read the stage.
     with pytest.raises(RaceError, match="is not ordered with the earlier read\n  wgmma"), emulate():
         kernel()
     assert not interpret(kernel, detect_races=True)[1]

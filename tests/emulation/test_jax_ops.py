@@ -1,4 +1,4 @@
-"""JAX's own Mosaic GPU kernels (`jax.experimental.pallas.ops.gpu`) run unpatched: right numbers, and the known reports.
+"""Runs JAX's own Mosaic GPU kernels (`jax.experimental.pallas.ops.gpu`) unpatched; checks results and known reports.
 
 docs/EMULATION.md ("JAX's own kernels") has a table of the same results. A run without `reports` must be free of
 reports. The pipelines have more steps than stages, so that they refill their shared memory, except where a test says
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.all_cases
 COMPLETIONS = ("late", "random", "eager")
 TILES = {"tile_m": 64, "tile_n": 64, "tile_k": 64, "max_concurrent_steps": 2}
 
-# What the emulator has to say about some of them.
+# Reports of the emulator about some of these kernels.
 NO_FENCE = r"race \(missing proxy fence\) on output 1:\n  TMA load, read"
 OTHER_ROUND = r"race on output 1:\n  TMA (load, read|store, write)"
 REFILLED = r"race on .*smem_refs.*:\n  TMA load, write .*\n  is not ordered with the earlier read\n  (wgmma|TMA store)"
@@ -38,7 +38,7 @@ ACCUMULATOR = "race on ref_kwargs|tensor memory load of ref"
 
 @pytest.fixture
 def ops(monkeypatch):
-    """Imports one of JAX's modules. They import jax's test utilities, which they do not use, and which need absl."""
+    """Imports one of JAX's modules. JAX's modules import its test utilities without need, and these require absl."""
     monkeypatch.setitem(sys.modules, "jax._src.test_util", types.ModuleType("jax._src.test_util"))
     return lambda name: importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
 
@@ -52,7 +52,7 @@ def half(*shape, seed=0):
 
 
 def run(function, *args, reports=(), **settings):
-    """The results of a jitted function; each of the `reports` is found, and nothing else."""
+    """Runs a jitted function, asserts that the emulator reports exactly `reports`, and returns the results."""
     with pytest.raises(EmulationError) if reports else contextlib.nullcontext(), emulate(**settings) as found:
         out = jax.tree.map(np.asarray, jax.jit(function)(*args))
     messages = [str(error) for error in found.errors]
@@ -135,8 +135,8 @@ def test_derivatives_of_attention(ops):
         assert_close(own, expected, atol=5e-2)
 
 
-# Both have products in flight across steps (`delay_release=1`), and no wait for the one before the last. With as many
-# steps as stages nothing is refilled.
+# Both kernels let products run on into the next k step (`delay_release=1`), and do not wait for the product before the
+# last. With no more k steps than stages, no stage is refilled.
 
 
 @pytest.mark.parametrize(("transpose", "k", "reports"), [(False, 128, []), (False, 256, [REFILLED]), (True, 128, [])])
@@ -246,7 +246,7 @@ def test_blackwell_matmul(ops, completion):
 def test_blackwell_matmul_of_pairs(ops, monkeypatch):
     check = blackwell_matmul(ops("blackwell_matmul_mgpu"), collective=True)
     check(cores=4, reports=[TWO_ANSWERS, UNFINISHED_STORE])
-    # With one CTA of a pair that asks for the next tile, instead of both, the other report is left.
+    # If only one CTA of a pair asks for the next tile, instead of both, only the other report remains.
     loop = functools.partial(plgpu.dynamic_scheduling_loop, cluster_axes=("x",))
     monkeypatch.setattr(plgpu, "dynamic_scheduling_loop", loop)
     check(cores=2, scheduler="round_robin", reports=[UNFINISHED_STORE])
@@ -260,7 +260,8 @@ def test_blackwell_ragged_dot(ops, completion, cores):
         **{**TILES, "tile_m": 128}, collective=True, grid_tile_width=1,
         grid_minor_dim=ops("blackwell_matmul_mgpu").MatmulDimension.N,
     )  # fmt: skip
-    # After two tiles in a row the second CTA's accumulator is overwritten: its epilogue tells its own CTA only.
+    # After two tiles in a row, the second CTA's accumulator is overwritten too early: its epilogue signals only its own
+    # CTA, not the CTA that issues the products.
     reports = [] if cores == 4 else [ACCUMULATOR]
     out = run(
         lambda *xs: module.ragged_dot_kernel(*xs, config), x, y, sizes, cores=cores, completion=completion,

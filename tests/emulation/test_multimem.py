@@ -1,4 +1,4 @@
-"""NVLink multicast: one store, load or signal for all devices of a mesh; and the number of cores of a CPU device."""
+"""Tests NVLink multicast (one store, load or signal for all devices of a mesh), and the core count of CPU devices."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The tensor cores of Blackwell: products of one CTA and of pairs, and what is reported when a rule is broken."""
+"""Tests Blackwell's tensor cores: products of one CTA and of pairs, and the reports when a rule is broken."""
 
 import functools
 
@@ -37,7 +37,7 @@ def test_clean_under_every_schedule_tried(pair, completion):
 
 
 DATA, TENSOR = "data", "tensor"
-# for a pair, defect, error, kind of race, words in some message
+# For each: (whether a pair computes, defect, error, kind of race, words in some message).
 DEFECTS = [
     (False, "early refill", RaceError, DATA, "TMA load, write"),
     (True, "early refill", RaceError, DATA, "TMA load, write"),

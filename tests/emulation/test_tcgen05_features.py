@@ -1,4 +1,4 @@
-"""Tensor memory, the types of products, scales, and dynamic scheduling."""
+"""Tests tensor memory, the types of products, scales, and dynamic scheduling."""
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,7 @@ def test_reductions_and_leading_dimensions():
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_unions(waits):
-    """Two references to the same columns, one after the other; a third one to columns of its own."""
+    """A kernel uses two references to the same columns, one after the other, and a third to other columns."""
     x, y = normal(128, 64), normal(128, 64, dtype=np.float16, seed=1)
 
     def body(x_gmem, y_gmem, x_out, y_out, first_out, union):
@@ -163,7 +163,7 @@ def test_unions(waits):
         first_out[...] = plgpu.async_load_tmem(first)
         if waits:
             plgpu.wait_load_tmem()
-        plgpu.async_store_tmem(third, y_gmem[...])  # in the place of `first`
+        plgpu.async_store_tmem(third, y_gmem[...])  # The columns are those of `first`.
         plgpu.commit_tmem()
         x_out[...], y_out[...] = plgpu.async_load_tmem(second), plgpu.async_load_tmem(third)
 
@@ -221,7 +221,7 @@ def test_a_copy_on_a_barrier_that_orders_the_tensor_core():
     scratch = [plgpu.SMEM(x.shape, jnp.float32), plgpu.Barrier(orders_tensor_core=True)]
     if jax.__version_info__ >= (0, 12):
         np.testing.assert_array_equal(run_kernel(body, x, out_type=out_type(x.shape), scratch_types=scratch), x)
-    else:  # a fault of the compiler
+    else:  # A fault of the compiler.
         with pytest.raises(ProtocolError, match="arrives 128 times"):
             run_kernel(body, x, out_type=out_type(x.shape), scratch_types=scratch)
 
@@ -253,11 +253,11 @@ def test_waiting_clusters_are_taken_over(ctas, completion):
         settings = {**settings, "completion": completion}
         out, taken = run_kernel(body, settings=settings, **kwargs)
         np.testing.assert_array_equal(out, 10 * np.arange(work)[:, None] + np.arange(ctas))
-        assert (taken == taken[:, :1]).all()  # both CTAs of a cluster
+        assert (taken == taken[:, :1]).all()  # Both CTAs of a cluster take the same tile.
         started = min(settings.get("resident", 4) // ctas, work)
         assert len(np.unique(taken)) >= started
         if started < work:
             assert len(np.unique(taken)) < work
-    if ctas > 1:  # Then both ask, and each gets two answers.
+    if ctas > 1:  # With two CTAs, both ask, and each gets two answers.
         with pytest.raises(EmulationError):
             run_kernel(lambda *refs: body(*refs, passes=False), settings={"completion": completion}, **kwargs)

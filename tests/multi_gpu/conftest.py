@@ -1,4 +1,4 @@
-"""Tests on real GPUs. One process: `pytest tests/multi_gpu`; one per GPU: the same under `launch/mpirun.sh`."""
+"""Tests on real GPUs. Run `pytest tests/multi_gpu` in one process, or under `launch/mpirun.sh` in a process per GPU."""
 
 import jax
 import pytest

@@ -1,4 +1,7 @@
-"""Kernels find their peers' memory by position, for any device order, many rows and few, in both process layouts."""
+"""Tests that kernels find their peers' memory by position, for any device order and number of rows.
+
+The tests hold with one process for all GPUs and with one process per GPU.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,7 @@ def test_permuted_devices(devices, m_shard):
 
 @ROWS
 def test_ranks_that_run_against_the_positions(devices, m_shard, monkeypatch):
-    """Ranks and positions differ here, as on several hosts (test_several_hosts.py)."""
+    """The test makes ranks differ from positions, as on several hosts (test_several_hosts.py)."""
     mesh_cases.let_ranks_run_against_the_positions(monkeypatch)
     case = layout("x", x=devices)
     measure = mesh_cases.errors(case, fused(case))

@@ -32,7 +32,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def late_transfers(monkeypatch, victim):
-    """Device `victim` stalls before it announces each arrival: of a chunk, or of a piece passed on by the ring."""
+    """Makes device `victim` stall before it announces that a chunk, or a piece passed on by the ring, has arrived."""
     copy_chunks, announce = communicator.copy_chunks, ring_transport._announce
 
     def pull_late(*args, landed, **kwargs):
@@ -51,7 +51,7 @@ def late_transfers(monkeypatch, victim):
 
 
 def late_sends(monkeypatch, victim):
-    """Device `victim` stalls before it passes on the first k step of each piece."""
+    """Makes device `victim` stall before it passes on the first k step of each piece."""
     pass_on = ring_transport._pass_on
 
     def pass_on_late(site, tile, k, lhs_smem):
@@ -124,7 +124,7 @@ def test_a_communicator_that_begins_late(devices, transport, monkeypatch):
 
 def test_negative_control_without_looking_for_the_peers_it_is_wrong(devices, monkeypatch):
     do_not_look(monkeypatch)
-    # Without looking, a device may miss what a peer says before that peer has begun. So waiting for it could never end.
+    # If a device does not look for a peer, it may miss a signal of that peer, and wait for the signal forever.
     without_waiting_for("seen", "done")(monkeypatch)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 20)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) > 1e-1
@@ -146,7 +146,7 @@ def test_negative_control_without_the_flags_of_the_ring_it_is_wrong(devices, mon
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_device_that_passes_on_late_while_its_inputs_are_overwritten(devices, victim, monkeypatch):
-    """The same delay as in the control. The others overwrite their inputs while rows are still travelling."""
+    """The delay is that of the negative control. Other devices overwrite their inputs while rows still travel."""
     late_sends(monkeypatch, victim)
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5, "ring")(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
@@ -156,7 +156,7 @@ def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch
     late_transfers(monkeypatch, 1)
     speak_before_the_transfers(monkeypatch)
     mesh = make_mesh(x=devices)
-    # Large enough that a late device still has to pull most of its chunks when the others leave.
+    # The shape is so large that a late device still has to pull most of its chunks when the others leave.
     assert float(repeated(mesh, 5)(*operands(mesh, (2048, 256, 4096), jnp.bfloat16, seed=4))) > 1e-2
 
 

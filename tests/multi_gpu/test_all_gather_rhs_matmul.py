@@ -15,7 +15,7 @@ from tests.oracle import make_mesh
 from tests.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
 from tests.skew_cases import stall
 
-SHAPES = [  # m, and the shard of the weights: along n, and along k.
+SHAPES = [  # Each entry: (m, {gathered dimension: shape of one shard of the weights}).
     (2048, {"n": (4096, 1024), "k": (1024, 4096)}),
     (1000, {"n": (1032, 520), "k": (520, 10248)}),  # Ragged; along k with several blocks of columns.
     (8, {"n": (64, 8), "k": (8, 64)}),
@@ -33,7 +33,7 @@ CONFIGS = [
 
 
 def late_pulls(monkeypatch, victim):
-    """The communicators of device `victim` stall before they announce each chunk."""
+    """Makes the communicators of device `victim` stall before they announce each chunk."""
     copy_chunks = communicator.copy_chunks
 
     def pull_late(*args, landed, **kwargs):
@@ -63,7 +63,7 @@ def unfused(along):
 
 
 def errors(mesh, along, config=None):
-    """A jitted function from operands to (our error, error of the unfused product), the worst over devices."""
+    """Returns a jitted function from operands to (fused error, unfused error); each is the largest over the devices."""
 
     def measure(lhs, rhs):
         wide = lhs.astype(jnp.float32), gathered(rhs, along).astype(jnp.float32)
@@ -102,7 +102,7 @@ def test_other_configs(devices, along, config):
 
 @pytest.mark.parametrize("along", ALONG)
 def test_transposed_rows(devices, along, monkeypatch):
-    """A transposed left operand is read in place, with the same bits as one that is not transposed."""
+    """The kernel reads a transposed left operand in place. The result has the same bits as without transposing."""
     late_pulls(monkeypatch, 1)
     mesh, (m, shards) = make_mesh(x=devices), SHAPES[1]
     lhs, rhs = operands(mesh, along, m, shards[along], jnp.bfloat16, seed=7)

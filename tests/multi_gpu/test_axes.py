@@ -1,4 +1,4 @@
-"""Fused calls along both axes of a mesh, one after the other, on devices that are late by up to 20 ms."""
+"""Runs fused calls along both axes of a mesh, one after the other, on devices that are late by up to 20 ms."""
 
 import os
 import pathlib

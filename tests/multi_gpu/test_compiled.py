@@ -1,4 +1,4 @@
-"""Programs that are compiled ahead of time, loaded from jax's persistent cache, or exported."""
+"""Tests programs that are compiled ahead of time, loaded from jax's persistent cache, or exported."""
 
 import os
 import pathlib
@@ -25,7 +25,7 @@ def layer(mesh):
 
 
 def integers(mesh):
-    """Operands with exact products, and the product."""
+    """Draws operands whose product is exact. Returns the operands and the product."""
     (m, n, k), size, chance = SHAPE, mesh.size, np.random.default_rng(0)
     values = chance.integers(-1, 2, (size * m, k)), chance.integers(-1, 2, (k, size * n))
     specs = P("x"), P(None, "x")

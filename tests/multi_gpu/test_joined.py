@@ -1,4 +1,4 @@
-"""Few rows per shard on 2, 4 and 8 GPUs: exact and repeatable, whichever device is late."""
+"""Tests gathers with few rows per shard on 2, 4 and 8 GPUs: exact and repeatable, whichever device is late."""
 
 import dataclasses
 
@@ -19,7 +19,8 @@ E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 ONE = overlap.Config(tile_m=64, tile_n=128, joined=True)
 CUT = overlap.Config(tile_m=64, tile_n=256, stream_k=8, joined=True)
 ALL = ("rows", "columns")
-# Integers up to 3 in magnitude, k ≤ 200: every sum is exact in f16 and f32. None: the library's own choice.
+# With integers up to 3 in magnitude and k ≤ 200, every sum is exact in f16 and f32. A configuration of None leaves the
+# choice to the library.
 EXACT = [
     (Form(16, (1024,), 192, container=None), None),
     (Form(1, (24,), 8, container=None), CUT),
@@ -72,7 +73,7 @@ def test_repeated_launches_agree_bit_for_bit(devices):
 
 
 def late_copies(monkeypatch, victim, stalls=1):
-    """Device `victim` stalls before it copies its first chunk of a peer."""
+    """Makes device `victim` stall before it copies its first chunk of a peer."""
     copy = Communicator._copy
 
     def copy_late(self, chunks, *args):
@@ -109,7 +110,7 @@ def test_negative_control_without_the_flags_it_is_wrong(devices, monkeypatch):
 
 
 def test_negative_control_without_the_handshake_it_is_wrong(devices, monkeypatch):
-    # Stalls until long after the others have overwritten the operands that this device still has to copy.
+    # The device stalls until long after the others have overwritten the operands that it still has to copy.
     late_copies(monkeypatch, 1, stalls=10)
     speak_before_the_transfers(monkeypatch)
     mesh = oracle.make_mesh(x=devices)

@@ -41,7 +41,7 @@ def random_case(seed):
 
 
 def random_config(seed, dtype, left, right, m, n, k, batch, out):
-    """None (the library's own choice) for every third case, else any valid configuration."""
+    """Returns None (the library chooses) for every third case, else draws any valid configuration."""
     if seed % 3 == 0:
         return None
     layout = "nt"[left] + "nt"[right]
@@ -85,7 +85,7 @@ def test_random(seed):
     exact = jax.nn.relu(exact) if "activation" in extras else exact
     fused = call("fused", config)
     first = fused(lhs, rhs)
-    # The addend is taken in the dtype of the result. If that rounds it, XLA's form rounds it too.
+    # The addend is converted to the dtype of the result. If the conversion rounds, XLA's form rounds too.
     theirs = oracle.distance(call("xla")(lhs, rhs), exact)
     rounding = oracle.distance(exact.astype(first.dtype), exact)
     # The tensor cores truncate f32 sums, and add f8 products with about 14 bits. XLA may use other instructions.
@@ -110,7 +110,7 @@ SWAPPED = [
 @pytest.mark.parametrize("rows", [1, 72, 1000])
 @pytest.mark.parametrize(("config", "dtype"), SWAPPED, ids=str)
 def test_transposed_tiles(config, dtype, rows):
-    """All epilogue operands, and row counts that the tile does not divide; integers, with exact sums."""
+    """Runs products of integers (all sums are exact) with all epilogue operands and cut tiles of rows."""
     rng = np.random.default_rng(rows)
     draw = lambda *shape: rng.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
     n, k, transpose_rhs = 1032, 656, jnp.dtype(dtype).itemsize == 1

@@ -77,7 +77,7 @@ def test_two_rings_of_one_mesh_in_one_program(order):
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])
 def test_ranks_that_run_against_the_positions(transport, monkeypatch):
-    """The part of several hosts (test_several_hosts.py) that one process can test: ranks and positions differ."""
+    """Ranks and positions differ, as on several hosts. One process can test this; see also test_several_hosts.py."""
     mesh_cases.let_ranks_run_against_the_positions(monkeypatch)
     case = layout("x", x=4)
     measure = mesh_cases.errors(case, fused(case, transport=transport))

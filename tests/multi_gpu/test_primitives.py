@@ -20,7 +20,7 @@ def test_every_launch_is_exact(devices, name, shard):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_device_that_is_late_is_waited_for(devices, name, victim, late, monkeypatch):
-    """Device `victim` stalls before each of its stores, or before it signals that its stores have landed."""
+    """Makes device `victim` stall before each of its stores, or before it signals that its stores have landed."""
     act = getattr(prim, late)
     monkeypatch.setattr(prim, late, lambda *args: (stall(victim), act(*args)))
     run = program(name, devices, (64, 1024))

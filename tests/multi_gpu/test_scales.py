@@ -1,4 +1,4 @@
-"""Row scales that travel with the rows, on 2, 4 and 8 GPUs: many rows and few, whichever device is late."""
+"""Tests row scales that travel with the rows, on 2, 4 and 8 GPUs: many rows and few, whichever device is late."""
 
 import jax.numpy as jnp
 import pytest
@@ -19,7 +19,7 @@ KINDS = pytest.mark.parametrize("kind", [MANY, CLUSTERS, FEW], ids=["many", "clu
 
 
 def row_scales(lhs):
-    """Row scales as from a quantization: different for each row."""
+    """Returns row scales as a quantization would compute them: different for each row."""
     return 1 + jnp.abs(lhs[:, :1].astype(jnp.float32)) * 8
 
 
@@ -37,7 +37,7 @@ def repeated(devices, kind, iterations):
 
 
 def late_scales(monkeypatch, victim):
-    """CTAs of device `victim` stall before they copy scales; other CTAs copy the rows meanwhile."""
+    """Makes CTAs of device `victim` stall before they copy scales, while other CTAs copy the rows."""
 
     def late(copy):
         return lambda *args: (stall(victim), copy(*args))[1]

@@ -1,4 +1,4 @@
-"""A mesh over several hosts, one process per GPU. One host serves as several if JAX_PARTITION_INDEX says so:
+"""Tests a mesh over several hosts, with one process per GPU. JAX_PARTITION_INDEX lets one host count as several:
 
 launch/mpirun.sh -np 4 -- sh -c 'JAX_PARTITION_INDEX=$((OMPI_COMM_WORLD_RANK / 2)) exec '"$(which python)"' \
     -m pytest tests/multi_gpu/test_several_hosts.py'
@@ -24,7 +24,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def within_hosts():
-    """A mesh with one axis across the hosts and one within each host."""
+    """Returns a mesh with one axis across the hosts and one axis within each host."""
     hosts = len({clique.host_of(device) for device in jax.devices()})
     return layout("x", data=hosts, x=jax.device_count() // hosts)
 

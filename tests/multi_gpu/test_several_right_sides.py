@@ -1,4 +1,4 @@
-"""`all_gather_lhs_matmul` on GPUs, with several right operands, the gathered operand, batches, f8 and scales."""
+"""Tests `all_gather_lhs_matmul` on GPUs: several right operands, the returned gathered operand, batches, f8, scales."""
 
 import functools
 
@@ -14,7 +14,7 @@ from tests.several_sides_cases import Form
 
 E4M3, BF16, F16 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16
 ALL = ("rows", "columns")
-# Integers up to 3 in magnitude, k ≤ 200: every sum is exact in f16 and f32.
+# With integers up to 3 in magnitude and k ≤ 200, every sum is exact in f16 and f32.
 EXACT = [
     (Form(1024, (512, 128, 128), 192), None),
     (Form(200, (264, 8, 72), 136, gathered=True, container=tuple), overlap.Config(stream_k=3)),
@@ -41,7 +41,7 @@ def test_every_bit(devices, form, config, transport):
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3])
 def test_a_layer_as_long_as_real_ones(devices, dtype):
-    """Q, K and V of 4096 features: no larger error than XLA's, and the same bits each time."""
+    """Computes Q, K and V of 4096 features: the error is no larger than XLA's, and each run gives the same bits."""
     is_f8 = jnp.dtype(dtype).itemsize == 1
     form = Form(1024, (4096 // devices, 1024 // devices, 1024 // devices), 4096, dtype=dtype, transpose_rhs=is_f8,
                 gathered=True, scales=ALL)  # fmt: skip

@@ -43,7 +43,10 @@ EVERY = ("lhs_scale", "rhs_scale", "bias")
 
 
 def operands(mesh, layer, sizes, seed, *, dtype=BF16, extras=()):
-    """Normal operands; `of_type` rounds 16-bit operands to 8 bits. Scales are near 1, different on each device."""
+    """Draws normally distributed operands, and scales that differ on each device.
+
+    `of_type` then rounds 16-bit operands to 8 bits, and moves the scales away from zero.
+    """
     (m, n, k), devices = sizes, mesh.shape["x"]
     shapes = {
         "lhs": (devices * k, m) if layer.transpose_lhs else (m, devices * k),
@@ -63,13 +66,19 @@ def operands(mesh, layer, sizes, seed, *, dtype=BF16, extras=()):
 
 
 def of_type(arrays, dtype):
-    """Inside `shard_map`: the operands in that dtype, and scales that are not near zero."""
+    """Returns `arrays` with operands converted to `dtype`, and scales mapped to 1 + |scale|, away from zero.
+
+    Call this function inside `shard_map`.
+    """
     scales = {name: 1 + jnp.abs(x) for name, x in arrays.items() if name.endswith("_scale")}
     return arrays | scales | {name: arrays[name].astype(dtype) for name in ("lhs", "rhs")}
 
 
 def unfused(layer):
-    """What a user would write instead, always rounded to the result's dtype: XLA might keep excess precision."""
+    """Returns the computation of `layer` as a user would write it without this library.
+
+    Each intermediate result is rounded to the result's dtype, because XLA might keep excess precision.
+    """
 
     def call(arrays):
         given = layer.of_one_device(arrays)
@@ -94,7 +103,7 @@ def exact(layer):
 
 
 def check(mesh, layer, arrays, *, config=None, dtype=None):
-    """Our error must be at most twice that of the unfused product, the worst over devices."""
+    """Asserts that the fused error is at most twice the unfused error; both are the largest over the devices."""
 
     def measure(arrays):
         arrays = arrays if dtype is None else of_type(arrays, dtype)
@@ -111,11 +120,14 @@ def check(mesh, layer, arrays, *, config=None, dtype=None):
 
 
 def repeated(mesh, layer, sizes, iterations, seed):
-    """The largest distance from the unfused product, with late devices, and lhs overwritten after the kernel."""
+    """Returns the largest distance between the fused and the unfused result over `iterations` launches.
+
+    Devices are late by random times, and each launch's lhs is overwritten right after the kernel.
+    """
     arrays = operands(mesh, layer, sizes, seed)
 
     def measure(arrays):
-        # `skew_cases.repeated` overwrites its first operand, which peers depend on: here lhs, whose products are sent.
+        # `skew_cases.repeated` overwrites its first operand. Make lhs the first, since peers depend on its products.
         of = lambda call: lambda lhs, rhs: call({"lhs": lhs, "rhs": rhs})  # noqa: E731
         body = skew_cases.repeated(of(fused(layer)), of(unfused(layer)), mesh, iterations)
         return body(arrays["lhs"], arrays["rhs"])
@@ -272,7 +284,7 @@ def test_launches_in_a_row_agree_bit_for_bit(devices, dtype, along):
 
 @pytest.mark.parametrize("along", WAYS)
 def test_launches_in_a_row_with_other_operands(devices, along):
-    """All launches are queued before the first result is read. What one leaves in memory is wrong for the next."""
+    """Queues all launches before reading a result. Values that a launch leaves in memory are wrong for the next one."""
     mesh, layer = make_mesh(x=devices), Layer(along, dtype=BF16)
     sizes = devices * 264, devices * 264, 520
     given = [operands(mesh, layer, sizes, seed) for seed in range(8)]
