@@ -127,7 +127,7 @@ def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_training_steps(kind: Any) -> None:
-    """Training in bf16 (f32 masters, accumulated gradients, donated parameters and optimizer) agrees with one device."""
+    """Training in bf16 (f32 masters, accumulated gradients, donated state) agrees with training on one device."""
     mesh, x, target = make_mesh(kind=kind), draw(1, (2, 4, 16, 32)), draw(2, (2, 4, 16, 32))
     with jax.set_mesh(mesh):
         block = Block(nnx.Rngs(0), dtype=jnp.bfloat16)
