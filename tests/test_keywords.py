@@ -127,7 +127,7 @@ TAKES = {
 
 
 def needs(extras):
-    """Returns the features (keywords, layouts) that a case needs beyond a plain product with or without batches in lhs."""
+    """Returns the keywords and layouts that a case needs beyond a plain product. A batch of `lhs` counts as plain."""
     found = {name for name in extras if name not in ("lhs", "rhs")}
     found |= {
         f"{name} {extras[name][-2:]}"

@@ -104,7 +104,7 @@ def test_policies_of_checkpoint() -> None:
 
 
 def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int = 3) -> tuple[list[float], str]:
-    """Returns the losses of some Adam steps, each accumulated over `parts` parts of the batch, and the compiled step."""
+    """Returns the losses of some Adam steps (gradients are accumulated over `parts` parts), and the compiled step."""
     optimizer = nnx.Optimizer(block, optax.adamw(3e-3), wrt=nnx.Param)
 
     def step(block: Any, optimizer: nnx.Optimizer, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int
 @pytest.mark.slow
 @EXPLICIT_FIRST
 def test_training_steps(kind: Any) -> None:
-    """Training in bf16 with f32 masters, accumulated gradients and donated state gives the losses of one device."""
+    """Training in bf16 (f32 masters, accumulated gradients, donated state) agrees with training on one device."""
     mesh, x, target = make_mesh(kind=kind), draw(1, (2, 4, 16, 32)), draw(2, (2, 4, 16, 32))
     with jax.set_mesh(mesh):
         block = Block(nnx.Rngs(0), dtype=jnp.bfloat16)

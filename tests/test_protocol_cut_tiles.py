@@ -51,7 +51,7 @@ CASES = {  # devices, cores, (m, n, k) of a shard, config
 
 
 def kernel_of(name):
-    """Returns the number of cores, a function that runs the case's kernel (traced at its first call), the exact result."""
+    """Returns the number of cores, a function that runs the kernel (traced at its first call), and the exact result."""
     devices, cores, (m, n, k), config = CASES[name]
     lhs, rhs = integers(1, devices * m, k), integers(2, k, devices * n)
     if devices == 1:

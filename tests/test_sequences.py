@@ -61,7 +61,7 @@ def faults_of(pair, kind, *, detect):
 
 @pytest.fixture
 def one_key(monkeypatch):
-    """With this defect, all launches use the same beacon."""
+    """Injects a defect: all launches use the same beacon."""
     sequences.launch_of.cache_clear()
     monkeypatch.setattr(handshake, "_key", lambda context, group, only: [7, 8, 9, 10])
     yield

@@ -57,7 +57,7 @@ def test_random_products(data):
 
 @pytest.mark.parametrize("config", [SWAPPED, TURNS], ids=["together", "in turn"])
 def test_launches_in_a_row(config):
-    """The number of tiles is odd, so the test fails unless barriers start anew with each launch."""
+    """Runs launches in a row with an odd number of tiles. Barriers must start anew with each launch."""
     xs, w = integers(15, 3, 7 * 72 - 5, 72), integers(16, 72, 72)
 
     def step(w, x):

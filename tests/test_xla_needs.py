@@ -42,7 +42,7 @@ def independent(case, mesh):
 
 
 def on_a_second_stream(case, mesh):
-    """A user can ask XLA for this behaviour explicitly."""
+    """Runs the fused call on a second stream, as a user can explicitly ask XLA to do."""
     space = jax.memory.Space.Device
     call = compute_on(fused, compute_type="gpu_stream:1", out_memory_spaces=space)
     return on_mesh(call, mesh, 2, P(None, "x"))
