@@ -26,6 +26,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def mesh_of(count: int | None) -> jax.sharding.Mesh:
     """A mesh of `count` devices along `AXIS`; None: of all GPUs of the job or, without GPUs, of emulated devices."""
+    if count is not None and count < 1:
+        raise SystemExit(f"--devices must be at least 1, got {count}")
     jax.config.update("jax_num_cpu_devices", count or EMULATED_DEVICES)
     overlap.initialize()  # Joins the job where each GPU has a process of its own; does nothing in a single process.
     devices = jax.devices()[:count]
