@@ -28,7 +28,7 @@ GATHER = Problem("all_gather_lhs_matmul", 256, 256, 128, "bfloat16", "bfloat16",
 
 @pytest.fixture(autouse=True)
 def eight_devices():
-    """The command asks for the devices it needs, unless jax has started already."""
+    """Starts jax with eight CPU devices. The command asks for devices only if jax has not started yet."""
     assert len(jax.devices()) == 8
 
 

@@ -45,7 +45,8 @@ def weights(lhs, rhs, slope, **keywords):
     return overlap.all_gather_rhs_matmul((lhs * slope).astype(lhs.dtype), rhs, "x", gather_dimension=0, **keywords)
 
 
-# The layer, the specs of its operands, and of its result. Along "data" the right operand is the same everywhere.
+# Name -> (the layer, the spec of its right operand, the spec of its result). The right operand is replicated along
+# "data".
 ROWS = P(("data", "x"))
 LAYERS = {
     "matmul": (product, P(), ROWS),

@@ -6,11 +6,12 @@ Reason: on several hosts, XLA must be given the devices of this host in reverse 
 says why). Mosaic GPU assumes in two places that a rank is a position: where a kernel asks for the number of its own
 device, and where a kernel looks up the address of a peer's buffer.
 
-Change: while a kernel is lowered inside `mirrored(True)`, the first function turns the rank into a position, and the
-second function turns the position into a rank. Outside of `mirrored(True)` both functions do what jax's own do. Same
-code in jax 0.11.2 and 0.12.0.1.
+Change: while a kernel is lowered inside `mirrored(True)`, the function that returns the device's number turns the rank
+into a position, and the function that looks up a peer's buffer turns the position into a rank. Outside of
+`mirrored(True)` both functions do what jax's own do. Same code in jax 0.11.2 and 0.12.0.1.
 
-Replaced by: a translation from positions to ranks in Mosaic GPU, or a clique that XLA does not confuse with its own.
+Replaced by: a translation from positions to ranks in Mosaic GPU, or a way to give XLA the devices in order without XLA
+taking the clique for one of its own.
 For upstream: docs/upstream/mosaic-gpu-ranks.md.
 """
 

@@ -50,7 +50,7 @@ class Told:
     """A kernel that is being lowered, and that reads its peers' addresses from a table which another kernel writes.
 
     Attributes:
-      addresses: `overlap.primitives.addresses`.
+      addresses: the module `overlap.primitives.addresses`, which this package may not import.
       peers_read: the indices of the kernel's operands that peers read or write. Their addresses are the first rows of
         the table; the addresses of the kernel's flags are the last row.
     """

@@ -94,9 +94,10 @@ class Problem:
 
     @property
     def scattered(self) -> str:
-        """The dimension along which the sum over the devices is cut into a block for each device: "m", "n" or "".
+        """The dimension along which the sum over the devices is cut into a block for each device: "m" or "n".
 
-        `matmul_all_reduce` may cut along m or n. Of the two, the dimension is taken whose blocks need fewer tiles.
+        "" if the sum is not cut. `matmul_all_reduce` may cut along either, and takes the one whose blocks need fewer
+        tiles.
         """
         if self.op != _ALL_REDUCE:
             return _SCATTERED.get(self.op, "")

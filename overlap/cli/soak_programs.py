@@ -185,9 +185,9 @@ def _spin(microseconds: jax.Array) -> jax.Array:
 def program(case: Case, mesh: Mesh, axis: Axis, steps: int) -> Callable[..., jax.Array]:
     """A jitted function that runs `steps` launches of a case in a loop.
 
-    Its arguments are (late_us [devices], period, *operands), with the arrays of `operands`. In every `period`-th
-    launch, each device is late by its `late_us`. A sum along all other axes of the mesh may run at the same time. The
-    function returns how many results had a wrong bit, added up over the devices.
+    Its arguments are (late_us, period, *arrays): a delay for each device, and the arrays that `operands` returns. In
+    every `period`-th launch, each device is late by its `late_us`. A sum along all other axes of the mesh may run at
+    the same time. The function returns how many results had a wrong bit, added up over the devices.
     """
     others = tuple(name for name in mesh.axis_names if name != axis and name not in axis)
 

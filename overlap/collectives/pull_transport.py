@@ -78,7 +78,10 @@ def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Says from where to where chunks are copied. For `Chunks`, a shard here is a pair (step, batch element)."""
+    """Gives the source and the destination of each chunk.
+
+    What `Chunks` calls a shard is here one batch element of the shard of one step: a pair (step, batch element).
+    """
 
     shards: Shards
     flags: SemaphoreRef

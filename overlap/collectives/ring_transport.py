@@ -8,7 +8,7 @@ and need not be loaded a second time.
                     for each k step: sends the tile of lhs to the scratch of device d − 1; frees the stage once the tile
                     has been read
                     when all these tiles have landed: raises the flag of their row block at device d − 1
-                in step 0, if the gathered operand is a result: also stores the tile in the own scratch
+                in step 0, if the call also returns the gathered operand: stores the tile in this device's scratch, too
     producer    waits for all pieces of a tile's row block, at system scope
 
 The flag counts pieces because a tile may be cut along k, its pieces computed by several CTAs (`StreamK`). All cut tiles

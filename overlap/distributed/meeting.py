@@ -109,7 +109,7 @@ class _Host:
     """Process 0, which waits for the other processes.
 
     Attributes:
-      came: the cards of the processes that have come, by rank.
+      came: what each process that has come says of itself (its `Card`), by rank.
       guests: the connections to them, by rank.
       ended: set when all have come, or when a rank has come twice.
       fault: the error message if a rank has come twice, else None.

@@ -25,8 +25,8 @@ from overlap.primitives import windows
 
 _logger = logging.getLogger("overlap")
 
-# By default XLA's processes share the work of choosing algorithms. That needs the same program on all hosts, and each
-# host compiles its own program with a fused kernel (overlap/primitives/clique.py).
+# By default the processes of a job share the work of choosing algorithms, which needs the same program on all hosts. A
+# program with a fused kernel differs from host to host (overlap/primitives/clique.py). So each process chooses alone.
 _OWN_AUTOTUNING = "xla_gpu_shard_autotuning"
 # If the last process comes just before the timeout, jax still needs time to connect all of them.
 _LEFT_FOR_JAX_S = 10

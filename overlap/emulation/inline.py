@@ -266,7 +266,7 @@ class _Reader:
         Args:
             code: the PTX.
             frame: its registers.
-            cleared: the entries that hold no value at the beginning.
+            cleared: the entries (indices into the thread's values) of registers that hold no value at the beginning.
         """
         d, eqn = self._d, self._eqn
 

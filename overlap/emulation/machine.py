@@ -71,7 +71,10 @@ class Thread:
             self.knowledge.note(self.component, self.time)
 
     def block(self, on: Waitable, why: Callable[[], str]) -> bool:
-        """Suspends the thread at the current instruction until `on` changes; `why` describes the wait."""
+        """Suspends the thread at the current instruction until `on` changes; `why` describes the wait.
+
+        Returns True, which an instruction returns to stop its thread there.
+        """
         if self.blocked is None:
             self.blocked_at = self.simulation.now
         self.blocked = (on, why)

@@ -36,7 +36,7 @@ class Reader(Protocol):
 
 
 class Poll:
-    """The iterations of a loop that only reads words.
+    """Tracks whether a thread repeats a loop that only reads words of memory until one of them changes.
 
     Attributes:
         head: the loop's first instruction; None outside of a loop.

@@ -84,7 +84,7 @@ class RaceDetector:
     def __init__(self, report: Callable[[str, Access, Access], None]):
         self._sets: list[dict[int, Access]] = [{}]
         self._report = report
-        # instruction -> (a read of memory of which a part had not been written, whether none of it had been)
+        # instruction -> (a read that touched unwritten memory, whether all of the memory that it read was unwritten)
         self.unwritten: dict[int, tuple[Access, bool]] = {}
 
     def access(self, access: Access, knowledge: Knowledge) -> None:

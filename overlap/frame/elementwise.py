@@ -26,7 +26,7 @@ from jax.extend.core import Literal, Primitive
 
 # Primitives that call a jaxpr.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
-# Primitives that return their operand, and those that change its shape alone.
+# Primitives that return their operand, and those that only rearrange or select its elements.
 _SAME = {"copy", "copy_p", "stop_gradient", "optimization_barrier", "name", "pvary", "pbroadcast"}
 _SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev"}
 # Primitives whose operands may be scalars beside arrays. For all others, scalars are broadcast to the input's shape.

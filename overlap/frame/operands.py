@@ -221,10 +221,10 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
 
 
 def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
-    """Returns `plan` for f32 results and without the activation. Its `config` is None if no kernel can compute these.
+    """Returns `plan` for f32 results, without the activation. Its `config` is None if no kernel has f32 results.
 
     f32 results take more shared memory and registers. So where the plan's configuration does not fit any more, another
-    one is chosen. Arrays may be types.
+    one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
     """
     problem, config = plan.operation.problem(operands, plan.layouts, F32), plan.config
     assert config is not None

@@ -37,7 +37,7 @@ ADDRESS = 0x4F56_4C41_0000  # Some 87 TB: far from the addresses that programs, 
 MOST_DEVICES = 32
 RECORD_BYTES = 64
 _BYTES = MOST_DEVICES * MOST_DEVICES * RECORD_BYTES
-# The words of a record. The state is written last; its values are OVER (also: no record), STILL_WAITING and GIVEN_UP.
+# The words of a record. The state is written last; its values are OVER (0, as in no record), STILL_WAITING, GIVEN_UP.
 STATE, OPERATION, POSITION, PEER, ROLE, EXPECTED, GOT, WAITED, POINTER = range(9)  # The pointer has two words.
 # A kernel's clock counts in 2^20 ns.
 TICK_S = 2**20 / 1e9

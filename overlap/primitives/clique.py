@@ -41,7 +41,7 @@ _WAY_OUT = 'or use implementation="xla"'
 
 
 class _Ranked:
-    """A device as Mosaic GPU sees it: its id is a number given here; all other attributes are the device's own."""
+    """Wraps a device for Mosaic GPU: `id` is `number`; all other attributes are those of the wrapped device."""
 
     def __init__(self, number: int, device: Any) -> None:
         self.id = number

@@ -68,8 +68,8 @@ def look_until(
         if where is None:
             return []
         return [
-            # Each pair of devices has a record of its own. Bits of the flag's address tell the GPUs of a process apart,
-            # whose memories are far from each other.
+            # Each pair of devices has a record of its own. The GPUs of a process have address ranges that are far
+            # apart, so high bits of the flag's address say which GPU it is.
             f"mov.b64 own, {own};", "shr.u64 record, own, 34;", "cvt.u32.u64 place, record;",
             "shr.u32 me, place, 5;", "xor.b32 place, place, me;", f"and.b32 place, place, {most};",
             f"mov.b32 me, {me};", f"and.b32 peer, {peer}, {most};", f"mov.b32 expected, {expected};",

@@ -34,11 +34,11 @@ def stride_bytes(gpus: int) -> int:
 
 
 def note_program(program: Any, device_ids: tuple[int, ...]) -> None:
-    """Counts a program. Call it when a kernel of the program is lowered that is told its peers' addresses.
+    """Counts a program toward `most_programs`. Call it when a kernel that is told its peers' addresses is lowered.
 
     Args:
-      program: the program; it is counted once if its kernels are lowered one after the other.
-      device_ids: the ids of the devices of the kernel's mesh, in mesh order.
+      program: the program that the kernel belongs to. It is counted once if its kernels are lowered one after the
+      other. device_ids: the ids of the devices of the kernel's mesh, in mesh order.
 
     Raises:
       NotImplementedError: there is no address space for one more mesh.
@@ -63,7 +63,8 @@ def most_programs() -> int | None:
     stride, pool = os.environ.get(STRIDE_VARIABLE, ""), stats.get("bytes_limit", 0)
     if not stride.isdigit() or not pool:
         return None
-    # Rounded up to large steps, because all processes must compute the same number.
+    # The pool's size may differ a little from process to process. It is rounded up to large steps, so that all
+    # processes compute the same number.
     return max(int(stride) // (-(-pool // _STEP_BYTES) * _STEP_BYTES) - _RESERVED, 0)
 
 

@@ -248,7 +248,7 @@ def _saves_all_but_gathers(axes: frozenset[str]) -> Callable[..., bool]:
     """A policy of `jax.checkpoint` that keeps everything but the results of gathers along these axes."""
 
     def saves(primitive: Any, *_: Any, **parameters: Any) -> bool:
-        # `same_along` returns its operand with another type. So its result must not be kept either.
+        # `same_along` returns its operand's data with another type. Keeping its result would keep what was gathered.
         if primitive is lax.all_gather_p:
             return not axes.intersection(parameters["axis_name"])
         return primitive is not same_along_p

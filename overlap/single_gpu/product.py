@@ -98,7 +98,7 @@ class _Body:
 
     def tile_at(self, index: Index) -> Tile:
         config = self.kernel.config
-        # The index of the batch element or, with pieces of k, of the piece of a batch element.
+        # `result` is the index of the batch element. With `split_k` > 1 it is batch element · split_k + piece.
         result = quotient(index, self.order.tiles)
         row, column = own_tile(config, *self.order(index - result * self.order.tiles))
         piece = remainder(result, config.split_k)

@@ -63,9 +63,10 @@ def draw_operands(problem: Problem, mesh: Mesh, seed: int) -> tuple[jax.Array, j
 
 @functools.cache
 def complete_program(problem: Problem, mesh: Mesh) -> Any:
-    """Makes a program (lhs, rhs) -> (lhs, rhs) that gathers the operand that the operation gathers.
+    """Makes a program (lhs, rhs) -> (lhs, rhs) that gives every device the whole of the operand to be gathered.
 
-    The gathered operand is sharded as before: each device's copy is now a shard of a larger array.
+    The results have the same specs as the operands. The gathered array is larger by the number of devices, since each
+    device's shard of it is a full copy.
     """
     both = specs(problem)[:2]
     return _mapped(functools.partial(gather, problem), mesh, both, both)

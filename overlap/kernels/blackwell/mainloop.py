@@ -337,7 +337,7 @@ class Blackwell:
     def broadcast_vector(
         self, vector_gmem: GmemRef, where: pl.Slice, shape: tuple[int, ...], dimension: int
     ) -> jax.Array:
-        # Take the layout of values from tensor memory without the dimension along which the vector is broadcast.
+        # The vector's layout is that of values from tensor memory, without the dimension that is broadcast.
         layout = plgpu.Layout.TCGEN05.reduce(1 - dimension)
         vector = plgpu.load(vector_gmem.at[where], layout=layout, optimized=False)
         return lax.broadcast_in_dim(vector, shape, (dimension,))

@@ -51,7 +51,10 @@ RANK_AXIS = kernel_axis("rank in the cluster")  # 0 is the leader.
 
 
 def copy_half(src_gmem: GmemRef, dst_smem: SmemRef, full: BarrierRef, dimension: int) -> None:
-    """Copies this CTA's half of a tile that the cluster shares along `dimension`; counts at the leader's `full`."""
+    """Copies this CTA's half of a tile that the cluster shares along `dimension`.
+
+    The bytes of both halves count on the barrier `full` of the cluster's first CTA, the leader.
+    """
     half = plgpu.CopyPartition.PARTITIONED(dimension)
     plgpu.copy_gmem_to_smem(src_gmem, dst_smem, full, collective_axes=(RANK_AXIS,), leader_tracked=half)
 
