@@ -129,11 +129,13 @@ def _told(clique: Any, compiler_params: Any, addresses: Addresses) -> Told | Non
 
 
 def _without_own_barrier(compiler_params: Any, kernel: Told | None) -> dict[str, Any]:
-    """The parameters to change for a kernel whose devices are not known, so that XLA's barrier runs before the kernel.
+    """Returns the compiler parameters to change so that XLA's barrier runs before the kernel, if the kernel skips it.
+
+    A kernel needs that barrier if the devices of its mesh are not known while it is lowered.
 
     Raises:
-      NotImplementedError: the kernel reads its peers' addresses from a table. XLA's barrier cannot run before such a
-        kernel, which has no peers for XLA.
+      NotImplementedError: the kernel reads its peers' addresses from a table. XLA does not know that such a kernel has
+        peers, so XLA runs no barrier for it.
     """
     if not getattr(compiler_params, "skip_device_barrier", False):
         return {}

@@ -346,7 +346,7 @@ class Engine:
     # ---- completion --------------------------------------------------------------------------------------------------
 
     def maybe_complete(self) -> None:
-        """In random mode, completes by chance a stage of an operation."""
+        """In random mode, with some probability advances one random operation in flight by one phase."""
         if self.mode != "random" or not self._flying or self._simulation.random.random() > _EARLY:
             return
         self._complete(int(self._simulation.random.random() * len(self._flying)))

@@ -152,7 +152,7 @@ _background = Run(Settings())  # the run of launches outside any context
 
 @functools.cache
 def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Makes a computation on all `devices`. Returns it, and its argument."""
+    """Returns a trivial jitted computation on all `devices`, and its argument; `drain` waits for its result."""
     sharding = jax.NamedSharding(jax.make_mesh((len(devices),), ("all",), devices=devices), jax.P("all"))
     return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices), np.int32), sharding)
 

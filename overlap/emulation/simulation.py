@@ -1,4 +1,7 @@
-"""The state that launches share: the step count, the source of random choices, race detection and the faults."""
+"""The state that all launches of a simulation share.
+
+It has the step count, the source of random choices, the race detector, and the errors found so far.
+"""
 
 from __future__ import annotations
 

@@ -153,7 +153,10 @@ def _numbered(devices: np.ndarray, names: Any) -> jax.sharding.Mesh:
 
 
 def _own_host(mesh: jax.sharding.Mesh) -> Any:
-    """Returns the host of this process or, for a mesh of another machine for which it only compiles, that machine."""
+    """Identifies the host whose devices this process may use: its own, as `host_of` names it.
+
+    If the mesh describes another machine, for which this process only compiles, the result names that machine.
+    """
     attached = set(jax.local_devices())
     own = [device for device in mesh.devices.flat if device in attached]
     if own:

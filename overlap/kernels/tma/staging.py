@@ -205,7 +205,14 @@ class BufferPlan:
 
 
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
-    """Returns the views (box, mma) of boxes of results, [..., rows, columns]; a third, flat one if sent directly."""
+    """Returns the views (box, mma) of shared memory that holds boxes of results: see `Buffers`.
+
+    Boxes that are sent to peers directly from shared memory have a third view, of flat boxes.
+
+    Args:
+      shape: [..., rows, columns] of the boxes.
+      types: the operands' types.
+    """
     views = _views(shape, shape, types.out_dtype)
     return (*views, _flat_boxes(shape, types.out_dtype)) if types.direct_sends else views
 
