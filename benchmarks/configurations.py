@@ -46,11 +46,10 @@ if TYPE_CHECKING:
 
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
 XLA = "xla"
-FIELDS: tuple[str, ...] = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "status")
-# _LAUNCH_US: about how long one program runs; at the power limit, the clock changes within milliseconds. _WARM_UP_S:
-# how long the GPU works before the first sample that counts; the clock depends on the temperature. _MOST_ITERATIONS:
-# the largest number of calls in one program.
-_LAUNCH_US, _WARM_UP_S, _MOST_ITERATIONS = 12_000.0, 0.15, 600
+FIELDS: tuple[str, ...] = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "launch_ms", "status")
+# _WARM_UP_S: how long the GPU works before the first sample that counts; the clock depends on the temperature.
+# _MOST_ITERATIONS: the largest number of calls in one program.
+_WARM_UP_S, _MOST_ITERATIONS = 0.15, 2000
 # How long a process waits until the others have compiled.
 _PATIENCE_S = 600.0
 # The largest relative difference to XLA's result, by the bytes of an operand's element. Two right results of 16-bit
@@ -123,14 +122,16 @@ class _Worker:
     Args:
       pool_elements: how many random numbers the operands are cut from.
       samples: how often each program is timed.
+      launch_ms: about how long one program runs. At the power limit the GPU's clock depends for some 10 ms on what ran
+        before.
     """
 
-    def __init__(self, pool_elements: int, samples: int) -> None:
+    def __init__(self, pool_elements: int, samples: int, launch_ms: float) -> None:
         import jax
 
         from overlap.tuning.programs import mesh_of
 
-        self.pool_elements, self.samples = pool_elements, samples
+        self.pool_elements, self.samples, self.launch_ms = pool_elements, samples, launch_ms
         self.mesh = mesh_of(jax.devices()[:1])
 
     def _operands(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
@@ -161,7 +162,8 @@ class _Worker:
         """Compiles all configurations of a task."""
         from overlap.tuning.timing import iterations_for
 
-        compiled = _Compiled(task, iterations_for(task.problem, _LAUNCH_US, 2, _MOST_ITERATIONS), {}, {})
+        iterations = iterations_for(task.problem, 1000 * self.launch_ms, 2, _MOST_ITERATIONS)
+        compiled = _Compiled(task, iterations, {}, {})
         for config in task.configs:
             name = json.dumps(changed(config))
             try:
@@ -216,7 +218,8 @@ class _Worker:
         return expected(lhs, rhs)
 
     def _row(self, problem: Problem, name: str, status: str, times: list[float] | None) -> dict[str, Any]:
-        row = {field: getattr(problem, field) for field in PROBLEM_FIELDS} | {"config": name, "status": status}
+        row = {field: getattr(problem, field) for field in PROBLEM_FIELDS}
+        row |= {"config": name, "launch_ms": self.launch_ms, "status": status}
         if times is None:
             return row | {"us": "nan", "spread": "nan", "samples": 0}
         us = statistics.median(times)
@@ -253,12 +256,12 @@ class _Shared:
     locks: Sequence[contextlib.AbstractContextManager[object]]
 
 
-def _work(number: int, shared: _Shared, pool_elements: int, samples: int) -> None:
+def _work(number: int, shared: _Shared, pool_elements: int, samples: int, launch_ms: float) -> None:
     gpu = number % len(shared.locks)
     if len(shared.locks) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     try:
-        worker, mine = _Worker(pool_elements, samples), []
+        worker, mine = _Worker(pool_elements, samples, launch_ms), []
         while True:
             try:
                 task = shared.tasks.get(timeout=1)
@@ -283,7 +286,16 @@ def _work(number: int, shared: _Shared, pool_elements: int, samples: int) -> Non
         shared.results.put(None)
 
 
-def measure(tasks: Sequence[Task], out: pathlib.Path, *, workers: int, samples: int, gpus: int, budget_s: float) -> int:
+def measure(
+    tasks: Sequence[Task],
+    out: pathlib.Path,
+    *,
+    workers: int,
+    samples: int,
+    launch_ms: float,
+    gpus: int,
+    budget_s: float,
+) -> int:
     """Measures all tasks, or as many as the time allows.
 
     Args:
@@ -291,6 +303,7 @@ def measure(tasks: Sequence[Task], out: pathlib.Path, *, workers: int, samples: 
       out: the CSV to write.
       workers: how many processes, at most.
       samples: how often each program is timed.
+      launch_ms: about how long one program runs, in milliseconds.
       gpus: how many GPUs to use.
       budget_s: the time in seconds after which no more results are taken.
 
@@ -305,7 +318,8 @@ def measure(tasks: Sequence[Task], out: pathlib.Path, *, workers: int, samples: 
         shared.tasks.put(task)
     largest = max(max(t.problem.m * t.problem.k, t.problem.n * t.problem.k) for t in tasks)
     processes = [
-        context.Process(target=_work, args=(number, shared, largest, samples), daemon=True) for number in range(workers)
+        context.Process(target=_work, args=(number, shared, largest, samples, launch_ms), daemon=True)
+        for number in range(workers)
     ]
     for process in processes:
         process.start()
@@ -340,6 +354,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
         "--samples", type=whole_number(1), default=6, help="how often each program is timed; the median counts"
     )
     parser.add_argument(
+        "--launch-ms",
+        type=finite_number("milliseconds", at_least=1),
+        default=60.0,
+        help="about how long one program runs; below some 50 the clocks depend on the program before",
+    )
+    parser.add_argument(
         "--budget-s",
         type=finite_number("seconds", at_least=0),
         default=480.0,
@@ -356,7 +376,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     if given.gpus > (there := len(_cuda.visible_gpus())):
         raise WrongArguments(f"configurations: `--gpus` must be at most {there} here, got {given.gpus}")
     written = measure(
-        tasks, given.out, workers=given.workers, samples=given.samples, gpus=given.gpus, budget_s=given.budget_s
+        tasks,
+        given.out,
+        workers=given.workers,
+        samples=given.samples,
+        launch_ms=given.launch_ms,
+        gpus=given.gpus,
+        budget_s=given.budget_s,
     )
     print(f"{written} rows", flush=True)
     return 0

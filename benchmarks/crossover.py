@@ -2,7 +2,7 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
 
     python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
-    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/fitted*.csv \
+    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/h200/*.csv \
         --out overlap/choice/crossover.csv
 
 (Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the times
@@ -40,7 +40,7 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
       ValueError: the file is not the result of a benchmark.
     """
     times: dict[tuple[Any, ...], dict[str, float]] = {}
-    if path.resolve().parent == fit_model.FOLDER:
+    if path.resolve().parent.parent == fit_model.FOLDER:
         return _rows_of_configurations(path)
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):

@@ -1,7 +1,9 @@
 """Fits the rates of the model of `overlap.choice` to measurements, or judges how much time the model's choices lose.
 
-    python -m benchmarks.fit_model                fits rates_h200.json to files of benchmarks/model
-    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/held_out.csv
+    python -m benchmarks.fit_model                fits rates_h200.json to files of benchmarks/model/h200
+    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/h200/held_out.csv
+
+With `--gpu h100` it does the same for an H100.
 
 The measurements come from `benchmarks.configurations`. The model shall find the fastest configuration of a problem. So
 the fit gives more weight to the ratios of times within a problem than to the times themselves.
@@ -25,7 +27,7 @@ from scipy import optimize
 
 from benchmarks import command
 from benchmarks.configurations import PROBLEM_FIELDS, XLA
-from benchmarks.model_tasks import TARGET
+from benchmarks.model_tasks import TARGETS, add_gpu
 from overlap.choice import crossover, model, rates, space
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates
@@ -33,11 +35,12 @@ from overlap.choice.tables import replace
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, old_file
 from overlap.kernels.config import Config
+from overlap.kernels.target import Target
 
+# For each GPU a folder. `held_out.csv` is for the judgement; the model is fitted to the other files. Each file comes from
+# one session. Times of different sessions are not compared, since GPUs differ by some percent.
 FOLDER = pathlib.Path(__file__).parent / "model"
-# Each file comes from one session. Times of different sessions are not compared, since GPUs differ by some percent.
-FITTED_TO = tuple(FOLDER / f"{name}.csv" for name in ("fitted", "fitted_swapped", "known"))
-HELD_OUT = FOLDER / "held_out.csv"
+_HELD_OUT = "held_out.csv"
 # For each fitted rate its start value, and the largest factor by which the fitted value may differ from the start
 # value. All other rates do not appear in plain products, or are known from the data sheet. The rates of power are hard
 # to tell apart, so they may change by small factors only. `in_turn` may change little for another reason: the samples
@@ -72,10 +75,13 @@ FREE = {
     "moved_per_us": (4e7, 2.0),
     "clock_exponent": (0.5, 2.0),
 }
-# XLA's time measured alone, divided by XLA's time in `benchmarks.configurations`. In the latter, XLA's product runs
-# after our kernels, which draw more power, so that the GPU's clock is lower. For 12 products, the harness, whose
-# samples are six times as long, measured a 3% lower XLA / fused (2026-11-23, H200).
-XLA_BY_ITSELF = 0.97
+# XLA's time measured alone, divided by XLA's time in `benchmarks.configurations` with programs of less than
+# _LONG_LAUNCH_MS. In the latter, XLA's product runs after our kernels, which draw more power, so that the GPU's clock is
+# lower. For 12 products, the harness, whose samples are six times as long, measured a 3% lower XLA / fused (2026-11-23,
+# H200).
+XLA_BY_ITSELF, _LONG_LAUNCH_MS = 0.97, 50.0
+# Files without the column `launch_ms` were measured with programs of this length.
+_USUAL_LAUNCH_MS = 12.0
 # The weight of the mean time of a problem's configurations, relative to the weight of their ratios.
 _WEIGHT_OF_ALL = 0.3
 # Relative errors above this are taken for noise: in the fit, their weight falls with their size.
@@ -86,17 +92,20 @@ class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
     """Times in microseconds, by problem and configuration. The key None stands for XLA's product.
 
     Attributes:
-      samples: for each problem, the number of samples of which each time is the median.
+      target: the GPU that was measured.
+      weights: for each problem how much its times count in the fit: the square root of how long each was measured, in
+        units of `_USUAL_LAUNCH_MS`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(dict)
-        self.samples: dict[Problem, int] = {}
+        self.target = target
+        self.weights: dict[Problem, float] = {}
 
 
-def load(path: pathlib.Path) -> Times:
-    """Reads the times in a CSV. Configurations that failed are left out."""
-    times = Times()
+def load(path: pathlib.Path, gpu: str = "h200") -> Times:
+    """Reads the times in a CSV, measured on a GPU of `TARGETS`. Configurations that failed are left out."""
+    times = Times(TARGETS[gpu])
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             given: dict[str, Any] = {name: row[name] for name in PROBLEM_FIELDS}
@@ -104,9 +113,21 @@ def load(path: pathlib.Path) -> Times:
             config = None if row["config"] == XLA else Config.of(**json.loads(row["config"]))
             if row["status"] == "ok":
                 problem = Problem(**given)
-                us = float(row["us"]) * (XLA_BY_ITSELF if config is None else 1.0)
-                times[problem][config], times.samples[problem] = us, int(row["samples"])
+                launch_ms = float(row.get("launch_ms", _USUAL_LAUNCH_MS))
+                by_itself = XLA_BY_ITSELF if config is None and launch_ms < _LONG_LAUNCH_MS else 1.0
+                times[problem][config] = float(row["us"]) * by_itself
+                times.weights[problem] = math.sqrt(int(row["samples"]) * launch_ms / _USUAL_LAUNCH_MS)
     return times
+
+
+def held_out(gpu: str) -> pathlib.Path:
+    """Returns the file for the judgement of the model of a GPU."""
+    return FOLDER / gpu / _HELD_OUT
+
+
+def fitted_to(gpu: str) -> list[pathlib.Path]:
+    """Returns the files that the model of a GPU is fitted to."""
+    return sorted(path for path in (FOLDER / gpu).glob("*.csv") if path.name != _HELD_OUT)
 
 
 # --- The fit ----------------------------------------------------------------------------------------------------------
@@ -116,12 +137,12 @@ def _residuals(times: Times, with_rates: Rates) -> list[float]:
     residuals = []
     for problem, of_problem in times.items():
         logs = [
-            math.log(us / model.predicted_us(config, problem, TARGET, with_rates))
+            math.log(us / model.predicted_us(config, problem, times.target, with_rates))
             for config, us in of_problem.items()
             if config is not None
         ]
-        # More weight for long times, where a wrong choice costs more, and for problems with more samples.
-        weight = min(1.0, 0.3 + statistics.median(of_problem.values()) / 150.0) * math.sqrt(times.samples[problem])
+        # More weight for long times, where a wrong choice costs more, and for problems measured for longer.
+        weight = min(1.0, 0.3 + statistics.median(of_problem.values()) / 150.0) * times.weights[problem]
         middle = statistics.median(logs)
         residuals += [weight * (x - middle) for x in logs]
         residuals.append(_WEIGHT_OF_ALL * weight * middle * math.sqrt(len(logs)))
@@ -168,7 +189,7 @@ def losses(times: Times, with_rates: Rates | None = None) -> dict[Problem, tuple
     result = {}
     for problem, of_problem in times.items():
         measured = {config: us for config, us in of_problem.items() if config is not None}
-        chosen = min(measured, key=lambda config: space.rank(config, problem, TARGET, with_rates))
+        chosen = min(measured, key=lambda config: space.rank(config, problem, times.target, with_rates))
         result[problem] = measured[chosen] / min(measured.values()) - 1, chosen
     return result
 
@@ -206,13 +227,14 @@ def _ratios(name: str, ratios: dict[Problem, float]) -> str:
 def main(arguments: Iterable[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
     parser = command.tool_parser("fit_model", __doc__)
+    add_gpu(parser)
     parser.add_argument("--judge", action="store_true", help="only judge, fit nothing")
     parser.add_argument("--times", type=old_file, help="a CSV with other measurements than those in benchmarks/model")
     given = parser.parse_args(None if arguments is None else list(arguments))
     sessions = []
-    for path in (given.times,) if given.times else (HELD_OUT,) if given.judge else FITTED_TO:
+    for path in [given.times] if given.times else [held_out(given.gpu)] if given.judge else fitted_to(given.gpu):
         try:
-            times = load(path)
+            times = load(path, given.gpu)
         except (KeyError, TypeError, ValueError) as error:
             raise WrongArguments(f"fit_model: {path} holds no times of benchmarks.configurations: {error!r}") from None
         if not times:
@@ -221,13 +243,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
         sessions.append(times)
     if given.judge:
         return 0
-    found = fit(sessions, rates.HOPPER)
+    found = fit(sessions, rates.rates_of(TARGETS[given.gpu]))
     for times in sessions:
         print(judgement(times, found))
     problems = len(set().union(*sessions))
-    text = json.dumps({"fitted to": f"{problems} problems on an NVIDIA H200", "rates": _rounded(found)}, indent=1)
-    replace(rates.FILE, text + "\n")
-    print(f"written to {rates.FILE}")
+    kind, file = TARGETS[given.gpu].kind, rates.file_of(given.gpu)
+    replace(file, json.dumps({"fitted to": f"{problems} problems on an {kind}", "rates": _rounded(found)}, indent=1) + "\n")
+    print(f"written to {file}")
     return 0
 
 

@@ -1,7 +1,9 @@
 """Makes the tuning table that is shipped with the library, from the products of known models.
 
-    python -m benchmarks.known_models tasks --out tasks.jsonl               writes tasks for `benchmarks.configurations`
-    python -m benchmarks.known_models table benchmarks/model/known.csv      writes the table, from its measurements
+    python -m benchmarks.known_models tasks --out tasks.jsonl                 writes tasks for `benchmarks.configurations`
+    python -m benchmarks.known_models table benchmarks/model/h200/known.csv   writes the table, from its measurements
+
+Both take `--gpu h100` for an H100.
 
 A dense layer has four products. Tensor parallelism over `tp` devices divides the heads and the width of the MLP. The
 table has the fastest configuration of each problem, and XLA's time. Entries of other operations stay in the table.
@@ -16,13 +18,14 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks import command, fit_model
 from benchmarks.configurations import Task
-from benchmarks.model_tasks import TARGET, shape_of
+from benchmarks.model_tasks import TARGETS, add_gpu, shape_of
 from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.choice.tables import Entry
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_file, whole_number
 from overlap.kernels.config import Config
+from overlap.kernels.target import Target
 
 TP, TOKENS = (8, 4, 2, 1), (4096, 1024)
 CONFIGS = 8
@@ -31,7 +34,6 @@ CONFIGS = 8
 # clock still depends on the configurations that ran before. POWER_LIMITED_US: products that take longer reach the power
 # limit.
 IN_TURN, POWER_LIMITED_US = 1.02, 100.0
-TABLE = tables.SHIPPED / "h200.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +85,10 @@ def problems() -> list[Problem]:
     return list(dict.fromkeys(found))
 
 
-def task_of(problem: Problem) -> Task:
+def task_of(problem: Problem, target: Target) -> Task:
     """Makes the task of a problem: XLA, and the search's first `CONFIGS` configurations, one for each `shape_of`."""
-    shapes = {shape_of(config): config for config in reversed(space.candidates(problem, TARGET))}
-    ranked = [config for config in space.candidates(problem, TARGET) if shapes[shape_of(config)] == config]
+    shapes = {shape_of(config): config for config in reversed(space.candidates(problem, target))}
+    ranked = [config for config in space.candidates(problem, target) if shapes[shape_of(config)] == config]
     return Task(problem, tuple(ranked[:CONFIGS]), with_xla=True)
 
 
@@ -104,7 +106,7 @@ def entries(times: fit_model.Times, jax_version: str, date: str) -> list[Entry]:
         others = {space.differences(config): other for config, other in rest[:2]}
         others |= {"xla": of_problem[None]} if None in of_problem else {}
         result.append(
-            Entry(problem, TARGET.kind, jax_version, best, us, others, tried=len(ranked), complete=True, date=date)
+            Entry(problem, times.target.kind, jax_version, best, us, others, tried=len(ranked), complete=True, date=date)
         )
     return result
 
@@ -115,26 +117,29 @@ def main(arguments: Iterable[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     tasks = commands.add_parser("tasks", help="write the task file")
     tasks.add_argument("--out", type=new_file_with_folders, required=True, help="the task file to write")
+    add_gpu(tasks)
     tasks.add_argument("--limit", type=whole_number(1), help="write only the first LIMIT problems")
     table = commands.add_parser("table", help="write the table that is shipped")
     table.add_argument("times", type=old_file, help="a CSV of benchmarks.configurations")
+    add_gpu(table)
     table.add_argument("--jax", required=True, help="the version of jax of the measurements")
     table.add_argument("--date", default=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
     given = parser.parse_args(None if arguments is None else list(arguments))
     if given.command == "tasks":
-        lines = [task_of(problem).to_json() for problem in problems()[: given.limit]]
+        lines = [task_of(problem, TARGETS[given.gpu]).to_json() for problem in problems()[: given.limit]]
         tables.replace(given.out, "\n".join(lines) + "\n")
         print(f"{len(lines)} tasks in {given.out}")
         return 0
     try:
-        found = entries(fit_model.load(given.times), given.jax, given.date)
+        found = entries(fit_model.load(given.times, given.gpu), given.jax, given.date)
     except (KeyError, TypeError, ValueError) as error:
         raise WrongArguments(f"known_models: {given.times} holds no times: {error!r}") from None
-    kept = [entry for entry in tables.read(TABLE) if entry.problem.op != "matmul"]
-    new = TABLE.with_suffix(".new")
+    file = tables.SHIPPED / f"{given.gpu}.json"
+    kept = [entry for entry in tables.read(file) if entry.problem.op != "matmul"] if file.exists() else []
+    new = file.with_suffix(".new")
     tables.add(new, [*kept, *found])
-    new.replace(TABLE)
-    print(f"{len(tables.load(TABLE))} entries in {TABLE}")
+    new.replace(file)
+    print(f"{len(tables.load(file))} entries in {file}")
     return 0
 
 

@@ -10,6 +10,7 @@ configurations as the tuner tries, and some configurations that the search would
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import sys
@@ -26,7 +27,8 @@ from overlap.cli.arguments import new_file_with_folders, whole_number
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
-TARGET = Target("gpu", "NVIDIA H200", 132)
+# The GPUs that the model is fitted to, by the name that files and options use.
+TARGETS = {"h200": Target("gpu", "NVIDIA H200", 132), "h100": Target("gpu", "NVIDIA H100 80GB HBM3", 132)}
 ROWS, COLUMNS, DEPTH = (64, 16384), (256, 32768), (256, 16384)
 # A call of the largest problem takes 3 ms, and a call of a problem of FEW_FLOPS 15 µs.
 MOST_FLOPS, FEW_FLOPS = 2e12, 1e10
@@ -75,14 +77,14 @@ def shape_of(config: Config) -> tuple[Any, ...]:
     return tuple(getattr(config, name) for name in space.SHAPE)
 
 
-def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
+def draw_configs(chance: random.Random, problem: Problem, target: Target) -> tuple[Config, ...]:
     """Draws at most fourteen configurations, most of them with a short predicted time.
 
     The configurations are ordered by predicted time and grouped by `shape_of`. The function takes the first
     configuration of each of the first six groups, the first configuration of each of four groups drawn from the next
     24, and four configurations drawn from the others of the first five groups.
     """
-    ranked = space.candidates(problem, TARGET)
+    ranked = space.candidates(problem, target)
     first: dict[Any, list[Config]] = {}
     for config in ranked:
         first.setdefault(shape_of(config), []).append(config)
@@ -93,17 +95,23 @@ def draw_configs(chance: random.Random, problem: Problem) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(chosen + chance.sample(finer, min(4, len(finer)))))
 
 
-def judged_configs(chance: random.Random, problem: Problem, count: int) -> tuple[Config, ...]:
+def judged_configs(chance: random.Random, problem: Problem, count: int, target: Target) -> tuple[Config, ...]:
     """Returns the search's first `count` configurations, and six drawn from the others, which differ in `shape_of`."""
-    ranked = space.candidates(problem, TARGET)
+    ranked = space.candidates(problem, target)
     shapes = {shape_of(config): config for config in reversed(ranked[count:])}
     return tuple(ranked[:count] + chance.sample(list(shapes.values()), min(6, len(shapes))))
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--gpu`, a name of `TARGETS`."""
+    parser.add_argument("--gpu", choices=list(TARGETS), default="h200", help="the GPU to measure or to fit")
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
     parser = command.tool_parser("model_tasks", __doc__)
     parser.add_argument("--seed", type=whole_number(0), required=True, help="seed of the random numbers")
+    add_gpu(parser)
     parser.add_argument("--problems", type=whole_number(1), required=True, help="how many problems")
     parser.add_argument(
         "--judge", action="store_true", help="tasks to judge the model: with XLA's product, in bfloat16"
@@ -116,14 +124,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=new_file_with_folders, required=True, help="the task file to write")
     given = parser.parse_args(None if arguments is None else list(arguments))
-    chance, lines = random.Random(given.seed), []
+    chance, target, lines = random.Random(given.seed), TARGETS[given.gpu], []
     for _ in range(given.problems):
         if given.judge:
             problem = draw_problem(chance, aligned=1.0, few_rows=0.0, bfloat16_only=True)
-            configs = judged_configs(chance, problem, given.configs)
+            configs = judged_configs(chance, problem, given.configs, target)
         else:
             problem = draw_problem(chance, aligned=0.85, few_rows=0.1, bfloat16_only=False)
-            configs = draw_configs(chance, problem)
+            configs = draw_configs(chance, problem, target)
         lines.append(Task(problem, configs, given.judge).to_json())
     replace(given.out, "\n".join(lines) + "\n")
     print(f"{len(lines)} tasks in {given.out}")

@@ -1,7 +1,7 @@
 """Predicts a configuration's time from the number of waves of tiles and from what limits the time of a tile.
 
-The model ranks configurations; its times are not exact enough to forecast how long a call takes. The rates of each
-architecture are in `rates.py`.
+The model ranks configurations; its times are not exact enough to forecast how long a call takes. The rates of each GPU
+are in `rates.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
-from overlap.choice.rates import HOPPER, Rates, rates_of
+from overlap.choice.rates import H200, Rates, rates_of
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
@@ -35,7 +35,7 @@ ONE_SHOT_US = 6.0
 
 def copied_sooner_than_received(copied_bytes: float, received_bytes: float) -> bool:
     """Whether copying `copied_bytes` within a device takes less time than receiving `received_bytes` from its peers."""
-    return 2 * copied_bytes / HOPPER.hbm_bytes_per_us < received_bytes / HOPPER.pulled_bytes_per_us
+    return 2 * copied_bytes / H200.hbm_bytes_per_us < received_bytes / H200.pulled_bytes_per_us
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:

@@ -1,6 +1,7 @@
-"""The rates of each architecture (work per cycle, bytes per µs, fixed times) that the model in `model.py` uses.
+"""The rates of each GPU (work per cycle, bytes per µs, fixed times) that the model in `model.py` uses.
 
-Hopper's rates are fitted to measurements on an H200: `rates_h200.json`, written by `python -m benchmarks.fit_model`.
+Hopper's rates are fitted to measurements on an H200 and on an H100: `rates_h200.json` and `rates_h100.json`, written by
+`python -m benchmarks.fit_model`. Other Hopper GPUs use the rates of the one whose memory they have (`_RATES_OF`).
 
 Blackwell's rates are for a B200, and none of them is measured. They come from its data sheet (2250 TFLOP/s of 16-bit
 products, 148 cores, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction). Each is multiplied by the ratio of the
@@ -23,7 +24,7 @@ from overlap.kernels.tma import limits as tma
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """The rates of one architecture.
+    """The rates of one GPU.
 
     Attributes:
       cycles_per_us: the clock rate in cycles per µs while power is not limited.
@@ -72,7 +73,7 @@ class Rates:
       pulled_bytes_per_us: bytes that the communicators of one device move over NVLink per µs.
       sent_bytes_per_us: bytes that the compute warpgroups of one device send over NVLink per µs.
       overlaps_epilogue: whether a tile is stored while the next one is multiplied, with any `Config.schedule`.
-      measured: whether this architecture was measured. If not, XLA runs unless the caller asks for the fused kernel.
+      measured: whether this GPU was measured. If not, XLA runs unless the caller asks for the fused kernel.
     """
 
     cycles_per_us: float
@@ -151,13 +152,23 @@ class BlackwellRates(Rates):
         return tma.rows_loaded(config, m, transpose_lhs)
 
 
-FILE = pathlib.Path(__file__).parent / "rates_h200.json"
-_FITTED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))["rates"]
-HOPPER = Rates(**_FITTED)
+
+def file_of(gpu: str) -> pathlib.Path:
+    """Returns the file with the fitted rates of a GPU ("h200" or "h100")."""
+    return pathlib.Path(__file__).parent / f"rates_{gpu}.json"
+
+
+def _fitted(gpu: str) -> dict[str, Any]:
+    return json.loads(file_of(gpu).read_text(encoding="utf-8"))["rates"]
+
+
+H200, H100 = Rates(**_fitted("h200")), Rates(**_fitted("h100"))
+# Parts of device kinds, with the rates of these devices. The first part that occurs counts; H200's rates if none does.
+_RATES_OF = (("H100", H100), ("H800", H100))
 BLACKWELL = BlackwellRates(
     overlaps_epilogue=True,
     measured=False,
-    **_FITTED
+    **_fitted("h200")
     | dict(
         cycles_per_us=1700.0,
         tensor_core_rate=7200.0,
@@ -180,5 +191,7 @@ BLACKWELL = BlackwellRates(
 
 
 def rates_of(target: Target) -> Rates:
-    """Returns the rates of a device's architecture."""
-    return BLACKWELL if target.is_blackwell else HOPPER
+    """Returns the rates of a device."""
+    if target.is_blackwell:
+        return BLACKWELL
+    return next((rates for part, rates in _RATES_OF if part in target.kind), H200)
