@@ -93,14 +93,16 @@ class Moved:
 
 def move_sums(patch, move):
     make = product_kernel.PartialSums
-    patch.setattr(product_kernel, "PartialSums", lambda sums, flags: make(Moved(sums, move), flags))
+    patch.setattr(product_kernel, "PartialSums", lambda sums, flags, *rest: make(Moved(sums, move), flags, *rest))
 
 
 def move_flags(patch, *, signalled=lambda *index: index, awaited=lambda *index: index):
     """Changes which flag is raised and which flag is waited for."""
     make = product_kernel.PartialSums
     patch.setattr(
-        product_kernel, "PartialSums", lambda sums, flags: make(sums, types.SimpleNamespace(at=Unresolved(flags)))
+        product_kernel,
+        "PartialSums",
+        lambda sums, flags, *rest: make(sums, types.SimpleNamespace(at=Unresolved(flags)), *rest),
     )
     patch.setattr(
         partial_sums, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag[0].at[signalled(*flag[1])])

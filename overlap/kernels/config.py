@@ -83,9 +83,8 @@ class Config:
         64 × 256 at most. Blackwell has no "pingpong": there a tile is always stored during the products of the next.
       swap_operands: the tensor cores compute the transposed tile, rhsᵀ · lhsᵀ. wgmma computes 64 rows at a time, but
         any multiple of 8 columns. So `tile_m` may then be any multiple of 8, chosen such that the tiles fill the last
-        wave, and `tile_n` is 64 (pingpong), 128 or 256. It needs a 16-bit result, `lhs` as [m, k], and neither
-        `stream_k` nor `split_k`. It cannot be used with the transport "ring", where results are exchanged between
-        devices, or on Blackwell.
+        wave, and `tile_n` is 64 (pingpong), 128 or 256. It needs a 16-bit result, `lhs` as [m, k], and no `split_k`. It
+        cannot be used with the transport "ring", where results are exchanged between devices, or on Blackwell.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: how many tiles wide a band of the tile order is (`TileOrder`); with clusters, tiles of a whole
         cluster.

@@ -9,6 +9,9 @@ So the traffic through the L2 is spread evenly over the CTAs. If each of two war
 a warpgroup exchanges its sums only with the warpgroups that have the same half in the other CTAs. A CTA also reads back
 its own sums. So it no longer needs its accumulator, whose registers are free for several loads at once.
 
+With `Config.swap_operands` the sums are transposed in registers, and lie transposed in global memory as well
+(`PartialSums.at`).
+
 Every CTA adds the pieces from the first to the last, so that results are deterministic.
 """
 
@@ -41,18 +44,30 @@ class PartialSums:
     """The global memory through which the CTAs of a tile exchange their sums.
 
     Attributes:
-      sums: [workers, cluster · tile_m, tile_n] in f32: the sums of each worker (a CTA or a cluster).
+      sums: the f32 sums of each worker (a CTA or a cluster): [workers, rows, columns], or [workers, columns, rows] if
+        `transposed`. There are `cluster` · `tile_m` rows and `tile_n` columns.
       flags: [workers, cluster, warpgroup tiles]: 1 as soon as the sums of a warpgroup tile have been stored. An output
         tile has at most as many warpgroup tiles as there are compute warpgroups.
+      transposed: whether the mainloop keeps values as [columns, rows] (`Config.swap_operands`); static.
     """
 
     sums: GmemRef
     flags: SemaphoreRef
+    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def at(self, worker: Index, rows: pl.Slice, columns: pl.Slice) -> GmemRef:
+        """Returns a block of a worker's sums: [rows, columns], or [columns, rows] if `transposed`."""
+        return self.sums.at[worker, *_oriented(rows, columns, self.transposed)]
+
+
+def _oriented[T](rows: T, columns: T, transposed: bool) -> tuple[T, T]:
+    return (columns, rows) if transposed else (rows, columns)
 
 
 def partial_sums_type(work: StreamK, config: Config) -> jax.ShapeDtypeStruct:
     """Returns the type of `PartialSums.sums`, to be allocated as an output of the kernel."""
-    return jax.ShapeDtypeStruct((work.workers, config.cluster * config.tile_m, config.tile_n), jnp.float32)
+    shape = _oriented(config.cluster * config.tile_m, config.tile_n, config.swap_operands)
+    return jax.ShapeDtypeStruct((work.workers, *shape), jnp.float32)
 
 
 def partial_sums_flags(work: StreamK, config: Config, compute_warpgroups: int) -> tuple[int, ...]:
@@ -100,14 +115,15 @@ def finish_together(
       partial: the global memory of the exchange.
       shape: rows and columns of this warpgroup's sums.
       piece: which sums these are.
-      hand_over: called with a reference of shape `shape` in global memory: stores this warpgroup's sums there, in f32.
+      hand_over: called with a reference in global memory to as many rows and columns as `shape` has (in the order that
+        `PartialSums.at` describes): stores this warpgroup's sums there, in f32.
       load: a function from a reference to a block of sums in global memory to its values, in the layout in which the
         mainloop keeps values in registers.
       finish: called as `finish(index, total)` for each box of the share; `total(row, rows, columns)` returns the
-        complete sums of some rows and columns of the box.
+        complete sums of some rows and columns of the box, as [columns, rows] if `PartialSums.transposed`.
     """
     (first_row, first_column), (rows, columns), me = piece.corner, shape, lax.axis_index(GRID_AXIS)
-    hand_over(partial.sums.at[me, pl.ds(first_row, rows), pl.ds(first_column, columns)])
+    hand_over(partial.at(me, pl.ds(first_row, rows), pl.ds(first_column, columns)))
     semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])
     begin, end = share(piece.index, columns // piece.box_width, piece.count)
 
@@ -122,7 +138,7 @@ def finish_together(
         def total(row: int, rows: int, columns: slice) -> jax.Array:
             first = first_column + index * piece.box_width + columns.start
             where = pl.ds(first_row + row, rows), pl.ds(first, columns.stop - columns.start)
-            return _total(lambda i: load(partial.sums.at[me - piece.index + i, *where]), piece.count)
+            return _total(lambda i: load(partial.at(me - piece.index + i, *where)), piece.count)
 
         finish(index, total)
 

@@ -129,6 +129,7 @@ def _check_swapped(sizes: Sizes, config: Config) -> None:
         raise ValueError(
             f"`swap_operands` needs a result of 16 bits, got {jnp.dtype(sizes.out_dtype).name}: {leave_out}"
         )
-    for name, value in (("stream_k", config.stream_k), ("split_k", config.split_k)):
-        if value > 1:
-            raise ValueError(f"`{name}` must be 1 with `swap_operands`, got {value}: leave one of them out of `config`")
+    if config.split_k > 1:
+        raise ValueError(
+            f"`split_k` must be 1 with `swap_operands`, got {config.split_k}: leave one of them out of `config`"
+        )

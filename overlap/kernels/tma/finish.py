@@ -33,7 +33,7 @@ class Sums:
       block: a function from a first row, a number of rows and a slice of columns of the warpgroup tile to the f32
         values there; transposed if `WarpgroupTile.transposed` says so.
       hand_over: stores all values to the reference that it is called with, which is in global memory and as large as
-        the warpgroup tile.
+        the warpgroup tile (transposed as the values of `block` are).
       load: a function from a reference to f32 values in global memory to the values, in the layout of `block`.
       terms: a function from the index of a box to the sum of its terms (the parts of it that peers have computed): a
         list of values, one for each block of rows. Needed if there is an `Exchange`.
