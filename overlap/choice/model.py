@@ -21,6 +21,8 @@ F32_BYTES = 4
 # An exponent like `Rates.overlap_exponent`, here for full clocks and the power limit. The larger it is, the more
 # abruptly the clock rate begins to fall where work reaches the power limit.
 _LIMITED = 8.0
+# Cores with consecutive numbers that share a path to the L2: about a GPC.
+GROUP = 16
 # The time of a gather from its start until the first rows of a peer may be multiplied.
 GATHER_US = 6.0
 # The time that each shard but the first adds to a gather, if the rows of all shards are not joined (`Config.joined`).
@@ -66,7 +68,7 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     elements = config.tile_m * config.tile_n
     weights, (*_, products) = problem.n * problem.k * itemsize, problem.grid(config)
     again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
-    hbm_bytes = problem.bytes_per_device + again * weights
+    hbm_bytes = problem.bytes_per_device + again * weights + _read_again(config, problem, work, rates)
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
         # The data do not fit into the L2. So the rate at which the active cores can read memory is a limit, too.
@@ -97,6 +99,32 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     return us
 
 
+def order_us(config: Config, problem: Problem, target: Target) -> float:
+    """Returns the part of the model's time, in microseconds, by which tile orders differ if nothing else limits it."""
+    rates, work = rates_of(target), work_of(config, problem, target)
+    rows = rates.rows_loaded(config, problem.grid(config)[0], problem.transpose_lhs)
+    of_group = _loaded_by_group(config, problem, work, rows * problem.itemsize, config.tile_n * problem.itemsize)
+    cycles = waves(config, problem, target) * work.k_steps * config.tile_k * of_group / rates.group_bytes_per_cycle
+    return cycles / rates.cycles_per_us + _read_again(config, problem, work, rates) / rates.hbm_bytes_per_us
+
+
+def _read_again(config: Config, problem: Problem, work: StreamK, rates: Rates) -> float:
+    """Returns the bytes of operands that are read from memory again, because the L2 has no room to keep them.
+
+    Each band of the tile order (`TileOrder`) needs its own part of one operand, and all of the other one.
+    """
+    rows, columns = config.cluster_tile
+    m, n, products = problem.grid(config)
+    if config.order_minor == "m":
+        bands, of_all = ceil_div(m, config.order_width * rows), n
+    else:
+        bands, of_all = ceil_div(n, config.order_width * columns), m
+    # Bands that are computed at the same time read together.
+    at_once = work.num_ctas * bands / (ceil_div(m, rows) * ceil_div(n, columns))
+    needed = of_all * problem.k * problem.itemsize
+    return products * max(bands / max(at_once, 1.0) - 1, 0.0) * max(needed - rates.l2_bytes, 0.0)
+
+
 def _at_once(exponent: float, *times: float) -> float:
     """Returns the time of activities that run at the same time: the longest, and a little more for the others."""
     longest = max(times)
@@ -111,12 +139,14 @@ class _PerDepth:
       cycles: time, in cycles of the core.
       multiplied: multiply-adds times the bytes of an operand's element.
       loaded: bytes loaded from the L2.
+      of_group: the same, but a byte that several cores of a group load counts once, divided by the number of these cores.
       read: bytes of shared memory that the tensor cores read.
     """
 
     cycles: float
     multiplied: float
     loaded: float
+    of_group: float
     read: float
 
     @staticmethod
@@ -140,17 +170,47 @@ class _PerDepth:
         )
         shared = rhs if config.cluster_along == "m" else lhs
         loaded = lhs + rhs - shared * (1 - 1 / config.cluster)
+        of_group = _loaded_by_group(
+            config, problem, work_of(config, problem, target), (rows - empty) * itemsize, config.tile_n * itemsize
+        )
         load = loaded / l2_rate + empty * rates.empty_row_cycles / config.tile_k
         if config.cluster > 1 and config.cluster_along == "n":
             load -= empty * rates.empty_row_cycles / config.tile_k * (1 - 1 / config.cluster)
         step = rates.step_cycles + (rates.cluster_step_cycles if config.cluster > 1 else 0.0)
         busy = _at_once(
-            rates.overlap_exponent, multiplied / rates.tensor_core_rate, read / rates.smem_bytes_per_cycle, load
+            rates.overlap_exponent,
+            multiplied / rates.tensor_core_rate,
+            read / rates.smem_bytes_per_cycle,
+            load,
+            of_group / rates.group_bytes_per_cycle,
         )
         # A stage is released one k step after its product, and only then filled again.
         refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
-        return _PerDepth(busy + step / config.tile_k, multiplied, loaded, read)
+        return _PerDepth(busy + step / config.tile_k, multiplied, loaded, of_group, read)
+
+
+def _loaded_by_group(config: Config, problem: Problem, work: StreamK, lhs: float, rhs: float) -> float:
+    """Returns the bytes per core, for each element of k, that a group of neighbouring cores loads, each byte once.
+
+    Args:
+      lhs, rhs: bytes of one CTA's operand tiles for each element of k.
+    """
+    rows, columns = config.cluster_tile
+    m, n, _ = problem.grid(config)
+    tiles = {"m": ceil_div(m, rows), "n": ceil_div(n, columns)}
+    # CTAs that compute pieces of the same tile load different parts of it.
+    pieces = work.pieces_per_tile if not work.full_waves else 1
+    members = min(max(GROUP / config.cluster / pieces, 1.0), tiles["m"] * tiles["n"])
+    minor, major = ("m", "n") if config.order_minor == "m" else ("n", "m")
+    of_band = min(config.order_width, tiles[minor])
+    # How many different tiles the members have along each dimension. A group may begin anywhere in a band.
+    of_major = min(1 + (members - 1) / of_band, tiles[major])
+    # If a band has fewer tiles than a group has members, a group spans several bands.
+    of_minor = min(of_band, members) if of_major < tiles[major] else max(of_band, 1 + (members - 1) / of_major)
+    along = {minor: min(of_minor, tiles[minor], members), major: min(of_major, members)}
+    bytes_along = {"m": lhs * rows / config.tile_m, "n": rhs * columns / config.tile_n}
+    return sum(along[name] * bytes_along[name] for name in ("m", "n")) / (members * config.cluster)
 
 
 def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target, per_depth: _PerDepth) -> float:
@@ -184,6 +244,7 @@ def _at_power_limit(
     energy_us = hbm_bytes / rates.moved_per_us + depth * (
         per_depth.multiplied / rates.multiplied_per_us
         + per_depth.loaded / rates.loaded_per_us
+        + per_depth.of_group / rates.group_loaded_per_us
         + per_depth.read / rates.read_per_us
     )
     # A lower clock rate allows a lower voltage, which saves power as well. So the clock rate falls by a smaller factor

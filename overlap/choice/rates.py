@@ -36,6 +36,8 @@ class Rates:
       smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle. l2_bytes_per_cycle:
         bytes per cycle that one core loads from the L2 while all cores load. l2_bytes_per_cycle_alone: bytes per cycle
         that one core loads from the L2 while no other core loads.
+      group_bytes_per_cycle: bytes per cycle and core that a group of neighbouring cores (`model.GROUP`) loads from the
+        L2, if a byte that several of them load counts once.
       unaligned_lines: how many cache lines are loaded for one row of a box if the row does not begin at a cache line.
       overlap_exponent: the exponent p of the model: two activities that take a and b cycles alone take (a**p + b**p) **
         (1 / p) cycles when they run at the same time.
@@ -65,6 +67,7 @@ class Rates:
       multiplied_per_us: multiply-adds, times bytes of an element, that the device could compute per µs if all of its
         power went into products.
       loaded_per_us: bytes that the device could load from the L2 per µs if all of its power went into these loads.
+      group_loaded_per_us: as `loaded_per_us`, for bytes counted as in `group_bytes_per_cycle`.
       read_per_us: bytes of shared memory that the tensor cores could read per µs if all power went into these reads.
       moved_per_us: bytes that could be moved to and from the device's memory per µs if all power went into these
         copies.
@@ -83,6 +86,7 @@ class Rates:
     smem_bytes_per_cycle: float
     l2_bytes_per_cycle: float
     l2_bytes_per_cycle_alone: float
+    group_bytes_per_cycle: float
     unaligned_lines: float
     overlap_exponent: float
     empty_row_cycles: float
@@ -105,6 +109,7 @@ class Rates:
     cluster_us: float
     multiplied_per_us: float
     loaded_per_us: float
+    group_loaded_per_us: float
     read_per_us: float
     moved_per_us: float
     clock_exponent: float

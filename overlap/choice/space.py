@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from overlap.choice.model import predicted_us, waves, work_of
+from overlap.choice.model import order_us, predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
 from overlap.kernels.config import Config
@@ -44,7 +44,7 @@ FINE: dict[str, tuple[Any, ...]] = {
     "epilogue_tile_n": (64, 32),
     "epilogue_buffers": (1, 2, 3, 4),
     "order_minor": ("m", "n"),
-    "order_width": (8, 16, 4),
+    "order_width": (8, 16, 4, 2),
 }
 CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
 # If a product has less than one wave of tiles, at most MOST_SHARED cores share a tile (stream-k). To cut tiles into
@@ -149,14 +149,13 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
         if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _is_pointless(whole, problem, target):
             continue
         yield whole
-        if whole.swap_operands:
-            continue
         work = work_of(whole, problem, target)
         if not work.full_waves and not problem.communicates:
             # Cut each tile into at most as many pieces as fill one wave, each with at least two k steps.
             for parts in SHAPE["split_k"][1:]:
                 if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
-                    yield dataclasses.replace(whole, split_k=parts)
+                    if not whole.swap_operands:
+                        yield dataclasses.replace(whole, split_k=parts)
                     if parts <= MOST_SHARED and problem.m > FEW_ROWS:
                         yield dataclasses.replace(whole, stream_k=parts)
             continue
@@ -245,7 +244,11 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     """Returns a shape's usual configuration, with as many stages as fit and can be filled; None if none can run."""
     epilogue = ("epilogue_tile_n", "epilogue_buffers")
     low = shape.tile_m < LEAST_ROWS_TO_SHARE
-    if shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
+    if not problem.communicates and rates_of(target).measured:
+        orders = itertools.product(FINE["order_minor"], FINE["order_width"])
+        shapes = [dataclasses.replace(shape, order_minor=minor, order_width=width) for minor, width in orders]
+        shape = min(shapes, key=lambda ordered: order_us(ordered, problem, target))
+    elif shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
         # Tiles with few rows make a band (`TileOrder`) of few rows. Double the number of tiles across the band, so that
         # it has as many rows as a band of larger tiles. If sums are scattered, double the band for all tiles: this was
         # measured to be up to 7% faster (2 H200s).
