@@ -1,7 +1,7 @@
 """Whether the kernel that is being traced is one that `jax.vmap` has batched.
 
-Reason: `jax.vmap` of a `plgpu.kernel` runs all elements in one launch, along an axis that jax adds to the kernel's grid.
-The semaphores that all CTAs of a device share (`pl.get_global`) are then shared by all elements as well, so flags and
+Reason: `jax.vmap` of a `plgpu.kernel` runs all elements in one launch, along an axis that jax adds to the grid. The
+semaphores that all CTAs of a device share (`pl.get_global`) are then shared by all elements as well, so flags and
 counters are wrong, and jax does not refuse it. jax names that axis by a plain `object()`, as it names the axis of the
 warps in a `plgpu.warp_map`. No name of another axis is a plain object.
 

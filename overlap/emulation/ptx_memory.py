@@ -267,8 +267,8 @@ def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[
         times = (1 if one_lane else LANES) * (1 if one_warp or thread.warp is not None else WARPS)
         if times == WARPS and has_result:
             raise ProtocolError(
-                f"each of the {WARPS} warps of a warpgroup runs {i.text!r} and gets a result of its own. Expected: one "
-                "warp runs it (plgpu.warp_map, then pl.when(warp == 0)), or a predicate elects one thread of the "
+                f"each of the {WARPS} warps of a warpgroup runs this and gets a result of its own. Expected: call it "
+                "in one warp (plgpu.warp_map, then pl.when(warp == 0)), or let a predicate elect one thread of the "
                 "warpgroup"
             )
         if times > 1 and (has_result or operation == "cas"):
