@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from overlap.emulation import DeadlockError, ProtocolError, RaceError, emulate
 from tests import oracle
 from tests.primitive_cases import KERNELS
 
+WHOLE = P()
 ROWS = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 GATHER = KERNELS["all_gather"][0]
 
 
-def on_mesh(function, mesh, *, in_specs=P(), out_specs=P(), **keywords):
+def on_mesh(function, mesh, *, in_specs=WHOLE, out_specs=WHOLE, **keywords):
     return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **keywords)
     )
@@ -91,30 +93,31 @@ def test_the_ways_out_of_vmap(mapped):
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
+LAYER: Any = prim  # The arguments below have wrong types.
 WRONG = [
-    (lambda flag, group: prim.semaphore_wait(flag, "1"), TypeError, "`value` of `semaphore_wait`.*'1' (str)"),
-    (lambda flag, group: prim.semaphore_wait(flag, 1.5), TypeError, "`value` of `semaphore_wait`.*1.5 (float)"),
-    (lambda flag, group: prim.semaphore_wait(flag, True), TypeError, "`value` of `semaphore_wait`.*True (bool)"),
-    (lambda flag, group: prim.semaphore_wait(flag, jnp.float32(1)), TypeError, "`value`.*float32 and shape ()"),
-    (lambda flag, group: prim.semaphore_wait(flag, -1), ValueError, "`value` of `semaphore_wait`.*at least 0, got -1"),
-    (lambda flag, group: prim.semaphore_signal(flag, 1.5), TypeError, "`increment` of `semaphore_signal`.*1.5"),
-    (lambda flag, group: prim.semaphore_signal(flag, group.me()), TypeError, "`increment`.*int32.*by a constant"),
-    (lambda flag, group: prim.semaphore_signal(flag, 0), ValueError, "`increment`.*at least 1, got 0"),
+    (lambda flag, group: LAYER.semaphore_wait(flag, "1"), TypeError, "`value` of `semaphore_wait`.*'1' (str)"),
+    (lambda flag, group: LAYER.semaphore_wait(flag, 1.5), TypeError, "`value` of `semaphore_wait`.*1.5 (float)"),
+    (lambda flag, group: LAYER.semaphore_wait(flag, True), TypeError, "`value` of `semaphore_wait`.*True (bool)"),
+    (lambda flag, group: LAYER.semaphore_wait(flag, jnp.float32(1)), TypeError, "`value`.*float32 and shape ()"),
+    (lambda flag, group: LAYER.semaphore_wait(flag, -1), ValueError, "`value` of `semaphore_wait`.*at least 0, got -1"),
+    (lambda flag, group: LAYER.semaphore_signal(flag, 1.5), TypeError, "`increment` of `semaphore_signal`.*1.5"),
+    (lambda flag, group: LAYER.semaphore_signal(flag, group.me()), TypeError, "`increment`.*int32.*by a constant"),
+    (lambda flag, group: LAYER.semaphore_signal(flag, 0), ValueError, "`increment`.*at least 1, got 0"),
     (
-        lambda flag, group: prim.semaphore_signal_peer(flag, group, None),
+        lambda flag, group: LAYER.semaphore_signal_peer(flag, group, None),
         TypeError,
         "`position` of `semaphore_signal_peer` must be a position in the group.*got None",
     ),
-    (lambda flag, group: prim.semaphore_signal_peer(flag, group, 1.0), TypeError, "`position`.*1.0 (float)"),
-    (lambda flag, group: prim.semaphore_signal_peer(flag, group, 2), ValueError, "`position`.*in 0 … 1, got 2"),
-    (lambda flag, group: prim.semaphore_signal_peer(flag, group, 1, "2"), TypeError, "`increment`.*'2'"),
-    (lambda flag, group: prim.semaphore_wait_peer(flag, "1", group, 1), TypeError, "`value` of `semaphore_wait_peer`"),
-    (lambda flag, group: prim.semaphore_wait_peer(flag, 1, group, None), TypeError, "`position`.*None (NoneType)"),
+    (lambda flag, group: LAYER.semaphore_signal_peer(flag, group, 1.0), TypeError, "`position`.*1.0 (float)"),
+    (lambda flag, group: LAYER.semaphore_signal_peer(flag, group, 2), ValueError, "`position`.*in 0 … 1, got 2"),
+    (lambda flag, group: LAYER.semaphore_signal_peer(flag, group, 1, "2"), TypeError, "`increment`.*'2'"),
+    (lambda flag, group: LAYER.semaphore_wait_peer(flag, "1", group, 1), TypeError, "`value` of `semaphore_wait_peer`"),
+    (lambda flag, group: LAYER.semaphore_wait_peer(flag, 1, group, None), TypeError, "`position`.*None (NoneType)"),
     (lambda flag, group: group.remote_ref(flag, 1.0), TypeError, "`position` of `PeerGroup.remote_ref`.*1.0"),
     (lambda flag, group: group.device_id(None), TypeError, "`position` of `PeerGroup.device_id`.*None"),
     (lambda flag, group: group.peer(3), ValueError, "`distance` of `PeerGroup.peer`.*in 0 … 2, got 3"),
-    (lambda flag, group: prim.draw(flag, group.me()), TypeError, "`end` of `draw` must be a Python int.*int32"),
-    (lambda flag, group: prim.each_drawn(flag, 0, 4, 3, print), ValueError, "`last`.*at least 4, got 3.*not end"),
+    (lambda flag, group: LAYER.draw(flag, group.me()), TypeError, "`end` of `draw` must be a Python int.*int32"),
+    (lambda flag, group: LAYER.each_drawn(flag, 0, 4, 3, print), ValueError, "`last`.*at least 4, got 3.*not end"),
 ]
 
 
@@ -131,8 +134,8 @@ def test_wrong_arguments(call, error, words):
 def test_integers_of_numpy_are_integers():
     def body(out):
         (flags,) = prim.shared_semaphores((1,))
-        prim.semaphore_signal(flags.at[0], np.int64(2))
-        prim.semaphore_wait(flags.at[0], np.int32(2))
+        LAYER.semaphore_signal(flags.at[0], np.int64(2))
+        LAYER.semaphore_wait(flags.at[0], np.int32(2))
 
     run(body)
 
@@ -147,7 +150,7 @@ def test_integers_of_numpy_are_integers():
 )
 def test_wrong_chunks(arguments, error, words):
     with pytest.raises(error, match=words):
-        prim.Chunking.cut(*arguments)
+        LAYER.Chunking.cut(*arguments)
 
 
 def test_wrong_chunk_buffers():
@@ -225,10 +228,8 @@ def waits_and_draws(out):
 def test_a_report_names_the_line_in_the_users_kernel():
     with pytest.raises(DeadlockError) as caught:
         run(waits_and_draws)
-    assert re.search(
-        rf"polls .*\(at [^ ]*test_primitive_refusals.py:{line_of('the wait')}(:\d+)? \(act\): semaphore_wait_peer: @early",
-        str(caught.value),
-    )
+    where = rf"test_primitive_refusals.py:{line_of('the wait')}(:\d+)? \(act\): semaphore_wait_peer: @early"
+    assert re.search(rf"polls .*\(at [^ ]*{where}", str(caught.value))
     assert "overlap/primitives" not in str(caught.value)
 
 
