@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,10 +51,9 @@ class Settings:
                 raise ValueError(f"`{name}` must be True or False, got {value!r}")
 
 
-def _require_integer(name: str, value: object, *, least: int | None = None, is_optional: bool = False) -> None:
-    if value is None and is_optional:
-        return
+def _require_integer(name: str, value: Any, *, least: int | None = None, is_optional: bool = False) -> None:
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or (least is not None and value < least):
-        at_least = "" if least is None else f" of at least {least}"
-        raise ValueError(f"`{name}` must be an integer{at_least}{' or None' if is_optional else ''}, got {value!r}")
+    if (value is None and is_optional) or (is_integer and (least is None or value >= least)):
+        return
+    at_least = "" if least is None else f" of at least {least}"
+    raise ValueError(f"`{name}` must be an integer{at_least}{' or None' if is_optional else ''}, got {value!r}")

@@ -64,9 +64,9 @@ from overlap.primitives.waits import look_until, wait_for_word, wait_within_devi
 
 _WORDS = 4
 _BEGUN, _SEEN, _COMPLETED, _DONE, _DRAWN = range(_WORDS, _WORDS + 5)
-# The shape of the flags of both handshakes, for `shared_semaphores`: the beacon's words; how many peers have been seen to
-# begin (a counter); which peers have seen this device (a bit for each position); completed transfers (a counter); which
-# peers are done (a bit for each position); the counter of the items.
+# The shape of the flags of both handshakes, for `shared_semaphores`: the beacon's words; how many peers have been seen
+# to begin (a counter); which peers have seen this device (a bit for each position); completed transfers (a counter);
+# which peers are done (a bit for each position); the counter of the items.
 HANDSHAKE_FLAGS = (_WORDS + 5,)
 # The value of a lowered beacon. Zero is a beacon that has not been raised yet; a key is greater than this value.
 _LOWERED = 1
