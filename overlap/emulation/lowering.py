@@ -193,10 +193,10 @@ def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
-    is_manual = mesh is not None and hasattr(axis_context, "manual_axes")
-    if is_manual and (left := [axis for axis in mesh.axis_names if axis not in manual]):
+    sizes = {} if mesh is None or not hasattr(axis_context, "manual_axes") else dict(mesh.shape)
+    if left := [axis for axis in sizes if axis not in manual]:
         raise NotEmulatedError(
-            f"kernel {name!r}: it is inside a jax.shard_map that leaves the axes {left} of the mesh {dict(mesh.shape)} "
+            f"kernel {name!r}: it is inside a jax.shard_map that leaves the axes {left} of the mesh {sizes} "
             "to XLA's partitioner, which cannot split a kernel: leave `axis_names` of `jax.shard_map` out, or call "
             "the kernel inside a second `jax.shard_map` over the axes that are left"
         )

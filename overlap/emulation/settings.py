@@ -53,7 +53,8 @@ class Settings:
 
 def _require_integer(name: str, value: Any, *, least: int | None = None, is_optional: bool = False) -> None:
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if (value is None and is_optional) or (is_integer and (least is None or value >= least)):
+    is_too_small = is_integer and least is not None and value < least
+    if (is_integer and not is_too_small) or (value is None and is_optional):
         return
     at_least = "" if least is None else f" of at least {least}"
     raise ValueError(f"`{name}` must be an integer{at_least}{' or None' if is_optional else ''}, got {value!r}")
